@@ -1,0 +1,101 @@
+"""The keys that say which preferences to read and how; shared by training, evaluation and `check-data`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vlmrm.errors import ConfigError
+
+
+@dataclass
+class DataArguments:
+    dataset_path: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Preference data: a hub id, a save_to_disk folder, or parquet, json(l), csv files; several are mixed."
+        },
+    )
+    dataset_weights: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "One number a source: 2 repeats a source twice an epoch, 0.5 takes half of it. With `streaming`, "
+            "the sampling probabilities. Default: everything once."
+        },
+    )
+    dataset_split: str = field(default="train", metadata={"help": "Split of hub data sets and save_to_disk folders."})
+    eval_dataset_path: list[str] = field(
+        default_factory=list, metadata={"help": "Held-out preferences, in any of the same formats."}
+    )
+    eval_dataset_split: str = field(default="train", metadata={"help": "Split of `eval_dataset_path`."})
+    eval_fraction: float = field(
+        default=0.0,
+        metadata={
+            "help": "Without `eval_dataset_path`: the share of prompts held out for evaluation. Rows that share a prompt "
+            "and its images fall on one side."
+        },
+    )
+    split_seed: int = field(default=0, metadata={"help": "Seed of the held-out split and of sampling rows."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use at most so many training rows."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Use at most so many evaluation rows."})
+    streaming: bool = field(default=False, metadata={"help": "Read training data as a stream; needs `max_steps`."})
+    shuffle_buffer: int = field(default=1000, metadata={"help": "Rows in the shuffle buffer of a stream."})
+    image_root: str | None = field(
+        default=None,
+        metadata={"help": "Folder of relative image paths. Default: the folder of the file that names them."},
+    )
+    path_rewrites: list[str] = field(
+        default_factory=list, metadata={"help": "OLD=NEW prefixes to replace in media paths, tried in order."}
+    )
+    min_pixels: int | None = field(
+        default=None, metadata={"help": "Smaller images are enlarged to this area. Default: the model's own."}
+    )
+    max_pixels: int | None = field(
+        default=None, metadata={"help": "Larger images are shrunk to this area. Default: the model's own."}
+    )
+    video_fps: float = field(default=2.0, metadata={"help": "Frames read from each second of a video."})
+    video_max_frames: int = field(default=768, metadata={"help": "Most frames read from one video."})
+    max_seq_length: int | None = field(
+        default=None, metadata={"help": "Longest conversation in tokens, images included. Default: the model's own."}
+    )
+    overlong: str = field(
+        default="drop",
+        metadata={
+            "help": "Rows over `max_seq_length`: `drop` them, `trim` the end of the response, or stop with an `error`. "
+            "Images and prompts are never cut.",
+            "choices": ["drop", "trim", "error"],
+        },
+    )
+    bad_media: str = field(
+        default="error",
+        metadata={
+            "help": "Rows whose image or video cannot be read: stop with an `error`, or `skip` and count them.",
+            "choices": ["error", "skip"],
+        },
+    )
+
+    def __post_init__(self):
+        # YAML users write one path as a plain string.
+        for name in ("dataset_path", "eval_dataset_path", "path_rewrites"):
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, [getattr(self, name)])
+        if self.dataset_weights is not None and len(self.dataset_weights) != len(self.dataset_path):
+            raise ConfigError(
+                f"dataset_weights has {len(self.dataset_weights)} numbers for {len(self.dataset_path)} data sets: "
+                "give one number for each dataset_path."
+            )
+        if not 0.0 <= self.eval_fraction < 1.0:
+            raise ConfigError(
+                f"eval_fraction is {self.eval_fraction}: it is a share of the rows, at least 0 and below 1."
+            )
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ConfigError(f"min_pixels ({self.min_pixels}) is above max_pixels ({self.max_pixels}).")
+        for name in ("max_train_samples", "max_eval_samples", "max_seq_length", "min_pixels", "max_pixels"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1, or null for no limit.")
+        for rewrite in self.path_rewrites:
+            if "=" not in rewrite:
+                raise ConfigError(f"path_rewrites holds {rewrite!r}: write OLD=NEW.")
+        if self.streaming and self.eval_fraction:
+            raise ConfigError(
+                "eval_fraction needs the whole data set: with streaming, give eval_dataset_path instead."
+            )

@@ -1,0 +1,68 @@
+"""The exception tree. Every error a user can cause is one of these, and prints as one sentence.
+
+VlmrmError                  exit 1   anything below
+├── ConfigError             exit 2   a key, flag or combination of them that cannot work
+├── DataError               exit 3   a data set that cannot be read as preferences
+│   └── RowError            exit 3   one row of it, named by its id
+│       └── MediaError      exit 3   an image or video of that row
+├── CheckpointError         exit 4   a checkpoint that is missing, broken, incomplete or of another kind
+├── TrainingError           exit 5   a run that cannot go on: a non-finite loss, a full disk
+└── Preempted               exit 143 a run stopped by SIGTERM after saving
+
+A message says what is wrong, where, and what to do, in one sentence.
+"""
+
+from __future__ import annotations
+
+
+class VlmrmError(Exception):
+    """Base of every error raised on purpose; `exit_code` is the process's exit status."""
+
+    exit_code = 1
+
+
+class ConfigError(VlmrmError):
+    """A configuration key, command-line flag or combination that cannot work."""
+
+    exit_code = 2
+
+
+class DataError(VlmrmError):
+    """A data set that cannot be read as preferences."""
+
+    exit_code = 3
+
+
+class RowError(DataError):
+    """One row that cannot be used. `row_id` names it in the source."""
+
+    def __init__(self, message: str, row_id: str | None = None):
+        super().__init__(message if row_id is None else f"row {row_id}: {message}")
+        self.row_id = row_id
+        self.reason = message
+
+    def __reduce__(self):
+        # DataLoader workers send exceptions to the main process by pickling them.
+        return type(self), (self.reason, self.row_id)
+
+
+class MediaError(RowError):
+    """An image or video that cannot be read or shown to the model."""
+
+
+class CheckpointError(VlmrmError):
+    """A checkpoint that is missing, broken, incomplete, or made for something else."""
+
+    exit_code = 4
+
+
+class TrainingError(VlmrmError):
+    """A training run that cannot go on."""
+
+    exit_code = 5
+
+
+class Preempted(VlmrmError):
+    """A run that saved a checkpoint and stopped because it received SIGTERM."""
+
+    exit_code = 143

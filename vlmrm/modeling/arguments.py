@@ -1,0 +1,56 @@
+"""The keys that say which model to train and which parts of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vlmrm.errors import ConfigError
+
+
+@dataclass
+class ModelArguments:
+    model_name_or_path: str = field(
+        default="", metadata={"help": "Checkpoint to start from: a hub id or folder of Qwen2.5-VL, MiMo-VL, ..."}
+    )
+    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a hub checkpoint."})
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "Type of the weights. `auto`: float32 where they are trained under mixed precision, bfloat16 or "
+            "float16 where DeepSpeed keeps float32 copies or only an adapter is trained.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
+    attn_implementation: str = field(
+        default="auto",
+        metadata={
+            "help": "`flash_attention_2`, `sdpa`, or `auto`: flash attention where it is installed, else sdpa.",
+            "choices": ["auto", "flash_attention_2", "sdpa"],
+        },
+    )
+    head: str = field(
+        default="linear",
+        metadata={
+            "help": "`linear`, or `mlp`: one hidden layer with SiLU before it.",
+            "choices": ["linear", "mlp"],
+        },
+    )
+    freeze_vit: bool = field(default=False, metadata={"help": "Do not train the vision tower."})
+    freeze_merger: bool = field(default=False, metadata={"help": "Do not train the merger (projector)."})
+    freeze_llm: bool = field(default=False, metadata={"help": "Do not train the language model."})
+    use_peft: bool = field(
+        default=False, metadata={"help": "Train LoRA adapters and the head instead of the weights."}
+    )
+    lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA matrices."})
+    lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA matrices."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the LoRA matrices."})
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Names of linear layers to adapt. Default: all of the language model."}
+    )
+    load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: hold the frozen weights in 4 bits."})
+
+    def __post_init__(self):
+        if isinstance(self.lora_target_modules, str):
+            self.lora_target_modules = [self.lora_target_modules]
+        if self.load_in_4bit and not self.use_peft:
+            raise ConfigError("load_in_4bit trains nothing by itself: set use_peft: true as well.")

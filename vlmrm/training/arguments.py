@@ -1,0 +1,55 @@
+"""The keys of a training run: TRL's `RewardConfig` and what a vision-language reward model adds to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from trl import RewardConfig
+
+from vlmrm.errors import ConfigError
+
+
+@dataclass
+class RewardTrainingArguments(RewardConfig):
+    """TRL's `RewardConfig` (and so HF's `TrainingArguments`) with the keys below; every other key keeps its meaning."""
+
+    learning_rate: float = field(default=1e-5, metadata={"help": "The initial learning rate."})
+    use_irrelevant_queries: bool = field(
+        default=False,
+        metadata={"help": "Also show the answers under another sample's prompt, where they should tie."},
+    )
+    num_irrelevant_pairs: int = field(default=1, metadata={"help": "Irrelevant prompts for each pair."})
+    irrelevant_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the irrelevant loss."})
+    tie_threshold: float = field(
+        default=0.0,
+        metadata={
+            "help": "Rao-Kupper's log θ: score differences below it count as ties. 0: Bradley-Terry, where a tie is half a "
+            "win for either side."
+        },
+    )
+    # TRL's text-only key; conversations are measured by max_seq_length (DataArguments).
+    max_length: int | None = field(default=None, metadata={"help": "Not used: see max_seq_length."})
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Not used: rows are comparisons, not columns."}
+    )
+
+    def __post_init__(self):
+        if not self.use_cpu and not torch.accelerator.is_available():
+            # Otherwise torchrun would start separate trainings that each believe to be alone.
+            self.use_cpu = True
+        if self.max_length is not None:
+            raise ConfigError(
+                "max_length is TRL's key for texts: write max_seq_length, which counts image tokens too."
+            )
+        if self.remove_unused_columns:
+            raise ConfigError("remove_unused_columns must stay false: comparisons are read from columns of any name.")
+        if self.num_irrelevant_pairs < 1:
+            raise ConfigError(f"num_irrelevant_pairs is {self.num_irrelevant_pairs}: it must be at least 1.")
+        if self.irrelevant_loss_weight < 0:
+            raise ConfigError(f"irrelevant_loss_weight is {self.irrelevant_loss_weight}: it must not be negative.")
+        if self.tie_threshold < 0:
+            raise ConfigError(f"tie_threshold is {self.tie_threshold}: it must not be negative.")
+        if self.activation_offloading and self.use_cpu:
+            raise ConfigError("activation_offloading moves activations to the CPU: without a GPU, remove it.")
+        super().__post_init__()
