@@ -12,7 +12,8 @@ class DataArguments:
     dataset_path: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Preference data: a hub id, a save_to_disk folder, or parquet, json(l), csv files; several are mixed."
+            "help": "Preference data: a hub id, a save_to_disk folder, or parquet, json(l), csv files; several are "
+            "mixed."
         },
     )
     dataset_weights: list[float] | None = field(
@@ -30,8 +31,8 @@ class DataArguments:
     eval_fraction: float = field(
         default=0.0,
         metadata={
-            "help": "Without `eval_dataset_path`: the share of prompts held out for evaluation. Rows that share a prompt "
-            "and its images fall on one side."
+            "help": "Without `eval_dataset_path`: the share of prompts held out for evaluation. Rows that share a "
+            "prompt and its images fall on one side."
         },
     )
     split_seed: int = field(default=0, metadata={"help": "Seed of the held-out split and of sampling rows."})
@@ -60,15 +61,16 @@ class DataArguments:
     overlong: str = field(
         default="drop",
         metadata={
-            "help": "Rows over `max_seq_length`: `drop` them, `trim` the end of the response, or stop with an `error`. "
-            "Images and prompts are never cut.",
+            "help": "Rows over `max_seq_length`: `drop` them, `trim` the end of the response, or stop with an "
+            "`error`. Images and prompts are never cut.",
             "choices": ["drop", "trim", "error"],
         },
     )
-    bad_media: str = field(
+    bad_rows: str = field(
         default="error",
         metadata={
-            "help": "Rows whose image or video cannot be read: stop with an `error`, or `skip` and count them.",
+            "help": "Rows that cannot be read, or whose image or video cannot: stop with an `error`, or `skip` and count "
+            "them.",
             "choices": ["error", "skip"],
         },
     )

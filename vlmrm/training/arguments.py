@@ -12,7 +12,7 @@ from vlmrm.errors import ConfigError
 
 @dataclass
 class RewardTrainingArguments(RewardConfig):
-    """TRL's `RewardConfig` (and so HF's `TrainingArguments`) with the keys below; every other key keeps its meaning."""
+    """TRL's `RewardConfig`, and so HF's `TrainingArguments`, with the keys below; every other keeps its meaning."""
 
     learning_rate: float = field(default=1e-5, metadata={"help": "The initial learning rate."})
     use_irrelevant_queries: bool = field(
@@ -24,8 +24,8 @@ class RewardTrainingArguments(RewardConfig):
     tie_threshold: float = field(
         default=0.0,
         metadata={
-            "help": "Rao-Kupper's log θ: score differences below it count as ties. 0: Bradley-Terry, where a tie is half a "
-            "win for either side."
+            "help": "Rao-Kupper's log θ: score differences below it count as ties. 0: Bradley-Terry, where a tie is "
+            "half a win for either side."
         },
     )
     # TRL's text-only key; conversations are measured by max_seq_length (DataArguments).
