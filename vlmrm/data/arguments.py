@@ -69,8 +69,8 @@ class DataArguments:
     bad_rows: str = field(
         default="error",
         metadata={
-            "help": "Rows that cannot be read, or whose image or video cannot: stop with an `error`, or `skip` and count "
-            "them.",
+            "help": "Rows that cannot be read, or whose images or videos cannot: stop with an `error`, or `skip` and "
+            "count them.",
             "choices": ["error", "skip"],
         },
     )
