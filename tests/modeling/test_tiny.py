@@ -1,0 +1,91 @@
+"""The tiny checkpoint is a real checkpoint: reproducible, loadable, and it speaks Qwen's chat format."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from vlmrm.errors import ConfigError
+from vlmrm.modeling.tiny import ARCHITECTURES, MIMO_SYSTEM_PROMPT, make_tiny
+
+REAL = Path(os.environ.get("VLMRM_TEST_DATA", "../shared/data")) / "qwen2.5-vl-7b-processor"
+
+CONVERSATION = [
+    {
+        "role": "user",
+        "content": [{"type": "image", "image": Image.new("RGB", (56, 84))}, {"type": "text", "text": "Which digit?"}],
+    },
+    {"role": "assistant", "content": [{"type": "text", "text": "seven"}]},
+]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_loads_with_transformers_and_sees_images(tmp_path, arch):
+    folder = make_tiny(tmp_path / arch, arch=arch)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+
+    batch = processor.apply_chat_template(CONVERSATION, tokenize=True, return_dict=True, return_tensors="pt")
+    with torch.no_grad():
+        seen = model(**batch).logits
+        batch["pixel_values"] = batch["pixel_values"] + 1
+        changed = model(**batch).logits
+    assert seen.isfinite().all()
+    assert not torch.allclose(seen[:, -1], changed[:, -1])
+    assert model.config.text_config.vocab_size > len(processor.tokenizer)
+
+
+def test_equal_seeds_write_equal_bytes(tmp_path):
+    first, second, other = (make_tiny(tmp_path / str(i), seed=seed) for i, seed in enumerate((3, 3, 4)))
+    assert contents(first) == contents(second)
+    assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+
+
+def test_leaves_the_global_random_state_alone(tmp_path):
+    before = torch.random.get_rng_state()
+    make_tiny(tmp_path / "tiny")
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_words_are_one_token_each(tiny_checkpoint):
+    tokenizer = AutoProcessor.from_pretrained(tiny_checkpoint).tokenizer
+    for text in (" seven", "assistant", "\n", "<|im_end|>", "<|image_pad|>"):
+        assert len(tokenizer(text)["input_ids"]) == 1, text
+    text = "naïve 漢字 🙂 not in the corpus\r\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_mimo_speaks_with_its_own_system_prompt(tmp_path):
+    processor = AutoProcessor.from_pretrained(make_tiny(tmp_path / "mimo", arch="mimo_vl"))
+    assert processor.apply_chat_template(CONVERSATION).startswith(
+        f"<|im_start|>system\n{MIMO_SYSTEM_PROMPT}<|im_end|>"
+    )
+
+
+def test_unknown_architecture_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"'llava'.*qwen2_5_vl"):
+        make_tiny(tmp_path / "x", arch="llava")
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"needs Qwen2.5-VL's processor in {REAL}")
+@pytest.mark.parametrize("generate", [False, True])
+def test_template_renders_as_qwens_own(tiny_checkpoint, generate):
+    ours, theirs = (AutoProcessor.from_pretrained(folder) for folder in (tiny_checkpoint, REAL))
+    conversations = [
+        CONVERSATION,
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi "}],
+        [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": " x\n"}]}],
+        [*CONVERSATION, {"role": "user", "content": "And now?"}, {"role": "assistant", "content": "\n<think>"}],
+    ]
+    for conversation in conversations:
+        rendered = ours.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate)
+        assert rendered == theirs.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate)

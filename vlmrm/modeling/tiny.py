@@ -1,0 +1,184 @@
+"""A tiny vision-language checkpoint with random weights, made here and now: for tests, the demo and dry runs.
+
+It has every file a downloaded one has (config, weights, byte-level tokenizer, image and video processor, chat
+template), so whatever trains it trains the real thing.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    ProcessorMixin,
+    Qwen2_5_VLProcessor,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from vlmrm.errors import ConfigError
+
+SPECIAL_TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+
+# Qwen's pre-tokenisation: contractions, words with their leading space, single digits, punctuation, white space.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# What the tokenizer learns its merges from: the words of the chat template and of the digits demo.
+CORPUS = [
+    "system\nYou are a helpful assistant.\nuser\nWhich digit is this?\nassistant\nThis is a handwritten digit.",
+    "You are MiMo, an AI assistant developed by Xiaomi.",
+    "The digit is zero. It is one two three four five six seven eight nine, even or odd.",
+    "What is in the image?\nA photo of the number.\nDraw the digit",
+]
+
+# Weights this large let two layers learn the demo; with the usual 0.02 so small a model learns nothing.
+WEIGHT_STD = 0.1
+
+MIMO_SYSTEM_PROMPT = "You are MiMo, an AI assistant developed by Xiaomi."
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+}
+# MiMo-VL beside Qwen2.5-VL-7B: deeper and wider, four query heads to a key head, another epsilon.
+MIMO_TEXT: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+}
+ARCHITECTURES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "mimo_vl")
+
+
+def make_tiny(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Path:
+    """Writes a tiny `*ForConditionalGeneration` checkpoint of `arch` into `folder` and returns the folder.
+
+    `arch` is one of `ARCHITECTURES`; `mimo_vl` is a Qwen2.5-VL in MiMo-VL's proportions. Equal seeds write equal
+    bytes. Images are 56x56 (64x64 for Qwen3-VL) and larger.
+
+    Raises:
+        ConfigError: when `arch` is not one of `ARCHITECTURES`.
+    """
+    if arch not in ARCHITECTURES:
+        raise ConfigError(f"there is no tiny {arch!r}: choose one of {', '.join(ARCHITECTURES)}.")
+    folder = Path(folder)
+    tokenizer = _tokenizer()
+    _processor(arch, tokenizer).save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(_config(arch, tokenizer), dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def _tokenizer() -> Qwen2Tokenizer:
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.NFC()
+    trained.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trained.decoder = decoders.ByteLevel()
+    trained.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=1
+        ),
+    )
+    learned = json.loads(trained.to_str())["model"]
+    merges: Any = [tuple(merge) for merge in learned["merges"]]
+    # Through Qwen's own class, so that the checkpoint names it and reloads as it.
+    return Qwen2Tokenizer(
+        vocab=learned["vocab"],
+        merges=merges,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        bos_token=None,
+        additional_special_tokens=SPECIAL_TOKENS[1:],
+        model_max_length=4096,
+    )
+
+
+def _processor(arch: str, tokenizer: Qwen2Tokenizer) -> ProcessorMixin:
+    template = resources.files("vlmrm.modeling").joinpath("chat_template.jinja").read_text(encoding="utf-8")
+    if arch == "mimo_vl":
+        template = template.replace("You are a helpful assistant.", MIMO_SYSTEM_PROMPT)
+    patch = 16 if arch == "qwen3_vl" else 14
+    pixels = {"shortest_edge": 4 * (2 * patch) ** 2, "longest_edge": 64 * (2 * patch) ** 2}
+    make, make_video = {
+        "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor),
+        "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
+    }.get(arch, (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor))
+    return make(
+        image_processor=Qwen2VLImageProcessor(patch_size=patch, size=pixels),
+        video_processor=make_video(patch_size=patch, size=pixels),
+        tokenizer=tokenizer,
+        chat_template=template,
+    )
+
+
+def _config(arch: str, tokenizer: Qwen2Tokenizer) -> PreTrainedConfig:
+    text = MIMO_TEXT if arch == "mimo_vl" else TEXT
+    # The real checkpoints have more embedding rows than tokens as well; MiMo-VL and Qwen differ in how many.
+    rows = 64 if arch == "mimo_vl" else 16
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
+    return AutoConfig.for_model(
+        "qwen2_5_vl" if arch == "mimo_vl" else arch,
+        text_config={
+            **text,
+            "vocab_size": len(tokenizer) + rows - len(tokenizer) % rows,
+            "head_dim": 16,
+            "max_position_embeddings": 4096,
+            "initializer_range": WEIGHT_STD,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            "bos_token_id": ids["<|endoftext|>"],
+            "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"],
+        },
+        vision_config=_vision(arch, out=text["hidden_size"]),
+        tie_word_embeddings=False,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+
+
+def _vision(arch: str, out: int) -> dict[str, Any]:
+    common = {"depth": 2, "num_heads": 2, "initializer_range": WEIGHT_STD}
+    if arch == "qwen2_vl":
+        return {**common, "embed_dim": 32, "hidden_size": out, "mlp_ratio": 2}
+    widths = {**common, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": out}
+    if arch == "qwen3_vl":
+        return {**widths, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    return {**widths, "window_size": 112, "fullatt_block_indexes": [1]}
