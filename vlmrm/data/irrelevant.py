@@ -1,0 +1,99 @@
+"""Irrelevant queries: the answers of one comparison under another one's prompt, where neither should win.
+
+A reward model that prefers the chosen answer whatever the question and image has learned the answers, not the task.
+The donor prompts come from the same batch where it has a fitting one (the shared-prefix batch then computes only the
+answers anew), else from the data set.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vlmrm.data.media import media_key
+from vlmrm.data.schema import Comparison, Messages, media_references, text_of
+
+DRAWS = 20  # from the data set for each donor before giving up: a data set may have a single prompt
+RECENT = 256  # comparisons remembered from a stream
+
+
+@dataclass
+class IrrelevantQueries:
+    """Chooses donor prompts, reproducibly: by the seed, the epoch and the row's id, whatever process asks.
+
+    `draw` returns a comparison of the data set, or None; `for_dataset` and `for_stream` make it.
+    """
+
+    count: int
+    seed: int
+    draw: Callable[[random.Random], Comparison | None]
+    remember: Callable[[Sequence[Comparison], int], None] = lambda batch, epoch: None
+
+    def donors(self, comparison: Comparison, batch: Sequence[Comparison], epoch: int) -> list[Messages]:
+        """Up to `count` prompts that fit: another prompt, no image in common, and with images where ours has some."""
+        if not comparison.prompt:
+            return []
+        rng = random.Random(f"{self.seed}:{epoch}:{comparison.id}")
+        chosen: list[Messages] = []
+        candidates = [other for other in batch if other is not comparison]
+        rng.shuffle(candidates)
+        for other in candidates:
+            _take(other, comparison, chosen, self.count)
+        for _ in range(DRAWS * self.count):
+            if len(chosen) == self.count:
+                break
+            _take(self.draw(rng), comparison, chosen, self.count)
+        return chosen
+
+
+def _take(other: Comparison | None, comparison: Comparison, chosen: list[Messages], count: int) -> None:
+    if other is None or not other.prompt or len(chosen) == count:
+        return
+    if all(_differ(other.prompt, prompt) for prompt in (comparison.prompt, *chosen)):
+        chosen.append(other.prompt)
+
+
+def _differ(prompt: Messages, other: Messages) -> bool:
+    media = {media_key(reference) for reference in media_references(prompt)}
+    other_media = {media_key(reference) for reference in media_references(other)}
+    if bool(media) != bool(other_media):
+        return False  # a question about an image and a request for one are told apart too easily
+    if media:
+        return not media & other_media
+    return text_of(prompt) != text_of(other)
+
+
+def best_and_worst(comparison: Comparison) -> tuple[int, int]:
+    """The branches of the highest and lowest rating: the two answers shown under a donor prompt."""
+    ratings = [branch.rating for branch in comparison.branches]
+    return max(range(len(ratings)), key=ratings.__getitem__), min(range(len(ratings)), key=ratings.__getitem__)
+
+
+def for_dataset(count: int, seed: int, dataset) -> IrrelevantQueries:
+    """Donors from a data set with a length, whose rows hold a `comparison`."""
+
+    def draw(rng: random.Random) -> Comparison | None:
+        comparison = dataset[rng.randrange(len(dataset))]["comparison"]
+        return comparison if isinstance(comparison, Comparison) else None
+
+    return IrrelevantQueries(count, seed, draw)
+
+
+def for_stream(count: int, seed: int) -> IrrelevantQueries:
+    """Donors from the last comparisons that this process collated: a stream has no rows to draw from."""
+    recent: deque[Comparison] = deque(maxlen=RECENT)
+    of_epoch = 0
+
+    def draw(rng: random.Random) -> Comparison | None:
+        return recent[rng.randrange(len(recent))] if recent else None
+
+    def remember(batch: Sequence[Comparison], epoch: int) -> None:
+        nonlocal of_epoch
+        if epoch != of_epoch:  # a resumed run has not seen the epoch before
+            recent.clear()
+            of_epoch = epoch
+        recent.extend(batch)
+
+    return IrrelevantQueries(count, seed, draw, remember)

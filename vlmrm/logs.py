@@ -1,0 +1,33 @@
+"""One log file a run under logs/, beside what the terminal shows. Only the first rank writes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+logger = logging.getLogger("vlmrm")
+
+
+def start_log(kind: str, folder: Path = Path("logs")) -> Path | None:
+    """Sends the package's messages to the terminal and to `logs/KIND_TIMESTAMP.log`; its path, or None off rank 0."""
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    rank = int(os.environ.get("RANK", "0"))
+    terminal = logging.StreamHandler(sys.stderr)
+    terminal.setFormatter(logging.Formatter("%(message)s"))
+    terminal.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    logger.addHandler(terminal)
+    if rank != 0:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{kind}_{time.strftime('%Y%m%d_%H%M%S')}.log"
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(file)
+    return path

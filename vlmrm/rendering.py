@@ -1,0 +1,201 @@
+"""A conversation → token ids, by the model's own processor and chat template.
+
+Each distinct image or video is decoded and processed once and given a key; a conversation then becomes token ids with
+the media it shows. Nothing here knows about batches, pairs or scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vlmrm.data.media import media_key, open_image, open_video
+from vlmrm.data.schema import Message, Messages
+from vlmrm.errors import CheckpointError, MediaError, RowError
+
+
+@dataclass(frozen=True)
+class ProcessedMedia:
+    """One image or video as the model takes it.
+
+    `tensors` are the processor's outputs for it alone (`pixel_values` [patches, dim], `image_grid_thw` [1, 3], ...);
+    `replacement` is the text that stands for it in the rendered conversation.
+    """
+
+    key: str
+    kind: str
+    tensors: dict[str, torch.Tensor]
+    replacement: str
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A whole conversation as tokens. `media` in the order in which the tokens show them.
+
+    `type_ids` marks each token as text 0, image 1 or video 2 (`mm_token_type_ids`); without them Qwen's models fall
+    back to one-dimensional positions silently.
+    """
+
+    input_ids: list[int]
+    type_ids: list[int]
+    media: tuple[ProcessedMedia, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass
+class MediaLimits:
+    """How large images and videos reach the model; None keeps the processor's own limit."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    video_fps: float = 2.0
+    video_max_frames: int = 768
+
+
+@dataclass
+class Renderer:
+    """Renders conversations with one processor. Safe to send to DataLoader workers."""
+
+    processor: Any
+    limits: MediaLimits = field(default_factory=MediaLimits)
+
+    def __post_init__(self):
+        if not getattr(self.processor, "chat_template", None):
+            raise CheckpointError(
+                f"{type(self.processor).__name__} has no chat template: use an instruction-tuned checkpoint, or put a "
+                "chat_template.jinja into its folder."
+            )
+
+    @property
+    def tokenizer(self):
+        return self.processor.tokenizer
+
+    def process(self, messages: Messages, cache: dict[str, ProcessedMedia] | None = None) -> list[ProcessedMedia]:
+        """Opens and processes the media of `messages`, in reading order; those in `cache` are taken from it.
+
+        Raises:
+            MediaError: when one cannot be opened or is too small or too narrow for the model.
+        """
+        cache = {} if cache is None else cache
+        processed = []
+        for part in _media_parts(messages):
+            key = f"{part['type']}:{media_key(part[part['type']])}:{_options(part)}"
+            if key not in cache:
+                cache[key] = (
+                    self._process_image(part, key) if part["type"] == "image" else self._process_video(part, key)
+                )
+            processed.append(cache[key])
+        return processed
+
+    def _process_image(self, part: dict[str, Any], key: str) -> ProcessedMedia:
+        image = open_image(part["image"])
+        return self._processed(
+            self.processor._process_images, [image], part["image"], key, "image", self._image_size()
+        )
+
+    def _process_video(self, part: dict[str, Any], key: str) -> ProcessedMedia:
+        frames, metadata = open_video(part, self.limits.video_fps, self.limits.video_max_frames)
+        options = {"video_metadata": [metadata], "do_sample_frames": False, "return_metadata": True}
+        return self._processed(self.processor._process_videos, [frames], part["video"], key, "video", options)
+
+    def _processed(
+        self, process: Callable, media: list[Any], reference: Any, key: str, kind: str, options: dict[str, Any]
+    ) -> ProcessedMedia:
+        # The processor's own two steps (pixels, then the text that stands for them), taken for one medium at a time so
+        # that each is done once whoever shows it.
+        try:
+            outputs, replacements = process(media, return_tensors="pt", **options)
+        except ValueError as error:  # the library's own limits, such as the aspect ratio
+            raise MediaError(f"{kind} {_name(reference)} cannot be shown to the model: {error}") from error
+        outputs = {name: value for name, value in outputs.items() if name not in self.processor.unused_input_names}
+        tensors = {name: torch.as_tensor(value) for name, value in outputs.items() if name != "video_metadata"}
+        return ProcessedMedia(key, kind, tensors, replacements[0])
+
+    def _image_size(self) -> dict[str, Any]:
+        if self.limits.min_pixels is None and self.limits.max_pixels is None:
+            return {}
+        size = dict(self.processor.image_processor.size)
+        if "shortest_edge" not in size or "longest_edge" not in size:
+            raise CheckpointError(
+                f"{type(self.processor).__name__} does not size images by area: remove min_pixels and max_pixels."
+            )
+        if self.limits.min_pixels is not None:
+            size["shortest_edge"] = self.limits.min_pixels
+        if self.limits.max_pixels is not None:
+            size["longest_edge"] = self.limits.max_pixels
+        return {"size": size}
+
+    def text(self, messages: Messages) -> str:
+        """`messages` through the chat template, one placeholder for each image or video."""
+        return self.processor.apply_chat_template(
+            [_without_references(message) for message in messages], tokenize=False, add_generation_prompt=False
+        )
+
+    def render(self, messages: Messages, cache: dict[str, ProcessedMedia] | None = None) -> Rendered:
+        """A whole conversation as the model reads it.
+
+        Raises:
+            MediaError: when an image or video cannot be opened.
+            RowError: when a text holds the processor's own placeholder for media.
+        """
+        media = self.process(messages, cache)
+        text = self.text(messages)
+        replacements: dict[str, list[str]] = {
+            kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")
+        }
+        for kind, texts in replacements.items():
+            token = getattr(self.processor, f"{kind}_token", None)
+            if token is not None and text.count(token) != len(texts):
+                raise RowError(
+                    f"the rendered text has {text.count(token)} {token} for {len(texts)} {kind}s: a text of this row "
+                    f"spells that token out; remove it"
+                )
+        expanded, _ = self.processor.get_text_with_replacements([text], replacements["image"], replacements["video"])
+        ids = self.tokenizer(expanded[0], add_special_tokens=False)["input_ids"]
+        return Rendered(ids, self.processor.create_mm_token_type_ids([ids])[0], tuple(media))
+
+    def trim(self, messages: Messages, max_length: int, cache: dict[str, ProcessedMedia]) -> Rendered | None:
+        """`messages` with the end of the last text cut so that the whole has at most `max_length` tokens.
+
+        The chat template's closing tokens stay. None when the last part is no text or cutting all of it is not enough.
+        """
+        rendered = self.render(messages, cache)
+        while len(rendered) > max_length:
+            last = messages[-1]["content"][-1] if messages[-1]["content"] else {"type": "none"}
+            if last["type"] != "text":
+                return None
+            ids = self.tokenizer(last["text"], add_special_tokens=False)["input_ids"]
+            keep = len(ids) - (len(rendered) - max_length)
+            if keep <= 0:
+                return None
+            # A cut inside a character decodes to the replacement character.
+            shorter = {"type": "text", "text": self.tokenizer.decode(ids[:keep]).rstrip("\ufffd")}
+            messages = [*messages[:-1], {**messages[-1], "content": [*messages[-1]["content"][:-1], shorter]}]
+            rendered = self.render(messages, cache)
+        return rendered
+
+
+def _media_parts(messages: Messages) -> list[dict[str, Any]]:
+    return [part for message in messages for part in message["content"] if part["type"] in ("image", "video")]
+
+
+def _without_references(message: Message) -> Message:
+    content = [part if part["type"] == "text" else {"type": part["type"]} for part in message["content"]]
+    # Templates of text models, and of system turns in some others, only take plain strings.
+    if all(part["type"] == "text" for part in content):
+        return {**message, "content": "".join(part["text"] for part in content)}
+    return {**message, "content": content}
+
+
+def _options(part: dict[str, Any]) -> str:
+    options = {key: value for key, value in part.items() if key not in ("type", part["type"])}
+    return repr(sorted(options.items())) if options else ""
+
+
+def _name(reference: Any) -> str:
+    return reference if isinstance(reference, str) and len(reference) < 300 else type(reference).__name__

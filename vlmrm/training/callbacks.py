@@ -1,0 +1,55 @@
+"""What happens between steps: the epoch reaches the collator, SIGTERM stops every rank after a save."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+
+class EpochCallback(TrainerCallback):
+    """Tells the collator (and its workers, through shared memory) which epoch it is, for its random choices."""
+
+    def __init__(self, epoch: torch.Tensor):
+        self.epoch = epoch
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.epoch.fill_(int(state.epoch or 0))
+
+
+class PreemptionCallback(TrainerCallback):
+    """On SIGTERM: save at the end of the step and stop. The ranks agree, so all of them save the same step."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.stopped_at: int | None = None
+        self._previous = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._request)
+
+    def _request(self, signum, frame):
+        self.requested = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if _any_rank(self.requested, args.device):
+            control.should_save = True
+            control.should_training_stop = True
+            self.stopped_at = state.global_step
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
+
+
+def _any_rank(flag: bool, device: torch.device) -> bool:
+    if not dist.is_initialized():
+        return flag
+    votes = torch.tensor(int(flag), device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return bool(votes.item())

@@ -1,0 +1,87 @@
+"""What the scores of a batch should satisfy: Bradley-Terry, margins, ties, irrelevant queries, centring.
+
+All losses are sums over pairs divided by totals over the whole step (every accumulated batch on every rank), so a step
+is the mean over its pairs however they were split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import logsigmoid
+
+Pairs = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """The training objective over the scores of one batch.
+
+    preference: `bradley_terry` or, with `tie_threshold` > 0, `rao_kupper`.
+    irrelevant: `irrelevant_weight` times the tie loss of the answers under another prompt.
+    center: `center_coefficient` times (r_chosen + r_rejected)², which keeps rewards near zero
+    (Eisenstein et al. 2023, https://huggingface.co/papers/2312.09244, Eq. 2).
+    """
+
+    tie_threshold: float = 0.0
+    irrelevant_weight: float = 1.0
+    center_coefficient: float | None = None
+
+    def __call__(self, scores: torch.Tensor, pairs: Pairs, totals: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Parts of the loss over scores[B]; their sum is the loss.
+
+        `totals` [2]: the summed weights of preference pairs and of irrelevant pairs over the whole step (`weights`).
+        """
+        scores = scores.float()
+        chosen, rejected = scores[pairs["chosen"]], scores[pairs["rejected"]]
+        difference = chosen - rejected
+        preference = ~pairs["irrelevant"]
+        weight = pairs["weight"]
+        per_preference, per_irrelevant = totals.float().clamp_min(torch.finfo(torch.float32).tiny)
+
+        fit = pair_loss(difference - pairs["margin"], pairs["tie"], self.tie_threshold)
+        # The empty sum of scores keeps a batch without pairs in the graph: its backward must run like the others'.
+        parts = {"preference": (weight * fit)[preference].sum() / per_preference + 0.0 * scores.sum()}
+        if pairs["irrelevant"].any():
+            tie = bradley_terry_tie(difference)
+            irrelevant = (weight * tie)[pairs["irrelevant"]].sum() / per_irrelevant
+            parts["irrelevant"] = self.irrelevant_weight * irrelevant
+        if self.center_coefficient is not None:
+            center = (weight * (chosen + rejected) ** 2)[preference].sum() / per_preference
+            parts["center"] = self.center_coefficient * center
+        return parts
+
+
+def weights(pairs: Pairs) -> torch.Tensor:
+    """The [2] summed weights of the preference pairs and of the irrelevant pairs of one batch."""
+    irrelevant = pairs["irrelevant"]
+    return torch.stack([pairs["weight"][~irrelevant].sum(), pairs["weight"][irrelevant].sum()])
+
+
+def pair_loss(difference: torch.Tensor, tie: torch.Tensor, tie_threshold: float) -> torch.Tensor:
+    """Negative log-likelihood of each pair, from difference[N] = r_chosen - r_rejected and tie[N]."""
+    if tie_threshold > 0:
+        win, tied = rao_kupper_win(difference, tie_threshold), rao_kupper_tie(difference, tie_threshold)
+    else:
+        win, tied = -logsigmoid(difference), bradley_terry_tie(difference)
+    return torch.where(tie, tied, win)
+
+
+def bradley_terry_tie(difference: torch.Tensor) -> torch.Tensor:
+    """-½ (log σ(d) + log σ(-d)): a tie is half a win for either side; least, ln 2, at d = 0."""
+    return -0.5 * (logsigmoid(difference) + logsigmoid(-difference))
+
+
+def rao_kupper_win(difference: torch.Tensor, threshold: float) -> torch.Tensor:
+    """-log σ(d - η): the chosen wins by more than the threshold η = log θ (Rao & Kupper 1967)."""
+    return -logsigmoid(difference - threshold)
+
+
+def rao_kupper_tie(difference: torch.Tensor, threshold: float) -> torch.Tensor:
+    """-log[(θ² - 1) σ(d - η) σ(-d - η)], the remaining probability: neither wins by more than η."""
+    return -(
+        math.log(math.expm1(2 * threshold)) + logsigmoid(difference - threshold) + logsigmoid(-difference - threshold)
+    )

@@ -1,0 +1,239 @@
+"""`vlmrm train` / train_rm.py: configuration → data, model, trainer → a checkpoint that can score."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from vlmrm.batching import ComparisonCollator, PaddedBatcher
+from vlmrm.config import parse
+from vlmrm.data import irrelevant
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.sources import data_fingerprint, load_train_and_eval
+from vlmrm.errors import CheckpointError, ConfigError, Preempted, TrainingError
+from vlmrm.logs import start_log
+from vlmrm.modeling import (
+    find_checkpoints,
+    freeze,
+    load_for_training,
+    load_processor,
+    lora_config,
+    newest_complete,
+    provenance,
+    quantization_config,
+    save_reward_files,
+    verify_complete,
+)
+from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.rendering import MediaLimits, Renderer
+from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.trainer import RewardTrainer
+
+logger = logging.getLogger("vlmrm")
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """Where the final model is and what the run measured."""
+
+    model_dir: Path
+    metrics: dict[str, Any]
+
+
+def train(argv: Sequence[str]) -> TrainingResult:
+    """Runs one training from command-line words.
+
+    Raises:
+        VlmrmError: with one sentence for everything a user can mend; `Preempted` after a save on SIGTERM.
+    """
+    model_args, data_args, args = parse((ModelArguments, DataArguments, RewardTrainingArguments), argv, "train_rm.py")
+    log_path = start_log("train")
+    check_launch(args)
+    check_required(model_args, data_args)
+    resume_from = checkpoint_to_resume(args)
+    transformers.set_seed(args.seed)
+
+    processor = load_processor(model_args.model_name_or_path, model_args.model_revision, args.trust_remote_code)
+    train_dataset, eval_dataset = load_train_and_eval(data_args)
+    model = build_model(model_args, args)
+    collator = build_collator(processor, model, data_args, args, train_dataset)
+    source = {
+        "base_model": model_args.model_name_or_path,
+        "base_revision": model_args.model_revision,
+        "data": data_fingerprint(data_args),
+        "seed": args.seed,
+    }
+    trainer = RewardTrainer(
+        model=model,
+        args=args,
+        processor=processor,
+        collator=collator,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=lora_config(model_args, model) if model_args.use_peft else None,
+        save_extras=partial(
+            save_reward_files,
+            processor=processor,
+            head=model_args.head,
+            min_pixels=data_args.min_pixels,
+            max_pixels=data_args.max_pixels,
+            provenance=provenance(source),
+        ),
+    )
+    check_engine(args, trainer)
+    report_start(trainer, log_path)
+    return run(trainer, resume_from)
+
+
+def run(trainer: RewardTrainer, resume_from: Path | None) -> TrainingResult:
+    """Trains, then saves the model (the best one, if that is what was asked for)."""
+    args = trainer.args
+    result = trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
+    if trainer.preemption.stopped_at is not None:
+        raise Preempted(
+            f"stopped by SIGTERM after saving {args.output_dir}/checkpoint-{trainer.preemption.stopped_at}: "
+            "continue with --resume_from_checkpoint auto."
+        )
+    model_dir = Path(args.output_dir) / ("best" if args.load_best_model_at_end else "final")
+    trainer.save_final(model_dir)
+    logger.info("The trained reward model is in %s", model_dir)
+    return TrainingResult(model_dir, {**result.metrics, "best_metric": trainer.state.best_metric})
+
+
+def build_model(model_args: ModelArguments, args: RewardTrainingArguments):
+    """The reward model, its head seeded, its frozen parts frozen."""
+    if args.deepspeed and args.use_cpu:
+        # ZeRO-3 asks for the number of ranks inside from_pretrained, before anything else starts the group.
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", verbose=False)
+    model = load_for_training(
+        model_args.model_name_or_path,
+        head=model_args.head,
+        dtype=weight_dtype(model_args, args),
+        attn_implementation=model_args.attn_implementation,
+        revision=model_args.model_revision,
+        trust_remote_code=args.trust_remote_code,
+        seed=args.seed,
+        quantization_config=quantization_config(model_args) if model_args.load_in_4bit else None,
+    )
+    freeze(model, vit=model_args.freeze_vit, merger=model_args.freeze_merger, llm=model_args.freeze_llm)
+    # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
+    model.touch_vision = args.world_size > 1
+    return model
+
+
+def weight_dtype(model_args: ModelArguments, args: RewardTrainingArguments) -> torch.dtype:
+    """`dtype: auto`: half precision only where float32 copies of what is trained exist elsewhere."""
+    if model_args.dtype != "auto":
+        return getattr(torch, model_args.dtype)
+    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    return half if args.deepspeed or model_args.use_peft else torch.float32
+
+
+def build_collator(processor, model, data_args: DataArguments, args, train_dataset) -> ComparisonCollator:
+    limits = MediaLimits(data_args.min_pixels, data_args.max_pixels, data_args.video_fps, data_args.video_max_frames)
+    queries = None
+    if args.use_irrelevant_queries:
+        make = irrelevant.for_stream if data_args.streaming else partial(irrelevant.for_dataset, dataset=train_dataset)
+        queries = make(args.num_irrelevant_pairs, args.seed)
+    return ComparisonCollator(
+        Renderer(processor, limits),
+        PaddedBatcher.for_processor(processor),
+        max_seq_length=data_args.max_seq_length or model.config.get_text_config().max_position_embeddings,
+        overlong=data_args.overlong,
+        bad_rows=data_args.bad_rows,
+        irrelevant=queries,
+    )
+
+
+def check_required(model_args: ModelArguments, data_args: DataArguments) -> None:
+    if not model_args.model_name_or_path:
+        raise ConfigError("model_name_or_path is missing: give a checkpoint, such as Qwen/Qwen2.5-VL-7B-Instruct.")
+    if not data_args.dataset_path:
+        raise ConfigError("dataset_path is missing: give a hub id, a folder or a file of preferences.")
+
+
+def check_launch(args: RewardTrainingArguments) -> None:
+    """Refuses launches that would run as something else than what was asked for."""
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.world_size != asked:
+        raise ConfigError(
+            f"launched with {asked} processes, but each would train alone ({args.parallel_mode.value}): start it with "
+            "run_distributed.sh, and on a machine without GPUs add --use_cpu true."
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"{args.n_gpu} GPUs are visible to one process: start it with run_distributed.sh --gpus {args.n_gpu}, or "
+            "set CUDA_VISIBLE_DEVICES=0."
+        )
+
+
+def check_engine(args: RewardTrainingArguments, trainer: RewardTrainer) -> None:
+    """HF Trainer drops FSDP on a CPU, and trains on as plain DDP, without a word."""
+    if args.fsdp and not trainer.is_fsdp_enabled:
+        raise ConfigError(
+            "fsdp is asked for but does not run on this device: remove it, or use deepspeed: zero2.json."
+        )
+    if args.deepspeed and not trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            "deepspeed is asked for but is not active: check that it is installed and the config's path."
+        )
+
+
+def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
+    """`resume_from_checkpoint`: a folder, `auto` for the newest complete one, or nothing for a fresh start."""
+    asked = str(args.resume_from_checkpoint or "false")
+    existing = find_checkpoints(args.output_dir)
+    if asked.lower() == "false":
+        if existing:
+            raise ConfigError(
+                f"{args.output_dir} already holds {existing[-1].name}: continue it with --resume_from_checkpoint auto, "
+                "or choose another --output_dir."
+            )
+        return None
+    if asked.lower() in ("auto", "true"):
+        path = newest_complete(args.output_dir)
+        if path is None:
+            if existing:
+                raise CheckpointError(f"none of the {len(existing)} checkpoints in {args.output_dir} is complete.")
+            logger.info("No checkpoint in %s yet: starting from the beginning", args.output_dir)
+            return None
+    else:
+        path = Path(asked)
+    manifest = verify_complete(path)
+    if not ((path / "optimizer.pt").exists() or any(path.glob("global_step*"))):
+        # HF would start a fresh optimizer without a word.
+        raise CheckpointError(
+            f"{path} has no optimizer state (save_only_model?): train from it as model_name_or_path."
+        )
+    if manifest["world_size"] != args.world_size:
+        logger.warning(
+            "%s was saved by %d processes and is resumed by %d: the run goes on, but not bit for bit",
+            path, manifest["world_size"], args.world_size,
+        )  # fmt: skip
+    logger.info("Resuming from %s", path)
+    return path
+
+
+def report_start(trainer: RewardTrainer, log_path: Path | None) -> None:
+    trained = sum(p.numel() if not hasattr(p, "ds_numel") else p.ds_numel for p in trained_parameters(trainer.model))
+    if not trained:
+        raise TrainingError("nothing is left to train: unfreeze a part of the model.")
+    rows = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else "a stream of"
+    logger.info(
+        "Training %.4g M parameters on %s comparisons; log: %s, checkpoints: %s",
+        trained / 1e6, rows, log_path, trainer.args.output_dir,
+    )  # fmt: skip
+
+
+def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,0 +1,187 @@
+"""TRL's RewardTrainer for comparisons: loss over branch scores, exact evaluation, complete checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+from pathlib import Path
+
+import torch
+import trl
+from accelerate.utils import gather_object
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
+
+from vlmrm.batching import Batch, ComparisonCollator
+from vlmrm.data.schema import Comparison
+from vlmrm.errors import TrainingError
+from vlmrm.evaluation.metrics import scored_pairs, trl_summary
+from vlmrm.modeling import write_complete
+from vlmrm.training.callbacks import EpochCallback, PreemptionCallback
+from vlmrm.training.losses import PreferenceLoss, weights
+from vlmrm.training.step_figures import StepFigures
+
+DROPPED_ROWS = "dropped_rows.jsonl"
+
+
+class RewardTrainer(trl.RewardTrainer):
+    """Trains a reward model on batches of `ComparisonCollator`.
+
+    Args:
+        model: a `*ForSequenceClassification` of `vlmrm.modeling`.
+        processor: the model's whole processor; it is saved with every checkpoint.
+        collator: makes training batches; evaluation uses it without irrelevant queries.
+        save_extras: writes what scoring needs into a checkpoint folder, before it is declared complete.
+    """
+
+    loss_is_scaled_for_ga = True  # compute_loss divides by the totals of the whole step
+    _name = "vlmrm"
+
+    def __init__(self, *, model, args, processor, collator: ComparisonCollator, save_extras, **kwargs):
+        self.preemption = PreemptionCallback()
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=collator,
+            processing_class=processor.tokenizer,  # TRL asks it for the vocabulary and special tokens
+            callbacks=[EpochCallback(collator.epoch), self.preemption],
+            **kwargs,
+        )
+        self.processing_class = self.callback_handler.processing_class = processor
+        self.eval_collator = dataclasses.replace(collator, irrelevant=None)
+        self.loss_function = PreferenceLoss(
+            args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient
+        )
+        self.save_extras = save_extras
+        self._figures = StepFigures()
+        self._evaluated: list[tuple[int, list[float]]] = []
+
+    # Data -----------------------------------------------------------------------------------------------------------
+
+    def _prepare_dataset(self, dataset, *args, **kwargs):
+        return dataset  # nothing is tokenised ahead: media are references until the collator
+
+    def _get_dataloader(self, *args, is_training: bool = False, **kwargs):
+        training_collator = self.data_collator
+        if not is_training:
+            self.data_collator = self.eval_collator
+        try:
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+        finally:
+            self.data_collator = training_collator
+
+    def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor:
+        """The totals that one step's loss is divided by, over its accumulated batches and all ranks."""
+        totals = torch.zeros(4, dtype=torch.float64)
+        for batch in batch_samples:
+            totals[:2] += weights(batch["pairs"]).cpu()
+            totals[2:] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
+            self._report_dropped(batch["dropped"])
+        # float32 for accelerators without float64; exact for whole numbers below 2²⁴.
+        totals = self.accelerator.reduce(totals.float().to(device), "sum")
+        self.state.num_input_tokens_seen += int(totals[2])
+        self._figures.start_step(tokens=int(totals[2]), pairs=int(totals[3]))
+        return totals[:2]
+
+    def _report_dropped(self, dropped: list[tuple[str, str]]) -> None:
+        if not dropped:
+            return
+        self._figures.dropped += len(dropped)
+        path = Path(self.args.output_dir) / f"rank{self.args.process_index}_{DROPPED_ROWS}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8") as file:
+            for row_id, reason in dropped:
+                file.write(json.dumps({"step": self.state.global_step, "id": row_id, "reason": reason}) + "\n")
+
+    # Training -------------------------------------------------------------------------------------------------------
+
+    def compute_loss(self, model, inputs: Batch, return_outputs: bool = False, num_items_in_batch=None):
+        scores = model(**inputs["inputs"]).logits.squeeze(-1)
+        parts = self.loss_function(scores, inputs["pairs"], num_items_in_batch)
+        loss = torch.stack(list(parts.values())).sum()
+        if not torch.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}: lower learning_rate or set "
+                f"max_grad_norm; resume from the last checkpoint in {self.args.output_dir}."
+            )
+        self._figures.add(scores.detach(), inputs, parts)
+        # Ranks average their gradients, and each holds its share of a sum.
+        loss = loss * self.accelerator.num_processes
+        return (loss, scores) if return_outputs else loss
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """6 FLOPs for each parameter and token: forward and backward (Kaplan et al. 2020, §2.1)."""
+        return 6 * inputs["counts"]["tokens"] * self.model.num_parameters(exclude_embeddings=True)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            figures = self._figures.flush(self.accelerator)
+            figures["num_tokens"] = self.state.num_input_tokens_seen
+            # TRL's own log averages these lists into the line.
+            self._metrics["train"] = {name: [value] for name, value in figures.items()}
+        super().log(logs, start_time)
+
+    # Evaluation -----------------------------------------------------------------------------------------------------
+
+    def prediction_step(self, model, inputs: Batch, prediction_loss_only, ignore_keys=None):
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            scores = model(**inputs["inputs"]).logits.squeeze(-1).float().tolist()
+        start = 0
+        for index, branches in zip(*(inputs["rows"][k].tolist() for k in ("index", "branches")), strict=True):
+            self._evaluated.append((index, scores[start : start + branches]))
+            start += branches
+        self._report_dropped(inputs["dropped"])
+        return None, None, None
+
+    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
+        """Every row once, whatever the number of ranks: the samplers' repeats are dropped by row index."""
+        self._evaluated = []
+        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        scores = dict(gather_object(self._evaluated))
+        dataset = dataloader.dataset
+        rows = [(dataset[index]["comparison"], scores[index]) for index in sorted(scores)]
+        comparisons = [comparison for comparison, _ in rows if isinstance(comparison, Comparison)]
+        pairs = scored_pairs(comparisons, [row_scores for _, row_scores in rows])
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in trl_summary(pairs).items()}
+        return EvalLoopOutput(None, None, {**output.metrics, **metrics}, len(comparisons))
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model, trial) -> None:
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        keep, self.args.save_total_limit = self.args.save_total_limit, None  # older ones go once this one is complete
+        try:
+            # Past TRL's: its model card shows a text pipeline that cannot load a vision-language model.
+            Trainer._save_checkpoint(self, model, trial)
+            self.complete(folder)
+        except OSError as error:
+            raise _save_error(error, folder) from error
+        finally:
+            self.args.save_total_limit = keep
+        if self.args.should_save:
+            rotate_checkpoints(self.args.output_dir, keep, self.state.best_model_checkpoint, use_mtime=True)
+
+    def complete(self, folder: Path) -> None:
+        """Writes what scoring needs and then, when every rank has saved its part, `COMPLETE.json`."""
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            self.save_extras(folder)
+            write_complete(folder, world_size=self.args.world_size, step=self.state.global_step)
+        self.accelerator.wait_for_everyone()
+
+    def save_final(self, folder: Path) -> None:
+        """The model alone, without optimizer state, as a complete checkpoint."""
+        try:
+            self.save_model(str(folder), _internal_call=True)
+            self.complete(folder)
+        except OSError as error:
+            raise _save_error(error, folder) from error
+
+
+def _save_error(error: OSError, folder: Path) -> TrainingError:
+    reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+    return TrainingError(
+        f"{folder} could not be saved: {reason}; earlier checkpoints are untouched, free space and resume."
+    )
