@@ -1,0 +1,126 @@
+"""One row of any known layout → one `Comparison`. Each source format has a file here; `LAYOUTS` is their order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from vlmrm.data.readers.layout import CHOSEN, Layout, Reading
+from vlmrm.data.readers.llama_factory import ALPACA, SHAREGPT
+from vlmrm.data.readers.pairs import PAIR
+from vlmrm.data.readers.ranked import RANKED
+from vlmrm.data.readers.swift import SWIFT
+from vlmrm.data.readers.text_to_image import HPSV3, IMAGE_PAIR, IMAGE_REWARD, PICK_A_PIC
+from vlmrm.data.schema import Branch, Comparison, Messages
+from vlmrm.errors import DataError, RowError
+
+__all__ = ["LAYOUTS", "Layout", "read_row", "recognise"]
+
+# The first that fits reads the row: the particular before the general.
+LAYOUTS = (PICK_A_PIC, IMAGE_REWARD, HPSV3, IMAGE_PAIR, RANKED, ALPACA, SHAREGPT, SWIFT, PAIR)
+
+# Understood in every layout.
+SPECIAL = frozenset({"id", "margin", "weight", "tie", "category"})
+
+
+def recognise(columns: Iterable[str]) -> Layout:
+    """The layout that columns of these names are read by.
+
+    Raises:
+        DataError: listing the columns, the nearest known layout and what it lacks.
+    """
+    names = frozenset(columns)
+    for layout in LAYOUTS:
+        if layout.matches(names):
+            return layout
+    # Near: few columns missing; among equals, many of its columns there.
+    nearest = min(LAYOUTS, key=lambda layout: (_missing(layout, names), -len(layout.known() & names)))
+    raise DataError(
+        f"no known layout has the columns {', '.join(sorted(names)) or '(none)'}: the nearest is `{nearest.name}`, "
+        f"which also needs {nearest.lacks(names)} (docs/data.md shows every layout)"
+    )
+
+
+def _missing(layout: Layout, names: frozenset[str]) -> float:
+    wanted = len(layout.required) + bool(layout.one_of)
+    absent = len(layout.required - names) + (bool(layout.one_of) and not layout.one_of & names)
+    return absent / wanted
+
+
+def read_row(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any]) -> Comparison:
+    """Reads one row; `resolve` turns a media reference of the row into one that can be opened from anywhere.
+
+    Raises:
+        RowError: with the row's id, what is wrong and what to do.
+    """
+    cells = {name: value for name, value in row.items() if value is not None}
+    row_id = str(cells.get("id", row_id))
+    try:
+        layout = recognise(cells)
+        reading = layout.read(cells)
+        branches = _checked([Branch(_resolved(b.messages, resolve), b.rating) for b in _tied(reading, cells)])
+        other = {name: value for name, value in cells.items() if name not in layout.known() | SPECIAL}
+        category = cells.get("category")
+        return Comparison(
+            id=row_id,
+            prompt=_resolved(reading.prompt(), resolve),
+            branches=branches,
+            margin=_number(cells, "margin", None),
+            weight=_number(cells, "weight", 1.0, least=0.0),
+            category=None if category is None else str(category),
+            columns={name: value for name, value in other.items() if isinstance(value, (str, int, float, bool))},
+        )
+    except RowError as error:
+        raise type(error)(error.reason, row_id) from error
+    except DataError as error:
+        raise RowError(str(error), row_id) from error
+
+
+def _tied(reading: Reading, cells: Mapping[str, Any]) -> list[Branch]:
+    """The branches, of one rating if the row says that they tie."""
+    tie = cells.get("tie", False)
+    if tie not in (False, True):
+        raise RowError(f"`tie` is {tie!r}: write true or false")
+    branches = reading.branches()
+    return [replace(branch, rating=CHOSEN) for branch in branches] if tie else branches
+
+
+def _resolved(messages: Messages, resolve: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    return [{**message, "content": [_part(part, resolve) for part in message["content"]]} for message in messages]
+
+
+def _part(part: dict[str, Any], resolve: Callable[[Any], Any]) -> dict[str, Any]:
+    kind = part["type"]
+    return part if kind == "text" else {**part, kind: resolve(part[kind])}
+
+
+def _checked(branches: list[Branch]) -> list[Branch]:
+    if len(branches) < 2:
+        raise RowError(f"it has {len(branches)} answer(s): a preference needs two, remove the row")
+    for number, branch in enumerate(branches, 1):
+        if not any(part["type"] != "text" or part["text"].strip() for m in branch.messages for part in m["content"]):
+            raise RowError(f"answer {number} is empty: fill it in or remove the row")
+        if not math.isfinite(branch.rating):
+            raise RowError(f"the score of answer {number} is {branch.rating}: write a finite number")
+    if all(branch.messages == branches[0].messages for branch in branches[1:]):
+        raise RowError("the answers are the same, so nothing can be preferred: remove the row")
+    for i, first in enumerate(branches):
+        for second in branches[i + 1 :]:
+            if first.rating != second.rating and first.messages == second.messages:
+                raise RowError("the same answer is listed twice with different scores: keep one of them")
+    return branches
+
+
+def _number(cells: Mapping[str, Any], name: str, default: Any, least: float = -math.inf) -> Any:
+    value = cells.get(name, default)
+    if value is default:
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RowError(f"`{name}` is {value!r}: write a number")
+    if not math.isfinite(value):
+        raise RowError(f"`{name}` is {value}: write a finite number or leave it out")
+    if value < least:
+        raise RowError(f"`{name}` is {value}: it must be at least {least:g}")
+    return float(value)

@@ -1,0 +1,196 @@
+"""Every source format becomes the comparison that its author meant."""
+
+import math
+
+import pytest
+
+from vlmrm.data.readers import read_row, recognise
+from vlmrm.errors import DataError, RowError
+
+
+def read(**row):
+    return read_row(row, "rows.jsonl:1", lambda reference: reference)
+
+
+def said(messages):
+    """`role: parts` with media in brackets."""
+    return [
+        f"{m['role']}: " + "".join(p["text"] if p["type"] == "text" else f"[{p[p['type']]}]" for p in m["content"])
+        for m in messages
+    ]
+
+
+def flat(comparison):
+    return said(comparison.prompt), [(said(b.messages), b.rating) for b in comparison.branches]
+
+
+ANSWERS = [(["assistant: good"], 1.0), (["assistant: bad"], 0.0)]
+USER = {"role": "user", "content": "Look."}
+GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
+PHOTO_ROWS = {
+    "simple": {"chosen": "good", "rejected": "bad", "image": "a.png", "prompt": "Look."},
+    "simple, list": {"chosen": "good", "rejected": "bad", "images": ["a.png"], "prompt": "Look."},
+    "conversational": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "image": "a.png"},
+    "conversational, text answers": {"prompt": [USER], "chosen": "good", "rejected": "bad", "images": ["a.png"]},
+    "trl, parts": {
+        "prompt": [{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Look."}]}],
+        "chosen": [GOOD],
+        "rejected": [BAD],
+        "images": ["a.png"],
+    },
+    "trl, implicit prompt": {"chosen": [USER, GOOD], "rejected": [USER, BAD], "images": ["a.png"]},
+    "trl, implicit prompt and its text": {
+        "prompt": "Look.",
+        "chosen": [USER, GOOD],
+        "rejected": [USER, BAD],
+        "messages": [USER, GOOD],
+        "images": ["a.png"],
+    },
+    "messages before the answers": {"messages": [USER], "chosen": GOOD, "rejected": BAD, "images": ["a.png"]},
+    "question": {"question": "Look.", "chosen": "good", "rejected": "bad", "image": "a.png"},
+    "swift, response": {"messages": [USER, GOOD], "rejected_response": "bad", "images": ["a.png"]},
+    "swift, messages": {
+        "messages": [{"role": "user", "content": "<image>Look."}, GOOD],
+        "rejected_messages": [{"role": "user", "content": "<image>Look."}, BAD],
+        "images": ["a.png"],
+        "rejected_images": ["a.png"],
+    },
+    "alpaca": {"instruction": "Look.", "input": "", "chosen": "good", "rejected": "bad", "images": ["a.png"]},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "<image>Look."}],
+        "chosen": {"from": "gpt", "value": "good"},
+        "rejected": {"from": "gpt", "value": "bad"},
+        "images": ["a.png"],
+    },
+    "ranked": {"prompt": "Look.", "responses": ["good", "bad"], "scores": [1, 0], "images": ["a.png"]},
+}
+
+
+@pytest.mark.parametrize("name", PHOTO_ROWS)
+def test_spellings_of_two_answers_about_a_photo(name):
+    assert flat(read(**PHOTO_ROWS[name])) == (["user: [a.png]Look."], ANSWERS)
+
+
+IMAGES = [(["assistant: [a.png]"], 1.0), (["assistant: [b.png]"], 0.0)]
+IMAGE_ROWS = {
+    "text-to-image": {"prompt": "A cat.", "chosen_image": "a.png", "rejected_image": "b.png"},
+    "hpsv3": {"prompt": "A cat.", "path1": "a.png", "path2": "b.png", "confidence": 0.9},
+    "pick-a-pic": {"caption": "A cat.", "jpg_0": "a.png", "jpg_1": "b.png", "label_0": 1.0, "label_1": 0.0},
+    "ranked": {"prompt": "A cat.", "response_images": ["a.png", "b.png"], "scores": [1.0, 0.0]},
+}
+
+
+@pytest.mark.parametrize("name", IMAGE_ROWS)
+def test_spellings_of_two_images_for_a_prompt(name):
+    assert flat(read(**IMAGE_ROWS[name])) == (["user: A cat."], IMAGES)
+
+
+def test_simple_rows_without_a_prompt():
+    assert flat(read(chosen="good", rejected="bad", images=["a.png", "b.png"])) == (["user: [a.png][b.png]"], ANSWERS)
+    assert flat(read(chosen="good", rejected="bad")) == ([], ANSWERS)
+
+
+def test_pick_a_pic_second_image_and_tie():
+    row = {"caption": "A cat.", "jpg_0": "a.png", "jpg_1": "b.png"}
+    assert read(**row, label_0=0.0).pairs()[0].chosen == 1
+    assert read(**row, label_0=0.5).pairs()[0].tie
+    with pytest.raises(RowError, match="label_0"):
+        read(**row, label_0=0.7)
+
+
+def test_image_reward_ranks_lower_is_better_and_equal_ranks_tie():
+    pairs = read(prompt="A cat.", generations=["a.png", "b.png", "c.png"], ranking=[2, 1, 2]).pairs()
+    assert [(p.chosen, p.rejected, p.tie) for p in pairs] == [(1, 0, False), (0, 2, True), (1, 2, False)]
+
+
+def test_swift_other_images_share_no_prompt():
+    chosen = [{"role": "user", "content": "<image>Look."}, GOOD]
+    comparison = read(messages=chosen, images=["a.png"], rejected_images=["b.png"])
+    assert flat(comparison) == (
+        [],
+        [(["user: [a.png]Look.", "assistant: good"], 1.0), (["user: [b.png]Look.", "assistant: good"], 0.0)],
+    )
+
+
+def test_implicit_prompt_of_several_turns_and_videos():
+    first = [USER, {"role": "assistant", "content": "Seen."}, {"role": "user", "content": "And now?"}]
+    prompt, branches = flat(read(chosen=[*first, GOOD], rejected=[*first, BAD], videos=["v.mp4"]))
+    assert prompt == ["user: [v.mp4]Look.", "assistant: Seen.", "user: And now?"] and branches == ANSWERS
+
+
+def test_alpaca_history_system_and_input():
+    row = {
+        "instruction": "One",
+        "input": "two",
+        "history": [["a", "b"]],
+        "system": "Be kind.",
+        "chosen": "good",
+        "rejected": "bad",
+    }
+    assert flat(read(**row))[0] == ["system: Be kind.", "user: a", "assistant: b", "user: One\ntwo"]
+
+
+def test_optional_columns():
+    comparison = read(
+        chosen="good", rejected="bad", margin=0.5, weight=2, tie=True, category=3, id=7, votes=4, x=None, other=[1]
+    )
+    assert (comparison.id, comparison.margin, comparison.weight, comparison.category) == ("7", 0.5, 2.0, "3")
+    assert comparison.pairs()[0].tie and comparison.columns == {"votes": 4}
+    assert read(chosen="good", rejected="bad").id == "rows.jsonl:1"
+
+
+def test_cells_that_are_none_are_absent():
+    row = dict(PHOTO_ROWS["simple"], chosen_image=None, rejected_image=None, messages=None, scores=None, margin=None)
+    assert flat(read(**row)) == (["user: [a.png]Look."], ANSWERS)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rejected": "good"}, "the same"),
+        ({"rejected": " "}, "answer 2 is empty"),
+        ({"chosen": 3}, "expected a text"),
+        ({"margin": math.nan}, "margin"),
+        ({"margin": "big"}, "margin"),
+        ({"weight": -1}, "at least 0"),
+        ({"weight": math.inf}, "finite"),
+        ({"tie": "maybe"}, "tie"),
+        ({"rejected": None}, "also needs `rejected`"),
+        ({"prompt": "<image><image> Which?", "images": ["a.png"]}, "more images"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "more images"),
+        ({"prompt": "Other", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "without the row's `prompt`"),
+    ],
+)
+def test_a_bad_row_is_named_and_explained(change, reason):
+    with pytest.raises(RowError, match=reason) as caught:
+        read(**{"id": "r1", "prompt": "Look.", "chosen": "good", "rejected": "bad", **change})
+    assert caught.value.row_id == "r1" and "row r1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answers", "scores", "reason"),
+    [
+        (["a"], [1], "needs two"),
+        (["a", "b"], [1], "2 answers"),
+        (["a", "b"], [1, math.nan], "finite"),
+        (["a", "b"], [1, "2"], "write a number"),
+        (["a", "a", "b"], [1, 2, 3], "twice"),
+        (["a", "a"], [1, 1], "the same"),
+    ],
+)
+def test_bad_ranked_lists(answers, scores, reason):
+    with pytest.raises(RowError, match=reason):
+        read(prompt="p", responses=answers, scores=scores)
+
+
+def test_all_tied_lists_are_fine():
+    assert all(pair.tie for pair in read(prompt="p", responses=["a", "b", "c"], scores=[1, 1, 1]).pairs())
+
+
+def test_an_unknown_layout_says_what_the_nearest_one_lacks():
+    with pytest.raises(DataError, match=r"better, prompt, rejected: the nearest is `chosen / rejected`.*`chosen`"):
+        recognise(["prompt", "better", "rejected"])
+    with pytest.raises(DataError, match="`text-to-image`, which also needs `rejected_image`"):
+        recognise(["prompt", "chosen_image"])
+    with pytest.raises(DataError, match=r"ms-swift.*`rejected_images` or `rejected_messages`"):
+        recognise(["messages"])

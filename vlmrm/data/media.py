@@ -1,0 +1,275 @@
+"""Images and videos: what makes two of them the same, and how a reference becomes pixels.
+
+A reference is a path, a `file://` or `data:` URI, encoded bytes, a PIL image, or Hugging Face's
+`{"bytes": ..., "path": ...}`; a video may also be a list of image references, its frames. Nothing is fetched from the
+network: a data set whose pictures change or vanish between two runs cannot be measured.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import unquote, unquote_to_bytes, urlparse
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from vlmrm.errors import MediaError
+
+if TYPE_CHECKING:
+    import torch
+
+MIN_SIDE = 28  # one merged patch of the Qwen-VL family: smaller images have no tokens
+MAX_RATIO = 200  # the longest strip that its image processor accepts
+# Pillow reads more, some of it by starting other programs (EPS).
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+VIDEO_OPTIONS = (
+    *("fps", "nframes", "min_frames", "max_frames", "sample_fps", "raw_fps", "video_start", "video_end"),
+    *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
+)
+
+
+def media_key(reference: Any) -> str:
+    """The identity of an image or video without decoding it: equal keys, equal pixels.
+
+    A file is its absolute path; everything else is a hash of its bytes, so the same picture under two paths counts
+    as two.
+    """
+    if isinstance(reference, (str, os.PathLike)):
+        reference = os.fspath(reference)
+        if reference.startswith("data:"):
+            return f"data:{_hash(reference.encode())}"
+        if reference.startswith(("http://", "https://")):
+            return reference
+        return os.path.abspath(local_path(reference))
+    if isinstance(reference, (bytes, bytearray, memoryview)):
+        return f"bytes:{_hash(bytes(reference))}"
+    if isinstance(reference, Image.Image):
+        return f"pixels:{_hash(f'{reference.mode}{reference.size}'.encode(), reference.tobytes())}"
+    if isinstance(reference, Mapping):
+        return media_key(_bytes_or_path(reference))
+    if isinstance(reference, Sequence):
+        return f"frames:{_hash(*(media_key(frame).encode() + bytes(1) for frame in reference))}"
+    raise MediaError(f"{_name(reference)} is not a reference to an image or a video: give a path, bytes or a data URI")
+
+
+def _hash(*pieces: bytes) -> str:
+    digest = blake2b(digest_size=16)
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def open_image(reference: Any) -> Image.Image:
+    """Reads one image as RGB, upright (EXIF) and on white where it is transparent; of an animation, the first frame.
+
+    Raises:
+        MediaError: naming the image and the reason: missing, empty, truncated, not an image, of a kind that has no
+            faithful 8-bit RGB form, a side below 28 pixels, longer than 200 to 1, or too large to be decoded safely.
+    """
+    name = _name(reference)
+    if isinstance(reference, Image.Image):
+        return _to_rgb(_checked(reference, name), name)
+    source = _open_bytes(reference, "image")
+    try:
+        with source, Image.open(source, formats=FORMATS) as image:
+            _checked(image, name)
+            image.load()
+            return _to_rgb(ImageOps.exif_transpose(image), name)
+    except UnidentifiedImageError as error:
+        kinds = ", ".join(FORMATS)
+        raise MediaError(f"{name} is not an image that can be read ({kinds}): replace it or remove the row") from error
+    except Image.DecompressionBombError as error:
+        raise MediaError(f"{name} is too large to be decoded safely ({error}): shrink it") from error
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises SyntaxError for broken PNG chunks
+        raise MediaError(f"{name} is broken ({error}): replace it or remove the row") from error
+
+
+def _checked(image: Image.Image, name: str) -> Image.Image:
+    width, height = image.size
+    if min(width, height) < MIN_SIDE:
+        raise MediaError(f"{name} is {width}x{height} pixels: each side must be at least {MIN_SIDE}")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise MediaError(f"{name} is {width}x{height} pixels: the sides may differ {MAX_RATIO}-fold at most")
+    if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
+        raise MediaError(
+            f"{name} is {width}x{height} pixels, over Pillow's safe limit of {Image.MAX_IMAGE_PIXELS}: shrink it"
+        )
+    return image
+
+
+def _to_rgb(image: Image.Image, name: str) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        # Pillow would clip 16 bits at 255 and make everything white.
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise MediaError(f"{name} has {image.mode}-mode pixels without a defined white: save it as 8-bit RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def open_video(part: Mapping[str, Any], fps: float, max_frames: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Reads a content part `{"type": "video", "video": reference, ...}` as qwen-vl-utils does.
+
+    Of a file, `fps` frames a second are taken, `max_frames` at most; the part's own `fps`, `min_frames`, `max_frames`
+    or `nframes` come first. A list of frames is taken as it is: its `sample_fps` (default 2) says how far apart they
+    are. Frames are resized to qwen-vl-utils' limits for videos.
+
+    Returns:
+        uint8 frames [T, 3, H, W], T even, and the metadata `fps`, `frames_indices`, `total_num_frames` that the
+        processor's `video_metadata` takes.
+
+    Raises:
+        MediaError: naming the video and the reason.
+    """
+    import torch
+    from qwen_vl_utils.vision_process import fetch_video
+
+    reference = part["video"]
+    options = {key: part[key] for key in VIDEO_OPTIONS if part.get(key) is not None}
+    if isinstance(reference, (list, tuple)):
+        if not reference:
+            raise MediaError("a video is an empty list of frames: remove the row")
+        frames = [open_image(frame) for frame in reference]
+        metadata: dict[str, Any] = {}
+    else:
+        if "nframes" not in options:
+            options = {"fps": fps, "max_frames": max_frames, **options}
+        frames, metadata = _read_video(reference, options)
+        options["sample_fps"] = metadata.pop("sample_fps")
+    if len({frame.size for frame in frames}) > 1:
+        raise MediaError(f"the frames of {_name(reference)} have different sizes: resize them to one")
+    # Always a list: given a file, qwen-vl-utils would replace a failing reader by another, with other frames.
+    fetched: Any = fetch_video({**options, "video": frames}, return_video_metadata=True)
+    video, described = fetched
+    return video.to(torch.uint8), {**described, **metadata}
+
+
+def _read_video(reference: Any, options: dict[str, Any]) -> tuple[list[Image.Image], dict[str, Any]]:
+    """The frames of a video file that qwen-vl-utils' rule asks for, decoded by PyAV."""
+    import av
+    from qwen_vl_utils.vision_process import calculate_video_frame_range, smart_nframes
+
+    name = _name(reference)
+    with _open_bytes(reference, "video") as source:
+        try:
+            # A playlist must not lead to other files or to the network.
+            with av.open(source, options={"protocol_whitelist": "none"}) as container:
+                if not container.streams.video:
+                    raise MediaError(f"{name} has no video in it: replace it or remove the row")
+                stream = container.streams.video[0]
+                rate = float(stream.average_rate or 0)
+                # Containers may misstate the number of frames; counting packets needs no decoding.
+                total = sum(packet.size > 0 for packet in container.demux(stream))
+                first, last, count = calculate_video_frame_range(options, total, rate)
+                taken = smart_nframes(options, total_frames=count, video_fps=rate)
+                indices = np.linspace(first, last, taken).round().astype(int).tolist()
+                container.seek(0)
+                frames = _decode(container, stream, indices)
+        except (av.error.FFmpegError, OSError, ValueError, ZeroDivisionError, AssertionError) as error:
+            raise MediaError(f"{name} cannot be read as a video ({error}): replace it or remove the row") from error
+    if len(frames) < len(indices):
+        raise MediaError(f"{name} is broken: only {len(frames)} of {len(indices)} frames can be decoded")
+    sample_fps = taken / count * rate
+    metadata = {"fps": rate, "frames_indices": indices, "total_num_frames": count, "sample_fps": sample_fps}
+    return frames, metadata
+
+
+def _decode(container: Any, stream: Any, indices: list[int]) -> list[Image.Image]:
+    wanted, frames = set(indices), []
+    for number, frame in enumerate(container.decode(stream)):
+        if number in wanted:
+            frames.append(frame.to_image())
+        if number == indices[-1]:
+            break
+    return frames
+
+
+def check_inside(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> str:
+    """`path` with symbolic links resolved; it must lie inside `root`.
+
+    Raises:
+        MediaError: naming both when it lies outside.
+    """
+    real, real_root = os.path.realpath(path), os.path.realpath(root)
+    if real != real_root and not real.startswith(real_root.rstrip(os.sep) + os.sep):
+        raise MediaError(f"{os.fspath(path)} is outside image_root {os.fspath(root)}: move it or change image_root")
+    return real
+
+
+def local_path(reference: str) -> str:
+    """A path as it is, a `file://` URI as a path."""
+    return unquote(urlparse(reference).path) if reference.startswith("file://") else reference
+
+
+def _open_bytes(reference: Any, kind: str) -> IO[bytes]:
+    """A readable, seekable file of what the reference names."""
+    name = _name(reference)
+    if isinstance(reference, Mapping):
+        reference = _bytes_or_path(reference)
+    if isinstance(reference, os.PathLike):
+        reference = os.fspath(reference)
+    if isinstance(reference, str) and reference.startswith("data:"):
+        reference = _decode_data_uri(reference, name)
+    if isinstance(reference, (bytes, bytearray, memoryview)):
+        if not len(reference):
+            raise MediaError(f"{name} has zero bytes: replace it or remove the row")
+        return io.BytesIO(reference)
+    if not isinstance(reference, str):
+        raise MediaError(f"{name} is not a reference to an image or a video: give a path, bytes or a data URI")
+    if reference.startswith(("http://", "https://")):
+        raise MediaError(f"{name} is on the network: download the {kind} first and give its path")
+    path = local_path(reference)
+    try:
+        if os.path.getsize(path) == 0:
+            raise MediaError(f"{name} has zero bytes: replace it or remove the row")
+        return Path(path).open("rb")
+    except FileNotFoundError:
+        raise MediaError(f"{name} does not exist: check the path and image_root") from None
+    except OSError as error:
+        raise MediaError(f"{name} cannot be opened ({error.strerror or error}): check the path") from error
+
+
+def _decode_data_uri(uri: str, name: str) -> bytes:
+    header, comma, body = uri.partition(",")
+    if not comma:
+        raise MediaError(f"{name} has no comma after its type: it was cut off")
+    if not header.endswith(";base64"):
+        return unquote_to_bytes(body)
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise MediaError(f"{name} is not valid base64 ({error})") from error
+
+
+def _bytes_or_path(reference: Mapping[str, Any]) -> Any:
+    value = reference.get("bytes")
+    value = reference.get("path") if value is None else value
+    if value is None:
+        raise MediaError(f"an image or video with neither bytes nor a path: {list(reference)}")
+    return value
+
+
+def _name(reference: Any) -> str:
+    """How a message names the reference: short, without its content."""
+    if isinstance(reference, Mapping):
+        return _name(reference.get("path") or reference.get("bytes"))
+    if isinstance(reference, os.PathLike):
+        return os.fspath(reference)
+    if isinstance(reference, str):
+        return f"the data URI {reference[:40]}..." if reference.startswith("data:") else reference
+    if isinstance(reference, (bytes, bytearray, memoryview)):
+        return f"the embedded file of {len(reference)} bytes"
+    if isinstance(reference, Image.Image):
+        return f"the {reference.mode} image in memory"
+    if isinstance(reference, Sequence) and reference:
+        return f"the {len(reference)} frames from {_name(reference[0])}"
+    return f"{type(reference).__name__} {reference!r:.40}"

@@ -1,0 +1,118 @@
+"""What every reader is made of: the columns that tell a layout, and the pieces of a row that it hands on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlmrm.data.messages import place_media, to_messages
+from vlmrm.data.schema import Branch, Message
+from vlmrm.errors import RowError
+
+# A row without its empty cells: a table fills missing columns with None.
+Row = Mapping[str, Any]
+
+CHOSEN, REJECTED = 1.0, 0.0
+MEDIA = frozenset({"image", "images", "video", "videos"})
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A row as conversations: the first `shared` messages of each are the prompt."""
+
+    conversations: Sequence[list[Message]]
+    ratings: Sequence[float]
+    shared: int
+
+    def prompt(self) -> list[Message]:
+        return self.conversations[0][: self.shared] if self.conversations else []
+
+    def branches(self) -> list[Branch]:
+        pairs = zip(self.conversations, self.ratings, strict=True)
+        return [Branch(conversation[self.shared :], rating) for conversation, rating in pairs]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A source format: it fits a row that has all `required` columns and, if any are named, one of `one_of`.
+
+    Columns outside `required`, `one_of` and `optional` are not read; scalar ones are kept with the comparison.
+    """
+
+    name: str
+    read: Callable[[Row], Reading]
+    required: frozenset[str]
+    one_of: frozenset[str] = frozenset()
+    optional: frozenset[str] = field(default=frozenset())
+
+    def matches(self, columns: frozenset[str]) -> bool:
+        return self.required <= columns and (not self.one_of or bool(self.one_of & columns))
+
+    def known(self) -> frozenset[str]:
+        return self.required | self.one_of | self.optional
+
+    def lacks(self, columns: frozenset[str]) -> str:
+        """What `columns` would need to fit, in words."""
+        missing = [f"`{name}`" for name in sorted(self.required - columns)]
+        if self.one_of and not self.one_of & columns:
+            missing.append(" or ".join(f"`{name}`" for name in sorted(self.one_of)))
+        return " and ".join(missing)
+
+
+def with_media(conversation: Sequence[Message], images: Sequence[Any], videos: Sequence[Any]) -> list[Message]:
+    """The conversation with the row's images and videos in their places."""
+    return place_media(list(conversation), images, videos)
+
+
+def media_of(row: Row, kind: str, prefix: str = "") -> list[Any]:
+    """The row's `images` (or `image`), as a list: the plural column, then the singular one."""
+    found = []
+    for name in (f"{prefix}{kind}s", f"{prefix}{kind}"):
+        value = row.get(name)
+        if value is not None:
+            found.extend(value if isinstance(value, (list, tuple)) else [value])
+    return found
+
+
+def turns(row: Row, prompt: Any) -> list[Message]:
+    """The messages before the answer: the row's `system` text, then the prompt (absent: an empty user turn).
+
+    A row with media but no prompt shows them in a user turn without text; a row with neither has no prompt.
+    """
+    system = [{"role": "system", "content": [{"type": "text", "text": row["system"]}]}] if row.get("system") else []
+    if prompt is not None and prompt != "":
+        return [*system, *to_messages(prompt, "user")]
+    if any(row.get(name) for name in MEDIA):
+        return [*system, {"role": "user", "content": []}]
+    return system
+
+
+def image_turn(reference: Any) -> Message:
+    """Text-to-image: the picture is what the assistant answers."""
+    return {"role": "assistant", "content": [{"type": "image", "image": reference}]}
+
+
+def common_turns(first: Sequence[Message], second: Sequence[Message]) -> int:
+    """How many leading messages are the prompt of both: up to where they differ, none if that leaves no user turn."""
+    count = 0
+    while count < min(len(first), len(second)) - 1 and first[count] == second[count]:
+        count += 1
+    return count if any(message["role"] == "user" for message in first[:count]) else 0
+
+
+def numbers(value: Any, name: str, count: int) -> list[float]:
+    """A row's list of scores or ranks, one for each of `count` branches."""
+    if not isinstance(value, (list, tuple)) or len(value) != count:
+        length = len(value) if isinstance(value, (list, tuple)) else "no list"
+        raise RowError(f"`{name}` must hold one number for each of the {count} answers, and holds {length}")
+    for number in value:
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise RowError(f"`{name}` holds {number!r}: write a number")
+    return [float(number) for number in value]
+
+
+def listed(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise RowError(f"`{name}` must be a list, got {type(value).__name__}")
+    return list(value)

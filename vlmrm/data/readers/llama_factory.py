@@ -1,0 +1,45 @@
+"""LLaMA-Factory's ranking data, in its alpaca and sharegpt forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vlmrm.data.messages import to_messages
+from vlmrm.data.readers.layout import CHOSEN, MEDIA, REJECTED, Layout, Reading, Row, media_of, turns, with_media
+from vlmrm.errors import RowError
+
+
+def _read_alpaca(row: Row) -> Reading:
+    question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
+    earlier = []
+    for exchange in row.get("history", []):
+        if not isinstance(exchange, (list, tuple)) or len(exchange) != 2:
+            raise RowError("`history` must be a list of [question, answer] pairs")
+        earlier += to_messages(exchange[0], "user") + to_messages(exchange[1], "assistant")
+    return _pair(row, turns(row, [*earlier, *to_messages(question, "user")]))
+
+
+def _read_sharegpt(row: Row) -> Reading:
+    return _pair(row, turns(row, to_messages(row["conversations"], "user")))
+
+
+def _pair(row: Row, prompt: list[dict[str, Any]]) -> Reading:
+    images, videos = media_of(row, "image"), media_of(row, "video")
+    conversations = [
+        with_media([*prompt, *to_messages(row[side], "assistant")], images, videos) for side in ("chosen", "rejected")
+    ]
+    return Reading(conversations, [CHOSEN, REJECTED], len(prompt))
+
+
+ALPACA = Layout(
+    "LLaMA-Factory alpaca",
+    _read_alpaca,
+    required=frozenset({"instruction", "chosen", "rejected"}),
+    optional=MEDIA | {"input", "system", "history"},
+)
+SHAREGPT = Layout(
+    "LLaMA-Factory sharegpt",
+    _read_sharegpt,
+    required=frozenset({"conversations", "chosen", "rejected"}),
+    optional=MEDIA | {"system"},
+)

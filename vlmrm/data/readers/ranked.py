@@ -1,0 +1,28 @@
+"""Ranked lists: a prompt, several answers (texts, messages or images) and a score for each, higher for better."""
+
+from __future__ import annotations
+
+from vlmrm.data.messages import to_messages
+from vlmrm.data.readers.layout import MEDIA, Layout, Reading, Row, listed, media_of, numbers, turns, with_media
+from vlmrm.data.readers.text_to_image import images_for
+
+
+def _read(row: Row) -> Reading:
+    if "response_images" in row:
+        images = listed(row["response_images"], "response_images")
+        return images_for(row, row["prompt"], images, numbers(row["scores"], "scores", len(images)))
+    answers = listed(row["responses"], "responses")
+    ratings = numbers(row["scores"], "scores", len(answers))
+    prompt = turns(row, row["prompt"])
+    images, videos = media_of(row, "image"), media_of(row, "video")
+    conversations = [with_media([*prompt, *to_messages(answer, "assistant")], images, videos) for answer in answers]
+    return Reading(conversations, ratings, len(prompt))
+
+
+RANKED = Layout(
+    "ranked list",
+    _read,
+    required=frozenset({"prompt", "scores"}),
+    one_of=frozenset({"responses", "response_images"}),
+    optional=MEDIA | {"system"},
+)

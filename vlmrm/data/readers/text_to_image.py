@@ -1,0 +1,57 @@
+"""Images for a prompt: the prompt is the user's turn, each image an assistant turn of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vlmrm.data.readers.layout import (
+    CHOSEN,
+    MEDIA,
+    REJECTED,
+    Layout,
+    Reading,
+    Row,
+    image_turn,
+    listed,
+    media_of,
+    numbers,
+    turns,
+    with_media,
+)
+from vlmrm.errors import RowError
+
+
+def images_for(row: Row, prompt: Any, images: Sequence[Any], ratings: Sequence[float]) -> Reading:
+    """Images that answer a prompt; the row's own `images` (a picture to edit, say) belong to the prompt."""
+    before = with_media(turns(row, prompt), media_of(row, "image"), media_of(row, "video"))
+    return Reading([[*before, image_turn(image)] for image in images], ratings, len(before))
+
+
+def _read_pair(row: Row) -> Reading:
+    return images_for(row, row["prompt"], [row["chosen_image"], row["rejected_image"]], [CHOSEN, REJECTED])
+
+
+def _read_hpsv3(row: Row) -> Reading:
+    return images_for(row, row["prompt"], [row["path1"], row["path2"]], [CHOSEN, REJECTED])
+
+
+def _read_pick_a_pic(row: Row) -> Reading:
+    label = row["label_0"]
+    if label not in (0, 0.5, 1):
+        raise RowError(f"`label_0` is {label!r}: it must be 1 (the first image), 0 (the second) or 0.5 (a tie)")
+    return images_for(row, row["caption"], [row["jpg_0"], row["jpg_1"]], [float(label), 1.0 - label])
+
+
+def _read_image_reward(row: Row) -> Reading:
+    images = listed(row["generations"], "generations")
+    ranks = numbers(row["ranking"], "ranking", len(images))
+    return images_for(row, row["prompt"], images, [-rank for rank in ranks])
+
+
+IMAGE_PAIR = Layout(
+    "text-to-image", _read_pair, frozenset({"prompt", "chosen_image", "rejected_image"}), optional=MEDIA | {"system"}
+)
+HPSV3 = Layout("HPSv3", _read_hpsv3, frozenset({"prompt", "path1", "path2"}))
+PICK_A_PIC = Layout("Pick-a-Pic", _read_pick_a_pic, frozenset({"caption", "jpg_0", "jpg_1", "label_0"}))
+IMAGE_REWARD = Layout("ImageReward", _read_image_reward, frozenset({"prompt", "generations", "ranking"}))
