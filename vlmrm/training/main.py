@@ -196,7 +196,7 @@ def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
     if asked.lower() == "false":
         if existing:
             raise ConfigError(
-                f"{args.output_dir} already holds {existing[-1].name}: continue it with --resume_from_checkpoint auto, "
+                f"{args.output_dir} already holds {existing[-1].name}: continue with --resume_from_checkpoint auto, "
                 "or choose another --output_dir."
             )
         return None
