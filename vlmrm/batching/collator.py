@@ -92,9 +92,11 @@ class ComparisonCollator:
     def _render(self, comparison: Comparison, cache: dict[str, ProcessedMedia]) -> list[Rendered]:
         """The conversations of a comparison, each within `max_seq_length`."""
         branches = [self._fit(messages, comparison.id, cache) for messages in comparison.conversations()]
-        for chosen, rejected, _ in comparison.pairs():
-            if _same(branches[chosen], branches[rejected]):
-                raise RowError("two answers are the same tokens to the model: remove the row or raise max_seq_length")
+        # Answers differ when they are read; what is left of them after a cut may not.
+        if self.overlong == "trim" and any(_same(branches[i], branches[j]) for i, j, _ in comparison.pairs()):
+            raise OverlongError(
+                "its answers differ only past max_seq_length: raise it or lower max_pixels", comparison.id
+            )
         return branches
 
     def _fit(self, messages: Messages, row_id: str, cache: dict[str, ProcessedMedia]) -> Rendered:

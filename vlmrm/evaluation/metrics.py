@@ -59,6 +59,11 @@ def preference_accuracy(margins: np.ndarray) -> float:
     return float(np.mean(margins > 0)) if len(margins) else float("nan")
 
 
+def accuracy_half_ties(margins: np.ndarray) -> float:
+    """Share of margins[N] above zero, with half a point for each at zero. NaN for no pairs."""
+    return float(np.mean((margins > 0) + 0.5 * (margins == 0))) if len(margins) else float("nan")
+
+
 def negative_log_likelihood(margins: np.ndarray) -> float:
     """Mean -log σ(margin): the Bradley-Terry loss of the preferences."""
     return float(np.mean(np.logaddexp(0.0, -margins))) if len(margins) else float("nan")

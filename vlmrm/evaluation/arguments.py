@@ -1,0 +1,55 @@
+"""The keys of a checkpoint sweep; which data to read and how is in `DataArguments`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vlmrm.errors import ConfigError
+
+
+@dataclass
+class EvaluationArguments:
+    model_dirs: list[str] = field(
+        default_factory=list, metadata={"help": "Training output folders, or checkpoints themselves."}
+    )
+    checkpoint_pattern: str = field(
+        default="checkpoint-*", metadata={"help": "Which folders inside each of `model_dirs` are checkpoints."}
+    )
+    base_model_path: str | None = field(
+        default=None,
+        metadata={"help": "Base of adapter checkpoints, and processor of checkpoints saved without one."},
+    )
+    eval_batch_size: int = field(default=8, metadata={"help": "Comparisons in a batch."})
+    output_file: str = field(
+        default="evaluation_results.csv", metadata={"help": "The results table; the details go beside it as .json."}
+    )
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "Type of the weights; `auto` keeps the checkpoint's.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
+    attn_implementation: str = field(
+        default="auto",
+        metadata={
+            "help": "`flash_attention_2`, `sdpa`, or `auto`: flash attention where it is installed, else sdpa.",
+            "choices": ["auto", "flash_attention_2", "sdpa"],
+        },
+    )
+    blank_images: bool = field(
+        default=False,
+        metadata={"help": "Also measure the accuracy with every image painted grey: a model that looks falls to 0.5."},
+    )
+    dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that open and process images."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the checkpoint."})
+
+    def __post_init__(self):
+        if isinstance(self.model_dirs, str):
+            self.model_dirs = [self.model_dirs]
+        if not self.model_dirs:
+            raise ConfigError("model_dirs is missing: name at least one training output folder or checkpoint.")
+        if self.eval_batch_size < 1:
+            raise ConfigError(f"eval_batch_size is {self.eval_batch_size}: it must be at least 1.")
+        if not self.output_file.endswith(".csv"):
+            raise ConfigError(f"output_file is {self.output_file}: it must end in .csv (the .json goes beside it).")

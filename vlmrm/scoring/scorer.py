@@ -1,0 +1,115 @@
+"""A trained reward model as a function: conversations in, raw logits out, in request order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmrm.batching import Batcher, PaddedBatcher
+from vlmrm.data.messages import to_messages
+from vlmrm.data.schema import Message
+from vlmrm.errors import RowError
+from vlmrm.modeling import LoadedReward, load_checkpoint
+from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
+
+# OpenAI-style messages ending in the assistant's answer; images as PIL, path, bytes or data URI.
+Conversation = Sequence[Message]
+# A prompt (a text or messages) and its candidate answers (texts or messages).
+Group = tuple[Any, Sequence[Any]]
+
+
+def load_scorer(
+    model: str | Path,
+    *,
+    device: str | None = None,
+    dtype: str = "auto",
+    attn_implementation: str = "auto",
+    max_tokens_per_batch: int = 16384,
+    base_model_path: str | None = None,
+    trust_remote_code: bool = False,
+) -> Scorer:
+    """A `Scorer` from a checkpoint folder, after verifying it.
+
+    Args:
+        device: default is the GPU where there is one.
+        dtype: `auto` keeps the type of the checkpoint; bfloat16, float16 or float32.
+        max_tokens_per_batch: memory bound; a single longer conversation still goes, alone.
+        base_model_path: where the base of an adapter checkpoint is now.
+
+    Raises:
+        CheckpointError: when the checkpoint is broken, incomplete, or no reward model.
+    """
+    loaded = load_checkpoint(
+        model,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        base_model_path=base_model_path,
+    )
+    return Scorer(loaded, max_tokens_per_batch=max_tokens_per_batch)
+
+
+class Scorer:
+    """Scores with one loaded reward model. A score does not depend on what it is scored together with."""
+
+    def __init__(self, loaded: LoadedReward, *, max_tokens_per_batch: int = 16384):
+        self.loaded = loaded
+        self.model = loaded.model.eval()
+        self.max_tokens_per_batch = max_tokens_per_batch
+        limits = MediaLimits(loaded.info.min_pixels, loaded.info.max_pixels)
+        self.renderer = Renderer(loaded.processor, limits)
+        self.batcher: Batcher = PaddedBatcher.for_processor(loaded.processor)
+
+    def score(self, conversations: Sequence[Conversation]) -> list[float]:
+        """The raw logit of each conversation, in order.
+
+        Raises:
+            RowError: naming the conversation by its place, when it ends without an answer or a medium cannot be read.
+        """
+        cache: dict[str, ProcessedMedia] = {}
+        rendered = [self._render(conversation, place, cache) for place, conversation in enumerate(conversations)]
+        scores = [0.0] * len(rendered)
+        for places in batches_under(list(map(len, rendered)), self.max_tokens_per_batch):
+            for place, value in zip(places, self._forward([rendered[place] for place in places]), strict=True):
+                scores[place] = value
+        return scores
+
+    def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
+        """For each (prompt, candidates), the raw logit of each candidate, in order."""
+        conversations, sizes = [], []
+        for prompt, candidates in groups:
+            start = to_messages(prompt, "user")
+            conversations += [[*start, *to_messages(candidate, "assistant")] for candidate in candidates]
+            sizes.append(len(candidates))
+        scores = iter(self.score(conversations))
+        return [[next(scores) for _ in range(size)] for size in sizes]
+
+    def _render(self, conversation: Conversation, place: int, cache: dict[str, ProcessedMedia]) -> Rendered:
+        try:
+            messages = to_messages(conversation, "user")
+            if messages[-1]["role"] != "assistant":
+                raise RowError("it ends without an assistant message: there is no answer to score")
+            return self.renderer.render(messages, cache)
+        except RowError as error:
+            raise type(error)(f"conversation {place}: {error.reason}") from error
+
+    @torch.inference_mode()
+    def _forward(self, rendered: Sequence[Rendered]) -> list[float]:
+        inputs = {name: tensor.to(self.model.device) for name, tensor in self.batcher(rendered).items()}
+        return self.model(**inputs).logits.squeeze(-1).float().tolist()
+
+
+def batches_under(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of `lengths` in batches whose padded size is at most `budget`; like lengths go together."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        widest = lengths[batches[-1][0]] if batches else 0
+        if batches and widest * (len(batches[-1]) + 1) <= budget:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
