@@ -27,6 +27,7 @@ app = App(
     help="Train vision-language reward models from preferences, measure them, and score with them.",
     help_epilogue=EPILOGUE,
     version=vlmrm.__version__,
+    default_parameter=Parameter(negative_iterable=()),
 )
 
 # `train` and `eval` hand their words to TRL's parser, which knows HF's hundred keys.
@@ -98,7 +99,7 @@ def score(
 
 @app.command(name="check-data", help_flags=[])
 def check_data(*words: Words) -> None:
-    """Say what is in preference data, how it will be read and what is wrong with which row: FILE ... [--key value ...]."""
+    """Say what is in preference data, how it will be read, what is wrong with which row: FILE ... [--key value]."""
     from vlmrm.data.command import check_data_command
 
     raise SystemExit(check_data_command(words))

@@ -1,0 +1,162 @@
+"""Comparisons become batches whose pairs point at the right scores, and bad rows are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from vlmrm.batching import ComparisonCollator, PaddedBatcher
+from vlmrm.batching.collator import OverlongError
+from vlmrm.data import irrelevant
+from vlmrm.data.schema import Branch, Comparison
+from vlmrm.errors import MediaError, RowError
+from vlmrm.rendering import Renderer
+
+
+def comparison(
+    row_id: str, answers: dict[str, float], colour: str | None = None, question: str = "What?"
+) -> Comparison:
+    content = [{"type": "text", "text": question}]
+    if colour:
+        content.insert(0, {"type": "image", "image": Image.new("RGB", (56, 56), colour)})
+    return Comparison(
+        row_id,
+        [{"role": "user", "content": content}],
+        [Branch([{"role": "assistant", "content": [{"type": "text", "text": a}]}], r) for a, r in answers.items()],
+    )
+
+
+def rows(*comparisons) -> list[dict]:
+    return [{"index": i, "comparison": c} for i, c in enumerate(comparisons)]
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_checkpoint):
+    return AutoProcessor.from_pretrained(tiny_checkpoint)
+
+
+def collator(processor, **options) -> ComparisonCollator:
+    return ComparisonCollator(
+        Renderer(processor), PaddedBatcher.for_processor(processor), **{"max_seq_length": 256, **options}
+    )
+
+
+def answer_texts(processor, batch) -> list[str]:
+    texts = processor.tokenizer.batch_decode(batch["inputs"]["input_ids"], skip_special_tokens=True)
+    return [text.split("assistant\n")[-1].strip() for text in texts]
+
+
+def test_pairs_point_at_the_better_and_the_worse_answer(processor):
+    ranked = comparison("k", {"worst": 0, "best": 2, "middle": 1}, "red")
+    batch = collator(processor)(rows(comparison("p", {"yes": 1, "no": 0}), ranked))
+    texts = answer_texts(processor, batch)
+    named = [
+        (texts[c], texts[r])
+        for c, r in zip(batch["pairs"]["chosen"].tolist(), batch["pairs"]["rejected"].tolist(), strict=True)
+    ]
+    assert named == [("yes", "no"), ("best", "worst"), ("middle", "worst"), ("best", "middle")]
+    assert batch["rows"]["branches"].tolist() == [2, 3]
+    assert batch["counts"]["pairs"] == 4
+
+
+def test_a_tie_has_no_margin(processor):
+    tied = Comparison(
+        "t", *[getattr(comparison("t", {"a": 1, "b": 1}), f) for f in ("prompt", "branches")], margin=2.0
+    )
+    batch = collator(processor)(rows(tied))
+    assert batch["pairs"]["tie"].tolist() == [True]
+    assert batch["pairs"]["margin"].tolist() == [0.0]
+
+
+def test_padding_is_masked_and_images_follow_the_rows_that_show_them(processor):
+    batch = collator(processor)(
+        rows(comparison("a", {"y": 1, "a much longer answer": 0}, "red"), comparison("b", {"1": 1, "2": 0}))
+    )
+    inputs = batch["inputs"]
+    assert inputs["input_ids"].shape == inputs["attention_mask"].shape == inputs["mm_token_type_ids"].shape
+    assert inputs["image_grid_thw"].shape == (2, 3)
+    shown = (inputs["mm_token_type_ids"] == 1).sum(1).tolist()
+    assert shown[0] == shown[1] > 0 and shown[2:] == [0, 0]
+    assert (inputs["mm_token_type_ids"][inputs["attention_mask"] == 0] == 0).all()
+
+
+def test_an_overlong_row_is_dropped_by_name(processor):
+    long, short = comparison("long", {"x " * 300: 1, "y": 0}), comparison("short", {"x": 1, "y": 0})
+    batch = collator(processor, overlong="drop")(rows(long, short))
+    assert [row_id for row_id, _ in batch["dropped"]] == ["long"]
+    assert batch["rows"]["index"].tolist() == [1]
+    with pytest.raises(OverlongError, match=r"row long: .*max_seq_length 256"):
+        collator(processor, overlong="error")(rows(long, short))
+
+
+def test_an_overlong_answer_is_trimmed_and_stays_in(processor):
+    batch = collator(processor, overlong="trim")(rows(comparison("long", {"x " * 300: 1, "y": 0}, "red")))
+    assert batch["dropped"] == []
+    assert batch["inputs"]["input_ids"].shape[1] <= 256
+    same_start = comparison("same", {"x " * 300 + "a": 1, "x " * 300 + "b": 0})
+    dropped = collator(processor, overlong="trim")(rows(same_start))["dropped"]
+    assert "differ only past max_seq_length" in dropped[0][1]
+
+
+def test_a_bad_image_stops_the_run_or_is_skipped_by_name(processor, tmp_path):
+    (tmp_path / "empty.jpg").touch()
+    bad = comparison("bad", {"x": 1, "y": 0}, "red")
+    bad.prompt[0]["content"][0]["image"] = str(tmp_path / "empty.jpg")
+    with pytest.raises(MediaError, match=r"row bad: .*empty\.jpg"):
+        collator(processor)(rows(bad))
+    batch = collator(processor, bad_rows="skip")(rows(bad, comparison("ok", {"x": 1, "y": 0})))
+    assert batch["rows"]["index"].tolist() == [1]
+    assert batch["dropped"][0][0] == "bad"
+
+
+def test_a_batch_of_only_bad_rows_still_makes_a_step(processor):
+    batch = collator(processor, bad_rows="skip")(rows(RowError("no answers", "r1")))
+    assert batch["inputs"]["input_ids"].shape[0] == 1
+    assert batch["pairs"]["chosen"].shape == (0,)
+    assert batch["dropped"] == [("r1", "no answers")]
+
+
+def test_irrelevant_answers_stand_under_another_prompt(processor):
+    red, blue = (
+        comparison("red", {"r": 1, "s": 0}, "red", "Red?"),
+        comparison("blue", {"b": 1, "c": 0}, "blue", "Blue?"),
+    )
+    queries = irrelevant.IrrelevantQueries(1, seed=0, draw=lambda rng: None)
+    batch = collator(processor, irrelevant=queries)(rows(red, blue))
+    texts = processor.tokenizer.batch_decode(batch["inputs"]["input_ids"], skip_special_tokens=True)
+    added = [i for i, is_irrelevant in enumerate(batch["pairs"]["irrelevant"].tolist()) if is_irrelevant]
+    assert len(added) == 2
+    chosen = texts[batch["pairs"]["chosen"][added[0]]]
+    assert "Blue?" in chosen and chosen.split("assistant\n")[-1].strip() == "r"
+    assert batch["rows"]["branches"].sum() == 4
+    assert batch["inputs"]["image_grid_thw"].shape[0] == 8
+
+
+def test_without_another_prompt_in_the_batch_the_data_set_gives_one(processor):
+    red, blue = comparison("red", {"r": 1, "s": 0}, "red"), comparison("blue", {"b": 1, "c": 0}, "blue")
+    queries = irrelevant.for_dataset(1, 0, [{"comparison": red}, {"comparison": blue}])
+    for _ in range(3):
+        batch = collator(processor, irrelevant=queries)(rows(red))
+        assert batch["pairs"]["irrelevant"].tolist() == [False, True]
+    first, second = batch["inputs"]["pixel_values"].chunk(4)[0], batch["inputs"]["pixel_values"].chunk(4)[2]
+    assert not torch.equal(first, second)
+
+
+def test_donors_never_share_the_image_nor_mix_kinds():
+    red = comparison("a", {"r": 1, "s": 0}, "red", "One?")
+    same_image = comparison("b", {"r": 1, "s": 0}, "red", "Two?")
+    text_only = comparison("c", {"r": 1, "s": 0}, None, "Three?")
+    queries = irrelevant.for_dataset(1, 0, [{"comparison": c} for c in (red, same_image, text_only)])
+    assert queries.donors(red, [red, same_image, text_only], epoch=0) == []
+    assert queries.donors(text_only, [red, text_only], epoch=0) == []
+
+
+def test_donors_are_chosen_by_seed_epoch_and_row():
+    pool = [comparison(str(i), {"r": 1, "s": 0}, None, f"Question {i}?") for i in range(20)]
+    queries = irrelevant.for_dataset(2, 7, [{"comparison": c} for c in pool])
+    again = irrelevant.for_dataset(2, 7, [{"comparison": c} for c in pool])
+    assert queries.donors(pool[0], pool, 0) == again.donors(pool[0], pool, 0)
+    assert len(queries.donors(pool[0], pool[:1], 0)) == 2
+    assert any(queries.donors(pool[0], pool, epoch) != queries.donors(pool[0], pool, 0) for epoch in range(1, 5))

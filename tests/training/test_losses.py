@@ -1,0 +1,101 @@
+"""The losses against their shortest formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vlmrm.training.losses import PreferenceLoss, bradley_terry_tie, rao_kupper_tie, rao_kupper_win, weights
+
+
+def pairs_of(rows: list[tuple]) -> dict[str, torch.Tensor]:
+    """rows of (chosen, rejected, margin, weight, tie, irrelevant)"""
+    names = ("chosen", "rejected", "margin", "weight", "tie", "irrelevant")
+    columns = zip(*rows, strict=True)
+    dtypes = (torch.long, torch.long, torch.float32, torch.float32, torch.bool, torch.bool)
+    return {n: torch.tensor(c, dtype=d) for n, c, d in zip(names, columns, dtypes, strict=True)}
+
+
+SCORES = torch.tensor([1.5, -0.5, 0.25, 2.0], dtype=torch.float64)
+
+
+def total(loss: PreferenceLoss, scores: torch.Tensor, pairs: dict[str, torch.Tensor]) -> float:
+    return sum(loss(scores, pairs, weights(pairs)).values()).item()
+
+
+def test_bradley_terry_is_the_mean_of_minus_log_sigmoid():
+    pairs = pairs_of([(0, 1, 0, 1, 0, 0), (2, 3, 0, 1, 0, 0)])
+    expected = (math.log1p(math.exp(-2.0)) + math.log1p(math.exp(1.75))) / 2
+    assert total(PreferenceLoss(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
+
+
+def test_equal_scores_cost_ln_2():
+    pairs = pairs_of([(0, 1, 0, 1, 0, 0)])
+    assert total(PreferenceLoss(), torch.zeros(2), pairs) == pytest.approx(math.log(2))
+
+
+def test_a_margin_is_subtracted_from_the_difference():
+    pairs = pairs_of([(0, 1, 0.75, 1, 0, 0)])
+    assert total(PreferenceLoss(), SCORES, pairs) == pytest.approx(math.log1p(math.exp(-1.25)), rel=1e-6)
+
+
+def test_weights_make_a_weighted_mean():
+    pairs = pairs_of([(0, 1, 0, 3, 0, 0), (2, 3, 0, 1, 0, 0)])
+    expected = (3 * math.log1p(math.exp(-2.0)) + math.log1p(math.exp(1.75))) / 4
+    assert total(PreferenceLoss(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
+
+
+def test_rao_kupper_probabilities_sum_to_one():
+    difference = torch.linspace(-4, 4, 33, dtype=torch.float64)
+    win, tie = rao_kupper_win(difference, 0.4), rao_kupper_tie(difference, 0.4)
+    lose = rao_kupper_win(-difference, 0.4)
+    torch.testing.assert_close((-win).exp() + (-tie).exp() + (-lose).exp(), torch.ones(33, dtype=torch.float64))
+
+
+def test_a_tie_threshold_of_zero_is_bradley_terry_with_half_a_win_for_either_side():
+    pairs = pairs_of([(0, 1, 0, 1, 1, 0)])
+    expected = 0.5 * (math.log1p(math.exp(-2.0)) + math.log1p(math.exp(2.0)))
+    assert total(PreferenceLoss(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
+    assert total(PreferenceLoss(tie_threshold=0.4), SCORES, pairs) == pytest.approx(
+        rao_kupper_tie(torch.tensor(2.0), 0.4).item(), rel=1e-6
+    )
+
+
+def test_the_irrelevant_loss_is_least_at_a_tie_and_is_weighted():
+    assert bradley_terry_tie(torch.tensor(0.0)).item() == pytest.approx(math.log(2))
+    assert bradley_terry_tie(torch.tensor(1.0)) > bradley_terry_tie(torch.tensor(0.0))
+    preference = (0, 1, 0, 1, 0, 0)
+    pairs = pairs_of([preference, (2, 3, 0, 1, 1, 1)])
+    parts = PreferenceLoss(irrelevant_weight=0.3)(SCORES, pairs, weights(pairs))
+    d = 1.75
+    expected = -0.5 * 0.3 * (math.log(1 / (1 + math.exp(-d))) + math.log(1 / (1 + math.exp(d))))
+    assert parts["irrelevant"].item() == pytest.approx(expected, rel=1e-6)
+    assert parts["preference"].item() == pytest.approx(total(PreferenceLoss(), SCORES, pairs_of([preference])))
+
+
+def test_centring_adds_the_square_of_the_sum():
+    pairs = pairs_of([(0, 1, 0, 1, 0, 0)])
+    parts = PreferenceLoss(center_coefficient=0.01)(SCORES, pairs, weights(pairs))
+    assert parts["center"].item() == pytest.approx(0.01 * 1.0**2, rel=1e-6)
+
+
+def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split():
+    rows = [(0, 1, 0, 1, 0, 0), (0, 2, 0.5, 2, 0, 0), (1, 2, 0, 1, 1, 0), (3, 2, 0, 1, 1, 1)]
+    whole = pairs_of(rows)
+    loss = PreferenceLoss(irrelevant_weight=0.5, center_coefficient=0.01)
+    parts = [pairs_of(rows[:1]), pairs_of(rows[1:])]
+    totals = weights(whole)
+    split = sum(sum(loss(SCORES, part, totals).values()).item() for part in parts)
+    assert split == pytest.approx(total(loss, SCORES, whole), rel=1e-6)
+
+
+def test_a_batch_without_pairs_has_a_zero_loss_and_a_gradient():
+    scores = torch.tensor([3.0], requires_grad=True)
+    empty = {name: tensor[:0] for name, tensor in pairs_of([(0, 0, 0, 1, 0, 0)]).items()}
+    parts = PreferenceLoss(center_coefficient=0.1)(scores, empty, torch.tensor([0.0, 0.0]))
+    value = sum(parts.values())
+    value.backward()
+    assert value.item() == 0.0
+    assert scores.grad is not None and scores.grad.item() == 0.0
