@@ -18,7 +18,8 @@ import torch
 from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.config import parse
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.sources import data_fingerprint, load_comparisons
+from vlmrm.data.fingerprint import data_fingerprint
+from vlmrm.data.sources import load_comparisons
 from vlmrm.errors import ConfigError, DataError, VlmrmError
 from vlmrm.evaluation.ablations import blank_image
 from vlmrm.evaluation.arguments import EvaluationArguments
@@ -130,8 +131,8 @@ def measure(
 def collator_for(loaded: LoadedReward, data_args: DataArguments) -> ComparisonCollator:
     """Rows as this model was trained to see them; pixel limits of the data keys win where they are given."""
     limits = MediaLimits(
-        data_args.min_pixels or loaded.info.min_pixels,
-        data_args.max_pixels or loaded.info.max_pixels,
+        data_args.min_pixels or loaded.info.get("min_pixels"),
+        data_args.max_pixels or loaded.info.get("max_pixels"),
         data_args.video_fps,
         data_args.video_max_frames,
     )
@@ -147,7 +148,11 @@ def collator_for(loaded: LoadedReward, data_args: DataArguments) -> ComparisonCo
 def settings(args: EvaluationArguments, data_args: DataArguments) -> dict[str, Any]:
     """What a row's figures depend on besides the checkpoint."""
     keys = ("dtype", "attn_implementation", "base_model_path", "blank_images")
-    return {"data": data_fingerprint(data_args), **{k: getattr(args, k) for k in keys}, "reading": asdict(data_args)}
+    return {
+        "data": data_fingerprint(data_args.dataset_path),
+        **{k: getattr(args, k) for k in keys},
+        "reading": asdict(data_args),
+    }
 
 
 class Results:

@@ -60,7 +60,7 @@ class Scorer:
         self.loaded = loaded
         self.model = loaded.model.eval()
         self.max_tokens_per_batch = max_tokens_per_batch
-        limits = MediaLimits(loaded.info.min_pixels, loaded.info.max_pixels)
+        limits = MediaLimits(loaded.info.get("min_pixels"), loaded.info.get("max_pixels"))
         self.renderer = Renderer(loaded.processor, limits)
         self.batcher: Batcher = PaddedBatcher.for_processor(loaded.processor)
 

@@ -17,7 +17,8 @@ from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.config import parse
 from vlmrm.data import irrelevant
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.sources import data_fingerprint, load_train_and_eval
+from vlmrm.data.fingerprint import data_fingerprint
+from vlmrm.data.sources import load_train_and_eval
 from vlmrm.errors import CheckpointError, ConfigError, Preempted, TrainingError
 from vlmrm.logs import start_log
 from vlmrm.modeling import (
@@ -27,7 +28,6 @@ from vlmrm.modeling import (
     load_processor,
     lora_config,
     newest_complete,
-    provenance,
     quantization_config,
     save_reward_files,
     verify_complete,
@@ -68,7 +68,7 @@ def train(argv: Sequence[str]) -> TrainingResult:
     source = {
         "base_model": model_args.model_name_or_path,
         "base_revision": model_args.model_revision,
-        "data": data_fingerprint(data_args),
+        "data": data_fingerprint(data_args.dataset_path),
         "seed": args.seed,
     }
     trainer = RewardTrainer(
@@ -85,7 +85,7 @@ def train(argv: Sequence[str]) -> TrainingResult:
             head=model_args.head,
             min_pixels=data_args.min_pixels,
             max_pixels=data_args.max_pixels,
-            provenance=provenance(source),
+            provenance=source,
         ),
     )
     check_engine(args, trainer)

@@ -14,7 +14,6 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
 from vlmrm.batching import Batch, ComparisonCollator
-from vlmrm.data.schema import Comparison
 from vlmrm.errors import TrainingError
 from vlmrm.evaluation.metrics import scored_pairs, trl_summary
 from vlmrm.modeling import write_complete
@@ -140,12 +139,10 @@ class RewardTrainer(trl.RewardTrainer):
         self._evaluated = []
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         scores = dict(gather_object(self._evaluated))
-        dataset = dataloader.dataset
-        rows = [(dataset[index]["comparison"], scores[index]) for index in sorted(scores)]
-        comparisons = [comparison for comparison, _ in rows if isinstance(comparison, Comparison)]
-        pairs = scored_pairs(comparisons, [row_scores for _, row_scores in rows])
+        rows = [row for row in dataloader.dataset if row["index"] in scores]
+        pairs = scored_pairs([row["comparison"] for row in rows], [scores[row["index"]] for row in rows])
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in trl_summary(pairs).items()}
-        return EvalLoopOutput(None, None, {**output.metrics, **metrics}, len(comparisons))
+        return EvalLoopOutput(None, None, {**output.metrics, **metrics}, len(rows))
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
