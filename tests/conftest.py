@@ -32,3 +32,24 @@ def tiny_checkpoint(shared_folder) -> Path:
         if not folder.exists():
             make_tiny(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_reward_model(shared_folder, tiny_checkpoint) -> Path:
+    """The tiny checkpoint with an untrained linear head, as training saves it; read it only."""
+    from vlmrm.modeling import load_for_training, load_processor, save_reward_files, write_complete
+
+    folder = shared_folder / "tiny-reward-model"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            load_for_training(tiny_checkpoint).save_pretrained(folder)
+            save_reward_files(
+                folder,
+                processor=load_processor(tiny_checkpoint),
+                head="linear",
+                min_pixels=None,
+                max_pixels=None,
+                provenance={},
+            )
+            write_complete(folder, world_size=1, step=0)
+    return folder

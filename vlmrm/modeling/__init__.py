@@ -1,0 +1,38 @@
+"""The reward model: architectures, heads, freezing, adapters, and checkpoints that verify themselves.
+
+Importing it makes the reward models known to transformers' `AutoModelForSequenceClassification`.
+"""
+
+from vlmrm.modeling.adapters import lora_config, merge, quantization_config
+from vlmrm.modeling.architectures import reward_model_class
+from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.modeling.attention import resolve_attention
+from vlmrm.modeling.checkpoint import LoadedReward, load_checkpoint, load_for_training, load_processor
+from vlmrm.modeling.freezing import freeze
+from vlmrm.modeling.manifest import find_checkpoints, newest_complete, verify_complete, write_complete
+from vlmrm.modeling.reward_files import provenance, save_reward_files, template_hash
+from vlmrm.modeling.reward_model import RewardModel
+from vlmrm.modeling.tiny import make_tiny
+
+__all__ = [
+    "LoadedReward",
+    "ModelArguments",
+    "RewardModel",
+    "find_checkpoints",
+    "freeze",
+    "load_checkpoint",
+    "load_for_training",
+    "load_processor",
+    "lora_config",
+    "make_tiny",
+    "merge",
+    "newest_complete",
+    "provenance",
+    "quantization_config",
+    "resolve_attention",
+    "reward_model_class",
+    "save_reward_files",
+    "template_hash",
+    "verify_complete",
+    "write_complete",
+]

@@ -1,0 +1,123 @@
+"""Downloaded checkpoints load with their backbone intact, and ours keep their names on disk."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from samples import scores
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    BertConfig,
+    LlavaConfig,
+)
+
+from vlmrm.errors import CheckpointError
+from vlmrm.modeling import load_for_training, make_tiny, reward_model_class
+from vlmrm.modeling.tiny import ARCHITECTURES
+
+
+def assert_same_backbone(model, language_model):
+    expected = language_model.state_dict()
+    found = {name: weight for name, weight in model.state_dict().items() if not name.startswith("score")}
+    assert set(found) == {name for name in expected if not name.startswith("lm_head")}
+    for name, weight in found.items():
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_backbone_is_the_checkpoints_own(tmp_path, arch):
+    folder = make_tiny(tmp_path / arch, arch=arch)
+    assert_same_backbone(load_for_training(folder), AutoModelForImageTextToText.from_pretrained(folder))
+
+
+def test_names_of_downloaded_checkpoints_load_too(tiny_checkpoint, tmp_path):
+    """The hub's Qwen2-VL and Qwen2.5-VL files call the parts `visual.` and `model.`."""
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for name in ("config.json",):
+        (folder / name).write_bytes((tiny_checkpoint / name).read_bytes())
+    weights = load_file(tiny_checkpoint / "model.safetensors")
+    old = {
+        name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): weight
+        for name, weight in weights.items()
+    }
+    assert any(name.startswith("visual.") for name in old)
+    assert any(name.startswith("model.layers.") for name in old)
+    save_file(old, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_same_backbone(load_for_training(folder), AutoModelForImageTextToText.from_pretrained(tiny_checkpoint))
+
+
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_names_on_disk_are_the_names_in_memory(tiny_checkpoint, tmp_path, head):
+    """The trainer resumes with a plain `load_state_dict(..., strict=False)`: another name would be left out."""
+    model = load_for_training(tiny_checkpoint, head=head)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert set(saved) == set(model.state_dict())
+    other = load_for_training(tiny_checkpoint, head=head, seed=1)
+    result = other.load_state_dict(saved, strict=False)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+
+
+def test_opens_with_transformers_alone_and_names_what_vllm_looks_for(tiny_checkpoint, tmp_path):
+    processor = AutoProcessor.from_pretrained(tiny_checkpoint)
+    model = load_for_training(tiny_checkpoint)
+    model.save_pretrained(tmp_path)
+    again, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert torch.equal(scores(again, processor), scores(model, processor))
+
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.architectures == ["Qwen2_5_VLForSequenceClassification"]
+    assert config.num_labels == 1
+    assert config.problem_type == "regression"
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights["score.weight"].shape == (1, 64)
+    assert "score.bias" not in weights
+
+
+def test_other_architectures_go_through_the_factory_and_say_so(tmp_path, caplog):
+    config = LlavaConfig(
+        vision_config={
+            "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        },
+        text_config={
+            "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 50,
+        },
+        image_token_index=49,
+    )  # fmt: skip
+    language_model = AutoModelForImageTextToText.from_config(config)
+    language_model.save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, "vlmrm"):
+        model = load_for_training(tmp_path).eval()
+        load_for_training(tmp_path)
+    said = [record.message for record in caplog.records if "using the generic factory for llava" in record.message]
+    assert len(said) == 1
+    assert_same_backbone(model, language_model)
+
+    images = torch.randn(2, 3, 28, 28, generator=torch.manual_seed(0))
+    ids = torch.tensor([[49, 49, 49, 49, 1, 2, 3], [49, 49, 49, 49, 4, 5, 0]])
+    mask = torch.tensor([[1] * 7, [1] * 6 + [0]])
+    with torch.no_grad():
+        both = model(input_ids=ids, attention_mask=mask, pixel_values=images).logits
+        second = model(input_ids=ids[1:, :6], pixel_values=images[1:]).logits
+    torch.testing.assert_close(both[1:], second, atol=1e-5, rtol=0)
+    model.save_pretrained(tmp_path / "saved")
+    assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(model.state_dict())
+    again = load_for_training(tmp_path / "saved")
+    assert torch.equal(again.score.weight, model.score.weight)
+
+
+def test_a_text_model_is_refused():
+    with pytest.raises(CheckpointError, match="'bert' is no vision-language model"):
+        reward_model_class(BertConfig())

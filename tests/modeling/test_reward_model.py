@@ -1,0 +1,166 @@
+"""The reward model computes one score a conversation, whatever stands beside it, and its head stays exact."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from samples import SAMPLES, batch_of, scores
+from transformers import AutoProcessor
+
+from vlmrm.modeling import load_for_training, make_tiny
+from vlmrm.modeling.tiny import ARCHITECTURES
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def checkpoint(request, tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp(request.param), arch=request.param)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load_for_training(checkpoint).eval()
+
+
+@pytest.fixture(scope="module")
+def processor(checkpoint):
+    return AutoProcessor.from_pretrained(checkpoint)
+
+
+@pytest.fixture
+def plain(tiny_checkpoint):
+    """A fresh Qwen2.5-VL reward model and its processor, to change as a test likes."""
+    return load_for_training(tiny_checkpoint), AutoProcessor.from_pretrained(tiny_checkpoint)
+
+
+def gradients(model, **batch) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(**batch).logits.pow(2).sum().backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def test_score_does_not_depend_on_company_or_padding(model, processor):
+    alone = torch.cat([scores(model, processor, [sample]) for sample in SAMPLES])
+    assert alone.std() > 1e-3
+    for side in ("left", "right"):
+        torch.testing.assert_close(scores(model, processor, SAMPLES, side), alone, atol=1e-5, rtol=0)
+        torch.testing.assert_close(scores(model, processor, SAMPLES[::-1], side).flip(0), alone, atol=1e-5, rtol=0)
+
+
+def test_score_is_the_head_on_the_last_hidden_state(model, processor):
+    for sample in SAMPLES[:4]:
+        batch = batch_of(processor, [sample])
+        with torch.no_grad():
+            hidden = model.model(**batch, use_cache=False).last_hidden_state
+            expected = hidden[0, -1] @ model.score.weight[0]
+            torch.testing.assert_close(model(**batch).logits, expected.reshape(1, 1), atol=1e-5, rtol=0)
+
+
+def test_without_a_mask_nothing_is_padding(model, processor):
+    batch = batch_of(processor, SAMPLES[5:6])
+    with torch.no_grad():
+        masked = model(**batch).logits
+        del batch["attention_mask"]
+        torch.testing.assert_close(model(**batch).logits, masked, atol=1e-5, rtol=0)
+
+
+def test_branch_ends_pick_positions_of_one_row(plain):
+    model, processor = plain
+    batch = batch_of(processor, SAMPLES[:1])
+    ends = torch.tensor([5, 17, 30])
+    with torch.no_grad():
+        picked = model(**batch, branch_ends=ends).logits
+        shorter = [
+            model(
+                input_ids=batch["input_ids"][:, : end + 1],
+                mm_token_type_ids=batch["mm_token_type_ids"][:, : end + 1],
+                **{name: batch[name] for name in ("pixel_values", "image_grid_thw") if end > 20},
+            ).logits
+            for end in ends[[0, 2]]
+        ]
+    assert picked.shape == (3, 1)
+    # A score sees what comes before its position, and nothing after it.
+    torch.testing.assert_close(picked[[0, 2]], torch.cat(shorter), atol=1e-5, rtol=0)
+
+
+def test_images_and_videos_share_one_pass_of_the_tower(model, processor):
+    video = torch.randint(0, 255, (4, 3, 64, 64), dtype=torch.uint8, generator=torch.manual_seed(0))
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "video"}, {"type": "text", "text": "same?"}]}]
+    batch = dict(
+        processor(
+            text=[processor.apply_chat_template(messages)],
+            images=[SAMPLES[0][0]["content"][0]["image"]],
+            videos=[video],
+            return_tensors="pt",
+            videos_kwargs={"do_sample_frames": False},
+        )
+    )
+    with torch.no_grad():
+        hidden = model.model(**batch, use_cache=False).last_hidden_state
+        expected = hidden[:, -1] @ model.score.weight.T
+        torch.testing.assert_close(model(**batch).logits, expected, atol=1e-5, rtol=0)
+
+
+def test_images_without_positions_are_refused(plain):
+    model, processor = plain
+    batch = batch_of(processor, SAMPLES[:1])
+    del batch["mm_token_type_ids"]
+    with pytest.raises(ValueError, match="mm_token_type_ids"):
+        model(**batch)
+
+
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_training_starts_near_ln_2(tiny_checkpoint, head):
+    model = load_for_training(tiny_checkpoint, head=head)
+    found = scores(model, AutoProcessor.from_pretrained(tiny_checkpoint))
+    losses = -torch.nn.functional.logsigmoid(found[:, None] - found[None, :])
+    assert losses.mean().item() == pytest.approx(math.log(2), abs=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_half_precision_keeps_the_head_exact(tiny_checkpoint, tmp_path, dtype, head):
+    model = load_for_training(tiny_checkpoint, head=head, dtype=dtype).eval()
+    weights = {name: weight.dtype for name, weight in model.named_parameters()}
+    assert {t for name, t in weights.items() if name.startswith("score")} == {torch.float32}
+    assert {t for name, t in weights.items() if not name.startswith("score")} == {dtype}
+
+    model.save_pretrained(tmp_path)
+    again = load_for_training(tmp_path, head=head, dtype="auto")
+    assert {name: weight.dtype for name, weight in again.named_parameters()} == weights
+
+    batch = batch_of(AutoProcessor.from_pretrained(tiny_checkpoint), SAMPLES)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(**batch).logits
+    # More digits than half precision has.
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, found.to(dtype).float())
+
+
+def test_gradient_checkpointing_changes_no_gradient(plain):
+    model, processor = plain
+    batch = batch_of(processor, SAMPLES)
+    model.train()
+    expected = gradients(model, **batch)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = gradients(model, **batch)
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+def test_touching_vision_gives_every_weight_a_gradient_and_changes_no_score(model, processor):
+    batch = batch_of(processor, SAMPLES[4:6])
+    untouched = gradients(model, **batch)
+    expected = model(**batch).logits
+    assert not any("visual" in name for name in untouched)
+    model.touch_vision = True
+    try:
+        touched = gradients(model, **batch)
+        torch.testing.assert_close(model(**batch).logits, expected, atol=0, rtol=0)
+    finally:
+        model.touch_vision = False
+    assert set(touched) == {name for name, _ in model.named_parameters()}
+    for name, gradient in touched.items():
+        torch.testing.assert_close(gradient, untouched.get(name, torch.zeros_like(gradient)), msg=name)

@@ -1,0 +1,141 @@
+"""LoRA and QLoRA: what is adapted, and how an adapter becomes a full checkpoint again."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers.utils import cached_file
+
+from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.modeling.checkpoint import ADAPTER_CONFIG, load_checkpoint, load_for_training
+from vlmrm.modeling.freezing import language_model_path
+from vlmrm.modeling.manifest import COMPLETE, verify_complete, write_complete
+from vlmrm.modeling.reward_files import read_json_of, save_reward_files
+from vlmrm.modeling.reward_model import RewardModel
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+HEAD_MODULES = ("score", "score_hidden")
+
+
+def lora_config(arguments: ModelArguments, model: RewardModel) -> LoraConfig:
+    """LoRA on linear layers of the language model, all of them or those named; the head is trained and saved whole.
+
+    Raises:
+        ConfigError: when a named layer is not a linear layer of the language model.
+    """
+    from peft import LoraConfig, TaskType
+
+    path = language_model_path(model)
+    there = {
+        name.rpartition(".")[2]
+        for name, module in model.get_submodule(path).named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    wanted = set(arguments.lora_target_modules or there)
+    if not wanted <= there:
+        raise ConfigError(
+            f"lora_target_modules names {', '.join(sorted(wanted - there))}: the language model has "
+            f"{', '.join(sorted(there))}."
+        )
+    base = Path(model.name_or_path or "")
+    return LoraConfig(
+        task_type=TaskType.SEQ_CLS,
+        r=arguments.lora_r,
+        lora_alpha=arguments.lora_alpha,
+        lora_dropout=arguments.lora_dropout,
+        # A pattern: a list of names would also match layers of the vision tower.
+        target_modules=rf"{re.escape(path)}\..*\.({'|'.join(sorted(wanted))})",
+        modules_to_save=[name for name in HEAD_MODULES if hasattr(model, name)],
+        base_model_name_or_path=str(base.resolve()) if model.name_or_path and base.is_dir() else model.name_or_path,
+    )
+
+
+def quantization_config(arguments: ModelArguments) -> Any:
+    """QLoRA's 4-bit weights for the language model, or None when they are not asked for.
+
+    Raises:
+        ConfigError: when this machine cannot hold weights in 4 bits.
+    """
+    if not arguments.load_in_4bit:
+        return None
+    if not torch.cuda.is_available():
+        raise ConfigError("load_in_4bit needs a CUDA GPU, and there is none: remove it.")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError("load_in_4bit needs bitsandbytes: pip install 'vlmrm[qlora]'.")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=["visual", "vision_tower", *HEAD_MODULES],
+    )
+
+
+def open_adapter(path: str | Path, *, base_model_path: str | Path | None = None, **options: Any) -> PeftModel:
+    """An adapter on its base: the one it names, or `base_model_path`. `options` go to `load_for_training`.
+
+    Raises:
+        CheckpointError: when the adapter has no head, or its base cannot be opened.
+    """
+    from peft import PeftModel
+
+    base = base_model_path or (read_json_of(path, ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+    if not base:
+        raise CheckpointError(f"the adapter {path} does not name its base model: give it as base_model_path.")
+    weights = cached_file(str(path), "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False)
+    if weights is None:
+        raise CheckpointError(f"the adapter {path} has no adapter_model.safetensors: save it again.")
+    with safe_open(weights, framework="pt") as file:
+        names = {name.removeprefix("base_model.model.") for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    if "score.weight" not in names:
+        raise CheckpointError(f"the adapter {path} has no reward head: train it with modules_to_save: [score].")
+    head = "mlp" if any(name.startswith("score_hidden.") for name in names) else "linear"
+    model = load_for_training(base, head=head, **options)
+    return PeftModel.from_pretrained(model, path)
+
+
+def merge(
+    adapter_folder: str | Path,
+    output_folder: str | Path,
+    base_model_path: str | Path | None = None,
+) -> Path:
+    """Writes the adapter and its base as one full reward model, which scores as the adapter does.
+
+    Raises:
+        ConfigError: when the output folder has something in it.
+        CheckpointError: when the adapter cannot be opened.
+    """
+    adapter_folder, output_folder = Path(adapter_folder), Path(output_folder)
+    if output_folder.exists() and any(output_folder.iterdir()):
+        raise ConfigError(f"{output_folder} is not empty: name a new folder for the merged model.")
+    if not (adapter_folder / ADAPTER_CONFIG).exists():
+        raise CheckpointError(f"{adapter_folder} is no adapter: there is no {ADAPTER_CONFIG} in it.")
+    loaded = load_checkpoint(adapter_folder, base_model_path=base_model_path)
+    merged = open_adapter(adapter_folder, base_model_path=base_model_path).merge_and_unload()
+    merged.save_pretrained(output_folder)
+    info = loaded.info
+    save_reward_files(
+        output_folder,
+        processor=loaded.processor,
+        head=merged.config.reward_head,
+        min_pixels=info.get("min_pixels"),
+        max_pixels=info.get("max_pixels"),
+        reward_mean=info.get("reward_mean"),
+        reward_std=info.get("reward_std"),
+        pinned=info.get("pinned"),
+        provenance={**info.get("provenance", {}), "merged_from": adapter_folder.name},
+    )
+    step = verify_complete(adapter_folder)["step"] if (adapter_folder / COMPLETE).exists() else None
+    write_complete(output_folder, world_size=1, step=step)
+    return output_folder

@@ -1,0 +1,257 @@
+"""Opening checkpoints: a vision-language model to train, or a reward model to go on with, evaluate or serve.
+
+Nothing is opened on trust: a weight that is missing, left over or of another shape is an error, and so is a chat
+template other than the one a reward model was trained with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, ProcessorMixin
+
+from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.modeling.architectures import reward_model_class
+from vlmrm.modeling.attention import resolve_attention
+from vlmrm.modeling.manifest import (
+    COMPLETE,
+    verify_complete,
+)
+from vlmrm.modeling.reward_files import (
+    read_json_of,
+    read_reward_file,
+    template_hash,
+)
+from vlmrm.modeling.reward_model import HEADS, RewardModel
+
+logger = logging.getLogger("vlmrm")
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """A reward model ready to score, the processor it was trained with, and what its `reward_model.json` holds."""
+
+    model: RewardModel
+    processor: ProcessorMixin
+    info: dict[str, Any]
+
+
+def load_for_training(
+    path: str | Path,
+    *,
+    head: str = "linear",
+    dtype: str | torch.dtype = "auto",
+    attn_implementation: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    seed: int = 0,
+    quantization_config: Any = None,
+) -> RewardModel:
+    """A vision-language checkpoint with a new head made from `seed`, or a reward model with the head that it has.
+
+    Seeds torch's random generators. `dtype` is a torch type, its name, or `auto` for the stored one; the head is
+    float32 in any case.
+
+    Raises:
+        CheckpointError: when the checkpoint cannot be read, has another head, or other weights than it should.
+        ConfigError: when `head` or `attn_implementation` cannot be had.
+    """
+    if head not in HEADS:
+        raise ConfigError(f"head is {head!r}: choose one of {', '.join(HEADS)}.")
+    if read_json_of(path, ADAPTER_CONFIG, revision) is not None:
+        raise CheckpointError(f"{path} is an adapter: make a full checkpoint of it first, with `vlmrm merge`.")
+    config = _read_config(path, revision, trust_remote_code)
+    has_head = _is_reward_model(config)
+    if has_head and _head_of(config) != head:
+        raise CheckpointError(
+            f"{path} is a reward model with a {_head_of(config)} head: set head: {_head_of(config)}, or start from "
+            "its base model."
+        )
+    config.reward_head = head
+    torch.manual_seed(seed)
+    return _load(
+        path,
+        config,
+        new_head=not has_head,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        quantization_config=quantization_config,
+    )
+
+
+def load_checkpoint(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    attn_implementation: str = "auto",
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+    base_model_path: str | Path | None = None,
+) -> LoadedReward:
+    """A reward model for scoring, full or adapter, after everything about it has been checked.
+
+    `base_model_path` gives the processor to a checkpoint without one, and the base to an adapter in place of the one
+    it names.
+
+    Raises:
+        CheckpointError: when the checkpoint is incomplete, has no trained head, is of an unknown architecture, or its
+            chat template is not the one that it was trained with.
+    """
+    if (Path(path) / COMPLETE).exists():
+        verify_complete(path)
+    info = read_reward_file(path)
+    if info is None:
+        logger.warning("%s has no reward_model.json: its chat template and pixel limits cannot be checked", path)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+    }
+    if read_json_of(path, ADAPTER_CONFIG) is not None:
+        from vlmrm.modeling.adapters import open_adapter
+
+        model: Any = open_adapter(path, base_model_path=base_model_path, **options).get_base_model()
+    else:
+        config = _read_config(path, None, trust_remote_code)
+        if not _is_reward_model(config):
+            named = next(iter(config.architectures or []), config.model_type)
+            raise CheckpointError(f"{path} is a {named} and has no reward head: train it first, with train_rm.py.")
+        model = _load(path, config, new_head=False, **options)
+    processor = load_processor(
+        path if base_model_path is None or _has_processor(path) else base_model_path,
+        trust_remote_code=trust_remote_code,
+    )
+    if info is not None and template_hash(processor) != info["chat_template_sha256"]:
+        raise CheckpointError(
+            f"the chat template of {path} is not the one that the model was trained with: restore "
+            "chat_template.jinja from the training run."
+        )
+    if device is not None:
+        model.to(device)
+    model.eval()
+    return LoadedReward(model, processor, info or {})
+
+
+def load_processor(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> ProcessorMixin:
+    """The processor of a checkpoint.
+
+    Raises:
+        CheckpointError: when it has none, or one without a chat template.
+    """
+    if not _has_processor(path, revision):
+        raise CheckpointError(f"{path} has no processor: name the model that it was trained from as base_model_path.")
+    try:
+        processor = AutoProcessor.from_pretrained(
+            path, revision=revision or "main", trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the processor of {path} cannot be read: {_first_line(error)}") from error
+    template_hash(processor)
+    return processor
+
+
+def _has_processor(path: str | Path, revision: str | None = None) -> bool:
+    files = ("processor_config.json", "preprocessor_config.json")
+    return any(read_json_of(path, name, revision) is not None for name in files)
+
+
+def _load(
+    path: str | Path,
+    config: PreTrainedConfig,
+    *,
+    new_head: bool,
+    dtype: str | torch.dtype,
+    attn_implementation: str,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    quantization_config: Any = None,
+) -> RewardModel:
+    model_class: Any = reward_model_class(config)
+    attention = resolve_attention(attn_implementation)
+    try:
+        with _quiet():
+            model, report = model_class.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                revision=revision or "main",
+                trust_remote_code=trust_remote_code,
+                quantization_config=quantization_config,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"the weights of {path} cannot be read: {_first_line(error)}") from error
+    _check_weights(path, model, report, new_head)
+    return model
+
+
+def _check_weights(path: str | Path, model: RewardModel, report: dict[str, Any], new_head: bool) -> None:
+    heads = {name for name in model.state_dict() if name.startswith(("score.", "score_hidden."))}
+    missing = set(report["missing_keys"])
+    if new_head and missing >= heads:
+        missing -= heads
+    elif missing & heads:
+        raise CheckpointError(
+            f"{path} calls itself a reward model, but its head ({_some(missing & heads)}) is missing: save it again "
+            "from the run that trained it."
+        )
+    wrong = {
+        "lacks": missing,
+        "has more than its architecture knows:": report["unexpected_keys"],
+        "has other shapes than its configuration says:": {key for key, *_ in report["mismatched_keys"]},
+    }
+    for what, keys in wrong.items():
+        if keys:
+            raise CheckpointError(
+                f"{path} {what} {_some(keys)}, {len(keys)} weights in all: it is broken or of another architecture "
+                f"than {type(model).__name__}."
+            )
+
+
+def _read_config(path: str | Path, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is no checkpoint that transformers can open: {_first_line(error)}") from error
+
+
+def _is_reward_model(config: PreTrainedConfig) -> bool:
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
+
+
+def _head_of(config: PreTrainedConfig) -> str:
+    return getattr(config, "reward_head", "linear")
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without the library's table of missing weights: `_check_weights` says what is wrong, and a new head is not."""
+    library = logging.getLogger("transformers.modeling_utils")
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(level)
+
+
+def _some(keys: set[str]) -> str:
+    return ", ".join(sorted(keys)[:3]) + (", ..." if len(keys) > 3 else "")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,138 @@
+"""`reward_model.json`: what scoring needs to know of a checkpoint beside its weights, and where it came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from transformers import ProcessorMixin
+from transformers.utils import cached_file
+
+from vlmrm.errors import CheckpointError
+from vlmrm.modeling.manifest import write_json
+
+REWARD_FILE = "reward_model.json"
+SCHEMA_VERSION = 1
+LIBRARIES = ("vlmrm", "torch", "transformers", "trl", "peft", "accelerate", "deepspeed")
+
+
+def save_reward_files(
+    folder: str | Path,
+    *,
+    processor: ProcessorMixin,
+    head: str,
+    min_pixels: int | None,
+    max_pixels: int | None,
+    provenance: dict[str, Any],
+    reward_mean: float | None = None,
+    reward_std: float | None = None,
+    pinned: list[dict[str, Any]] | None = None,
+) -> None:
+    """Puts the processor and `reward_model.json` beside weights that are already in `folder`.
+
+    `head` is `linear` or `mlp`; pixel limits are areas, None for the processor's own. `provenance` is what
+    the function of that name returns. `reward_mean` and `reward_std` are of raw scores on held-out data. `pinned` are
+    samples with their scores, to check a copy against.
+    """
+    folder = Path(folder)
+    processor.save_pretrained(folder)
+    write_json(
+        folder / REWARD_FILE,
+        {
+            "schema_version": SCHEMA_VERSION,
+            "head": head,
+            "architecture": _architecture(folder),
+            "chat_template_sha256": template_hash(processor),
+            "min_pixels": min_pixels,
+            "max_pixels": max_pixels,
+            "reward_mean": reward_mean,
+            "reward_std": reward_std,
+            "pinned": pinned,
+            "provenance": provenance,
+        },
+    )
+
+
+def provenance(source: dict[str, Any]) -> dict[str, Any]:
+    """`source` (base model, revision, data fingerprint, seed) with the library versions and git commit of now."""
+    return {**source, "versions": _versions(), "git_commit": _git_commit()}
+
+
+def read_reward_file(path: str | Path, revision: str | None = None) -> dict[str, Any] | None:
+    """What `reward_model.json` of a folder or hub checkpoint holds; None where there is none.
+
+    Raises:
+        CheckpointError: when it cannot be read or is of a newer schema.
+    """
+    info = read_json_of(path, REWARD_FILE, revision)
+    if info is not None and info.get("schema_version") != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{REWARD_FILE} of {path} has schema version {info.get('schema_version')}, this is version "
+            f"{SCHEMA_VERSION}: use the vlmrm that wrote it."
+        )
+    return info
+
+
+def read_json_of(path: str | Path, name: str, revision: str | None = None) -> dict[str, Any] | None:
+    """A JSON file of a folder or hub checkpoint; None where there is none."""
+    file = cached_file(
+        str(path),
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if file is None:
+        return None
+    try:
+        return json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{name} of {path} is not JSON ({error}): copy the checkpoint again.") from error
+
+
+def template_hash(processor: ProcessorMixin) -> str:
+    """SHA-256 of the processor's chat template, in hexadecimal.
+
+    Raises:
+        CheckpointError: when it has none.
+    """
+    template = processor.chat_template
+    if not template:
+        raise CheckpointError(
+            f"{type(processor).__name__} has no chat template: start from an instruction-tuned checkpoint."
+        )
+    if not isinstance(template, str):
+        template = json.dumps(template, sort_keys=True)
+    return hashlib.sha256(template.encode()).hexdigest()
+
+
+def _architecture(folder: Path) -> str | None:
+    """The class named in the folder's configuration; an adapter has none of its own."""
+    config = read_json_of(folder, "config.json") or {}
+    return next(iter(config.get("architectures") or []), None)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for library in LIBRARIES:
+        try:
+            found[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            continue  # A machine that only serves has no trainer.
+    return found
+
+
+def _git_commit() -> str | None:
+    """The commit of this source tree; None where vlmrm is installed without one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None  # No git here, or a tree of another user: the versions say what they can.
+    return done.stdout.strip()

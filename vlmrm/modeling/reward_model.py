@@ -1,0 +1,195 @@
+"""The reward model: a vision-language backbone without its language head, and one scalar for each conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+HEADS = ("linear", "mlp")
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer that computes in float32, whatever the type of its input, its weights or autocast.
+
+    A bfloat16 score has three significant digits: two good answers would tie by rounding.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+        super().__init__(in_features, out_features, bias=bias, dtype=torch.float32)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(input.device.type, enabled=False):
+            # Engines that train in half precision may have cast the weights.
+            bias = None if self.bias is None else self.bias.float()
+            return nn.functional.linear(input.float(), self.weight.float(), bias)
+
+
+class RewardModel(PreTrainedModel):
+    """Makes a `<Arch>PreTrainedModel` an `<Arch>ForSequenceClassification` with one bias-free output, the score.
+
+    `model` is the backbone; `score` maps the hidden state of a conversation's last token to its score. With
+    `config.reward_head == "mlp"`, `score_hidden` (linear, SiLU) comes before it. Both stay in float32.
+    """
+
+    base_model_prefix = "model"
+    # The score is no mean over tokens: the trainer must not rescale it by their number.
+    accepts_loss_kwargs = False
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 (the library's own form)
+    _keep_in_fp32_modules_strict = ["score", "score_hidden"]  # noqa: RUF012
+
+    def __init__(self, config: PreTrainedConfig):
+        config.num_labels = 1
+        config.problem_type = "regression"
+        config.reward_head = getattr(config, "reward_head", "linear")
+        super().__init__(config)
+        self.model = AutoModel.from_config(config)
+        width = config.get_text_config().hidden_size
+        if config.reward_head == "mlp":
+            self.score_hidden = nn.Sequential(Float32Linear(width, width), nn.SiLU())
+        self.score = Float32Linear(width, 1, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.score:
+            # Scores start near zero, and so a pair's loss near ln 2.
+            init.normal_(module.weight, mean=0.0, std=1 / (module.in_features + 1))
+        else:
+            super()._init_weights(module)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: Any = None,
+        branch_ends: torch.Tensor | None = None,
+        **inputs: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """Scores as `logits[N, 1]`, float32: one for each row of `input_ids[B, T]`, or for each of `branch_ends[N]`.
+
+        `attention_mask[B, T]` is 1 for tokens and 0 for padding on either side; without it there is no padding.
+        `branch_ends` are the positions of the last tokens of the branches packed into one row, [1, T]; then the mask
+        may be anything that the backbone takes. `inputs` go to the backbone: pixel_values, image_grid_thw,
+        mm_token_type_ids, position_ids and so on.
+        """
+        given = {name: value for name, value in inputs.items() if value is not None}
+        given |= {"use_cache": False, "return_dict": True}
+        hidden = self.hidden_states(input_ids=input_ids, attention_mask=attention_mask, **given)
+        return SequenceClassifierOutputWithPast(logits=self.head(self.pool(hidden, attention_mask, branch_ends)))
+
+    def hidden_states(self, **inputs: Any) -> torch.Tensor:
+        """The backbone's last hidden states [B, T, H]."""
+        return self.model(**inputs).last_hidden_state
+
+    def pool(self, hidden: torch.Tensor, attention_mask: Any, branch_ends: torch.Tensor | None) -> torch.Tensor:
+        """`hidden[B, T, H]` at the last token of each conversation: [N, H].
+
+        The mask says which token is last. The pad token cannot: it is an ordinary token to some templates.
+        """
+        if branch_ends is not None:
+            return hidden[0, branch_ends]
+        if attention_mask is None:
+            return hidden[:, -1]
+        positions = torch.arange(hidden.shape[1], device=hidden.device)
+        last = (attention_mask.to(hidden.device) * positions).argmax(dim=1)
+        return hidden[torch.arange(len(hidden), device=hidden.device), last]
+
+    def head(self, pooled: torch.Tensor) -> torch.Tensor:
+        """`pooled[N, H]` → scores [N, 1] in float32."""
+        if self.config.reward_head == "mlp":
+            pooled = self.score_hidden(pooled)
+        return self.score(pooled)
+
+    def enable_input_require_grads(self) -> None:
+        """Lets gradients reach adapters behind frozen embeddings, as the library's own does it, of the text alone.
+
+        The library's also marks the image patches, and a frozen vision tower would keep its activations for nothing.
+        """
+
+        def require_grad(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+            output.requires_grad_(True)
+
+        hook = self.get_input_embeddings().register_forward_hook(require_grad)
+        self._require_grads_hooks = [hook]
+        self._require_grads_hook = hook
+
+    def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
+        """Saves under the names the weights have in memory.
+
+        The trainer reads its own checkpoints with a plain `load_state_dict`, and other names would be left out of it.
+        """
+        super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
+
+
+class QwenVLRewardModel(RewardModel):
+    """What the Qwen-VL family has in common: one tower for images and videos, and rotary positions in three axes."""
+
+    # Run the tower in every batch, with or without images, so that all ranks gather and reduce the same weights in
+    # the same order. The trainer sets it in distributed runs.
+    touch_vision = False
+
+    def hidden_states(
+        self,
+        pixel_values: torch.Tensor | None = None,
+        pixel_values_videos: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        video_grid_thw: torch.Tensor | None = None,
+        **inputs: Any,
+    ) -> torch.Tensor:
+        grids = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
+        grids = {name: grid for name, grid in grids.items() if grid is not None}
+        if grids and "position_ids" not in inputs and "mm_token_type_ids" not in inputs:
+            raise ValueError(
+                "a batch with images needs mm_token_type_ids (the processor returns them) or position_ids: without "
+                "them its images would silently get the positions of text."
+            )
+        media: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        if pixel_values is not None and image_grid_thw is not None:
+            media["image"] = pixel_values, image_grid_thw
+        if pixel_values_videos is not None and video_grid_thw is not None:
+            media["video"] = pixel_values_videos, video_grid_thw
+        if media or not self.touch_vision:
+            return super().hidden_states(**inputs, **grids, mm_encoder_outputs=self._encode(media))
+        features = _tensors(self._tower(*self._blank_image()))
+        nothing = torch.stack([(0 * feature).sum() for feature in features]).sum()
+        return super().hidden_states(**inputs) + nothing
+
+    def _encode(self, media: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
+        """The features of each kind of media (its pixels and grid), from one pass of the tower for all of them."""
+        if not media:
+            return {}
+        features = self._tower(*(torch.cat(parts) for parts in zip(*media.values(), strict=True)))
+        encoded, start = {}, 0
+        for kind, (_, grid) in media.items():
+            encoded[kind] = _take(features, slice(start, start + len(grid)))
+            start += len(grid)
+        return encoded
+
+    def _tower(self, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+        return self.model.get_image_features(pixels, grid, return_dict=True)
+
+    def _blank_image(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The smallest image there is: one merged patch of zeros, and its grid."""
+        vision = self.config.vision_config
+        side = vision.spatial_merge_size
+        numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return (
+            torch.zeros(side**2, numbers, device=self.device),
+            torch.tensor([[1, side, side]], device=self.device),
+        )
+
+
+def _take(features: Any, part: slice) -> Any:
+    """The features of some of the images, in the form in which the backbone takes them."""
+    taken = {"pooler_output": features.pooler_output[part]}
+    if "deepstack_features" in features:
+        taken["deepstack_features"] = [layer[part] for layer in features.deepstack_features]
+    return type(features)(**taken)
+
+
+def _tensors(features: Any) -> list[torch.Tensor]:
+    layers = [features.pooler_output, *features.get("deepstack_features", [])]
+    return [feature for layer in layers for feature in layer]
