@@ -1,0 +1,311 @@
+"""Sources of every kind become one data set of comparisons: mixed, sampled, split, streamed."""
+
+import csv
+import io
+import json
+import os
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+
+import datasets
+import pytest
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.media import open_image
+from vlmrm.data.schema import media_references, text_of
+from vlmrm.data.sources import load_comparisons, load_train_and_eval, split_held_out
+from vlmrm.data.tables import load_source
+from vlmrm.errors import ConfigError, DataError, RowError
+
+REAL = Path(os.environ.get("VLMRM_TEST_DATA", Path(__file__).parents[2] / "../shared/data"))
+
+
+def pairs(count: int, name: str = "q") -> list[dict]:
+    return [{"prompt": f"{name}{i}", "chosen": "good", "rejected": "bad"} for i in range(count)]
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    return str(path)
+
+
+def load(*paths, **options):
+    arguments = options.pop("arguments", DataArguments())
+    return load_comparisons(paths, arguments=arguments, **options)
+
+
+def asked(dataset) -> list[str]:
+    return [text_of(row["comparison"].prompt) for row in dataset]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_of_every_kind(suffix, streaming, tmp_path):
+    path = write(tmp_path / f"rows{suffix}", pairs(3))
+    dataset = load(path, streaming=streaming, arguments=DataArguments(shuffle_buffer=1))
+    assert asked(dataset) == ["q0", "q1", "q2"]
+    assert [row["comparison"].id for row in dataset] == [f"rows{suffix}:{i}" for i in (1, 2, 3)]
+
+
+def test_save_to_disk_folders_globs_and_folders_of_files(tmp_path):
+    table = datasets.Dataset.from_list(pairs(2))
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=table, test=table.select([1])).save_to_disk(tmp_path / "two")
+    assert asked(load(str(tmp_path / "one"))) == ["q0", "q1"]
+    assert asked(load(str(tmp_path / "two"), split="test")) == ["q1"]
+    with pytest.raises(DataError, match="no split eval: it has test, train"):
+        load(str(tmp_path / "two"), split="eval")
+
+    write(tmp_path / "files" / "train_a.jsonl", pairs(1, "a"))
+    write(tmp_path / "files" / "train_b.csv", pairs(1, "b"))
+    write(tmp_path / "files" / "test.jsonl", pairs(1, "t"))
+    assert asked(load(str(tmp_path / "files"))) == ["a0", "b0"]
+    assert asked(load(str(tmp_path / "files"), split="test")) == ["t0"]
+    assert asked(load(str(tmp_path / "files" / "t*.jsonl"))) == ["t0", "a0"]
+
+
+def test_embedded_pictures_stay_encoded_until_opened(tmp_path):
+    buffer = io.BytesIO()
+    Image.new("RGB", (30, 30), "red").save(buffer, "PNG")
+    features = datasets.Features(
+        {
+            **{name: datasets.Value("string") for name in ("prompt", "chosen", "rejected")},
+            "images": datasets.List(datasets.Image()),
+        }
+    )
+    row = {**pairs(1)[0], "images": [{"bytes": buffer.getvalue(), "path": "red.png"}]}
+    table = datasets.Dataset.from_list([row], features=features)
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    for path in ("rows.parquet", "saved"):
+        for streaming in (False, True):
+            (row,) = load(str(tmp_path / path), streaming=streaming)
+            (reference,) = media_references(row["comparison"].prompt)
+            assert reference == buffer.getvalue()
+            assert open_image(reference).getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_messages_of_mixed_shapes_in_one_file(streaming, tmp_path):
+    rows = [
+        {"prompt": "q0", "chosen": "good", "rejected": "bad"},
+        {"prompt": [{"role": "user", "content": "q1"}], "chosen": "good", "rejected": "bad"},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "q2"}]}], "chosen": "x", "rejected": "y"},
+    ]
+    dataset = load(write(tmp_path / "rows.jsonl", rows), streaming=streaming)
+    assert sorted(asked(dataset)) == ["q0", "q1", "q2"]
+
+
+def test_relative_images_are_found_beside_their_file_or_under_image_root(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{**pairs(1)[0], "image": "images/a.png"}])
+
+    def image(**keys):
+        return media_references(load(path, arguments=DataArguments(**keys))[0]["comparison"].prompt)
+
+    assert image() == [str(tmp_path / "images/a.png")]
+    assert image(image_root="/data") == ["/data/images/a.png"]
+    assert image(path_rewrites=["images/=/mnt/x/"]) == ["/mnt/x/a.png"]
+
+
+def test_what_is_not_there_is_named_with_what_is(tmp_path):
+    path = write(tmp_path / "pairs.jsonl", pairs(1))
+    with pytest.raises(DataError, match=r"did you mean .*pairs\.jsonl"):
+        load_source(path.replace("pairs", "pair"))
+    with pytest.raises(DataError, match="no parquet, json, jsonl or csv file matches"):
+        load_source(str(tmp_path / "*.csv"))
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(DataError, match="no kind that can be read"):
+        load_source(str(tmp_path / "notes.txt"))
+    (tmp_path / "void").mkdir()
+    with pytest.raises(DataError, match="holds no"):
+        load_source(str(tmp_path / "void"))
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match="is empty"):
+        load_source(str(tmp_path / "empty.jsonl"))
+    with pytest.raises(DataError, match=r"odd\.jsonl: no known layout has the columns answer, question"):
+        load_source(write(tmp_path / "odd.jsonl", [{"question": "q", "answer": "a"}]))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_broken_json_line_is_named(streaming, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(pairs(1)[0]) + "\n" + json.dumps(pairs(1)[0])[:-5] + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl is not valid json: line 2"):
+        list(load(str(path), streaming=streaming))
+    (tmp_path / "rows.json").write_text('[\n{"prompt": "q"},\n{"prompt" "q"}]')
+    with pytest.raises(DataError, match=r"rows\.json is not valid json: line 3"):
+        list(load(str(tmp_path / "rows.json"), streaming=streaming))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_bad_row_is_a_value_in_its_place(streaming, tmp_path):
+    path = write(tmp_path / "rows.jsonl", [*pairs(1), {"prompt": "q", "chosen": "same", "rejected": "same"}])
+    first, second = load(path, streaming=streaming, arguments=DataArguments(shuffle_buffer=1))
+    assert text_of(first["comparison"].prompt) == "q0"
+    assert isinstance(second["comparison"], RowError) and second["comparison"].row_id == "rows.jsonl:2"
+
+
+def test_weights_repeat_and_thin_out_their_source(tmp_path):
+    paths = [write(tmp_path / f"{name}.jsonl", pairs(10, name)) for name in "abc"]
+    mixed = load(*paths, weights=[2, 0.5, 1])
+    counts = Counter(asked(mixed))
+    by_source = {name: sorted(counts[f"{name}{i}"] for i in range(10)) for name in "abc"}
+    assert by_source == {"a": [2] * 10, "b": [0] * 5 + [1] * 5, "c": [1] * 10}
+    assert asked(mixed) == asked(load(*paths, weights=[2, 0.5, 1]))
+    assert asked(mixed) != asked(load(*paths, weights=[2, 0.5, 1], arguments=DataArguments(split_seed=1)))
+    with pytest.raises(ConfigError, match="0 or more"):
+        load(*paths, weights=[-1, 1, 1])
+    with pytest.raises(DataError, match="no rows are left"):
+        load(*paths, weights=[0, 0, 0])
+
+
+def test_limit_is_a_seeded_subset_in_order(tmp_path):
+    path = write(tmp_path / "rows.jsonl", pairs(100))
+    indices = [row["index"] for row in load(path, limit=20)]
+    assert indices == sorted(set(indices)) and len(indices) == 20 and indices != list(range(20))
+    assert indices == [row["index"] for row in load(path, limit=20)]
+    assert len(load(path, limit=1000)) == 100
+
+
+def test_batches_shuffles_and_selections_read_the_right_rows(tmp_path):
+    paths = [write(tmp_path / f"{name}.jsonl", pairs(20, name)) for name in "ab"]
+    dataset = load(*paths)
+    expected = [f"a{i}" for i in range(20)] + [f"b{i}" for i in range(20)]
+    shuffled = dataset.shuffle(seed=3).select(range(5, 30))
+    assert asked(shuffled) == [expected[row["index"]] for row in shuffled]
+    assert [text_of(row["comparison"].prompt) for row in dataset.__getitems__([39, 0, 25])] == ["b19", "a0", "b5"]
+
+
+def collate(rows):
+    return [text_of(row["comparison"].prompt) for row in rows]
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_rows_reach_loader_workers(start, tmp_path):
+    dataset = load(write(tmp_path / "rows.jsonl", pairs(40)))
+    loader = DataLoader(dataset, batch_size=8, num_workers=2, collate_fn=collate, multiprocessing_context=start)
+    assert list(chain(*loader)) == [f"q{i}" for i in range(40)]
+
+
+def photo_rows(folder: Path, count: int) -> str:
+    """Three answers about each of `count` photos, one constant prompt."""
+    rows = [
+        {"prompt": "Look.", "image": f"{i}.png", "chosen": f"good {k}", "rejected": "bad"}
+        for i in range(count)
+        for k in range(3)
+    ]
+    return write(folder / "rows.jsonl", rows)
+
+
+def photos(dataset) -> set[str]:
+    return {Path(media_references(row["comparison"].prompt)[0]).name for row in dataset}
+
+
+def test_the_held_out_split_keeps_prompts_together_and_is_stable(tmp_path):
+    dataset = load(photo_rows(tmp_path, 200))
+    train, held_out = split_held_out(dataset, 0.2, seed=0)
+    assert len(train) + len(held_out) == 600 and not photos(train) & photos(held_out)
+    assert 0.1 < len(held_out) / 600 < 0.3
+    _, shuffled = split_held_out(dataset.shuffle(seed=1), 0.2, seed=0)
+    _, more = split_held_out(load(photo_rows(tmp_path / "moved", 300)), 0.2, seed=0)
+    _, other = split_held_out(dataset, 0.2, seed=1)
+    assert photos(shuffled) == photos(held_out) != photos(other)
+    assert photos(held_out) == {name for name in photos(more) if int(name.removesuffix(".png")) < 200}
+
+
+def test_text_to_image_prompts_are_split_by_text(tmp_path):
+    rows = [
+        {"prompt": f"a {i}", "chosen_image": f"{i}-{k}.png", "rejected_image": "x.png"}
+        for i in range(50)
+        for k in range(3)
+    ]
+    train, held_out = split_held_out(load(write(tmp_path / "rows.jsonl", rows)), 0.3, seed=0)
+    assert held_out and not set(asked(train)) & set(asked(held_out))
+
+
+def test_a_split_with_an_empty_side_is_refused(tmp_path):
+    with pytest.raises(DataError, match="leaves no rows for evaluation"):
+        split_held_out(load(photo_rows(tmp_path, 1)), 0.001, seed=0)
+
+
+def test_train_and_eval_as_configured(tmp_path):
+    path, other = photo_rows(tmp_path, 100), write(tmp_path / "other.jsonl", pairs(10))
+    keys = {"dataset_path": [path], "dataset_weights": [2.0], "eval_fraction": 0.2}
+    train, held_out = load_train_and_eval(DataArguments(**keys, max_train_samples=50, max_eval_samples=7))
+    assert (len(train), len(held_out)) == (50, 7) and not photos(train) & photos(held_out)
+    train, held_out = load_train_and_eval(DataArguments(**keys))
+    assert len(train) / 2 + len(held_out) == 300 and set(Counter(row["index"] for row in train).values()) == {2}
+
+    train, held_out = load_train_and_eval(DataArguments(dataset_path=[path], eval_dataset_path=[other]))
+    assert (len(train), len(held_out)) == (300, 10)
+    assert load_train_and_eval(DataArguments(dataset_path=path))[1] is None
+    with pytest.raises(ConfigError, match="dataset_path is missing"):
+        load_train_and_eval(DataArguments())
+    with pytest.raises(ConfigError, match="remove one"):
+        load_train_and_eval(DataArguments(dataset_path=path, eval_dataset_path=path, eval_fraction=0.1))
+
+
+def test_a_stream_gives_every_row_once_in_a_repeatable_shuffled_order(tmp_path):
+    paths = [write(tmp_path / f"{name}.jsonl", pairs(n, name)) for name, n in (("a", 30), ("b", 50))]
+    arguments = DataArguments(shuffle_buffer=20)
+    stream = load(*paths, streaming=True, arguments=arguments)
+    order = asked(stream)
+    assert sorted(order) == sorted([f"a{i}" for i in range(30)] + [f"b{i}" for i in range(50)])
+    assert order == asked(load(*paths, streaming=True, arguments=arguments)) != sorted(order)
+    assert asked(stream.skip(33)) == order[33:]  # as a resumed run does
+    stream.set_epoch(1)
+    assert asked(stream) != order and sorted(asked(stream)) == sorted(order)
+    assert asked(load(*paths, streaming=True, arguments=arguments, limit=9)) == order[:9]
+
+
+def test_weights_of_a_stream_are_probabilities(tmp_path):
+    paths = [write(tmp_path / f"{name}.jsonl", pairs(400, name)) for name in "ab"]
+    stream = load(*paths, streaming=True, weights=[3, 1])
+    share = sum(question.startswith("a") for question in asked(stream.take(400))) / 400
+    assert share == pytest.approx(0.75, abs=0.08)  # 3.7 standard deviations
+    with pytest.raises(ConfigError, match="above 0"):
+        load(*paths, streaming=True, weights=[1, 0])
+
+
+def test_a_stream_reaches_loader_workers(tmp_path):
+    for name in "ab":
+        write(tmp_path / "files" / f"{name}.jsonl", pairs(10, name))
+    stream = load(str(tmp_path / "files"), streaming=True)
+    rows = chain(*DataLoader(stream, batch_size=4, num_workers=2, collate_fn=collate))
+    assert sorted(rows) == sorted(f"{name}{i}" for name in "ab" for i in range(10))
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the real data (VLMRM_TEST_DATA) is not here")
+def test_real_preferences_are_read_whole():
+    counts = {
+        "flickr8k_pref/vl_owncaption_train": 5714,
+        "flickr8k_pref/vl_expert_train": 4364,
+        "flickr8k_pref/vl_expert_val": 809,
+        "flickr8k_pref/t2i_expert_train": 3373,
+        "flickr8k_pref/t2i_expert_val": 138,
+        "nyer_caption_pref/train": 4725,
+        "nyer_caption_pref/val": 720,
+        "nlvr_pref/vl_true_false_train": 1200,
+        "nlvr_pref/t2i_train": 600,
+    }
+    for name, count in counts.items():
+        comparisons = load(str(REAL / f"{name}.jsonl"))[:]["comparison"]
+        assert not [row for row in comparisons if isinstance(row, RowError)]
+        assert len(comparisons) == count
+        pictures = [media_references(conversation) for c in comparisons for conversation in c.conversations()]
+        assert all(len(found) == 1 for found in pictures)
+        open_image(pictures[0][0])

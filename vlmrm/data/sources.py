@@ -1,0 +1,232 @@
+"""Data sets of comparisons: several sources mixed, sampled, split and read row by row, when a row is asked for.
+
+What is held is an index: the source and number of each row. Selecting, shuffling and splitting move integers; the
+sources stay where they are, and a row becomes a `Comparison` only on its way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.media import media_key
+from vlmrm.data.paths import PathRules
+from vlmrm.data.readers import read_row
+from vlmrm.data.schema import Comparison, media_references, text_of
+from vlmrm.data.streams import Group, stream_comparisons
+from vlmrm.data.tables import Source, load_source
+from vlmrm.errors import ConfigError, DataError, RowError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+CHUNK = 1000  # rows read at a time where all are
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """The transform of an index: (source, row) numbers in, comparisons out. It pickles, for the loader's workers."""
+
+    sources: Sequence[Source]
+    rules: Sequence[PathRules]
+
+    def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[Any]]:
+        comparisons: list[Comparison | RowError | None] = [None] * len(batch["row"])
+        places: dict[int, list[int]] = {}
+        for place, number in enumerate(batch["source"]):
+            places.setdefault(number, []).append(place)
+        for number, mine in places.items():
+            source, rule = self.sources[number], self.rules[number]
+            rows = [batch["row"][place] for place in mine]
+            table: dict[str, list[Any]] = cast("Dataset", source.table)[rows]
+            for i, (place, row) in enumerate(zip(mine, rows, strict=True)):
+                cells = {name: column[i] for name, column in table.items()}
+                comparisons[place] = try_read(cells, f"{source.name}:{row + 1}", rule)
+        return {"index": batch["index"], "comparison": comparisons}
+
+
+def try_read(cells: dict[str, Any], row_id: str, rule: PathRules) -> Comparison | RowError:
+    """The row's comparison, or why it has none: whether that ends the run is decided where batches are made."""
+    try:
+        return read_row(cells, row_id, rule)
+    except RowError as error:
+        return error
+
+
+def load_comparisons(
+    paths: Sequence[str],
+    *,
+    arguments: DataArguments,
+    split: str = "train",
+    weights: Sequence[float] | None = None,
+    limit: int | None = None,
+    streaming: bool = False,
+) -> Dataset | IterableDataset:
+    """Opens `paths` as one data set of rows `{"index": int, "comparison": Comparison | RowError}`.
+
+    `index` numbers the rows of all sources before sampling, so a repeated row keeps its number. A weight of 2 repeats
+    the rows of a path, 0.5 takes a random half of them; `limit` takes a random subset; both are seeded by
+    `split_seed` and keep the sources' order. Of a stream, weights are sampling probabilities and `limit` takes the
+    first rows after shuffling.
+
+    Raises:
+        DataError: when a source cannot be opened or nothing is left to read.
+    """
+    groups = _open(paths, split, arguments, streaming)
+    if streaming:
+        return stream_comparisons(
+            groups,
+            weights=weights,
+            limit=limit,
+            seed=arguments.split_seed,
+            buffer=arguments.shuffle_buffer,
+        )
+    return sample(_index(groups), weights, limit, arguments.split_seed)
+
+
+def _open(paths: Sequence[str], split: str, arguments: DataArguments, streaming: bool) -> list[Group]:
+    """The sources of each path, each with the rules for its media paths."""
+    rewrites = tuple((old, new) for old, _, new in (rule.partition("=") for rule in arguments.path_rewrites))
+    root = arguments.image_root
+    return [
+        [(source, PathRules(root or source.folder, root, rewrites)) for source in load_source(path, split, streaming)]
+        for path in paths
+    ]
+
+
+def _index(groups: Sequence[Group]) -> Dataset:
+    from datasets import Dataset
+
+    sources, rules = zip(*(pair for group in groups for pair in group), strict=True)
+    lengths = [len(source.table) for source in sources]
+    total = sum(lengths)
+    if not total:
+        raise DataError(f"there are no rows in {', '.join(source.name for source in sources)}")
+    group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    index = Dataset.from_dict(
+        {
+            "index": np.arange(total),
+            "group": np.repeat(group_of, lengths),
+            "source": np.repeat(np.arange(len(sources)), lengths),
+            "row": np.concatenate([np.arange(length) for length in lengths]),
+        }
+    )
+    return index.with_transform(RowReader(sources, rules))
+
+
+def sample(dataset: Dataset, weights: Sequence[float] | None, limit: int | None, seed: int) -> Dataset:
+    """A seeded share of the rows: `weights`, one for each path, then `limit` rows at most, in order."""
+    rng = np.random.default_rng(seed)
+    rows = np.arange(len(dataset))
+    if weights is not None:
+        of = _numbers(dataset, "group")
+        rows = np.sort(np.concatenate([_weighted(rows[of == i], weight, rng) for i, weight in enumerate(weights)]))
+    if limit is not None and limit < len(rows):
+        rows = rows[np.sort(rng.choice(len(rows), limit, replace=False))]
+    if not len(rows):
+        raise DataError("no rows are left after dataset_weights: raise them")
+    return dataset if np.array_equal(rows, np.arange(len(dataset))) else dataset.select(rows)
+
+
+def _weighted(rows: np.ndarray, weight: float, rng: np.random.Generator) -> np.ndarray:
+    if not 0 <= weight < float("inf"):
+        raise ConfigError(f"dataset_weights holds {weight}: a weight is a number of repetitions, 0 or more")
+    whole, part = divmod(weight, 1)
+    some = rng.choice(rows, round(part * len(rows)), replace=False)
+    return np.concatenate([np.repeat(rows, int(whole)), some])
+
+
+def _numbers(dataset: Dataset, column: str) -> np.ndarray:
+    """A column of the index, one integer a row."""
+    return np.asarray(dataset.with_format("numpy")[column][:])
+
+
+def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Splits into (train, eval) by what is asked: rows with the same prompt, images included, fall on one side.
+
+    Which side depends on the prompt and the seed alone, not on the other rows or on where the files lie. Rows that
+    cannot be read stay in train.
+
+    Raises:
+        DataError: when one side would be empty.
+    """
+    held = np.array([_is_held(row, folder, fraction, seed) for row, folder in _each(dataset)])
+    train, held_out = np.flatnonzero(~held), np.flatnonzero(held)
+    if not len(train) or not len(held_out):
+        side = "evaluation" if len(train) else "training"
+        raise DataError(
+            f"eval_fraction {fraction} leaves no rows for {side}: there are too few different prompts among "
+            f"{len(dataset)} rows; change it or give eval_dataset_path"
+        )
+    return dataset.select(train), dataset.select(held_out)
+
+
+def _each(dataset: Dataset) -> Iterator[tuple[Comparison | RowError, str]]:
+    """Every row with the folder that its relative paths start from."""
+    folders = [rule.folder for rule in dataset.format["format_kwargs"]["transform"].rules]
+    numbers = _numbers(dataset, "source")
+    for start in range(0, len(dataset), CHUNK):
+        rows = dataset[start : start + CHUNK]["comparison"]
+        yield from zip(rows, [folders[i] for i in numbers[start : start + CHUNK]], strict=True)
+
+
+def _is_held(row: Comparison | RowError, folder: str, fraction: float, seed: int) -> bool:
+    if isinstance(row, RowError):
+        return False
+    digest = blake2b("\0".join(_question(row, folder)).encode(), digest_size=8, key=str(seed).encode())
+    return int.from_bytes(digest.digest(), "big") < fraction * 2**64
+
+
+def _question(comparison: Comparison, folder: str) -> list[str]:
+    """What was asked: text and media of the prompt; without one, of whatever comes before the answers."""
+    if comparison.prompt:
+        asked = [comparison.prompt]
+        media = media_references(comparison.prompt)
+    else:
+        asked = sorted((branch.messages[:-1] or branch.messages for branch in comparison.branches), key=text_of)
+        media = [reference for branch in comparison.branches for reference in media_references(branch.messages)]
+    keys = (media_key(reference).removeprefix(folder) for reference in media)
+    return [*(text_of(messages) for messages in asked), *(keys if comparison.prompt else sorted(keys))]
+
+
+def load_train_and_eval(arguments: DataArguments) -> tuple[Dataset | IterableDataset, Dataset | None]:
+    """The training and evaluation data that the configuration asks for; None without any for evaluation."""
+    if not arguments.dataset_path:
+        raise ConfigError("dataset_path is missing: name the preference data to train on")
+    if arguments.eval_dataset_path and arguments.eval_fraction:
+        raise ConfigError("eval_fraction and eval_dataset_path both say what to evaluate on: remove one of them")
+    if arguments.eval_fraction:
+        return _load_and_split(arguments)
+    train = load_comparisons(
+        arguments.dataset_path,
+        arguments=arguments,
+        split=arguments.dataset_split,
+        weights=arguments.dataset_weights,
+        limit=arguments.max_train_samples,
+        streaming=arguments.streaming,
+    )
+    if not arguments.eval_dataset_path:
+        return train, None
+    held_out: Any = load_comparisons(
+        arguments.eval_dataset_path,
+        arguments=arguments,
+        split=arguments.eval_dataset_split,
+        limit=arguments.max_eval_samples,
+    )
+    return train, held_out
+
+
+def _load_and_split(arguments: DataArguments) -> tuple[Dataset, Dataset]:
+    """Splits before weighting: no row is evaluated twice because it is trained on twice."""
+    seed = arguments.split_seed
+    whole = _index(_open(arguments.dataset_path, arguments.dataset_split, arguments, streaming=False))
+    train, held_out = split_held_out(whole, arguments.eval_fraction, seed)
+    return (
+        sample(train, arguments.dataset_weights, arguments.max_train_samples, seed),
+        sample(held_out, None, arguments.max_eval_samples, seed),
+    )

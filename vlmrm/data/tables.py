@@ -1,0 +1,218 @@
+"""Where rows come from: hub data sets, `save_to_disk` folders, and parquet, json(l) and csv files, opened unread.
+
+Pictures inside tables stay the encoded bytes that they are; nothing here decodes, maps or copies them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmrm.data.readers import recognise
+from vlmrm.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv"}
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One table of rows. `name` begins its row ids; relative media paths start from `folder`."""
+
+    name: str
+    table: Dataset | IterableDataset
+    folder: str
+
+    @property
+    def path(self) -> str:
+        """The file, or what stands for it in messages."""
+        path = os.path.join(self.folder, self.name)
+        return path if os.path.exists(path) else self.name
+
+
+def load_source(path: str, split: str = "train", streaming: bool = False) -> list[Source]:
+    """Opens what `path` names: a hub id, a `save_to_disk` folder, a data file, a folder of them, or a glob pattern.
+
+    `split` chooses among the splits of a hub data set or folder; files named by themselves or by a glob are read
+    whole. Each file is a source of its own, so that a row can be named by its file and number.
+
+    Raises:
+        DataError: when there is nothing of that name (with the nearest one that exists), no such split (with those
+            that exist), a file cannot be parsed (with the line), or its columns have no known layout.
+    """
+    if os.path.isfile(path):
+        sources = [_open_file(path, streaming)]
+    elif os.path.isdir(path):
+        sources = _open_folder(path, split, streaming)
+    elif glob.has_magic(path):
+        files = sorted(name for name in glob.glob(path, recursive=True) if Path(name).suffix in KINDS)
+        if not files:
+            raise DataError(f"no {_kinds()} file matches {path}: check the pattern")
+        sources = [_open_file(name, streaming) for name in files]
+    elif HUB_ID.fullmatch(path) and Path(path).suffix not in KINDS and not path.startswith("."):
+        sources = [_open_hub(path, split, streaming)]
+    else:
+        raise DataError(f"{path} does not exist{_nearest(path)}")
+    for source in sources:
+        _check_layout(source)
+    return sources
+
+
+def _open_file(path: str, streaming: bool) -> Source:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    kind = KINDS.get(Path(path).suffix)
+    if kind is None:
+        raise DataError(f"{path} is of no kind that can be read: use {_kinds()}")
+    if os.path.getsize(path) == 0:
+        raise DataError(f"{path} is empty: it has no rows")
+    try:
+        table = load_dataset(kind, data_files=_literal(path), split="train", streaming=streaming)
+    except (DatasetGenerationError, ValueError, OSError) as error:
+        raise unreadable(path, error) from error
+    return Source(os.path.basename(path), _undecoded(table), os.path.dirname(os.path.abspath(path)))
+
+
+def unreadable(path: str, error: BaseException) -> DataError:
+    """The error that says why a data file cannot be read; of a json file, on which line."""
+    if os.path.isfile(path) and KINDS.get(Path(path).suffix) == "json" and (place := _broken_json(path)):
+        return DataError(f"{path} is not valid json: {place}")
+    cause = error.__cause__ or error
+    first = str(cause).strip().split("\n")[0]
+    return DataError(f"{path} cannot be read as a table: {first or type(cause).__name__}")
+
+
+def _broken_json(path: str) -> str | None:
+    """The first line that does not parse, and why; None if every line, or the file as a whole, does."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            if file.read(1) == "[" or Path(path).suffix == ".json":
+                file.seek(0)
+                try:
+                    json.load(file)
+                    return None
+                except json.JSONDecodeError as error:
+                    if not error.msg.startswith("Extra data"):  # else: one object a line, under the name .json
+                        return f"line {error.lineno}: {error.msg}"
+            file.seek(0)
+            for number, line in enumerate(file, 1):
+                try:
+                    if line.strip() and not isinstance(json.loads(line), dict):
+                        return f"line {number}: expected an object"
+                except json.JSONDecodeError as error:
+                    return f"line {number}: {error.msg} at column {error.colno}"
+    except UnicodeDecodeError as error:
+        return f"it is not UTF-8 text ({error.reason} at byte {error.start})"
+    return None
+
+
+def _open_folder(path: str, split: str, streaming: bool) -> list[Source]:
+    from datasets import load_from_disk
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+
+    if os.path.exists(os.path.join(path, "state.json")) or os.path.exists(os.path.join(path, "dataset_dict.json")):
+        try:
+            saved: Any = load_from_disk(path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is a save_to_disk folder that cannot be read: {error}") from error
+        if isinstance(saved, dict):
+            saved = _choose(saved, split, path)
+        table = _undecoded(saved)
+        name = os.path.basename(os.path.abspath(path))
+        return [Source(name, table.to_iterable_dataset() if streaming else table, os.path.abspath(path))]
+    try:
+        found = DataFilesDict.from_patterns(get_data_patterns(path), base_path=path, allowed_extensions=list(KINDS))
+    except (EmptyDatasetError, FileNotFoundError):
+        found = {}
+    files = {name: sorted(set(some)) for name, some in found.items() if some}
+    if not files:
+        raise DataError(f"the folder {path} holds no {_kinds()} file and was not written by save_to_disk")
+    return [_open_file(file, streaming) for file in _choose(files, split, path)]
+
+
+def _open_hub(name: str, split: str, streaming: bool) -> Source:
+    from datasets import get_dataset_split_names, load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        table: Any = load_dataset(name, split=split, streaming=streaming)
+    except DatasetNotFoundError as error:
+        raise DataError(f"{name} is no file or folder here{_nearest(name)}, nor a readable hub data set") from error
+    except (ConnectionError, OSError) as error:
+        raise DataError(f"{name} is no file or folder here, and the hub cannot be reached ({error})") from error
+    except ValueError as error:
+        try:
+            splits = get_dataset_split_names(name)
+        except (ValueError, OSError):
+            raise DataError(f"{name} cannot be loaded from the hub: {error}") from error
+        _choose(dict.fromkeys(splits), split, name)
+        raise DataError(f"{name} cannot be loaded from the hub: {error}") from error
+    return Source(name, _undecoded(table), os.getcwd())
+
+
+def _choose(splits: dict[str, Any], split: str, path: str) -> Any:
+    if split not in splits:
+        raise DataError(f"{path} has no split {split}: it has {', '.join(sorted(splits))}")
+    return splits[split]
+
+
+def _undecoded(table: Any) -> Any:
+    """The same table with its images and videos as `{"bytes", "path"}`."""
+    from datasets import Dataset, DatasetInfo, Features, Image, Video
+
+    def plain(feature: Any) -> Any:
+        if isinstance(feature, (Image, Video)):
+            return type(feature)(decode=False)
+        if isinstance(feature, dict):
+            return {name: plain(inner) for name, inner in feature.items()}
+        if hasattr(feature, "feature"):
+            return type(feature)(plain(feature.feature))
+        return feature
+
+    if table.features is None:
+        return table
+    features = Features({name: plain(feature) for name, feature in table.features.items()})
+    if features == table.features:
+        return table
+    if isinstance(table, Dataset):
+        # `Dataset.cast` would write a copy of every picture; the stored columns are the same either way.
+        return Dataset(table.data, info=DatasetInfo(features=features), split=table.split)
+    return table.cast(features)
+
+
+def _check_layout(source: Source) -> None:
+    try:
+        columns = source.table.column_names or next(iter(source.table), {}).keys()
+    except (ValueError, OSError) as error:  # the first block of a stream does not parse
+        raise unreadable(source.path, error) from error
+    try:
+        recognise(columns)
+    except DataError as error:
+        raise DataError(f"{source.name}: {error}") from error
+
+
+def _nearest(path: str) -> str:
+    """`: did you mean ...`, or nothing when nothing there is called alike."""
+    folder, name = os.path.split(path)
+    there = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    close = difflib.get_close_matches(name, there, n=1)
+    return f": did you mean {os.path.join(folder, close[0])}?" if close else ""
+
+
+def _literal(path: str) -> str:
+    """The path as a pattern that matches only itself."""
+    return glob.escape(path)
+
+
+def _kinds() -> str:
+    return "parquet, json, jsonl or csv"
