@@ -28,6 +28,7 @@ from vlmrm.modeling import (
     load_processor,
     lora_config,
     newest_complete,
+    provenance,
     quantization_config,
     save_reward_files,
     verify_complete,
@@ -85,7 +86,7 @@ def train(argv: Sequence[str]) -> TrainingResult:
             head=model_args.head,
             min_pixels=data_args.min_pixels,
             max_pixels=data_args.max_pixels,
-            provenance=source,
+            provenance=provenance(source),
         ),
     )
     check_engine(args, trainer)
