@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers.utils import cached_file
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling.arguments import ModelArguments
-from vlmrm.modeling.checkpoint import ADAPTER_CONFIG, load_checkpoint, load_for_training
+from vlmrm.modeling.checkpoint import ADAPTER_CONFIG, load_for_training, load_scoring_files
 from vlmrm.modeling.freezing import language_model_path
 from vlmrm.modeling.manifest import COMPLETE, verify_complete, write_complete
-from vlmrm.modeling.reward_files import read_json_of, save_reward_files
+from vlmrm.modeling.reward_files import find_file, read_json_of, save_reward_files
 from vlmrm.modeling.reward_model import RewardModel
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ def lora_config(arguments: ModelArguments, model: RewardModel) -> LoraConfig:
             f"lora_target_modules names {', '.join(sorted(wanted - there))}: the language model has "
             f"{', '.join(sorted(there))}."
         )
-    base = Path(model.name_or_path or "")
     return LoraConfig(
         task_type=TaskType.SEQ_CLS,
         r=arguments.lora_r,
@@ -55,7 +53,6 @@ def lora_config(arguments: ModelArguments, model: RewardModel) -> LoraConfig:
         # A pattern: a list of names would also match layers of the vision tower.
         target_modules=rf"{re.escape(path)}\..*\.({'|'.join(sorted(wanted))})",
         modules_to_save=[name for name in HEAD_MODULES if hasattr(model, name)],
-        base_model_name_or_path=str(base.resolve()) if model.name_or_path and base.is_dir() else model.name_or_path,
     )
 
 
@@ -93,7 +90,7 @@ def open_adapter(path: str | Path, *, base_model_path: str | Path | None = None,
     base = base_model_path or (read_json_of(path, ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
     if not base:
         raise CheckpointError(f"the adapter {path} does not name its base model: give it as base_model_path.")
-    weights = cached_file(str(path), "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False)
+    weights = find_file(path, "adapter_model.safetensors")
     if weights is None:
         raise CheckpointError(f"the adapter {path} has no adapter_model.safetensors: save it again.")
     with safe_open(weights, framework="pt") as file:
@@ -121,13 +118,13 @@ def merge(
         raise ConfigError(f"{output_folder} is not empty: name a new folder for the merged model.")
     if not (adapter_folder / ADAPTER_CONFIG).exists():
         raise CheckpointError(f"{adapter_folder} is no adapter: there is no {ADAPTER_CONFIG} in it.")
-    loaded = load_checkpoint(adapter_folder, base_model_path=base_model_path)
+    manifest = verify_complete(adapter_folder) if (adapter_folder / COMPLETE).exists() else {}
+    processor, info = load_scoring_files(adapter_folder, base_model_path)
     merged = open_adapter(adapter_folder, base_model_path=base_model_path).merge_and_unload()
     merged.save_pretrained(output_folder)
-    info = loaded.info
     save_reward_files(
         output_folder,
-        processor=loaded.processor,
+        processor=processor,
         head=merged.config.reward_head,
         min_pixels=info.get("min_pixels"),
         max_pixels=info.get("max_pixels"),
@@ -136,6 +133,5 @@ def merge(
         pinned=info.get("pinned"),
         provenance={**info.get("provenance", {}), "merged_from": adapter_folder.name},
     )
-    step = verify_complete(adapter_folder)["step"] if (adapter_folder / COMPLETE).exists() else None
-    write_complete(output_folder, world_size=1, step=step)
+    write_complete(output_folder, world_size=1, step=manifest.get("step"))
     return output_folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 import torch
 from transformers.utils import is_flash_attn_2_available
@@ -31,8 +32,13 @@ def resolve_attention(name: str) -> str:
         raise ConfigError(
             f"attn_implementation is flash_attention_2, but {missing}, or write attn_implementation: auto."
         )
-    logger.warning("attn_implementation: sdpa, because %s", missing)
+    _say_once(f"attn_implementation: sdpa, because {missing}")
     return "sdpa"
+
+
+@cache
+def _say_once(line: str) -> None:
+    logger.warning(line)
 
 
 def _flash_lacks() -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, ProcessorMixin
+from transformers.utils import logging as transformers_logging
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling.architectures import reward_model_class
@@ -110,9 +111,6 @@ def load_checkpoint(
     """
     if (Path(path) / COMPLETE).exists():
         verify_complete(path)
-    info = read_reward_file(path)
-    if info is None:
-        logger.warning("%s has no reward_model.json: its chat template and pixel limits cannot be checked", path)
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": attn_implementation,
@@ -128,19 +126,33 @@ def load_checkpoint(
             named = next(iter(config.architectures or []), config.model_type)
             raise CheckpointError(f"{path} is a {named} and has no reward head: train it first, with train_rm.py.")
         model = _load(path, config, new_head=False, **options)
-    processor = load_processor(
-        path if base_model_path is None or _has_processor(path) else base_model_path,
-        trust_remote_code=trust_remote_code,
-    )
-    if info is not None and template_hash(processor) != info["chat_template_sha256"]:
+    processor, info = load_scoring_files(path, base_model_path, trust_remote_code)
+    if device is not None:
+        model.to(device)
+    model.eval()
+    return LoadedReward(model, processor, info)
+
+
+def load_scoring_files(
+    path: str | Path, base_model_path: str | Path | None = None, trust_remote_code: bool = False
+) -> tuple[ProcessorMixin, dict[str, Any]]:
+    """The processor of a reward model and its `reward_model.json`, which agree on the chat template.
+
+    Raises:
+        CheckpointError: when they do not, or there is no processor here nor in `base_model_path`.
+    """
+    source = path if base_model_path is None or _has_processor(path) else base_model_path
+    processor = load_processor(source, trust_remote_code=trust_remote_code)
+    info = read_reward_file(path)
+    if info is None:
+        logger.warning("%s has no reward_model.json: its chat template and pixel limits cannot be checked", path)
+        return processor, {}
+    if template_hash(processor) != info["chat_template_sha256"]:
         raise CheckpointError(
             f"the chat template of {path} is not the one that the model was trained with: restore "
             "chat_template.jinja from the training run."
         )
-    if device is not None:
-        model.to(device)
-    model.eval()
-    return LoadedReward(model, processor, info or {})
+    return processor, info
 
 
 def load_processor(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> ProcessorMixin:
@@ -182,7 +194,8 @@ def _load(
     try:
         with _quiet():
             model, report = model_class.from_pretrained(
-                path,
+                # Absolute, so that an adapter finds its base from any folder.
+                str(Path(path).resolve()) if Path(path).is_dir() else path,
                 config=config,
                 dtype=dtype,
                 attn_implementation=attention,
@@ -240,13 +253,12 @@ def _head_of(config: PreTrainedConfig) -> str:
 @contextmanager
 def _quiet() -> Generator[None]:
     """Without the library's table of missing weights: `_check_weights` says what is wrong, and a new head is not."""
-    library = logging.getLogger("transformers.modeling_utils")
-    level = library.level
-    library.setLevel(logging.ERROR)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
-        library.setLevel(level)
+        transformers_logging.set_verbosity(verbosity)
 
 
 def _some(keys: set[str]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+import torch
 from torch import nn
 
 from vlmrm.errors import ConfigError
 
-# Where the architectures keep their parts. The Qwen family's merger is inside its tower; so the longer path wins.
+# Where the architectures keep their parts. The Qwen family's mergers are inside its tower.
 TOWERS = ("visual", "vision_tower", "vision_model")
 MERGERS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")
 LANGUAGE_MODELS = ("language_model", "text_model")
@@ -17,32 +19,46 @@ LANGUAGE_MODELS = ("language_model", "text_model")
 def freeze(model: nn.Module, vit: bool = False, merger: bool = False, llm: bool = False) -> None:
     """Takes the named parts of a reward model out of training; the head always trains.
 
-    A frozen vision tower stores no activations: nothing in it asks for a gradient, its pixels included. Call it
-    before adapters are added.
+    A frozen vision tower runs without gradients and keeps no activations, with gradient checkpointing or without,
+    whether or not its merger trains. Call it before adapters are added.
 
     Raises:
         ConfigError: when the architecture has no such part under a name known here.
     """
     backbone = model.get_submodule("model")
-    parts = {
-        "vit": (vit, TOWERS),
-        "merger": (merger, MERGERS),
-        "llm": (llm, LANGUAGE_MODELS),
-    }
-    mergers = {id(parameter) for part in _find(backbone, MERGERS) for parameter in part.parameters()}
-    for name, (wanted, paths) in parts.items():
-        if not wanted:
-            continue
-        found = _find(backbone, paths)
-        if not found:
-            raise ConfigError(
-                f"freeze_{name}: {type(backbone).__name__} has no part {' or '.join(paths)}, only "
-                f"{_parts(backbone)}: remove freeze_{name}."
-            )
-        for part in found:
-            for parameter in part.parameters():
-                if name != "vit" or id(parameter) not in mergers:
-                    parameter.requires_grad_(False)
+    mergers = _find(backbone, MERGERS)
+    if merger:
+        for part in _wanted(backbone, "merger", MERGERS):
+            part.requires_grad_(False)
+    if llm:
+        for part in _wanted(backbone, "llm", LANGUAGE_MODELS):
+            part.requires_grad_(False)
+    if vit:
+        for part in _wanted(backbone, "vit", TOWERS):
+            for piece in _pieces_without(part, mergers):
+                piece.requires_grad_(False)
+                piece.register_forward_pre_hook(_grad_off)
+                piece.register_forward_hook(_grad_back, always_call=True)
+
+
+def _pieces_without(module: nn.Module, mergers: list[nn.Module]) -> Iterator[nn.Module]:
+    """The largest modules inside `module` that run as one and contain no merger."""
+    if module in mergers:
+        return
+    if isinstance(module, nn.ModuleList) or any(inner in mergers for inner in module.modules()):
+        for child in module.children():
+            yield from _pieces_without(child, mergers)
+    else:
+        yield module
+
+
+def _grad_off(module: Any, args: tuple) -> None:
+    module.grad_was_enabled = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+
+
+def _grad_back(module: Any, args: tuple, output: object) -> None:
+    torch.set_grad_enabled(module.grad_was_enabled)
 
 
 def language_model_path(model: nn.Module) -> str:
@@ -58,6 +74,16 @@ def language_model_path(model: nn.Module) -> str:
     raise ConfigError(
         f"{type(backbone).__name__} has no language model under a known name (its parts are {_parts(backbone)})."
     )
+
+
+def _wanted(backbone: nn.Module, name: str, paths: tuple[str, ...]) -> list[nn.Module]:
+    found = _find(backbone, paths)
+    if not found:
+        raise ConfigError(
+            f"freeze_{name}: {type(backbone).__name__} has no part {' or '.join(paths)}, only {_parts(backbone)}: "
+            f"remove freeze_{name}."
+        )
+    return found
 
 
 def _find(backbone: nn.Module, paths: Iterable[str]) -> list[nn.Module]:

@@ -79,19 +79,31 @@ def read_reward_file(path: str | Path, revision: str | None = None) -> dict[str,
 
 def read_json_of(path: str | Path, name: str, revision: str | None = None) -> dict[str, Any] | None:
     """A JSON file of a folder or hub checkpoint; None where there is none."""
-    file = cached_file(
-        str(path),
-        name,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    file = find_file(path, name, revision)
     if file is None:
         return None
     try:
-        return json.loads(Path(file).read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{name} of {path} is not JSON ({error}): copy the checkpoint again.") from error
+
+
+def find_file(path: str | Path, name: str, revision: str | None = None) -> Path | None:
+    """A file of a folder or hub checkpoint, on this machine; None where there is none.
+
+    Raises:
+        CheckpointError: when there is no such checkpoint.
+    """
+    if Path(path).is_dir():
+        file = Path(path) / name
+        return file if file.is_file() else None
+    try:
+        found = cached_file(str(path), name, revision=revision or "main", _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} is neither a folder nor a hub checkpoint that can be reached: check the path and the network."
+        ) from error
+    return None if found is None else Path(found)
 
 
 def template_hash(processor: ProcessorMixin) -> str:

@@ -153,7 +153,7 @@ class QwenVLRewardModel(RewardModel):
             media["video"] = pixel_values_videos, video_grid_thw
         if media or not self.touch_vision:
             return super().hidden_states(**inputs, **grids, mm_encoder_outputs=self._encode(media))
-        features = _tensors(self._tower(*self._blank_image()))
+        features = _tensors(self.vision_features(*self._blank_image()))
         nothing = torch.stack([(0 * feature).sum() for feature in features]).sum()
         return super().hidden_states(**inputs) + nothing
 
@@ -161,15 +161,19 @@ class QwenVLRewardModel(RewardModel):
         """The features of each kind of media (its pixels and grid), from one pass of the tower for all of them."""
         if not media:
             return {}
-        features = self._tower(*(torch.cat(parts) for parts in zip(*media.values(), strict=True)))
+        features = self.vision_features(*(torch.cat(parts) for parts in zip(*media.values(), strict=True)))
         encoded, start = {}, 0
         for kind, (_, grid) in media.items():
             encoded[kind] = _take(features, slice(start, start + len(grid)))
             start += len(grid)
         return encoded
 
-    def _tower(self, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
-        return self.model.get_image_features(pixels, grid, return_dict=True)
+    def vision_features(self, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
+        """The tower's and merger's features of `pixels[patches, numbers]`: a tensor for each row of `grid[N, 3]`."""
+        # Adapters of the language model leave the whole tower frozen: then nothing of it need be kept.
+        trained = any(weight.requires_grad for weight in self.model.visual.parameters())
+        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+            return self.model.get_image_features(pixels, grid, return_dict=True)
 
     def _blank_image(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The smallest image there is: one merged patch of zeros, and its grid."""

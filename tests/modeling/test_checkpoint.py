@@ -1,0 +1,176 @@
+"""Checkpoints come back as they were saved, and broken or foreign ones are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from samples import scores
+from transformers import AutoProcessor
+
+from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.modeling import (
+    load_checkpoint,
+    load_for_training,
+    load_processor,
+    make_tiny,
+    provenance,
+    save_reward_files,
+    template_hash,
+    write_complete,
+)
+
+
+@pytest.fixture
+def copy(tiny_reward_model, tmp_path) -> Path:
+    """A reward model to break."""
+    return Path(shutil.copytree(tiny_reward_model, tmp_path / "copy"))
+
+
+def edit_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(folder: Path, change) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "COMPLETE.json").unlink()
+
+
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_round_trip_scores_the_same(tiny_checkpoint, tmp_path, head):
+    processor = load_processor(tiny_checkpoint)
+    model = load_for_training(tiny_checkpoint, head=head, seed=5)
+    expected = scores(model, processor)
+    model.save_pretrained(tmp_path)
+    save_reward_files(
+        tmp_path,
+        processor=processor,
+        head=head,
+        min_pixels=3136,
+        max_pixels=None,
+        provenance=provenance({"base_model": "tiny"}),
+        reward_mean=0.5,
+        reward_std=2.0,
+    )
+    write_complete(tmp_path, world_size=1, step=3)
+
+    loaded = load_checkpoint(tmp_path)
+    assert torch.equal(scores(loaded.model, loaded.processor), expected)
+    assert not loaded.model.training
+    assert loaded.info["head"] == head
+    assert loaded.info["architecture"] == "Qwen2_5_VLForSequenceClassification"
+    assert (loaded.info["min_pixels"], loaded.info["max_pixels"]) == (3136, None)
+    assert (loaded.info["reward_mean"], loaded.info["reward_std"]) == (0.5, 2.0)
+    assert loaded.info["provenance"]["base_model"] == "tiny"
+    assert loaded.info["provenance"]["versions"]["torch"] == metadata.version("torch")
+    assert loaded.info["chat_template_sha256"] == template_hash(processor)
+
+    further = load_for_training(tmp_path, head=head, seed=6)
+    assert torch.equal(further.score.weight, model.score.weight)
+
+
+def test_head_is_made_from_the_seed(tiny_checkpoint):
+    torch.manual_seed(123)
+    first = load_for_training(tiny_checkpoint, head="mlp", seed=1)
+    torch.manual_seed(456)
+    second = load_for_training(tiny_checkpoint, head="mlp", seed=1)
+    other = load_for_training(tiny_checkpoint, head="mlp", seed=2)
+    for name in ("score.weight", "score_hidden.0.weight"):
+        assert torch.equal(first.get_parameter(name), second.get_parameter(name))
+        assert not torch.equal(first.get_parameter(name), other.get_parameter(name))
+
+
+def test_a_reward_model_keeps_its_kind_of_head(tiny_reward_model):
+    with pytest.raises(CheckpointError, match=r"linear head: set head: linear"):
+        load_for_training(tiny_reward_model, head="mlp")
+    with pytest.raises(ConfigError, match="'ranker'"):
+        load_for_training(tiny_reward_model, head="ranker")
+
+
+def test_a_plain_language_model_does_not_score(tiny_checkpoint):
+    with pytest.raises(CheckpointError, match="Qwen2_5_VLForConditionalGeneration and has no reward head: train it"):
+        load_checkpoint(tiny_checkpoint)
+
+
+@pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
+def test_a_missing_head_is_never_made_up(copy, load):
+    edit_weights(copy, lambda weights: weights.pop("score.weight"))
+    with pytest.raises(CheckpointError, match=r"head \(score.weight\) is missing"):
+        load(copy)
+
+
+@pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w.pop("model.language_model.norm.weight"), r"lacks model.language_model.norm.weight, 1 weights"),
+        (lambda w: w.update(extra=torch.ones(1)), r"more than its architecture knows: extra"),
+        (lambda w: w.update({"model.language_model.norm.weight": torch.ones(9)}), r"other shapes.*norm.weight"),
+    ],
+)
+def test_wrong_weights_are_named(copy, load, change, said):
+    edit_weights(copy, change)
+    with pytest.raises(CheckpointError, match=said):
+        load(copy)
+
+
+def test_another_architecture_is_refused(copy, tmp_path):
+    other = make_tiny(tmp_path / "qwen2", arch="qwen2_vl")
+    vision = json.loads((other / "config.json").read_text())["vision_config"]
+    edit_json(copy / "config.json", model_type="qwen2_vl", vision_config=vision)
+    (copy / "COMPLETE.json").unlink()
+    with pytest.raises(CheckpointError, match=r"another architecture than Qwen2VLForSequenceClassification"):
+        load_checkpoint(copy)
+
+
+def test_damage_is_noticed_before_loading(copy):
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model.safetensors has \d+ bytes instead of"):
+        load_checkpoint(copy)
+    (copy / "COMPLETE.json").unlink()
+    with pytest.raises(CheckpointError, match=r"weights of .* cannot be read"):
+        load_checkpoint(copy)
+
+
+def test_another_chat_template_is_refused(copy):
+    template = copy / "chat_template.jinja"
+    # As long as before, so that only its content can tell.
+    template.write_text(template.read_text().replace("helpful", "harmful"))
+    with pytest.raises(CheckpointError, match=r"chat template .* is not the one"):
+        load_checkpoint(copy)
+
+
+def test_processor_may_come_from_the_base_model(copy, tiny_checkpoint):
+    for name in ("processor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (copy / name).unlink()
+    (copy / "COMPLETE.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no processor.*base_model_path"):
+        load_checkpoint(copy)
+    loaded = load_checkpoint(copy, base_model_path=tiny_checkpoint)
+    assert (
+        loaded.processor.tokenizer.get_vocab() == AutoProcessor.from_pretrained(tiny_checkpoint).tokenizer.get_vocab()
+    )
+
+
+@pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
+def test_what_is_no_checkpoint_is_named(tmp_path, load):
+    for path in (tmp_path, "no-such/model-on-any-hub"):
+        with pytest.raises(CheckpointError, match=f"{path} is no checkpoint that transformers can open"):
+            load(path)
+    with pytest.raises(CheckpointError, match="neither a folder nor a hub checkpoint"):
+        load(tmp_path / "absent")
+
+
+def test_a_newer_schema_is_refused(copy):
+    edit_json(copy / "reward_model.json", schema_version=99)
+    (copy / "COMPLETE.json").unlink()
+    with pytest.raises(CheckpointError, match="schema version 99"):
+        load_checkpoint(copy)

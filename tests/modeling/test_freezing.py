@@ -1,0 +1,126 @@
+"""Frozen parts do not train, and a frozen vision tower keeps no activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import get_peft_model
+from samples import SAMPLES, batch_of
+from transformers import AutoProcessor
+
+from vlmrm.errors import ConfigError
+from vlmrm.modeling import ModelArguments, freeze, load_for_training, lora_config, make_tiny
+
+
+def kept_bytes(function) -> int:
+    """What autograd keeps of a forward pass, parameters aside."""
+    kept = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return kept
+
+
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("parts", "prefixes"),
+    [
+        ({"vit": True}, ["model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"]),
+        ({"merger": True}, ["model.visual.merger", "model.visual.deepstack_merger_list"]),
+        ({"vit": True, "merger": True}, ["model.visual"]),
+        ({"llm": True}, ["model.language_model"]),
+        ({"vit": True, "merger": True, "llm": True}, ["model"]),
+        ({}, []),
+    ],
+)
+def test_freezes_what_it_is_told_to(tmp_path, arch, parts, prefixes):
+    model = load_for_training(make_tiny(tmp_path / arch, arch=arch))
+    freeze(model, **parts)
+    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+    assert frozen == {
+        name for name, _ in model.named_parameters() if any(name.startswith(f"{prefix}.") for prefix in prefixes)
+    }
+
+
+CHECKPOINTING = pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
+
+
+def prepare(model, checkpointing):
+    """As a trainer prepares a model for adapters or gradient checkpointing."""
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
+    model.enable_input_require_grads()
+    return model.train()
+
+
+@CHECKPOINTING
+@pytest.mark.parametrize("frozen_by", ["freeze", "lora", "both"])
+def test_a_frozen_tower_keeps_no_activations(tiny_checkpoint, checkpointing, frozen_by):
+    batch = batch_of(AutoProcessor.from_pretrained(tiny_checkpoint), SAMPLES[:4])
+    trained = load_for_training(tiny_checkpoint)
+    frozen = load_for_training(tiny_checkpoint)
+    if frozen_by != "lora":
+        freeze(frozen, vit=True, merger=True)
+    if frozen_by != "freeze":
+        get_peft_model(frozen, lora_config(ModelArguments(use_peft=True), frozen))
+    kept = [
+        kept_bytes(lambda: model.vision_features(batch["pixel_values"], batch["image_grid_thw"]))  # noqa: B023
+        for model in (prepare(trained, checkpointing), prepare(frozen, checkpointing))
+    ]
+    assert kept[0] > 0
+    assert kept[1] == 0
+
+    frozen(**batch).logits.sum().backward()
+    expected = {name for name, weight in frozen.named_parameters() if weight.requires_grad}
+    assert {name for name, weight in frozen.named_parameters() if weight.grad is not None} == expected
+    assert any("language_model" in name for name in expected)
+
+
+@CHECKPOINTING
+def test_a_frozen_tower_with_a_trained_merger_keeps_only_the_mergers(tiny_checkpoint, checkpointing):
+    batch = batch_of(AutoProcessor.from_pretrained(tiny_checkpoint), SAMPLES[:4])
+    model = load_for_training(tiny_checkpoint)
+    freeze(model, vit=True)
+    prepare(model, checkpointing)
+    with_merger = kept_bytes(lambda: model.vision_features(batch["pixel_values"], batch["image_grid_thw"]))
+    merger = model.model.visual.merger
+    patches = batch["pixel_values"].shape[0]
+    alone = kept_bytes(lambda: merger(torch.zeros(patches, model.config.vision_config.hidden_size)))
+    # Beside the merger's own: at most the indices that put the images' features in order.
+    assert alone <= with_merger <= alone + 8 * patches
+    model(**batch).logits.sum().backward()
+    assert all(weight.grad is not None for weight in merger.parameters())
+    assert not any(weight.grad is not None for weight in model.model.visual.blocks.parameters())
+
+
+def test_an_error_in_a_frozen_tower_leaves_gradients_on(tiny_checkpoint):
+    model = load_for_training(tiny_checkpoint)
+    freeze(model, vit=True)
+    with pytest.raises(RuntimeError):
+        model.model.visual.patch_embed(torch.zeros(1, 7))
+    assert torch.is_grad_enabled()
+
+
+def test_only_the_head_is_left(tiny_checkpoint):
+    batch = batch_of(AutoProcessor.from_pretrained(tiny_checkpoint), SAMPLES[:4])
+    model = load_for_training(tiny_checkpoint, head="mlp")
+    freeze(model, vit=True, merger=True, llm=True)
+    model(**batch).logits.sum().backward()
+    trained = {name for name, weight in model.named_parameters() if weight.grad is not None}
+    assert trained == {"score.weight", "score_hidden.0.weight", "score_hidden.0.bias"}
+
+
+def test_an_unknown_part_is_refused_by_name():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = torch.nn.ModuleDict({"eyes": torch.nn.Linear(1, 1), "mouth": torch.nn.Linear(1, 1)})
+
+    with pytest.raises(ConfigError, match=r"freeze_vit.*only eyes, mouth"):
+        freeze(Odd(), vit=True)
