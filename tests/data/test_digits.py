@@ -1,0 +1,86 @@
+"""The demo's comparisons are balanced: without the pictures nothing can be learned from them."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.digits import write_digits
+from vlmrm.data.media import open_image
+from vlmrm.data.schema import media_references, text_of
+from vlmrm.data.sources import load_comparisons
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_digits(tmp_path_factory.mktemp("digits"))
+
+
+@pytest.fixture(scope="module")
+def comparisons(files):
+    return {
+        name: load_comparisons([str(path)], arguments=DataArguments())[:]["comparison"] for name, path in files.items()
+    }
+
+
+def content(branch) -> str:
+    return text_of(branch.messages) + "".join(media_references(branch.messages))
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("kind", ["answers", "images", "ranked"])
+def test_any_two_answers_beat_each_other_equally_often(split, kind, comparisons):
+    wins = Counter()
+    for comparison in comparisons[f"{split}_{kind}"]:
+        # Images are judged under their prompt's text, so there the pictures must balance; elsewhere the texts.
+        for pair in comparison.pairs():
+            if not pair.tie:
+                wins[content(comparison.branches[pair.chosen]), content(comparison.branches[pair.rejected])] += 1
+    assert wins and all(count == wins[loser, winner] for (winner, loser), count in list(wins.items()))
+
+
+def test_splits_share_no_picture(comparisons):
+    def shown(split):
+        return {
+            reference
+            for name, rows in comparisons.items()
+            if name.startswith(split)
+            for row in rows
+            for conversation in row.conversations()
+            for reference in media_references(conversation)
+        }
+
+    train, held_out = shown("train"), shown("eval")
+    assert not train & held_out and len(train) > 1400 and len(held_out) > 350
+    assert open_image(next(iter(train))).size == (56, 56)
+
+
+def test_kinds_are_named_and_lists_hold_one_tie(comparisons):
+    assert {name: {row.category for row in rows} for name, rows in comparisons.items()} == {
+        name: {name.split("_")[1]} for name in comparisons
+    }
+    assert all(sum(pair.tie for pair in row.pairs()) == 1 for row in comparisons["eval_ranked"])
+    assert {name: len(rows) for name, rows in comparisons.items() if name.startswith("eval")} == {
+        "eval_answers": 358,
+        "eval_images": 358,
+        "eval_ranked": 360,
+    }
+
+
+def test_right_answers_name_the_digit_of_the_picture(files):
+    from sklearn.datasets import load_digits
+
+    from vlmrm.data.digits import WORDS
+
+    _, labels = load_digits(return_X_y=True)
+    for line in files["train_answers"].read_text().splitlines():
+        row = json.loads(line)
+        assert row["chosen"] == f"It is {WORDS[labels[int(row['image'][7:11])]]}."
+
+
+def test_the_same_seed_writes_the_same_files(files, tmp_path):
+    again = write_digits(tmp_path)
+    assert [path.read_bytes() for path in again.values()] == [path.read_bytes() for path in files.values()]
+    other = write_digits(tmp_path / "other", seed=1)
+    assert other["train_answers"].read_bytes() != files["train_answers"].read_bytes()
