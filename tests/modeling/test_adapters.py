@@ -19,6 +19,7 @@ from vlmrm.modeling import (
     load_for_training,
     load_processor,
     lora_config,
+    make_tiny,
     merge,
     quantization_config,
     save_reward_files,
@@ -122,6 +123,18 @@ def test_an_adapter_without_its_head_is_refused(adapter, tmp_path):
         load_checkpoint(folder)
 
 
+def test_an_adapter_must_fit_its_base(adapter, tmp_path):
+    folder = Path(shutil.copytree(adapter[0], tmp_path / "short"))
+    weights = load_file(folder / "adapter_model.safetensors")
+    del weights[max(name for name in weights if "lora_A" in name)]
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "COMPLETE.json").unlink()
+    with pytest.raises(CheckpointError, match="differ in 1 weights"):
+        load_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="does not fit its base"):
+        load_checkpoint(adapter[0], base_model_path=make_tiny(tmp_path / "mimo", arch="mimo_vl"))
+
+
 def test_adapters_are_merged_before_more_training(adapter):
     with pytest.raises(CheckpointError, match="vlmrm merge"):
         load_for_training(adapter[0])
@@ -140,3 +153,9 @@ def test_4_bits_need_a_gpu():
     assert quantization_config(ModelArguments()) is None
     with pytest.raises(ConfigError, match="CUDA GPU"):
         quantization_config(ModelArguments(use_peft=True, load_in_4bit=True))
+
+
+@pytest.mark.parametrize("wrong", [{"lora_r": 0}, {"lora_alpha": 0}, {"lora_dropout": 1.0}, {"load_in_4bit": True}])
+def test_settings_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ModelArguments(**wrong)

@@ -79,9 +79,10 @@ def test_round_trip_scores_the_same(tiny_checkpoint, tmp_path, head):
 def test_head_is_made_from_the_seed(tiny_checkpoint):
     torch.manual_seed(123)
     first = load_for_training(tiny_checkpoint, head="mlp", seed=1)
-    torch.manual_seed(456)
+    state = torch.random.get_rng_state()
     second = load_for_training(tiny_checkpoint, head="mlp", seed=1)
     other = load_for_training(tiny_checkpoint, head="mlp", seed=2)
+    assert torch.equal(torch.random.get_rng_state(), state)
     for name in ("score.weight", "score_hidden.0.weight"):
         assert torch.equal(first.get_parameter(name), second.get_parameter(name))
         assert not torch.equal(first.get_parameter(name), other.get_parameter(name))

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 HEAD_MODULES = ("score", "score_hidden")
+# What peft puts before the names of the model's weights.
+PREFIX = "base_model.model."
 
 
 def lora_config(arguments: ModelArguments, model: RewardModel) -> LoraConfig:
@@ -85,7 +87,7 @@ def open_adapter(path: str | Path, *, base_model_path: str | Path | None = None,
     Raises:
         CheckpointError: when the adapter has no head, or its base cannot be opened.
     """
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 
     base = base_model_path or (read_json_of(path, ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
     if not base:
@@ -94,12 +96,23 @@ def open_adapter(path: str | Path, *, base_model_path: str | Path | None = None,
     if weights is None:
         raise CheckpointError(f"the adapter {path} has no adapter_model.safetensors: save it again.")
     with safe_open(weights, framework="pt") as file:
-        names = {name.removeprefix("base_model.model.") for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    if "score.weight" not in names:
+        saved = set(file.keys())
+    if f"{PREFIX}score.weight" not in saved:
         raise CheckpointError(f"the adapter {path} has no reward head: train it with modules_to_save: [score].")
-    head = "mlp" if any(name.startswith("score_hidden.") for name in names) else "linear"
+    head = "mlp" if any(name.startswith(f"{PREFIX}score_hidden.") for name in saved) else "linear"
     model = load_for_training(base, head=head, **options)
-    return PeftModel.from_pretrained(model, path)
+    try:
+        adapted = PeftModel.from_pretrained(model, str(path))
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"the adapter {path} does not fit its base {base}: name the one it was trained on."
+        ) from error
+    if wrong := saved ^ set(get_peft_model_state_dict(adapted, save_embedding_layers=False)):
+        raise CheckpointError(
+            f"the adapter {path} and its configuration differ in {len(wrong)} weights ({min(wrong)}, ...): save it "
+            "again."
+        )
+    return adapted
 
 
 def merge(

@@ -54,3 +54,7 @@ class ModelArguments:
             self.lora_target_modules = [self.lora_target_modules]
         if self.load_in_4bit and not self.use_peft:
             raise ConfigError("load_in_4bit trains nothing by itself: set use_peft: true as well.")
+        if self.lora_r < 1 or self.lora_alpha < 1:
+            raise ConfigError(f"lora_r is {self.lora_r} and lora_alpha {self.lora_alpha}: both must be at least 1.")
+        if not 0.0 <= self.lora_dropout < 1.0:
+            raise ConfigError(f"lora_dropout is {self.lora_dropout}: it is a share, at least 0 and below 1.")

@@ -59,7 +59,7 @@ def load_for_training(
 ) -> RewardModel:
     """A vision-language checkpoint with a new head made from `seed`, or a reward model with the head that it has.
 
-    Seeds torch's random generators. `dtype` is a torch type, its name, or `auto` for the stored one; the head is
+    `dtype` is a torch type, its name, or `auto` for the stored one; the head is
     float32 in any case.
 
     Raises:
@@ -68,6 +68,8 @@ def load_for_training(
     """
     if head not in HEADS:
         raise ConfigError(f"head is {head!r}: choose one of {', '.join(HEADS)}.")
+    if (Path(path) / COMPLETE).exists():
+        verify_complete(path)
     if read_json_of(path, ADAPTER_CONFIG, revision) is not None:
         raise CheckpointError(f"{path} is an adapter: make a full checkpoint of it first, with `vlmrm merge`.")
     config = _read_config(path, revision, trust_remote_code)
@@ -78,17 +80,20 @@ def load_for_training(
             "its base model."
         )
     config.reward_head = head
-    torch.manual_seed(seed)
-    return _load(
-        path,
-        config,
-        new_head=not has_head,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        quantization_config=quantization_config,
-    )
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        # New weights are made while loading: seeding any later would leave the head to chance.
+        torch.manual_seed(seed)
+        return _load(
+            path,
+            config,
+            new_head=not has_head,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            quantization_config=quantization_config,
+        )
 
 
 def load_checkpoint(
