@@ -1,0 +1,143 @@
+"""Every configuration that the project ships, through the parsers of the programs that read them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vlmrm.config import parse
+from vlmrm.config_docs import PAGE, page
+from vlmrm.data.arguments import DataArguments
+from vlmrm.errors import ConfigError
+from vlmrm.evaluation.arguments import EvaluationArguments
+from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.training.arguments import RewardTrainingArguments
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "training_configs"
+EVALUATION = ["demo_eval", "eval_config_example", "eval_config_example7b"]
+TRAINING = [
+    "7b_config",
+    "32b_config",
+    "72b_config",
+    "demo",
+    "mimo7bRL_config_balance_aug2",
+    "mimo7b_config_balance_irrelevant",
+    "mimo7b_config_balance_vanilla",
+    "qwen3b_config_balance_irrelevant",
+    "qwen3b_config_balance_vanilla",
+    "qwen7b_config_balance_irrelevant",
+    "qwen7b_config_balance_vanilla",
+]
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """Argument classes of HF look at the launcher's variables, and set some of DeepSpeed's and the compiler's."""
+    before = dict(os.environ)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+
+
+def training(name: str, *words: str) -> tuple[ModelArguments, DataArguments, RewardTrainingArguments]:
+    classes = (ModelArguments, DataArguments, RewardTrainingArguments)
+    return parse(classes, [str(CONFIGS / f"{name}.yaml"), *words], "train_rm.py")  # ty: ignore[invalid-return-type]
+
+
+def test_there_are_no_other_files():
+    assert sorted(path.name for path in CONFIGS.iterdir()) == sorted(f"{name}.yaml" for name in TRAINING + EVALUATION)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_training_configuration_means_what_it_says(name):
+    content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    model, data, args = training(name)
+    for key, value in content.items():
+        owner = next(group for group in (model, data, args) if hasattr(group, key))
+        found = getattr(owner, key)
+        if key in ("dataset_path", "eval_dataset_path"):
+            assert found == [value]
+        elif key == "deepspeed":
+            assert Path(found).resolve() == ROOT / value
+        elif key == "report_to":
+            assert found == []
+        else:
+            assert found == value, key
+    assert args.bf16 is content["bf16"]
+
+
+@pytest.mark.parametrize("name", EVALUATION)
+def test_an_evaluation_configuration_means_what_it_says(name):
+    content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    args, data = parse((EvaluationArguments, DataArguments), [str(CONFIGS / f"{name}.yaml")], "eval_rm.py")
+    for key, value in content.items():
+        found = getattr(args if hasattr(args, key) else data, key)
+        assert found == ([value] if key == "dataset_path" else value), key
+
+
+@pytest.mark.parametrize("name", TRAINING + EVALUATION)
+def test_each_says_what_it_needs_and_how_it_is_launched(name):
+    head = (CONFIGS / f"{name}.yaml").read_text().split("\n\n")[0]
+    assert all(line.startswith("#") for line in head.splitlines())
+    assert "# Needs " in head and "estimated, not measured" in head
+    assert "# Launch: " in head and f"training_configs/{name}.yaml" in head
+
+
+def test_evaluation_examples_sweep_what_the_training_examples_write():
+    written = {training(name)[2].output_dir for name in TRAINING}
+    for name in EVALUATION:
+        assert set(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["model_dirs"]) <= written
+
+
+@pytest.mark.parametrize(("name", "stage"), [("7b_config", 2), ("72b_config", 3)])
+def test_deepspeed_takes_its_auto_values_from_the_configuration(name, stage):
+    args = training(name, "--learning_rate", "1e-5")[2]
+    args.hf_deepspeed_config.trainer_config_finalize(args, _model_of_width(64), num_training_steps=10)
+    config = args.hf_deepspeed_config.config
+    assert config["zero_optimization"]["stage"] == stage
+    assert config["bf16"]["enabled"] is True and config["fp16"]["enabled"] is False
+    assert config["gradient_accumulation_steps"] == args.gradient_accumulation_steps
+    assert "auto" not in str(config)
+
+
+def _model_of_width(width: int):
+    from types import SimpleNamespace
+
+    return SimpleNamespace(config=SimpleNamespace(hidden_size=width))
+
+
+def test_the_command_line_beats_the_file():
+    model, data, args = training(
+        "qwen7b_config_balance_irrelevant", "--learning_rate", "5e-6", "--freeze_vit", "true", "--max_pixels=12544"
+    )
+    assert (args.learning_rate, model.freeze_vit, data.max_pixels) == (5e-6, True, 12544)
+    assert args.use_irrelevant_queries
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("learning_rte: 1", "did you mean learning_rate?"),
+        ("use_irrelevant_query: true", "did you mean use_irrelevant_queries?"),
+        ("max_pixel: 3", "did you mean max_pixels?"),
+        ("bf16: false", "key 'bf16' is on line"),
+        ("gradient_checkpointing_kwargs: 3.5\nfreeze_merger: maybe", "freeze_merger is 'maybe'"),
+        ("save_strategy: sometimes", "choose from no, steps, epoch, best"),
+    ],
+)
+def test_a_wrong_line_in_a_real_configuration_is_refused(tmp_path, line, said):
+    config = tmp_path / "config.yaml"
+    config.write_text((CONFIGS / "7b_config.yaml").read_text() + line + "\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml") as caught:
+        parse((ModelArguments, DataArguments, RewardTrainingArguments), [str(config)], "train_rm.py")
+    assert said in str(caught.value)
+
+
+def test_the_page_of_keys_is_up_to_date():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m vlmrm.config_docs"

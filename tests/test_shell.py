@@ -1,0 +1,212 @@
+"""The launch scripts, with programs that say how they were called instead of running."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+STAND_IN = """#!/bin/bash
+echo "pid $$ threads ${OMP_NUM_THREADS:-unset} gpus ${CUDA_VISIBLE_DEVICES:-unset}"
+printf '%s\\n' "${0##*/}" "$@"
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A checkout of the scripts with one configuration, and an environment of stand-ins in .venv."""
+    folder = tmp_path / "check out"  # a space, as in a stranger's home
+    for name in ("run_distributed.sh", "run_eval.sh", "training_configs/7b_config.yaml"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    shutil.copy(ROOT / "training_configs" / "eval_config_example.yaml", folder / "training_configs")
+    stand_ins(folder / ".venv" / "bin")
+    (folder / "tools").mkdir()
+    for name in ("bash", "dirname", "cat"):  # and no torchrun of this machine
+        (folder / "tools" / name).symlink_to(str(shutil.which(name)))
+    return folder
+
+
+def stand_ins(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True)
+    for name in names or ("torchrun", "python3"):
+        (folder / name).write_text(STAND_IN)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def run(script: Path, *words: str, cwd: Path | None = None, active: Path | None = None, **environment: str):
+    """How the script ended: its process's id, exit status, output lines and error text."""
+    path = [str(active)] if active else []
+    path.append(str(script.parent / "tools"))
+    process = subprocess.Popen(
+        [str(script), *words],
+        cwd=cwd or script.parent,
+        env={"PATH": ":".join(path), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    output, errors = process.communicate(timeout=20)
+    return process.pid, process.returncode, output.splitlines(), errors
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def test_one_machine(checkout):
+    port = free_port()
+    words = ["--gpus", "4", "--port", port, "--config", "training_configs/7b_config.yaml"]
+    pid, status, lines, _ = run(
+        checkout / "run_distributed.sh", *words, "--", "--learning_rate", "5e-6", "--run_name", "a b"
+    )
+    assert status == 0
+    # The same process: a signal to the script is a signal to torchrun.
+    assert lines[0] == f"pid {pid} threads 1 gpus unset"
+    launcher = ["torchrun", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "4"]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", port]
+    program = [f"{checkout}/train_rm.py", "training_configs/7b_config.yaml"]
+    assert lines[1:] == [*launcher, *program, "--learning_rate", "5e-6", "--run_name", "a b"]
+
+
+def test_several_machines(checkout):
+    words = [
+        "--nodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--master-addr",
+        "node0",
+        "--config",
+        "training_configs/7b_config.yaml",
+    ]
+    _, status, lines, _ = run(checkout / "run_distributed.sh", *words, OMP_NUM_THREADS="3")
+    assert status == 0 and "threads 3" in lines[0]
+    expected = "--nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr node0 --master-port 29500"
+    assert lines[2:12] == expected.split()
+
+
+def test_scripts_work_from_another_directory(checkout, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine.yaml").touch()
+    config = "training_configs/7b_config.yaml"
+    script, port = checkout / "run_distributed.sh", free_port()
+    assert f"{checkout}/{config}" in run(script, "--port", port, "--config", config, cwd=elsewhere)[2]
+    assert "mine.yaml" in run(script, "--port", port, "--config", "mine.yaml", cwd=elsewhere)[2]
+    assert run(checkout / "run_eval.sh", cwd=elsewhere)[2][2:] == [
+        f"{checkout}/eval_rm.py",
+        f"{checkout}/training_configs/eval_config_example.yaml",
+    ]
+
+
+def test_an_active_environment_comes_before_the_folder_s_own(checkout, tmp_path):
+    active = stand_ins(tmp_path / "active", "torchrun")
+    (active / "torchrun").write_text("#!/bin/bash\necho active\n")
+    words = ["--port", free_port(), "--config", "training_configs/7b_config.yaml"]
+    assert run(checkout / "run_distributed.sh", *words, active=active)[2] == ["active"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--config FILE is missing"),
+        (["--gpu", "4"], "unknown option '--gpu'"),
+        (["training_configs/7b_config.yaml"], "unknown option 'training_configs/7b_config.yaml'"),
+        (["--gpus"], "--gpus needs a value"),
+        (["--gpus", "--port", "1"], "--gpus needs a value"),
+        (["--config", "nowhere.yaml"], "there is no configuration file nowhere.yaml"),
+        (["--config", "training_configs/7b_config.yaml", "--gpus", "four"], "--gpus is 'four'"),
+        (["--config", "training_configs/7b_config.yaml", "--gpus", "0"], "--gpus is '0'"),
+        (["--config", "training_configs/7b_config.yaml", "--port", "70000"], "--port is '70000'"),
+        (["--config", "training_configs/7b_config.yaml", "--nodes", "2"], "--nodes 2 needs --master-addr"),
+        (["--config", "training_configs/7b_config.yaml", "--node-rank", "1"], "--node-rank is '1'"),
+    ],
+)
+def test_a_wrong_launch_is_one_sentence(checkout, words, said):
+    _, status, lines, errors = run(checkout / "run_distributed.sh", *words)
+    assert (status, lines) == (2, [])
+    assert said in errors and errors.count("\n") == 1
+
+
+def test_a_port_in_use_is_one_sentence(checkout):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        words = ["--config", "training_configs/7b_config.yaml", "--port", port]
+        _, status, lines, errors = run(checkout / "run_distributed.sh", *words)
+    assert (status, lines) == (2, [])
+    assert (
+        errors
+        == f"run_distributed.sh: port {port} is in use, perhaps by another training: choose another one with --port.\n"
+    )
+
+
+@pytest.mark.parametrize("script", ["run_distributed.sh", "run_eval.sh"])
+def test_without_an_installation_the_sentence_says_to_install(checkout, script):
+    shutil.rmtree(checkout / ".venv")
+    words = (
+        ["--port", free_port(), "--config", "training_configs/7b_config.yaml"] if script.startswith("run_d") else []
+    )
+    _, status, _, errors = run(checkout / script, *words)
+    assert status == 2 and "pip install -e ." in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("run_distributed.sh", "--gpus --port --config --nodes --node-rank --master-addr -- --help"),
+        ("run_eval.sh", "CONFIG GPU -- --help"),
+    ],
+)
+def test_help_names_every_option(checkout, script, options):
+    _, status, lines, _ = run(checkout / script, "--help")
+    assert status == 0 and lines[0].startswith(f"Usage: ./{script}")
+    assert set(options.split()) <= {line.split()[0] for line in lines if line.startswith("  ")}
+
+
+def test_eval_on_one_gpu(checkout):
+    words = ["training_configs/7b_config.yaml", "3", "--", "--max_eval_samples", "5"]
+    pid, status, lines, _ = run(checkout / "run_eval.sh", *words)
+    assert status == 0 and lines[0] == f"pid {pid} threads unset gpus 3"
+    assert lines[1:] == [
+        "python3",
+        f"{checkout}/eval_rm.py",
+        "training_configs/7b_config.yaml",
+        "--max_eval_samples",
+        "5",
+    ]
+
+
+def test_eval_on_several_gpus(checkout):
+    _, status, lines, _ = run(checkout / "run_eval.sh", "training_configs/7b_config.yaml", "0,2,5")
+    assert status == 0 and lines[0].endswith("gpus 0,2,5")
+    assert lines[1:5] == ["torchrun", "--standalone", "--nproc-per-node", "3"]
+
+
+def test_eval_without_a_gpu_leaves_the_choice_to_the_environment(checkout):
+    lines = run(checkout / "run_eval.sh", CUDA_VISIBLE_DEVICES="1")[2]
+    assert lines[0].endswith("gpus 1") and lines[1] == "python3"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere.yaml"], "there is no configuration file nowhere.yaml"),
+        (["training_configs/7b_config.yaml", "cuda"], "GPU is 'cuda'"),
+        (["training_configs/7b_config.yaml", "0,"], "GPU is '0,'"),
+        (["training_configs/7b_config.yaml", "0", "1"], "too many words"),
+        (["--gpus", "1"], "unknown option '--gpus'"),
+    ],
+)
+def test_a_wrong_evaluation_is_one_sentence(checkout, words, said):
+    _, status, lines, errors = run(checkout / "run_eval.sh", *words)
+    assert (status, lines) == (2, [])
+    assert said in errors and errors.count("\n") == 1
