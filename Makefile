@@ -1,31 +1,39 @@
-# One verb each. Everything runs in .venv, made on first use; only Python, make and a C compiler are needed.
+# One verb each. Everything runs in .venv, made on first use; only Python 3.10 or newer, make and a C compiler are needed.
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
+BIN := .venv/bin
+INSTALLED := .venv/.installed
 
-.PHONY: demo test lint format types bench
+# Tools that find each other on PATH: ninja for DeepSpeed, torchrun for the launch scripts.
+export PATH := $(abspath $(BIN)):$(PATH)
 
-$(BIN)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
-	touch $@
+.PHONY: help demo test lint format types bench
+.DEFAULT_GOAL := help
 
-demo: $(BIN)/.installed  ## train, sweep and score on the bundled digits
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/vlmrm demo
+help:  ## list the verbs
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s%s\n", $$1, $$2}' Makefile
 
-test: $(BIN)/.installed  ## every test
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist worksteal
+demo: $(INSTALLED)  ## train, sweep and score on the bundled digits
+	$(BIN)/vlmrm demo
 
-lint: $(BIN)/.installed
+test: $(INSTALLED)  ## run every test; workers take tests from each other, so that slow ones run side by side
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(INSTALLED)  ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(BIN)/.installed
+format: $(INSTALLED)  ## mend style and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(BIN)/.installed
+types: $(INSTALLED)  ## check types
 	$(BIN)/ty check vlmrm
 
-bench: $(BIN)/.installed  ## every benchmark
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks
+bench: $(INSTALLED)  ## run every benchmark
+	$(BIN)/python -m benchmarks
+
+# The stamp is made last: an install that fails, or is interrupted, is tried again.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
