@@ -28,7 +28,7 @@ runs, then beside the configuration file, then in the folder above it.
 This page is made by `python -m vlmrm.config_docs`."""
 
 INHERITED_INTRODUCTION = """Every key of `transformers.TrainingArguments` and `trl.RewardConfig` works, with their
-meaning and, except for the keys above, their default. These matter most; `python train_rm.py --help` lists them all."""
+meaning and, except for the keys above, their default. These matter most; `train_rm.py --help` lists them all."""
 
 # Of the hundred keys that HF and TRL define, the ones that reward models are tuned with.
 INHERITED = {
