@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -175,3 +177,14 @@ def test_a_newer_schema_is_refused(copy):
     (copy / "COMPLETE.json").unlink()
     with pytest.raises(CheckpointError, match="schema version 99"):
         load_checkpoint(copy)
+
+
+def test_scoring_needs_none_of_the_training_libraries(tiny_reward_model):
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys(["peft", "trl", "datasets", "deepspeed"]))
+from vlmrm.modeling import load_checkpoint
+print(load_checkpoint({str(tiny_reward_model)!r}).info["head"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "linear\n", done.stderr

@@ -102,11 +102,13 @@ def test_images_and_videos_share_one_pass_of_the_tower(model, processor):
         torch.testing.assert_close(model(**batch).logits, expected, atol=1e-5, rtol=0)
 
 
-def test_images_without_positions_are_refused(plain):
+@pytest.mark.parametrize("missing", ["mm_token_type_ids", "image_grid_thw", "pixel_values"])
+def test_half_an_image_is_refused(plain, missing):
+    """The backbone would score it: at the wrong positions, or without seeing it."""
     model, processor = plain
     batch = batch_of(processor, SAMPLES[:1])
-    del batch["mm_token_type_ids"]
-    with pytest.raises(ValueError, match="mm_token_type_ids"):
+    del batch[missing]
+    with pytest.raises(ValueError, match="a batch with images needs"):
         model(**batch)
 
 

@@ -139,18 +139,21 @@ class QwenVLRewardModel(RewardModel):
         video_grid_thw: torch.Tensor | None = None,
         **inputs: Any,
     ) -> torch.Tensor:
-        grids = {"image_grid_thw": image_grid_thw, "video_grid_thw": video_grid_thw}
-        grids = {name: grid for name, grid in grids.items() if grid is not None}
-        if grids and "position_ids" not in inputs and "mm_token_type_ids" not in inputs:
+        media, grids = {}, {}
+        for kind, pixels, grid in (
+            ("image", pixel_values, image_grid_thw),
+            ("video", pixel_values_videos, video_grid_thw),
+        ):
+            if (pixels is None) != (grid is None):
+                raise ValueError(f"a batch with {kind}s needs both their pixels and {kind}_grid_thw.")
+            if pixels is not None:
+                media[kind] = pixels, grid
+                grids[f"{kind}_grid_thw"] = grid
+        if media and "position_ids" not in inputs and "mm_token_type_ids" not in inputs:
             raise ValueError(
                 "a batch with images needs mm_token_type_ids (the processor returns them) or position_ids: without "
                 "them its images would silently get the positions of text."
             )
-        media: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        if pixel_values is not None and image_grid_thw is not None:
-            media["image"] = pixel_values, image_grid_thw
-        if pixel_values_videos is not None and video_grid_thw is not None:
-            media["video"] = pixel_values_videos, video_grid_thw
         if media or not self.touch_vision:
             return super().hidden_states(**inputs, **grids, mm_encoder_outputs=self._encode(media))
         features = _tensors(self.vision_features(*self._blank_image()))
