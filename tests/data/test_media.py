@@ -76,6 +76,7 @@ def test_a_bad_file_is_named_with_its_reason(content, reason, tmp_path):
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_missing_files_urls_and_bombs_are_refused(tmp_path, monkeypatch):
     with pytest.raises(MediaError, match="does not exist"):
         open_image(str(tmp_path / "none.png"))

@@ -56,7 +56,7 @@ def media_key(reference: Any) -> str:
         return media_key(_bytes_or_path(reference))
     if isinstance(reference, Sequence):
         return f"frames:{_hash(*(media_key(frame).encode() + bytes(1) for frame in reference))}"
-    raise MediaError(f"{_name(reference)} is not a reference to an image or a video: give a path, bytes or a data URI")
+    raise MediaError(f"{media_name(reference)} is no reference to an image or video: give a path, bytes or a data URI")
 
 
 def _hash(*pieces: bytes) -> str:
@@ -73,7 +73,7 @@ def open_image(reference: Any) -> Image.Image:
         MediaError: naming the image and the reason: missing, empty, truncated, not an image, of a kind that has no
             faithful 8-bit RGB form, a side below 28 pixels, longer than 200 to 1, or too large to be decoded safely.
     """
-    name = _name(reference)
+    name = media_name(reference)
     if isinstance(reference, Image.Image):
         return _to_rgb(_checked(reference, name), name)
     source = _open_bytes(reference, "image")
@@ -146,7 +146,7 @@ def open_video(part: Mapping[str, Any], fps: float, max_frames: int) -> tuple[to
         frames, metadata = _read_video(reference, options)
         options["sample_fps"] = metadata.pop("sample_fps")
     if len({frame.size for frame in frames}) > 1:
-        raise MediaError(f"the frames of {_name(reference)} have different sizes: resize them to one")
+        raise MediaError(f"the frames of {media_name(reference)} have different sizes: resize them to one")
     # Always a list: given a file, qwen-vl-utils would replace a failing reader by another, with other frames.
     fetched: Any = fetch_video({**options, "video": frames}, return_video_metadata=True)
     video, described = fetched
@@ -158,7 +158,7 @@ def _read_video(reference: Any, options: dict[str, Any]) -> tuple[list[Image.Ima
     import av
     from qwen_vl_utils.vision_process import calculate_video_frame_range, smart_nframes
 
-    name = _name(reference)
+    name = media_name(reference)
     with _open_bytes(reference, "video") as source:
         try:
             # A playlist must not lead to other files or to the network.
@@ -212,7 +212,7 @@ def local_path(reference: str) -> str:
 
 def _open_bytes(reference: Any, kind: str) -> IO[bytes]:
     """A readable, seekable file of what the reference names."""
-    name = _name(reference)
+    name = media_name(reference)
     if isinstance(reference, Mapping):
         reference = _bytes_or_path(reference)
     if isinstance(reference, os.PathLike):
@@ -224,7 +224,7 @@ def _open_bytes(reference: Any, kind: str) -> IO[bytes]:
             raise MediaError(f"{name} has zero bytes: replace it or remove the row")
         return io.BytesIO(reference)
     if not isinstance(reference, str):
-        raise MediaError(f"{name} is not a reference to an image or a video: give a path, bytes or a data URI")
+        raise MediaError(f"{name} is no reference to an image or video: give a path, bytes or a data URI")
     if reference.startswith(("http://", "https://")):
         raise MediaError(f"{name} is on the network: download the {kind} first and give its path")
     path = local_path(reference)
@@ -258,10 +258,10 @@ def _bytes_or_path(reference: Mapping[str, Any]) -> Any:
     return value
 
 
-def _name(reference: Any) -> str:
+def media_name(reference: Any) -> str:
     """How a message names the reference: short, without its content."""
     if isinstance(reference, Mapping):
-        return _name(reference.get("path") or reference.get("bytes"))
+        return media_name(reference.get("path") or reference.get("bytes"))
     if isinstance(reference, os.PathLike):
         return os.fspath(reference)
     if isinstance(reference, str):
@@ -271,5 +271,5 @@ def _name(reference: Any) -> str:
     if isinstance(reference, Image.Image):
         return f"the {reference.mode} image in memory"
     if isinstance(reference, Sequence) and reference:
-        return f"the {len(reference)} frames from {_name(reference[0])}"
+        return f"the {len(reference)} frames from {media_name(reference[0])}"
     return f"{type(reference).__name__} {reference!r:.40}"

@@ -146,6 +146,11 @@ def _numbers(dataset: Dataset, column: str) -> np.ndarray:
     return np.asarray(dataset.with_format("numpy")[column][:])
 
 
+def reader_of(dataset: Dataset) -> RowReader:
+    """The reader of a data set of comparisons, which knows its sources."""
+    return dataset.format["format_kwargs"]["transform"]
+
+
 def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Splits into (train, eval) by what is asked: rows with the same prompt, images included, fall on one side.
 
@@ -168,7 +173,7 @@ def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Datase
 
 def _each(dataset: Dataset) -> Iterator[tuple[Comparison | RowError, str]]:
     """Every row with the folder that its relative paths start from."""
-    folders = [rule.folder for rule in dataset.format["format_kwargs"]["transform"].rules]
+    folders = [rule.folder for rule in reader_of(dataset).rules]
     numbers = _numbers(dataset, "source")
     for start in range(0, len(dataset), CHUNK):
         rows = dataset[start : start + CHUNK]["comparison"]

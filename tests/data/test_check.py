@@ -1,0 +1,82 @@
+"""`check_data` finds what is wrong before training does."""
+
+import json
+
+from PIL import Image
+
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.check import check_data
+from vlmrm.data.check_text import format_report
+from vlmrm.data.schema import text_of
+from vlmrm.errors import RowError
+
+
+def write(folder, rows) -> str:
+    for name, size in (("a.png", (56, 112)), ("b.png", (300, 56)), ("small.png", (9, 9))):
+        Image.new("RGB", size).save(folder / name)
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def row(prompt, image="a.png", chosen="good", rejected="bad", **more):
+    return {"prompt": prompt, "image": image, "chosen": chosen, "rejected": rejected, **more}
+
+
+def test_a_clean_file_is_described(tmp_path):
+    rows = [row("one", category="x", votes=[1, 2]), row("two", "b.png", tie=True), row("three", chosen="other")]
+    report = check_data(DataArguments(dataset_path=write(tmp_path, rows)))
+    assert (report.rows, report.pairs, report.ties, report.images, report.wrong) == (3, 3, 1, 2, 0)
+    assert sorted(report.image_sizes) == [(56, 112), (300, 56)] and report.exit_status == 0
+    assert report.prompt_lengths == [3, 3, 5] and report.answer_lengths == [4, 3, 4, 3, 5, 3]
+    text = format_report(report)
+    assert "rows.jsonl: 3 rows, read as chosen / rejected" in text and "not read: votes" in text
+    assert "all 3 rows can be read" in text
+    assert f"  prompt\n    user: [image {tmp_path}/a.png] one\n  chosen\n    assistant: good\n  rejected" in text
+    assert "         64-127         1 " in text and "█" in text
+
+
+def test_wrong_rows_are_all_counted_and_the_first_named(tmp_path):
+    rows = [row("fine"), row("small", "small.png"), row("gone", "gone.png"), row("same", chosen="bad")]
+    rows += [row(f"again {i}", "small.png") for i in range(30)]
+    report = check_data(DataArguments(dataset_path=write(tmp_path, rows)))
+    assert (report.rows, report.wrong, len(report.wrong_rows), report.exit_status) == (34, 33, 20, 3)
+    reasons = dict(report.wrong_rows)
+    assert "9x9" in reasons["rows.jsonl:2"] and "does not exist" in reasons["rows.jsonl:3"]
+    assert "the same" in reasons["rows.jsonl:4"]
+    text = format_report(report)
+    assert "33 of 34 rows are wrong" in text and "... and 13 more" in text
+
+
+def test_media_of_a_sample_only(tmp_path):
+    rows = [row(f"q{i}", "gone.png") for i in range(50)]
+    report = check_data(DataArguments(dataset_path=write(tmp_path, rows)), media_sample=5)
+    assert (report.wrong, report.rows_with_opened_media) == (5, 5)
+    assert "a sample of 5 rows" in format_report(report)
+
+
+def test_repeated_rows_and_opposite_judgements(tmp_path):
+    rows = [row("q"), row("q"), row("q", chosen="bad", rejected="good"), row("q", "b.png")]
+    report = check_data(DataArguments(dataset_path=write(tmp_path, rows)))
+    assert report.duplicate_rows == [("rows.jsonl:2", "rows.jsonl:1"), ("rows.jsonl:3", "rows.jsonl:1")]
+    assert report.contradictions == 1 and "1 with another order" in format_report(report)
+
+
+def test_tokens_are_counted_by_what_is_given(tmp_path):
+    def words(conversation):
+        count = len(text_of(conversation).split())
+        if count > 10:
+            raise RowError("too long to render")
+        return count
+
+    rows = [row("one two"), row("a b c d e f g h i j k")]
+    report = check_data(DataArguments(dataset_path=write(tmp_path, rows), max_seq_length=2), count_tokens=words)
+    assert report.token_counts == [3, 3] and report.wrong_rows == [("rows.jsonl:2", "too long to render")]
+    assert "2 conversations are over max_seq_length 2" in format_report(report)
+
+
+def test_ranked_lists_are_shown_with_their_scores(tmp_path):
+    rows = [{"prompt": "q", "responses": ["x", "y", "z"], "scores": [2, 1, 1], "image": "a.png"}]
+    report = check_data(DataArguments(dataset_path=write(tmp_path, rows)))
+    assert (report.pairs, report.ties, report.ranked_lists) == (3, 1, 1)
+    assert "answer of score 2\n    assistant: x" in format_report(report)

@@ -1,0 +1,31 @@
+"""Every sample row in docs/data.md is read."""
+
+import json
+import re
+from pathlib import Path
+
+from vlmrm.data.readers import LAYOUTS, read_row, recognise
+
+DOCS = (Path(__file__).parents[2] / "docs/data.md").read_text()
+
+
+def samples() -> list[dict]:
+    decoder, rows = json.JSONDecoder(), []
+    for block in re.findall(r"```json\n(.*?)```", DOCS, re.DOTALL):
+        while block.strip():
+            row, end = decoder.raw_decode(block.strip())
+            rows.append(row)
+            block = block.strip()[end:]
+    return [row for row in rows if "role" not in row]
+
+
+def test_every_sample_is_read_and_every_layout_has_one():
+    rows = samples()
+    for row in rows:
+        assert len(read_row(row, "docs", lambda reference: reference).branches) >= 2
+    assert {recognise(row).name for row in rows} == {layout.name for layout in LAYOUTS}
+
+
+def test_the_order_of_recognition_is_the_documented_one():
+    table = re.findall(r"^\| \d \| \[(.*?)\]", DOCS, re.MULTILINE)
+    assert table == [layout.name for layout in LAYOUTS]

@@ -1,0 +1,207 @@
+"""What is in a data set, how it will be read, and which rows are wrong, before anything is trained on it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.media import media_key, open_image, open_video
+from vlmrm.data.readers import SPECIAL, recognise
+from vlmrm.data.schema import Comparison, Message, Messages, text_of
+from vlmrm.data.sources import CHUNK, load_comparisons, reader_of
+from vlmrm.errors import DataError, MediaError, RowError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+LISTED = 20  # wrong rows and duplicates that are named; all are counted
+
+
+@dataclass
+class SourceReport:
+    """One file or table: its layout, and the columns that no one reads."""
+
+    name: str
+    layout: str
+    rows: int
+    unused: list[str]
+
+
+@dataclass
+class Report:
+    """Everything that `check_data` found. Lengths are in characters, sizes in pixels (width, height)."""
+
+    sources: list[SourceReport] = field(default_factory=list)
+    rows: int = 0
+    pairs: int = 0
+    ties: int = 0
+    ranked_lists: int = 0
+    categories: Counter[str] = field(default_factory=Counter)
+    images: int = 0
+    videos: int = 0
+    image_sizes: list[tuple[int, int]] = field(default_factory=list)
+    rows_with_opened_media: int = 0
+    prompt_lengths: list[int] = field(default_factory=list)
+    answer_lengths: list[int] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
+    max_seq_length: int | None = None
+    wrong: int = 0
+    wrong_rows: list[tuple[str, str]] = field(default_factory=list)  # (id, reason)
+    duplicates: int = 0
+    duplicate_rows: list[tuple[str, str]] = field(default_factory=list)  # (id, id of the first one)
+    contradictions: int = 0
+    example: Comparison | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """The process's exit status: 3 (a data error) if any row is wrong."""
+        return DataError.exit_code if self.wrong else 0
+
+
+def check_data(
+    arguments: DataArguments,
+    count_tokens: Callable[[Messages], int] | None = None,
+    media_sample: int | None = None,
+) -> Report:
+    """Reads every row of `dataset_path` and `eval_dataset_path` and opens its images and videos.
+
+    Args:
+        count_tokens: The length of a conversation as the model will see it; without it tokens are not counted. It may
+            raise RowError.
+        media_sample: Open media (and count tokens) of so many rows only, chosen by `split_seed`.
+
+    Raises:
+        DataError: when a source cannot be read at all.
+    """
+    checker = _Checker(arguments, count_tokens)
+    chosen = [(path, arguments.dataset_split) for path in arguments.dataset_path]
+    chosen += [(path, arguments.eval_dataset_split) for path in arguments.eval_dataset_path]
+    if not chosen:
+        raise DataError("nothing to check: name the preference data")
+    for path, split in chosen:
+        checker.check(path, split, media_sample)
+    return checker.finish()
+
+
+class _Checker:
+    """Fills a report, row by row."""
+
+    def __init__(self, arguments: DataArguments, count_tokens: Callable[[Messages], int] | None):
+        self.arguments = arguments
+        self.count_tokens = count_tokens
+        self.report = Report(max_seq_length=arguments.max_seq_length)
+        self.media: dict[str, tuple[int, int] | MediaError | None] = {}
+        self.kinds: dict[str, str] = {}
+        self.seen: dict[bytes, tuple[str, tuple[float, ...]]] = {}
+
+    def check(self, path: str, split: str, media_sample: int | None) -> None:
+        dataset = cast("Dataset", load_comparisons([path], arguments=self.arguments, split=split))
+        rng = np.random.default_rng(self.arguments.split_seed)
+        some = len(dataset) if media_sample is None else min(media_sample, len(dataset))
+        opened = set(rng.choice(len(dataset), some, replace=False).tolist())
+        kept: set[str] = set()
+        for start in range(0, len(dataset), CHUNK):
+            for number, row in enumerate(dataset[start : start + CHUNK]["comparison"], start):
+                self.report.rows += 1
+                try:
+                    self.row(row, open_media=number in opened)
+                    kept.update(row.columns)
+                except RowError as error:
+                    self.wrong(error.row_id or getattr(row, "id", "?"), error.reason)
+        for source in reader_of(dataset).sources:
+            columns = source.table.column_names or []
+            layout = recognise(columns)
+            unused = [name for name in columns if name not in layout.known() | SPECIAL | kept]
+            self.report.sources.append(
+                SourceReport(source.name, layout.name, len(cast("Dataset", source.table)), unused)
+            )
+
+    def row(self, row: Comparison | RowError, open_media: bool) -> None:
+        if isinstance(row, RowError):
+            raise row
+        report = self.report
+        pairs = row.pairs()
+        report.example = report.example or row
+        report.pairs += len(pairs)
+        report.ties += sum(pair.tie for pair in pairs)
+        report.ranked_lists += not row.is_pair()
+        report.categories[row.category or "(none)"] += 1
+        report.prompt_lengths.append(len(text_of(row.prompt)))
+        report.answer_lengths += [len(text) for branch in row.branches if (text := text_of(branch.messages))]
+        self.duplicate(row)
+        parts = _media_parts([*row.prompt, *(message for branch in row.branches for message in branch.messages)])
+        for part in parts:
+            self.kinds[media_key(part[part["type"]])] = part["type"]
+        if open_media:
+            report.rows_with_opened_media += 1
+            for part in parts:
+                self.open(part)
+            if self.count_tokens:
+                report.token_counts += [self.count_tokens(conversation) for conversation in row.conversations()]
+
+    def open(self, part: dict[str, Any]) -> None:
+        """Opens each image and video once; a broken one is an error of every row that shows it."""
+        key = media_key(part[part["type"]])
+        if key not in self.media:
+            try:
+                self.media[key] = self.size(part)
+            except MediaError as error:
+                self.media[key] = error
+        found = self.media[key]
+        if isinstance(found, MediaError):
+            raise MediaError(found.reason)
+
+    def size(self, part: dict[str, Any]) -> tuple[int, int] | None:
+        if part["type"] == "image":
+            return open_image(part["image"]).size
+        open_video(part, self.arguments.video_fps, self.arguments.video_max_frames)
+        return None
+
+    def duplicate(self, row: Comparison) -> None:
+        """Notes a row with the prompt and the answers of an earlier one, and whether it says the opposite."""
+        answers = sorted((_fingerprint(branch.messages), branch.rating) for branch in row.branches)
+        key = _fingerprint(row.prompt) + b"".join(answer for answer, _ in answers)
+        ratings = tuple(rating for _, rating in answers)
+        if key not in self.seen:
+            self.seen[key] = (row.id, ratings)
+            return
+        first, said = self.seen[key]
+        self.report.duplicates += 1
+        self.report.contradictions += _order(ratings) != _order(said)
+        if len(self.report.duplicate_rows) < LISTED:
+            self.report.duplicate_rows.append((row.id, first))
+
+    def wrong(self, row_id: str, reason: str) -> None:
+        self.report.wrong += 1
+        if len(self.report.wrong_rows) < LISTED:
+            self.report.wrong_rows.append((row_id, reason))
+
+    def finish(self) -> Report:
+        kinds = Counter(self.kinds.values())
+        self.report.images, self.report.videos = kinds["image"], kinds["video"]
+        self.report.image_sizes = [size for size in self.media.values() if isinstance(size, tuple)]
+        return self.report
+
+
+def _media_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [part for message in messages for part in message["content"] if part["type"] != "text"]
+
+
+def _fingerprint(messages: Messages) -> bytes:
+    pieces = [
+        f"{message['role']}:{part['type']}:{part['text'] if part['type'] == 'text' else media_key(part[part['type']])}"
+        for message in messages
+        for part in message["content"]
+    ]
+    return blake2b("\0".join(pieces).encode(), digest_size=16).digest()
+
+
+def _order(ratings: Sequence[float]) -> list[int]:
+    """Which rating is above which: -1, 0 or 1 for each two."""
+    return [int(np.sign(a - b)) for i, a in enumerate(ratings) for b in ratings[i + 1 :]]
