@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 import vlmrm
-from vlmrm.errors import VlmrmError
+from vlmrm.errors import CheckpointError, VlmrmError
+from vlmrm.logs import quiet_libraries
 
 EPILOGUE = """
 Examples:
@@ -51,6 +52,12 @@ def evaluate(*words: Words) -> None:
     _print(f"{len(result.rows)} checkpoints in {result.csv} and {result.csv.with_suffix('.json')}")
     if result.best is not None:
         _print(f"best: {result.best['path']} with accuracy {result.best['preference_accuracy']:.4f}")
+    failed = [row for row in result.rows if row["error"]]
+    if failed:
+        raise CheckpointError(
+            f"{len(failed)} of {len(result.rows)} checkpoints could not be evaluated: see the column error of "
+            f"{result.csv}, mend them and run again for those alone."
+        )
 
 
 @app.command
@@ -170,6 +177,7 @@ def eval_script() -> None:
 
 
 def run(command: Callable[[], Any]) -> None:
+    quiet_libraries()
     try:
         command()
     except VlmrmError as error:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 logger = logging.getLogger("vlmrm")
@@ -31,3 +32,14 @@ def start_log(kind: str, folder: Path = Path("logs")) -> Path | None:
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(file)
     return path
+
+
+def quiet_libraries() -> None:
+    """Leaves out what libraries print on every run and nobody can act on. Call it before they are imported."""
+    # TRL's defaults set the older name, which configurations use too.
+    warnings.filterwarnings("ignore", "`gradient_checkpointing", FutureWarning)
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        # Bars for reading and writing weights and tables would fill a log file.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -53,3 +53,5 @@ class RewardTrainingArguments(RewardConfig):
         if self.activation_offloading and self.use_cpu:
             raise ConfigError("activation_offloading moves activations to the CPU: without a GPU, remove it.")
         super().__post_init__()
+        # Every rank reads its own batches: handed out by the first, they would be cut along the wrong dimension.
+        self.accelerator_config.dispatch_batches = False

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.integrations import get_available_reporting_integrations
 
-from vlmrm.batching import ComparisonCollator, PaddedBatcher
+from vlmrm.batching import ComparisonCollator, PaddedBatcher, plain_worker_errors
 from vlmrm.config import parse
 from vlmrm.data import irrelevant
 from vlmrm.data.arguments import DataArguments
@@ -34,11 +35,15 @@ from vlmrm.modeling import (
     verify_complete,
 )
 from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.modeling.reward_model import QwenVLRewardModel
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.trainer import RewardTrainer
 
 logger = logging.getLogger("vlmrm")
+
+# Where in output_dir the trained model is: as the last step left it, or the best checkpoint if that was asked for.
+FINAL, BEST = "final", "best"
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def train(argv: Sequence[str]) -> TrainingResult:
     model_args, data_args, args = parse((ModelArguments, DataArguments, RewardTrainingArguments), argv, "train_rm.py")
     log_path = start_log("train")
     check_launch(args)
-    check_required(model_args, data_args)
+    check_required(model_args, data_args, args)
     resume_from = checkpoint_to_resume(args)
     transformers.set_seed(args.seed)
 
@@ -97,13 +102,20 @@ def train(argv: Sequence[str]) -> TrainingResult:
 def run(trainer: RewardTrainer, resume_from: Path | None) -> TrainingResult:
     """Trains, then saves the model (the best one, if that is what was asked for)."""
     args = trainer.args
-    result = trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
+    try:
+        with plain_worker_errors():
+            result = trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
+    except torch.OutOfMemoryError as error:
+        raise TrainingError(
+            "the accelerator is out of memory: lower per_device_train_batch_size, max_pixels or max_seq_length, or "
+            "use deepspeed: zero3.json, and resume from the last checkpoint where there is one."
+        ) from error
     if trainer.preemption.stopped_at is not None:
         raise Preempted(
             f"stopped by SIGTERM after saving {args.output_dir}/checkpoint-{trainer.preemption.stopped_at}: "
             "continue with --resume_from_checkpoint auto."
         )
-    model_dir = Path(args.output_dir) / ("best" if args.load_best_model_at_end else "final")
+    model_dir = Path(args.output_dir) / (BEST if args.load_best_model_at_end else FINAL)
     trainer.save_final(model_dir)
     logger.info("The trained reward model is in %s", model_dir)
     return TrainingResult(model_dir, {**result.metrics, "best_metric": trainer.state.best_metric})
@@ -129,6 +141,8 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments):
     freeze(model, vit=model_args.freeze_vit, merger=model_args.freeze_merger, llm=model_args.freeze_llm)
     # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
     model.touch_vision = args.world_size > 1
+    if args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = not isinstance(model, QwenVLRewardModel)
     return model
 
 
@@ -156,11 +170,18 @@ def build_collator(processor, model, data_args: DataArguments, args, train_datas
     )
 
 
-def check_required(model_args: ModelArguments, data_args: DataArguments) -> None:
+def check_required(model_args: ModelArguments, data_args: DataArguments, args: RewardTrainingArguments) -> None:
     if not model_args.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint, such as Qwen/Qwen2.5-VL-7B-Instruct.")
     if not data_args.dataset_path:
         raise ConfigError("dataset_path is missing: give a hub id, a folder or a file of preferences.")
+    if data_args.streaming and args.max_steps < 1:
+        raise ConfigError("max_steps is missing: a stream has no end, so say how many steps to train.")
+    if args.eval_strategy != "no" and not (data_args.eval_dataset_path or data_args.eval_fraction):
+        raise ConfigError(f"eval_strategy is {args.eval_strategy.value}: give eval_dataset_path or eval_fraction.")
+    for name in args.report_to:
+        if name not in get_available_reporting_integrations():
+            raise ConfigError(f"report_to names {name}, which is not installed: pip install {name}.")
 
 
 def check_launch(args: RewardTrainingArguments) -> None:
@@ -195,10 +216,11 @@ def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
     asked = str(args.resume_from_checkpoint or "false")
     existing = find_checkpoints(args.output_dir)
     if asked.lower() == "false":
-        if existing:
+        finished = [path for path in (Path(args.output_dir, name) for name in (FINAL, BEST)) if path.exists()]
+        if existing or finished:
             raise ConfigError(
-                f"{args.output_dir} already holds {existing[-1].name}: continue with --resume_from_checkpoint auto, "
-                "or choose another --output_dir."
+                f"{args.output_dir} already holds {[*finished, *existing][-1].name}: continue with "
+                "--resume_from_checkpoint auto, or choose another --output_dir."
             )
         return None
     if asked.lower() in ("auto", "true"):

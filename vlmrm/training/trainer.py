@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
+import datasets
 import torch
 import trl
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
@@ -17,9 +21,11 @@ from vlmrm.batching import Batch, ComparisonCollator
 from vlmrm.errors import TrainingError
 from vlmrm.evaluation.metrics import scored_pairs, trl_summary
 from vlmrm.modeling import write_complete
+from vlmrm.modeling.manifest import COMPLETE
 from vlmrm.training.callbacks import EpochCallback, PreemptionCallback
 from vlmrm.training.losses import PreferenceLoss, weights
 from vlmrm.training.step_figures import StepFigures
+from vlmrm.training.streams import EndlessStream
 
 DROPPED_ROWS = "dropped_rows.jsonl"
 
@@ -61,12 +67,14 @@ class RewardTrainer(trl.RewardTrainer):
     def _prepare_dataset(self, dataset, *args, **kwargs):
         return dataset  # nothing is tokenised ahead: media are references until the collator
 
-    def _get_dataloader(self, *args, is_training: bool = False, **kwargs):
+    def _get_dataloader(self, dataset, *args, is_training: bool = False, **kwargs):
         training_collator = self.data_collator
         if not is_training:
             self.data_collator = self.eval_collator
+        elif isinstance(dataset, datasets.IterableDataset):
+            dataset = EndlessStream(dataset)
         try:
-            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+            return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         finally:
             self.data_collator = training_collator
 
@@ -150,35 +158,39 @@ class RewardTrainer(trl.RewardTrainer):
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         keep, self.args.save_total_limit = self.args.save_total_limit, None  # older ones go once this one is complete
         try:
-            # Past TRL's: its model card shows a text pipeline that cannot load a vision-language model.
-            Trainer._save_checkpoint(self, model, trial)
-            self.complete(folder)
-        except OSError as error:
-            raise _save_error(error, folder) from error
+            with self._saving(folder):
+                # Past TRL's: its model card shows a text pipeline that cannot load a vision-language model.
+                Trainer._save_checkpoint(self, model, trial)
         finally:
             self.args.save_total_limit = keep
         if self.args.should_save:
             rotate_checkpoints(self.args.output_dir, keep, self.state.best_model_checkpoint, use_mtime=True)
 
-    def complete(self, folder: Path) -> None:
-        """Writes what scoring needs and then, when every rank has saved its part, `COMPLETE.json`."""
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            self.save_extras(folder)
-            write_complete(folder, world_size=self.args.world_size, step=self.state.global_step)
-        self.accelerator.wait_for_everyone()
-
     def save_final(self, folder: Path) -> None:
         """The model alone, without optimizer state, as a complete checkpoint."""
-        try:
+        with self._saving(folder):
             self.save_model(str(folder), _internal_call=True)
-            self.complete(folder)
-        except OSError as error:
+
+    @contextmanager
+    def _saving(self, folder: Path) -> Generator[None]:
+        """Adds what scoring needs to what is saved inside, and `COMPLETE.json` when every rank has saved its part."""
+        try:
+            if self.args.should_save:
+                # A folder that is written anew counts for nothing until it is whole.
+                (folder / COMPLETE).unlink(missing_ok=True)
+            yield
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self.save_extras(folder)
+                write_complete(folder, world_size=self.args.world_size, step=self.state.global_step)
+            self.accelerator.wait_for_everyone()
+        except (OSError, SafetensorError, RuntimeError) as error:  # the last two are safetensors' and torch's
             raise _save_error(error, folder) from error
 
 
-def _save_error(error: OSError, folder: Path) -> TrainingError:
-    reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+def _save_error(error: Exception, folder: Path) -> TrainingError:
+    full = "No space left" in str(error) or shutil.disk_usage(folder.parent).free < 2**20
+    reason = "the disk is full" if full else str(error).strip().splitlines()[0]
     return TrainingError(
         f"{folder} could not be saved: {reason}; earlier checkpoints are untouched, free space and resume."
     )
