@@ -1,0 +1,93 @@
+"""Which tokens of a packed row see which: each segment itself, causally, and the segments before it on its path.
+
+The attention functions of `vlmrm.modeling.shared_attention` read it; it travels beside the tensors of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from vlmrm.batching.tree import Tree
+
+
+@dataclass(frozen=True)
+class Span:
+    """The queries `start` to `stop` of one segment, and the ranges of keys that they see; the last range ends with
+    the segment itself."""
+
+    start: int
+    stop: int
+    keys: Sequence[tuple[int, int]]
+
+    @property
+    def before(self) -> int:
+        """Keys on the path before the segment's own."""
+        return sum(stop - start for start, stop in self.keys) - (self.stop - self.start)
+
+
+@dataclass(eq=False)
+class Layout:
+    """The segments of a packed row, in row order."""
+
+    spans: Sequence[Span]
+    _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
+    _gathered: Gathered | None = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, tree: Tree) -> Layout:
+        """The layout of a tree whose segments stand in the row one after another."""
+        starts = [0]
+        for segment in tree.segments:
+            starts.append(starts[-1] + len(segment))
+        spans = []
+        for number in range(len(tree.segments)):
+            keys: list[tuple[int, int]] = []
+            for i in tree.path(number):
+                if keys and keys[-1][1] == starts[i]:
+                    keys[-1] = (keys[-1][0], starts[i + 1])  # neighbours in the row need no copy
+                else:
+                    keys.append((starts[i], starts[i + 1]))
+            spans.append(Span(starts[number], starts[number + 1], keys))
+        return cls(spans)
+
+    def mask(self, span: Span, device: torch.device) -> torch.Tensor:
+        """Which keys[K] each query[Q] of the span sees, boolean [Q, K]: bottom-right causal."""
+        shape = (span.stop - span.start, span.before)
+        if shape not in self._masks:
+            queries, before = shape
+            self._masks[shape] = torch.ones(queries, before + queries, dtype=torch.bool, device=device).tril(before)
+        return self._masks[shape]
+
+    def _lengths(self) -> tuple[list[int], list[int]]:
+        """Queries and keys of each span."""
+        queries = [span.stop - span.start for span in self.spans]
+        return queries, [length + span.before for length, span in zip(queries, self.spans, strict=True)]
+
+    def gathered(self, device: torch.device) -> Gathered:
+        """The same for kernels of variable length, made once for all layers."""
+        if self._gathered is None or self._gathered.keys.device != device:
+            queries, keys = self._lengths()
+            index = torch.cat([torch.arange(a, b) for span in self.spans for a, b in span.keys])
+            self._gathered = Gathered(
+                index.to(device), _cumulative(queries, device), _cumulative(keys, device), max(queries), max(keys)
+            )
+        return self._gathered
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """`keys` [K]: row positions of every span's keys, spans one after another. `cu_*` [spans + 1]: where each begins,
+    int32."""
+
+    keys: torch.Tensor
+    cu_queries: torch.Tensor
+    cu_keys: torch.Tensor
+    max_queries: int
+    max_keys: int
+
+
+def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
