@@ -74,14 +74,11 @@ def open_image(reference: Any) -> Image.Image:
             faithful 8-bit RGB form, a side below 28 pixels, longer than 200 to 1, or too large to be decoded safely.
     """
     name = media_name(reference)
-    if isinstance(reference, Image.Image):
-        return _to_rgb(_checked(reference, name), name)
-    source = _open_bytes(reference, "image")
     try:
-        with source, Image.open(source, formats=FORMATS) as image:
-            _checked(image, name)
-            image.load()
-            return _to_rgb(ImageOps.exif_transpose(image), name)
+        if isinstance(reference, Image.Image):
+            return _decoded(reference, name)
+        with _open_bytes(reference, "image") as source, Image.open(source, formats=FORMATS) as image:
+            return _decoded(image, name)
     except UnidentifiedImageError as error:
         kinds = ", ".join(FORMATS)
         raise MediaError(f"{name} is not an image that can be read ({kinds}): replace it or remove the row") from error
@@ -91,7 +88,13 @@ def open_image(reference: Any) -> Image.Image:
         raise MediaError(f"{name} is broken ({error}): replace it or remove the row") from error
 
 
-def _checked(image: Image.Image, name: str) -> Image.Image:
+def _decoded(image: Image.Image, name: str) -> Image.Image:
+    _check_size(image, name)
+    image.load()
+    return _to_rgb(ImageOps.exif_transpose(image), name)
+
+
+def _check_size(image: Image.Image, name: str) -> None:
     width, height = image.size
     if min(width, height) < MIN_SIDE:
         raise MediaError(f"{name} is {width}x{height} pixels: each side must be at least {MIN_SIDE}")
@@ -101,7 +104,6 @@ def _checked(image: Image.Image, name: str) -> Image.Image:
         raise MediaError(
             f"{name} is {width}x{height} pixels, over Pillow's safe limit of {Image.MAX_IMAGE_PIXELS}: shrink it"
         )
-    return image
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
