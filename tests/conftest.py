@@ -53,3 +53,20 @@ def tiny_reward_model(shared_folder, tiny_checkpoint) -> Path:
             )
             write_complete(folder, world_size=1, step=0)
     return folder
+
+
+@pytest.fixture
+def train_here(tmp_path, tiny_checkpoint, monkeypatch):
+    """`train_here(data, name="out", **keys)` runs a short training in this process; its folder is `tmp_path / name`."""
+    from runs import short_training
+
+    from vlmrm.training.main import train
+
+    monkeypatch.chdir(tmp_path)
+    # HF's trainer leaves its choices for the process in the environment.
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+
+    def run(data, name: str = "out", model: Path = tiny_checkpoint, **keys):
+        return train(short_training(model, data, tmp_path / name, **keys))
+
+    return run

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from vlmrm.batching import ComparisonCollator, plain_worker_errors
+from vlmrm.batching import ComparisonCollator
+from vlmrm.batching.workers import plain_worker_errors
 from vlmrm.data.schema import Comparison
 from vlmrm.evaluation.metrics import ScoredPairs, scored_pairs
 

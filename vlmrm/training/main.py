@@ -14,7 +14,8 @@ import torch
 import transformers
 from transformers.integrations import get_available_reporting_integrations
 
-from vlmrm.batching import ComparisonCollator, PaddedBatcher, plain_worker_errors
+from vlmrm.batching import ComparisonCollator, PaddedBatcher
+from vlmrm.batching.workers import plain_worker_errors
 from vlmrm.config import parse
 from vlmrm.data import irrelevant
 from vlmrm.data.arguments import DataArguments
