@@ -1,0 +1,244 @@
+"""What a training run promises: what changes, what is logged, what is saved, and what each key does to the loss."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from PIL import Image
+from runs import (
+    assert_equal_weights,
+    colour_lists,
+    colour_pairs,
+    largest_difference,
+    logged,
+    text_pairs,
+    weights,
+    write_rows,
+)
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification
+
+from vlmrm.modeling import load_checkpoint, verify_complete
+
+
+@pytest.fixture
+def data(tmp_path):
+    return colour_pairs(tmp_path / "data", 12)
+
+
+def start_weights(folder, head="linear", seed=42):
+    """What a run with `seed` starts from."""
+    from vlmrm.modeling import load_for_training
+
+    return load_for_training(folder, head=head, dtype=torch.float32, seed=seed).state_dict()
+
+
+def changed(before, after) -> set[str]:
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+@pytest.mark.parametrize("head", ["linear", "mlp"])
+def test_every_weight_learns_and_the_result_can_score(train_here, tmp_path, tiny_checkpoint, data, head):
+    result = train_here(data, head=head)
+    assert result.model_dir == tmp_path / "out" / "final"
+    before, after = start_weights(tiny_checkpoint, head), weights(result.model_dir)
+    # Embeddings of tokens and patches that no row shows have no gradient, but each matrix has others.
+    assert changed(before, after) == set(before)
+    loaded = load_checkpoint(result.model_dir)
+    assert loaded.info["head"] == head
+    assert loaded.model.score.weight.dtype == torch.float32
+    assert loaded.info["provenance"]["base_model"] == str(tiny_checkpoint)
+
+
+@pytest.mark.parametrize(("part", "prefix"), [("vit", "model.visual."), ("llm", "model.language_model.")])
+def test_a_frozen_part_stays(train_here, tiny_checkpoint, data, part, prefix):
+    result = train_here(data, **{f"freeze_{part}": True, "freeze_merger": part == "vit"})
+    names = changed(start_weights(tiny_checkpoint), weights(result.model_dir))
+    frozen = {name for name in weights(result.model_dir) if name.startswith(prefix)}
+    if part == "llm":
+        assert names and not names & frozen
+    else:
+        assert names == set(weights(result.model_dir)) - frozen
+
+
+def test_adapters_and_head_are_all_that_lora_trains(train_here, tiny_checkpoint, data):
+    result = train_here(data, use_peft=True, lora_r=4)
+    saved = weights(result.model_dir)
+    assert all("lora_" in name or name.endswith("score.weight") for name in saved)
+    assert any(value.any() for name, value in saved.items() if "lora_B" in name)  # they start at zero
+    loaded = load_checkpoint(result.model_dir)
+    base = start_weights(tiny_checkpoint)
+    inside = {name.replace(".base_layer", ""): value for name, value in loaded.model.state_dict().items()}
+    same = [name for name in base if name in inside and not name.startswith("score")]
+    assert len(same) == len(base) - 1
+    assert all(torch.equal(base[name], inside[name]) for name in same)
+
+
+def test_the_same_seed_gives_the_same_head_and_another_seed_another(train_here, tmp_path, data):
+    # The head is made when the checkpoint is opened, before the trainer sets its seed.
+    for name, seed in {"a": 1, "b": 1, "c": 2}.items():
+        train_here(data, name, seed=seed, learning_rate=0.0, max_steps=1)
+    assert_equal_weights(tmp_path / "a" / "final", tmp_path / "b" / "final")
+    assert largest_difference(tmp_path / "a" / "final", tmp_path / "c" / "final") > 1e-3
+
+
+def test_the_log_speaks_trl(train_here, tmp_path, data):
+    train_here(data, save_steps=5, use_irrelevant_queries=True, center_rewards_coefficient=0.01)
+    history = json.loads((tmp_path / "out/checkpoint-5/trainer_state.json").read_text())["log_history"]
+    assert len(history) == 5
+    assert set(history[0]) == {
+        *("loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens"),
+        *("accuracy", "margin", "mean_reward", "min_reward", "max_reward"),
+        *("loss_preference", "loss_irrelevant", "loss_center", "irrelevant_margin"),
+        *("tokens_per_second", "pairs_per_second", "dropped_rows"),
+    }
+    for entry in history:
+        parts = entry["loss_preference"] + entry["loss_irrelevant"] + entry["loss_center"]
+        assert entry["loss"] == pytest.approx(parts, rel=1e-5)
+        assert entry["min_reward"] <= entry["mean_reward"] <= entry["max_reward"]
+    assert history[0]["loss_preference"] == pytest.approx(math.log(2), abs=0.05)
+    tokens = [entry["num_tokens"] for entry in history]
+    assert tokens == sorted(set(tokens))
+
+
+def scores_at_start(checkpoint, rows_folder, rows):
+    """The untrained scores (chosen, rejected) of simple rows, one conversation at a time, by the library alone."""
+    loaded = load_checkpoint(checkpoint)
+    found = []
+    for row in rows:
+        pair = []
+        for answer in (row["chosen"], row["rejected"]):
+            image = Image.open(rows_folder / row["images"][0])
+            content = [{"type": "image", "image": image}, {"type": "text", "text": row["prompt"]}]
+            messages = [
+                {"role": "user", "content": content},
+                {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+            ]
+            inputs = loaded.processor.apply_chat_template(
+                [messages], tokenize=True, return_dict=True, return_tensors="pt"
+            )
+            with torch.no_grad():
+                pair.append(loaded.model(**inputs).logits.item())
+        found.append(pair)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@pytest.fixture
+def one_step(train_here, tmp_path):
+    """The loss that a run logs for one step over all rows, and the scores that the model had in that step."""
+
+    def run(path, **keys):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        size = {"per_device_train_batch_size": len(rows), "max_steps": 1, "learning_rate": 0.0, "save_steps": 1}
+        train_here(path, **size, **keys)
+        [loss] = logged(tmp_path / "out/checkpoint-1", "loss")
+        return loss, scores_at_start(tmp_path / "out/checkpoint-1", path.parent, rows)
+
+    return run
+
+
+def test_margin_and_weight_enter_the_loss_as_written(one_step, tmp_path):
+    margins, row_weights = [0.0, 0.5, 2.0], [1.0, 3.0, 0.5]
+    path = colour_pairs(tmp_path / "data", 3, margin=margins, weight=row_weights)
+    loss, scores = one_step(path)
+    difference = scores[:, 0] - scores[:, 1]
+    each = -logsigmoid(difference - torch.tensor(margins, dtype=torch.float64))
+    weight = torch.tensor(row_weights, dtype=torch.float64)
+    assert loss == pytest.approx(((weight * each).sum() / weight.sum()).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.7])
+def test_a_tie_is_lost_by_any_difference(one_step, tmp_path, threshold):
+    path = colour_pairs(tmp_path / "data", 3, tie=[True, False, True])
+    loss, scores = one_step(path, tie_threshold=threshold)
+    d, eta = scores[:, 0] - scores[:, 1], threshold
+    win = torch.sigmoid(d - eta)
+    half = (win * torch.sigmoid(-d)).sqrt()  # with η = 0: the geometric mean of winning and losing
+    tied = 1 - win - torch.sigmoid(-d - eta) if threshold else half
+    expected = -torch.where(torch.tensor([True, False, True]), tied, win).log().mean().item()
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_centring_adds_the_squared_sum_of_rewards(one_step, tmp_path):
+    loss, scores = one_step(colour_pairs(tmp_path / "data", 3), center_rewards_coefficient=0.5)
+    fit = -logsigmoid(scores[:, 0] - scores[:, 1]).mean()
+    assert loss == pytest.approx((fit + 0.5 * (scores.sum(1) ** 2).mean()).item(), rel=1e-5)
+
+
+def test_activation_checkpointing_changes_no_loss(train_here, tmp_path, data):
+    for name, on in {"off": False, "on": True}.items():
+        train_here(data, name, gradient_checkpointing=on, save_steps=5)
+    off, on = (logged(tmp_path / name / "checkpoint-5", "loss") for name in ("off", "on"))
+    assert on == pytest.approx(off, rel=1e-5)
+
+
+def test_bfloat16_trains_float32_weights(train_here, tmp_path, data):
+    result = train_here(data, bf16=True, max_steps=8, learning_rate=3e-3, save_steps=8)
+    losses = logged(tmp_path / "out/checkpoint-8", "loss")
+    assert losses[-1] < 0.8 * losses[0]
+    assert {value.dtype for value in weights(result.model_dir).values()} == {torch.float32}
+
+
+def test_the_best_checkpoint_is_kept_and_saved_as_best(train_here, tmp_path, data):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "eval_strategy": "steps"}
+    result = train_here(
+        data,
+        eval_dataset_path=colour_pairs(tmp_path / "eval", 11),
+        eval_steps=2,
+        save_steps=2,
+        max_steps=10,
+        save_total_limit=2,
+        learning_rate=3e-3,
+        **best,
+    )
+    out = tmp_path / "out"
+    newest = out / "checkpoint-10"
+    accuracies = dict(zip([2, 4, 6, 8, 10], logged(newest, "eval_accuracy"), strict=True))
+    winner = max(accuracies, key=lambda step: (accuracies[step], -step))
+    assert result.model_dir == out / "best"
+    assert result.metrics["best_metric"] == accuracies[winner]
+    assert_equal_weights(result.model_dir, out / f"checkpoint-{winner}")
+    # The limit of two spares the best and the newest, and both are whole.
+    kept = {path.name for path in out.glob("checkpoint-*")}
+    assert {f"checkpoint-{winner}", "checkpoint-10"} <= kept and len(kept) == 2
+    for name in kept:
+        verify_complete(out / name)
+
+
+def test_ranked_lists_and_texts_train_together(train_here, tmp_path):
+    lists, texts = colour_lists(tmp_path / "lists", 6), text_pairs(tmp_path / "texts", 6)
+    train_here([lists, texts], max_steps=12, save_steps=12, learning_rate=3e-3)
+    losses = logged(tmp_path / "out/checkpoint-12", "loss")
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+
+
+def test_rows_that_cannot_be_used_are_counted_and_listed_by_id(train_here, tmp_path, data):
+    rows = [json.loads(line) for line in data.read_text().splitlines()][:4]
+    rows[1]["images"] = ["absent.png"]
+    rows[2]["chosen"] = "long " * 200
+    write_rows(data, rows)
+    train_here(data, bad_rows="skip", max_seq_length=120, max_steps=2, save_steps=2)
+    dropped = (tmp_path / "out/rank0_dropped_rows.jsonl").read_text().splitlines()
+    reasons = {row["id"]: row["reason"] for row in map(json.loads, dropped)}
+    assert set(reasons) == {"pair-1", "pair-2"}
+    assert "absent.png" in reasons["pair-1"] and "max_seq_length" in reasons["pair-2"]
+    assert sum(logged(tmp_path / "out/checkpoint-2", "dropped_rows")) == 2
+
+
+def test_huggingface_opens_what_training_saved(train_here, data):
+    result = train_here(data, max_steps=1)
+    model, report = AutoModelForSequenceClassification.from_pretrained(result.model_dir, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert model.config.num_labels == 1
+
+
+def test_wandb_reports_without_a_network(train_here, tmp_path, data, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for kind in ("", "CACHE_", "CONFIG_", "DATA_"):
+        monkeypatch.setenv(f"WANDB_{kind}DIR", str(tmp_path / "wandb"))
+    train_here(data, max_steps=1, report_to="wandb")
+    assert list(tmp_path.glob("wandb/**/run-*.wandb"))
