@@ -94,7 +94,7 @@ def report(output: Path, result: SweepResult, summary: Mapping[str, Any]) -> Non
         f"""
 What happened: in {summary["train_seconds"]:.0f} s a vision-language model with random weights learned which of two
 answers, or of two pictures, is preferred. On {summary["sample_count"]} held-out pairs it is right in
-{summary["preference_accuracy"]:.1%}; with every picture painted grey, in {summary["blank_image_accuracy"]:.1%}: it looks.
+{summary["preference_accuracy"]:.1%}; with every picture painted grey, in {summary["blank_image_accuracy"]:.1%}.
 Asked "{QUESTION}" about {image[1]}, it scores
 
     {right[1]:+.3f}  {right[0]}

@@ -1,7 +1,18 @@
 """Conversations and comparisons → batches of tensors."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
 from vlmrm.batching.collator import Batch, Batcher, ComparisonCollator
 from vlmrm.batching.padded import PaddedBatcher
-from vlmrm.batching.workers import plain_worker_errors
+from vlmrm.batching.shared import SharedBatcher
 
-__all__ = ["Batch", "Batcher", "ComparisonCollator", "PaddedBatcher", "plain_worker_errors"]
+
+def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A batcher's output with its tensors on `device`."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+__all__ = ["Batch", "Batcher", "ComparisonCollator", "PaddedBatcher", "SharedBatcher", "to_device"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -124,6 +125,14 @@ class RewardModel(PreTrainedModel):
         super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
 
 
+class Media(NamedTuple):
+    """Distinct images or videos: pixels[patches, numbers], grid[N, 3], and which of the N is shown where, in turn."""
+
+    pixels: torch.Tensor
+    grid: torch.Tensor
+    order: Sequence[int]
+
+
 class QwenVLRewardModel(RewardModel):
     """What the Qwen-VL family has in common: one tower for images and videos, and rotary positions in three axes."""
 
@@ -137,38 +146,46 @@ class QwenVLRewardModel(RewardModel):
         pixel_values_videos: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
         video_grid_thw: torch.Tensor | None = None,
+        image_order: torch.Tensor | None = None,
+        video_order: torch.Tensor | None = None,
         **inputs: Any,
     ) -> torch.Tensor:
-        media, grids = {}, {}
-        for kind, pixels, grid in (
-            ("image", pixel_values, image_grid_thw),
-            ("video", pixel_values_videos, video_grid_thw),
+        """As above; `image_order` and `video_order` say which of the images each showing in `input_ids` is, in turn.
+
+        Without them every image is shown once.
+        """
+        media = {}
+        for kind, pixels, grid, order in (
+            ("image", pixel_values, image_grid_thw, image_order),
+            ("video", pixel_values_videos, video_grid_thw, video_order),
         ):
             if (pixels is None) != (grid is None):
                 raise ValueError(f"a batch with {kind}s needs both their pixels and {kind}_grid_thw.")
-            if pixels is not None:
-                media[kind] = pixels, grid
-                grids[f"{kind}_grid_thw"] = grid
+            if pixels is not None and grid is not None:
+                media[kind] = Media(pixels, grid, range(len(grid)) if order is None else order.tolist())
         if media and "position_ids" not in inputs and "mm_token_type_ids" not in inputs:
             raise ValueError(
                 "a batch with images needs mm_token_type_ids (the processor returns them) or position_ids: without "
                 "them its images would silently get the positions of text."
             )
         if media or not self.touch_vision:
+            grids = {f"{kind}_grid_thw": each.grid for kind, each in media.items()}
             return super().hidden_states(**inputs, **grids, mm_encoder_outputs=self._encode(media))
         features = _tensors(self.vision_features(*self._blank_image()))
         nothing = torch.stack([(0 * feature).sum() for feature in features]).sum()
         return super().hidden_states(**inputs) + nothing
 
-    def _encode(self, media: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
-        """The features of each kind of media (its pixels and grid), from one pass of the tower for all of them."""
+    def _encode(self, media: dict[str, Media]) -> dict[str, Any]:
+        """The features of each kind of media as shown, from one pass of the tower for all of them."""
         if not media:
             return {}
-        features = self.vision_features(*(torch.cat(parts) for parts in zip(*media.values(), strict=True)))
+        features = self.vision_features(
+            torch.cat([each.pixels for each in media.values()]), torch.cat([each.grid for each in media.values()])
+        )
         encoded, start = {}, 0
-        for kind, (_, grid) in media.items():
-            encoded[kind] = _take(features, slice(start, start + len(grid)))
-            start += len(grid)
+        for kind, each in media.items():
+            encoded[kind] = _take(features, [start + number for number in each.order])
+            start += len(each.grid)
         return encoded
 
     def vision_features(self, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
@@ -189,11 +206,11 @@ class QwenVLRewardModel(RewardModel):
         )
 
 
-def _take(features: Any, part: slice) -> Any:
-    """The features of some of the images, in the form in which the backbone takes them."""
-    taken = {"pooler_output": features.pooler_output[part]}
+def _take(features: Any, numbers: Sequence[int]) -> Any:
+    """The features of the numbered images, in the form in which the backbone takes them."""
+    taken = {"pooler_output": tuple(features.pooler_output[i] for i in numbers)}
     if "deepstack_features" in features:
-        taken["deepstack_features"] = [layer[part] for layer in features.deepstack_features]
+        taken["deepstack_features"] = [tuple(layer[i] for i in numbers) for layer in features.deepstack_features]
     return type(features)(**taken)
 
 

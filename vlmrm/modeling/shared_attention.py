@@ -15,11 +15,10 @@ from transformers import AttentionInterface
 from vlmrm.batching.layout import Layout
 
 # Not "flash...": transformers takes any name with that word in it for FlashAttention, also in the vision tower.
-PER_SEGMENT = "shared_prefix_per_segment"
-VARLEN = "shared_prefix_varlen"
+SHARED_PREFIX = "shared_prefix"
 
 
-def per_segment(
+def shared_prefix(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -31,20 +30,33 @@ def per_segment(
     layout: Layout,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """One call of torch's attention a segment: query[1, H, T, D], key and value[1, KV, T, D] → [1, T, H, D].
+    """query[1, H, T, D], key and value[1, KV, T, D] → [1, T, H, D]; the kernel follows the device and type."""
+    if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) and not dropout:
+        return varlen(query, key, value, layout, scaling), None
+    return per_segment(query, key, value, layout, scaling, dropout), None
 
-    Runs anywhere. A dense mask over the row would compute the square of all its documents instead.
+
+def per_segment(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    scaling: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """One call of torch's attention a segment, anywhere.
+
+    A dense mask over the row would compute the square of all its conversations instead.
     """
     grouped = key.shape[1] != query.shape[1]
     outputs = []
     for span in layout.spans:
-        keys, values = (_along(states, span.keys) for states in (key, value))
         mask = layout.mask(span, query.device) if span.before else None
         outputs.append(
             scaled_dot_product_attention(
                 query[:, :, span.start : span.stop],
-                keys,
-                values,
+                _along(key, span.keys),
+                _along(value, span.keys),
                 attn_mask=mask,
                 dropout_p=dropout,
                 is_causal=mask is None,
@@ -52,30 +64,22 @@ def per_segment(
                 enable_gqa=grouped,
             )
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def varlen(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    *,
-    layout: Layout,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """One call of torch's variable-length attention for all segments, over keys gathered for each; shapes as above.
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scaling: float | None
+) -> torch.Tensor:
+    """One call of torch's variable-length attention for all segments, over keys gathered for each.
 
-    On CUDA, in half precision. Causal with cu_queries ≠ cu_keys is aligned to the bottom right, which is what a
+    On CUDA, in half precision. Causal attention of unequal lengths is aligned to the bottom right, which is what a
     segment after its path needs.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     gathered = layout.gathered(query.device)
-    queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+    # Rotary embedding may have promoted queries and keys under autocast.
+    queries, keys, values = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
     output = varlen_attn(
         queries.contiguous(),
         keys.index_select(0, gathered.keys),
@@ -88,7 +92,7 @@ def varlen(
         window_size=(-1, 0),
         enable_gqa=key.shape[1] != query.shape[1],
     )
-    return output[None], None
+    return output[None]
 
 
 def _along(states: torch.Tensor, ranges: Any) -> torch.Tensor:
@@ -97,5 +101,4 @@ def _along(states: torch.Tensor, ranges: Any) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
-AttentionInterface.register(PER_SEGMENT, per_segment)
-AttentionInterface.register(VARLEN, varlen)
+AttentionInterface.register(SHARED_PREFIX, shared_prefix)

@@ -1,0 +1,279 @@
+"""The shared batch equals the padded one: every score and every gradient."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import AutoProcessor
+
+from vlmrm.batching.layout import Layout
+from vlmrm.batching.tree import grow
+from vlmrm.data.messages import to_messages
+from vlmrm.modeling import freeze, load_for_training
+from vlmrm.modeling.batchers import batcher_for
+from vlmrm.modeling.shared_attention import per_segment
+from vlmrm.modeling.tiny import make_tiny
+from vlmrm.rendering import Renderer
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def user(*parts) -> dict:
+    return {
+        "role": "user",
+        "content": [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts],
+    }
+
+
+def image(width: int, height: int, seed: int) -> dict:
+    return {"type": "image", "image": picture(width, height, seed)}
+
+
+def video(frames: int, seed: int) -> dict:
+    return {
+        "type": "video",
+        "video": [picture(56, 56, seed + i) for i in range(frames)],
+        "min_pixels": 56 * 56,
+        "max_pixels": 112 * 112,
+    }
+
+
+def answer(text) -> dict:
+    return {"role": "assistant", "content": text if isinstance(text, list) else [{"type": "text", "text": text}]}
+
+
+RED, BLUE = image(56, 56, 1), image(112, 84, 2)
+CASES = {
+    "one pair": [[user(RED, "What?"), answer(a)] for a in ("It is a cat.", "dog")],
+    "different sizes and lengths": [
+        *([user(RED, "What is in the image?"), answer(a)] for a in ("yes", "a much longer answer than the other")),
+        *([user(BLUE, "Is it?"), answer(a)] for a in ("no no no", "n")),
+    ],
+    "several images": [[user(RED, BLUE, image(84, 56, 3), "Compare."), answer(a)] for a in ("one", "two")],
+    "a shared image": [
+        *([user(RED, "First question?"), answer(a)] for a in ("a", "b")),
+        *([user(RED, "Second question?"), answer(a)] for a in ("c", "d")),
+    ],
+    "images in the answers": [[user("Draw it."), answer([i])] for i in (RED, BLUE, image(84, 84, 4))],
+    "prompt ends at an image": [[user("Look:", RED), answer(a)] for a in ("a", "")],
+    "ranked list": [[user(RED, "Rank."), answer(a)] for a in ("a", "a b", "a b c", "d", "a b")],
+    "irrelevant branches": [
+        *([user(RED, "What?"), answer(a)] for a in ("red one", "other")),
+        *([user(BLUE, "Who?"), answer(a)] for a in ("blue", "green")),
+        *([user(BLUE, "Who?"), answer(a)] for a in ("red one", "other")),
+    ],
+    "text only": [[user("Is it?"), answer(a)] for a in ("y", "n")],
+    "turns": [[user(RED, "What?"), answer("A."), user(BLUE, "And?"), answer(a)] for a in ("B.", "C.")],
+    "one is the start of another": [[user("Q"), answer("A")], [user("Q"), answer("A"), user("R"), answer("B")]],
+    "video": [[user(video(4, 10), "What?"), answer(a)] for a in ("it moves", "no")],
+    "video and image": [[user(RED, video(3, 20), "Both?"), answer(a)] for a in ("x", "y z")],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shared")
+    return {arch: make_tiny(folder / arch, arch=arch) for arch in ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "mimo_vl")}
+
+
+def scored(model, inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Scores, and the gradient of each parameter, of a Bradley-Terry loss over neighbouring conversations."""
+    scores = model.train()(**inputs).logits.squeeze(-1)
+    loss = -torch.nn.functional.logsigmoid(scores[:-1] - scores[1:]).mean()
+    loss.backward()
+    return scores.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def rounding_nowhere():
+    """The models round to float32 in places whatever their type (RMSNorm, rotary embeddings, the head): here not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+def both(folder, conversations, prepare=lambda model: model, dtype=torch.float32):
+    """The reference's and the shared batch's (scores, gradients), of equal models that `prepare` changes."""
+    processor = AutoProcessor.from_pretrained(folder)
+    cache = {}
+    rendered = [Renderer(processor).render(to_messages(c, "user"), cache) for c in conversations]
+    results = []
+    for batching in ("reference", "shared"):
+        model = load_for_training(folder, dtype=torch.float32, attn_implementation="sdpa", seed=1)
+        inputs = batcher_for(model, processor, batching)(rendered)
+        floats = {name for name, value in inputs.items() if torch.is_tensor(value) and value.is_floating_point()}
+        inputs = {name: value.to(dtype) if name in floats else value for name, value in inputs.items()}
+        with rounding_nowhere() if dtype == torch.float64 else nullcontext():
+            results.append(scored(prepare(model.to(dtype)), inputs))
+    return results
+
+
+def assert_equal(results, tolerance: float) -> None:
+    (scores, gradients), (shared_scores, shared_gradients) = results
+    torch.testing.assert_close(shared_scores, scores, rtol=tolerance, atol=tolerance)
+    assert gradients.keys() == shared_gradients.keys()
+    assert len(gradients) > 0
+    for name, gradient in gradients.items():
+        distance = (shared_gradients[name] - gradient).norm() / gradient.norm().clamp_min(1e-3)
+        assert distance <= tolerance, f"{name}: {distance}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_and_gradients_equal_the_reference(checkpoints, name):
+    assert_equal(both(checkpoints["qwen2_5_vl"], CASES[name]), 1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_float64_they_are_equal_to_rounding(checkpoints, name):
+    assert_equal(both(checkpoints["qwen2_5_vl"], CASES[name], dtype=torch.float64), 1e-12)
+
+
+@pytest.mark.parametrize("arch", ["qwen2_vl", "qwen3_vl", "mimo_vl"])
+@pytest.mark.parametrize("name", ["irrelevant branches", "several images", "video and image"])
+def test_of_every_architecture(checkpoints, arch, name):
+    assert_equal(both(checkpoints[arch], CASES[name]), 1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_gradient_checkpointing(checkpoints, reentrant):
+    def checkpointing(model):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        return model
+
+    folder, case = checkpoints["qwen2_5_vl"], CASES["irrelevant branches"]
+    results = both(folder, case, checkpointing)
+    assert_equal(results, 1e-5)
+    plain = both(folder, case)[1]
+    if not reentrant:  # a reentrant first block over pixels keeps no gradient of the patch embedding
+        assert_equal([plain, results[1]], 1e-5)
+
+
+def test_with_lora(checkpoints):
+    from peft import get_peft_model
+
+    from vlmrm.modeling import ModelArguments, lora_config
+
+    def adapted(model):
+        torch.manual_seed(3)
+        return get_peft_model(model, lora_config(ModelArguments(use_peft=True), model))
+
+    results = both(checkpoints["qwen2_5_vl"], CASES["irrelevant branches"], adapted)
+    assert_equal(results, 1e-5)
+    assert any("lora" in name for name in results[0][1])
+
+
+def test_with_a_frozen_vision_tower(checkpoints):
+    def frozen(model):
+        freeze(model, vit=True, merger=True)
+        return model
+
+    results = both(checkpoints["qwen2_5_vl"], CASES["a shared image"], frozen)
+    assert_equal(results, 1e-5)
+    assert not any("visual" in name for name in results[1][1])
+
+
+def test_in_bfloat16_the_error_is_of_the_same_order(checkpoints):
+    folder, case = checkpoints["qwen2_5_vl"], CASES["irrelevant branches"]
+    exact = both(folder, case)[0][0]
+    reference, shared = (scores for scores, _ in both(folder, case, dtype=torch.bfloat16))
+    assert (shared - exact).abs().max() <= 3 * (reference - exact).abs().max() + 1e-3
+
+
+def rendered_of(checkpoints, name):
+    processor = AutoProcessor.from_pretrained(checkpoints["qwen2_5_vl"])
+    cache = {}
+    rendered = [Renderer(processor).render(to_messages(c, "user"), cache) for c in CASES[name]]
+    model = load_for_training(checkpoints["qwen2_5_vl"], attn_implementation="sdpa")
+    return batcher_for(model, processor, "shared"), rendered
+
+
+def test_each_image_and_each_shared_token_is_there_once(checkpoints):
+    batcher, rendered = rendered_of(checkpoints, "irrelevant branches")
+    inputs = batcher(rendered)
+    assert len(inputs["image_grid_thw"]) == 2
+    tails = [len(item) for item in rendered]
+    assert inputs["input_ids"].shape[1] < sum(tails) / 2
+    assert batcher.cost(rendered) == inputs["input_ids"].shape[1] + len(inputs["pixel_values"])
+
+
+def test_equal_answers_are_computed_once(checkpoints):
+    batcher, rendered = rendered_of(checkpoints, "ranked list")
+    ends = batcher(rendered)["branch_ends"].tolist()
+    assert ends[1] == ends[4]
+    assert len(set(ends)) == 4
+
+
+def test_an_image_prefix_is_shared_by_different_questions(checkpoints):
+    batcher, rendered = rendered_of(checkpoints, "a shared image")
+    inputs = batcher(rendered)
+    assert inputs["image_order"].tolist() == [0]
+    assert int((inputs["input_ids"] == 1).numel()) < sum(map(len, rendered)) / 2
+
+
+tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=8)
+
+
+@given(tokens)
+@settings(deadline=None)
+def test_a_tree_holds_every_sequence_along_its_paths(lists):
+    sequences = [np.array(values) for values in lists]
+    tree = grow(sequences)
+    for sequence, end in zip(sequences, tree.ends, strict=True):
+        path = [tree.segments[i] for i in tree.path(end)]
+        along = np.concatenate([sequences[s.sequence][s.begin : s.end] for s in path])
+        np.testing.assert_array_equal(along, sequence)
+    assert len(tree) <= sum(len(values) for values in {tuple(values) for values in lists})
+    for number, segment in enumerate(tree.segments):
+        assert len(segment) > 0 and segment.parent < number
+
+
+def dense_attention(query, key, value, layout, scale):
+    """The shortest statement of what a layout means: a mask over the row."""
+    seen = torch.zeros(query.shape[2], key.shape[2], dtype=torch.bool)
+    for span in layout.spans:
+        for start, stop in span.keys:
+            seen[span.start : span.stop, start:stop] = True
+        own = torch.ones(span.stop - span.start, span.stop - span.start, dtype=torch.bool).tril()
+        seen[span.start : span.stop, span.start : span.stop] = own
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
+
+
+@given(tokens, st.integers(0, 2**31))
+@settings(deadline=None, max_examples=50)
+def test_attention_equals_a_dense_mask(lists, seed):
+    layout = Layout.of(grow([np.array(values) for values in lists]))
+    length = layout.spans[-1].stop
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(1, 4, length, 8, dtype=torch.float64, generator=generator)
+    key, value = (torch.randn(1, 2, length, 8, dtype=torch.float64, generator=generator) for _ in range(2))
+    expected = dense_attention(query, key, value, layout, 0.3)
+    torch.testing.assert_close(per_segment(query, key, value, layout, 0.3, 0.0), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(varlen_on_cpu(query, key, value, layout, 0.3), expected, rtol=1e-12, atol=1e-12)
+
+
+def varlen_on_cpu(query, key, value, layout, scale):
+    """What the GPU's kernel computes from the gathered indices: causal, aligned to the bottom right."""
+    gathered = layout.gathered(query.device)
+    outputs = []
+    queries, keys = gathered.cu_queries.tolist(), gathered.cu_keys.tolist()
+    for i in range(len(layout.spans)):
+        q = query[:, :, queries[i] : queries[i + 1]]
+        k, v = (states[:, :, gathered.keys[keys[i] : keys[i + 1]]] for states in (key, value))
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        )
+    return torch.cat(outputs, 2).transpose(1, 2)
