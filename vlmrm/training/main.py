@@ -141,7 +141,8 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments):
     )
     freeze(model, vit=model_args.freeze_vit, merger=model_args.freeze_merger, llm=model_args.freeze_llm)
     # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
-    model.touch_vision = args.world_size > 1
+    # One process does too: without a gradient the optimizer would skip the tower, and with one of zero it does not.
+    model.touch_vision = True
     if args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = not isinstance(model, QwenVLRewardModel)
     return model

@@ -1,0 +1,194 @@
+"""A run that is killed, preempted or left with a broken checkpoint goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from runs import (
+    assert_equal_weights,
+    colour_lists,
+    colour_pairs,
+    finish,
+    logged,
+    short_training,
+    start,
+    train,
+    words,
+)
+
+from vlmrm.errors import CheckpointError, ConfigError
+
+LONG = {"max_steps": 14, "save_steps": 4, "use_irrelevant_queries": True}
+KINDS = {
+    "full": {},
+    "lora": {"use_peft": True, "lora_r": 4, "lora_dropout": 0.1},  # dropout: the random state is restored too
+    "streamed": {"streaming": True, "shuffle_buffer": 8},
+}
+
+
+def kill_at(process, line: str, number: int, signal_number: int) -> str:
+    """Sends the signal when `number` lines of output have begun with `line`; what was printed until then."""
+    seen, text = 0, []
+    assert process.stdout is not None
+    for printed in process.stdout:
+        text.append(printed)
+        seen += printed.startswith(line)
+        if seen == number:
+            os.kill(process.pid, signal_number)
+            return "".join(text)
+    raise AssertionError(f"it ended before {number} lines of {line!r}:\n{''.join(text)}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_any_step_and_resumed_equals_uninterrupted(tmp_path, tiny_checkpoint, train_here, kind):
+    data = colour_lists(tmp_path / "data", 10)  # five steps an epoch: it is killed in the first or the second
+    keys = {**LONG, **KINDS[kind]}
+    step = random.randint(5, 12)
+    process = start(["train_rm.py"], *short_training(tiny_checkpoint, data, tmp_path / "out", **keys), cwd=tmp_path)
+    kill_at(process, "{'loss'", step, signal.SIGKILL)
+    finish(process, -signal.SIGKILL)
+    assert not (tmp_path / "out/checkpoint-14").exists()
+    train_here(data, **keys, resume_from_checkpoint="auto")
+    train_here(data, "whole", **keys)
+    whole, resumed = (tmp_path / name / "checkpoint-14" for name in ("whole", "out"))
+    assert_equal_weights(whole, resumed)
+    for name in ("loss", "num_tokens", "irrelevant_margin"):
+        assert logged(resumed, name) == logged(whole, name), f"{name}, killed at step {step}"
+
+
+@pytest.mark.slow
+def test_sigterm_saves_the_next_step_and_says_so(tmp_path, tiny_checkpoint, train_here):
+    data = colour_pairs(tmp_path / "data", 10)
+    constant = {"lr_scheduler_type": "constant", "save_steps": 4000}  # else the rate would depend on max_steps
+    arguments = short_training(tiny_checkpoint, data, tmp_path / "out", max_steps=4000, **constant)
+    process = start(["train_rm.py"], *arguments, cwd=tmp_path)
+    kill_at(process, "{'loss'", 3, signal.SIGTERM)
+    output = finish(process, 143)
+    [saved] = (tmp_path / "out").glob("checkpoint-*")
+    last = output.strip().splitlines()[-1]
+    assert last.startswith(f"error: stopped by SIGTERM after saving {saved}:")
+    assert "--resume_from_checkpoint auto" in last and "Traceback" not in output
+    assert not (tmp_path / "out/final").exists()
+
+    step = int(saved.name.split("-")[1])
+    train_here(data, max_steps=step + 3, resume_from_checkpoint="auto", **constant)
+    train_here(data, "whole", max_steps=step + 3, **constant)
+    assert_equal_weights(tmp_path / "out/final", tmp_path / "whole/final")
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_stops_every_rank_at_the_same_step(tmp_path, tiny_checkpoint):
+    data = colour_pairs(tmp_path / "data", 12)
+    constant = {"lr_scheduler_type": "constant", "save_steps": 4000}
+    arguments = short_training(tiny_checkpoint, data, tmp_path / "out", max_steps=4000, **constant)
+    process = start(["train_rm.py"], *arguments, cwd=tmp_path, processes=2)
+    kill_at(process, "{'loss'", 3, signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    [saved] = (tmp_path / "out").glob("checkpoint-*")
+    complete = json.loads((saved / "COMPLETE.json").read_text())
+    assert complete["world_size"] == 2
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(complete["files"])
+    assert output.count(f"error: stopped by SIGTERM after saving {saved}") == 2
+
+    step = int(saved.name.split("-")[1])
+    constant["max_steps"] = step + 3
+    resumed = words(resume_from_checkpoint="auto")
+    train(*short_training(tiny_checkpoint, data, tmp_path / "out", **constant), *resumed, cwd=tmp_path, processes=2)
+    train(*short_training(tiny_checkpoint, data, tmp_path / "whole", **constant), cwd=tmp_path, processes=2)
+    assert_equal_weights(tmp_path / "out/final", tmp_path / "whole/final")
+
+
+@pytest.fixture
+def two_checkpoints(train_here, tmp_path):
+    """A finished run with checkpoint-2 and checkpoint-4, and the data it saw."""
+    data = colour_pairs(tmp_path / "data", 8)
+    train_here(data, max_steps=4, save_steps=2)
+    return tmp_path / "out", data
+
+
+def damage(folder: Path, how: str) -> None:
+    if how == "truncated":
+        os.truncate(folder / "model.safetensors", 1000)
+    else:
+        (folder / how).unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "COMPLETE.json", "optimizer.pt"])
+def test_a_broken_newest_checkpoint_is_named_and_passed_over(two_checkpoints, train_here, capsys, how):
+    out, data = two_checkpoints
+    shutil.copytree(out / "checkpoint-4", out.parent / "whole-4")
+    damage(out / "checkpoint-4", how)
+    shutil.rmtree(out / "final")
+    capsys.readouterr()
+    train_here(data, max_steps=4, save_steps=2, resume_from_checkpoint="auto")
+    said = capsys.readouterr().err
+    assert "passing over checkpoint-4" in said and f"Resuming from {out / 'checkpoint-2'}" in said
+    assert_equal_weights(out / "checkpoint-4", out.parent / "whole-4")
+
+    damage(out / "checkpoint-4", how)
+    with pytest.raises(CheckpointError, match="checkpoint-4"):
+        train_here(data, max_steps=4, resume_from_checkpoint=out / "checkpoint-4")
+
+
+def test_weights_without_an_optimizer_are_no_state_to_resume_from(two_checkpoints, train_here):
+    """HF would begin with a fresh optimizer, and say nothing."""
+    out, data = two_checkpoints
+    with pytest.raises(CheckpointError, match="no optimizer state"):
+        train_here(data, max_steps=6, resume_from_checkpoint=out / "final")
+
+
+def test_a_folder_in_use_is_not_written_over(two_checkpoints, train_here):
+    out, data = two_checkpoints
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"already holds checkpoint-4.*--resume_from_checkpoint auto"):
+        train_here(data)
+    for folder in out.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    with pytest.raises(ConfigError, match="already holds final"):
+        train_here(data)
+    left = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert left and left.items() <= before.items()
+
+
+def test_a_checkpoint_that_is_written_again_counts_only_when_whole(two_checkpoints, train_here, monkeypatch):
+    """A run taken up at an earlier step writes later checkpoints anew, and may die while it does."""
+    out, data = two_checkpoints
+    shutil.rmtree(out / "final")
+
+    def die(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vlmrm.training.trainer.write_complete", die)
+    with pytest.raises(KeyboardInterrupt):
+        train_here(data, max_steps=4, save_steps=2, resume_from_checkpoint=out / "checkpoint-2")
+    assert (out / "checkpoint-4/model.safetensors").exists()
+    assert not (out / "checkpoint-4/COMPLETE.json").exists()
+
+
+def test_older_checkpoints_go_only_when_the_new_one_is_whole(train_here, tmp_path, monkeypatch):
+    data = colour_pairs(tmp_path / "data", 8)
+    from vlmrm.modeling import write_complete
+
+    others_then = {}
+
+    def look(folder, **kwargs):
+        others_then[folder.name] = {path.name for path in folder.parent.glob("checkpoint-*")} - {folder.name}
+        write_complete(folder, **kwargs)
+
+    monkeypatch.setattr("vlmrm.training.trainer.write_complete", look)
+    train_here(data, max_steps=6, save_steps=2, save_total_limit=1)
+    assert others_then["checkpoint-4"] == {"checkpoint-2"}
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-6"}
+
+
+def test_nothing_to_resume_starts_from_the_beginning_and_says_so(train_here, tmp_path, capsys):
+    train_here(colour_pairs(tmp_path / "data", 4), max_steps=1, resume_from_checkpoint="auto")
+    assert "starting from the beginning" in capsys.readouterr().err
