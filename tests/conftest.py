@@ -57,7 +57,7 @@ def tiny_reward_model(shared_folder, tiny_checkpoint) -> Path:
 
 @pytest.fixture
 def train_here(tmp_path, tiny_checkpoint, monkeypatch):
-    """`train_here(data, name="out", **keys)` runs a short training in this process; its folder is `tmp_path / name`."""
+    """`train_here(data, name="out", **keys)` trains shortly in this process; `tmp_path / name` is its folder."""
     from runs import short_training
 
     from vlmrm.training.main import train

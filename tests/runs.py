@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def start(
     *arguments: str,
     cwd: Path,
     processes: int = 1,
-    **environment: str,
+    preexec_fn: Callable[[], None] | None = None,
 ) -> subprocess.Popen[str]:
     """Starts a script of the repository, under torchrun for several processes, in `cwd`."""
     script = [str(ROOT / command[0]), *command[1:]]
@@ -123,8 +123,8 @@ def start(
             "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions"),
             # DeepSpeed builds its CPU operator with the environment's own ninja.
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            **environment,
         },
+        preexec_fn=preexec_fn,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

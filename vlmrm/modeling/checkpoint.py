@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError  # a configuration that contradicts itself
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, ProcessorMixin
 from transformers.utils import logging as transformers_logging
@@ -172,7 +173,7 @@ def load_processor(path: str | Path, revision: str | None = None, trust_remote_c
         processor = AutoProcessor.from_pretrained(
             path, revision=revision or "main", trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise CheckpointError(f"the processor of {path} cannot be read: {_first_line(error)}") from error
     template_hash(processor)
     return processor
@@ -243,7 +244,7 @@ def _check_weights(path: str | Path, model: RewardModel, report: dict[str, Any],
 def _read_config(path: str | Path, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise CheckpointError(f"{path} is no checkpoint that transformers can open: {_first_line(error)}") from error
 
 

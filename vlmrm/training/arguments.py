@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from trl import RewardConfig
@@ -52,6 +53,12 @@ class RewardTrainingArguments(RewardConfig):
             raise ConfigError(f"tie_threshold is {self.tie_threshold}: it must not be negative.")
         if self.activation_offloading and self.use_cpu:
             raise ConfigError("activation_offloading moves activations to the CPU: without a GPU, remove it.")
+        if (
+            isinstance(self.deepspeed, str)
+            and not self.deepspeed.startswith("{")
+            and not Path(self.deepspeed).is_file()
+        ):
+            raise ConfigError(f"deepspeed names {self.deepspeed}, which is not there: give zero2.json or zero3.json.")
         super().__post_init__()
         # Every rank reads its own batches: handed out by the first, they would be cut along the wrong dimension.
         self.accelerator_config.dispatch_batches = False

@@ -1,0 +1,251 @@
+"""Whatever a person gets wrong ends in one sentence and an exit code, and loses nothing that was saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+
+import pytest
+from PIL import Image
+from runs import colour_pairs, finish, short_training, start, words, write_rows
+
+from vlmrm import cli
+from vlmrm.errors import TrainingError
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capfd):
+    """`refused(code, verb, *words)` runs a command that must end with `code`, and returns its sentence."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(code: int, verb: str, *arguments: str) -> str:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.run(lambda: cli.app([verb, *arguments], exit_on_error=False))
+        said = capfd.readouterr().err
+        assert "Traceback" not in said, said
+        [sentence] = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert said.rstrip().endswith(sentence), f"something follows the sentence:\n{said}"
+        assert stopped.value.code == code, sentence
+        return sentence
+
+    return run
+
+
+@pytest.fixture
+def training(tiny_checkpoint, tmp_path):
+    """The words of a short training on rows that `change` has spoilt."""
+
+    def make(change=None, **keys) -> list[str]:
+        data = colour_pairs(tmp_path / "data", 4)
+        if change is not None:
+            rows = [json.loads(line) for line in data.read_text().splitlines()]
+            change(rows[2], tmp_path / "data")
+            write_rows(data, rows)
+        return short_training(tiny_checkpoint, data, tmp_path / "out", **keys)
+
+    return make
+
+
+def empty_image(row, folder):
+    (folder / row["images"][0]).write_bytes(b"")
+
+
+def text_for_image(row, folder):
+    (folder / row["images"][0]).write_text("this is no picture")
+
+
+def half_an_image(row, folder):
+    path = folder / row["images"][0]
+    Image.effect_noise((200, 200), 50).save(path)
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def absent_image(row, folder):
+    (folder / row["images"][0]).unlink()
+
+
+def small_image(row, folder):
+    Image.new("RGB", (27, 60)).save(folder / row["images"][0])
+
+
+def narrow_image(row, folder):
+    Image.new("RGB", (28, 28 * 250)).save(folder / row["images"][0])
+
+
+def huge_image(row, folder):
+    """Says that it has 10¹⁰ pixels, in a few bytes."""
+    header = b"P5 100000 100000 255\n"
+    (folder / row["images"][0]).write_bytes(header)
+
+
+def equal_answers(row, folder):
+    row["rejected"] = row["chosen"]
+
+
+def empty_answer(row, folder):
+    row["rejected"] = " "
+
+
+def placeholder_too_many(row, folder):
+    row["prompt"] = "<image> and <image>"
+
+
+SPOILT = {
+    empty_image: r"2_blue\.png has zero bytes",
+    text_for_image: r"2_blue\.png is not an image",
+    half_an_image: r"2_blue\.png is broken",
+    absent_image: r"2_blue\.png does not exist",
+    small_image: r"2_blue\.png is 27x60 pixels",
+    narrow_image: r"2_blue\.png is 28x7000 pixels",
+    huge_image: r"2_blue\.png",
+    equal_answers: "the answers are the same",
+    empty_answer: "answer 2 is empty",
+    placeholder_too_many: "more images than the row has",
+}
+
+
+@pytest.mark.parametrize("change", SPOILT, ids=lambda change: change.__name__)
+def test_a_bad_row_is_named(refused, training, change):
+    sentence = refused(3, "train", *training(change))
+    assert sentence.startswith("error: row pair-2: ")
+    assert re.search(SPOILT[change], sentence), sentence
+
+
+def test_a_path_outside_image_root_is_refused(refused, training, tmp_path):
+    def leave(row, folder):
+        row["images"] = ["../secret.png"]
+
+    Image.new("RGB", (56, 56)).save(tmp_path / "secret.png")
+    sentence = refused(3, "train", *training(leave, image_root=tmp_path / "data"))
+    assert "row pair-2" in sentence and "outside image_root" in sentence
+
+
+def test_a_bad_image_in_a_worker_is_one_sentence_too(refused, training):
+    sentence = refused(3, "train", *training(small_image, dataloader_num_workers=2))
+    assert sentence.startswith("error: row pair-2: ") and "27x60" in sentence
+
+
+def test_a_worker_that_dies_is_named(refused, training, monkeypatch):
+    def die(self, messages, cache=None):
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
+
+    monkeypatch.setattr("vlmrm.rendering.Renderer.render", die)
+    sentence = refused(1, "train", *training(dataloader_num_workers=1))
+    assert "a DataLoader worker was killed" in sentence and "dataloader_num_workers" in sentence
+
+
+def test_unknown_columns_are_listed_with_the_nearest_layout(refused, training, tmp_path):
+    arguments = training()
+    write_rows(tmp_path / "data/pairs.jsonl", [{"question": "?", "good": "a", "bad": "b"}])
+    sentence = refused(3, "train", *arguments)
+    assert "pairs.jsonl" in sentence and "good" in sentence and "chosen" in sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([], 2, "model_name_or_path is missing"),
+        (["--model_name_or_path", "x"], 2, "dataset_path is missing"),
+        (["--learning_rat", "1e-5"], 2, "learning_rate"),
+        (["--learning_rate", "fast"], 2, "learning_rate"),
+        (["absent.yaml"], 2, "absent.yaml"),
+        (["--max_length", "100"], 2, "max_seq_length"),
+        (["--deepspeed", "absent.json"], 2, "absent.json"),
+    ],
+    ids=lambda value: "_".join(value)[:30] if isinstance(value, list) else None,
+)
+def test_a_wrong_key_is_named(refused, arguments, code, says):
+    assert says in refused(code, "train", *arguments)
+
+
+def test_keys_that_do_not_go_together_are_refused_before_anything_is_loaded(refused, training, tmp_path):
+    assert "max_steps is missing" in refused(2, "train", *training(streaming=True, max_steps=-1))
+    assert "give eval_dataset_path" in refused(2, "train", *training(eval_strategy="steps", eval_steps=2))
+    assert "tensorboard" in refused(2, "train", *training(report_to="tensorboard"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_that_is_not_there_is_named(refused, training, tmp_path):
+    arguments = training()
+    data = tmp_path / "data" / "pairs.jsonl"
+    arguments[arguments.index(str(data))] = str(data.with_name("pair.jsonl"))
+    assert "did you mean" in refused(3, "train", *arguments)
+
+
+@pytest.mark.parametrize("what", ["absent", "no head", "another architecture", "a contradiction", "no processor"])
+def test_a_model_that_cannot_be_used_is_named(refused, training, tmp_path, tiny_checkpoint, tiny_reward_model, what):
+    folder = tmp_path / "model"
+    if what == "no head":
+        sentence = refused(4, "score", *words(model=tiny_checkpoint, prompt="?", response="!"))
+        assert "has no reward head" in sentence and str(tiny_checkpoint) in sentence
+        return
+    if what != "absent":
+        shutil.copytree(tiny_checkpoint, folder)
+    if what in ("another architecture", "a contradiction"):
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["num_hidden_layers"] += 1
+        if what == "another architecture":
+            config["text_config"]["layer_types"].append("full_attention")
+        (folder / "config.json").write_text(json.dumps(config))
+    if what == "no processor":
+        for name in ("processor_config.json", "preprocessor_config.json"):
+            (folder / name).unlink(missing_ok=True)
+    arguments = training()
+    arguments[arguments.index(str(tiny_checkpoint))] = str(folder)
+    assert str(folder) in refused(4, "train", *arguments)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(refused, training, tmp_path):
+    arguments = training(save_steps=1, learning_rate=1e30, max_grad_norm=0.0, max_steps=20)
+    sentence = refused(5, "train", *arguments)
+    assert "the loss is" in sentence and "learning_rate" in sentence and str(tmp_path / "out") in sentence
+    saved = list((tmp_path / "out").glob("checkpoint-*/COMPLETE.json"))
+    assert saved
+    assert not (tmp_path / "out/final").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("megabytes", [0.5, 1.0], ids=["weights", "optimizer"])
+def test_a_disk_that_fills_up_while_saving_spares_earlier_checkpoints(tmp_path, tiny_checkpoint, megabytes):
+    """The kernel refuses to write past a limit, as a full disk does; first in the weights, then in the optimizer."""
+    data = colour_pairs(tmp_path / "data", 4)
+    first = short_training(tiny_checkpoint, data, tmp_path / "out", max_steps=2, save_steps=2)
+    finish(start(["train_rm.py"], *first, cwd=tmp_path))
+    before = {path: path.read_bytes() for path in (tmp_path / "out/checkpoint-2").rglob("*") if path.is_file()}
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(megabytes * 2**20),) * 2)
+
+    again = short_training(tiny_checkpoint, data, tmp_path / "out", max_steps=4, save_steps=2)
+    process = start(["train_rm.py"], *again, *words(resume_from_checkpoint="auto"), cwd=tmp_path, preexec_fn=limit)
+    output = finish(process, 5)
+    assert "Traceback" not in output
+    assert output.rstrip().splitlines()[-1].startswith(f"error: {tmp_path}/out/checkpoint-4 could not be saved: ")
+    assert not (tmp_path / "out/checkpoint-4/COMPLETE.json").exists()
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_full_disk_is_called_one(train_here, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vlmrm.training.trainer.write_complete", full)
+    with pytest.raises(TrainingError, match=r"checkpoint-2 could not be saved: the disk is full"):
+        train_here(colour_pairs(tmp_path / "data", 4), save_steps=2)
+
+
+def test_no_memory_on_the_accelerator_says_what_to_lower(train_here, tmp_path, monkeypatch):
+    import torch
+
+    def no_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("vlmrm.training.trainer.RewardTrainer.compute_loss", no_memory)
+    with pytest.raises(TrainingError, match="per_device_train_batch_size"):
+        train_here(colour_pairs(tmp_path / "data", 4))

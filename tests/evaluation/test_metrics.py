@@ -1,0 +1,65 @@
+"""Figures against arithmetic by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from vlmrm.data.schema import Branch, Comparison
+from vlmrm.evaluation.metrics import accuracy_half_ties, scored_pairs, summary, summary_by_category, trl_summary
+
+
+def comparison(row_id: str, *ratings: float, category: str | None = None) -> Comparison:
+    return Comparison(row_id, [], [Branch([], rating) for rating in ratings], category=category)
+
+
+PAIRS = scored_pairs(
+    [
+        comparison("a", 1, 0, category="x"),
+        comparison("b", 0, 1, category="y"),
+        comparison("c", 1, 0, category="x"),
+        comparison("tie", 1, 1, category="y"),
+        comparison("list", 3, 1, 2),
+    ],
+    [[2.0, 1.0], [0.5, -0.5], [1.0, 1.0], [9.0, 0.0], [0.3, 0.1, 0.2]],
+)
+
+
+def test_every_pair_of_every_comparison_counts_the_better_first():
+    assert PAIRS.ids == ["a", "b", "c", "tie", "list", "list", "list"]
+    np.testing.assert_allclose(PAIRS.margins, [1.0, -1.0, 0.0, 0.2, 0.1, 0.1])
+
+
+def test_summary_counts_ties_of_people_and_of_scores_apart():
+    margins = [1.0, -1.0, 0.0, 0.2, 0.1, 0.1]
+    mean = sum(margins) / 6
+    assert summary(PAIRS) == {
+        "preference_accuracy": 4 / 6,
+        "average_margin": pytest.approx(mean),
+        "margin_std": pytest.approx(math.sqrt(sum((m - mean) ** 2 for m in margins) / 6)),
+        "sample_count": 6,
+        "score_ties": 1,
+        "tied_pairs": 1,
+        "loss": pytest.approx(sum(math.log1p(math.exp(-m)) for m in margins) / 6),
+    }
+    assert accuracy_half_ties(PAIRS.margins) == pytest.approx(4.5 / 6)
+
+
+def test_categories_are_those_that_rows_have():
+    found = summary_by_category(PAIRS)
+    assert list(found) == ["x", "y"]
+    assert (found["x"]["sample_count"], found["x"]["preference_accuracy"]) == (2, 0.5)
+    assert (found["y"]["sample_count"], found["y"]["tied_pairs"]) == (1, 1)
+
+
+def test_trl_names_hold_the_same_figures():
+    ours, theirs = summary(PAIRS), trl_summary(PAIRS)
+    assert theirs["accuracy"] == ours["preference_accuracy"] and theirs["margin"] == ours["average_margin"]
+    assert (theirs["min_reward"], theirs["max_reward"], theirs["pairs"]) == (-0.5, 9.0, 6)
+
+
+def test_without_pairs_there_are_no_figures():
+    empty = summary(scored_pairs([], []))
+    assert empty["sample_count"] == 0 and math.isnan(empty["preference_accuracy"])

@@ -1,0 +1,205 @@
+"""A sweep: every checkpoint in natural order, one row each, whatever happens to the checkpoints or the process."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import colour_pairs, start, words
+from safetensors.torch import load_file, save_file
+
+from vlmrm import cli, load_scorer
+from vlmrm.errors import ConfigError, DataError
+from vlmrm.evaluation import sweep as sweep_module
+from vlmrm.evaluation.sweep import sweep
+from vlmrm.modeling import write_complete
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def scale_head(folder: Path, factor: float, step: int) -> None:
+    """Another checkpoint of the same training: its scores are `factor` times as large."""
+    weights = load_file(folder / "model.safetensors")
+    weights["score.weight"] = weights["score.weight"] * factor
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    write_complete(folder, world_size=1, step=step)
+
+
+@pytest.fixture
+def run_folder(here, tiny_reward_model) -> Path:
+    """A training's folder with checkpoint-9, -10 and -100; -9 prefers what the others do not."""
+    for step, factor in {100: 3.0, 9: -1.0, 10: 2.0}.items():
+        folder = here / "run" / f"checkpoint-{step}"
+        shutil.copytree(tiny_reward_model, folder)
+        scale_head(folder, factor, step)
+    return here / "run"
+
+
+@pytest.fixture
+def data(here) -> Path:
+    """Six rows; people tied the fourth."""
+    return colour_pairs(here / "data", 6, category=["plain", "hard"] * 3, tie=[i == 3 for i in range(6)])
+
+
+def asked(run_folder, data, **keys) -> list[str]:
+    return words(**{"model_dirs": run_folder, "dataset_path": data, "output_file": "results.csv", **keys})
+
+
+def read_csv(path="results.csv") -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def break_weights(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 1000)
+
+
+def own_margins(checkpoint: Path, data: Path) -> list[float]:
+    """Chosen minus rejected of each row, by the scorer."""
+    groups = []
+    for row in map(json.loads, data.read_text().splitlines()):
+        image = {"type": "image", "image": data.parent / row["images"][0]}
+        question = {"role": "user", "content": [image, {"type": "text", "text": row["prompt"]}]}
+        groups.append(([question], [row["chosen"], row["rejected"]]))
+    return [chosen - rejected for chosen, rejected in load_scorer(checkpoint).score_groups(groups)]
+
+
+def test_every_checkpoint_has_a_row_in_natural_order(run_folder, data):
+    result = sweep(asked(run_folder, data, blank_images=True))
+    rows = read_csv()
+    assert [row["checkpoint"] for row in rows] == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
+    columns = ["model", "checkpoint", "preference_accuracy", "average_margin", "margin_std", "sample_count"]
+    assert list(rows[0])[:6] == columns
+    for row in rows:
+        margins = own_margins(run_folder / row["checkpoint"], data)
+        decided = margins[:3] + margins[4:]
+        mean = sum(decided) / 5
+        assert float(row["preference_accuracy"]) == sum(margin > 0 for margin in decided) / 5
+        assert float(row["average_margin"]) == pytest.approx(mean, abs=1e-5)
+        assert float(row["margin_std"]) == pytest.approx((sum((m - mean) ** 2 for m in decided) / 5) ** 0.5, abs=1e-5)
+        assert (row["sample_count"], row["tied_pairs"], row["score_ties"]) == ("5", "1", "0")
+        assert float(row["accuracy/plain"]) == sum(margin > 0 for margin in margins[::2]) / 3
+        assert 0 <= float(row["blank_image_accuracy"]) <= 1
+    details = json.loads(Path("results.json").read_text())
+    assert [row["checkpoint"] for row in details["results"]] == [row["checkpoint"] for row in rows]
+    assert details["results"][0]["categories"]["hard"]["sample_count"] == 2
+    assert result.best["preference_accuracy"] == max(float(row["preference_accuracy"]) for row in rows)
+    [log] = Path("logs").glob("eval_*.log")
+    assert "checkpoint-100" in log.read_text()
+
+
+def test_equal_scores_are_counted_apart_and_are_not_right(run_folder, data):
+    scale_head(run_folder / "checkpoint-9", 0.0, 9)
+    [row] = sweep(asked(run_folder / "checkpoint-9", data)).rows
+    assert (row["preference_accuracy"], row["score_ties"], row["sample_count"]) == (0.0, 5, 5)
+
+
+def test_a_checkpoint_itself_may_be_named(run_folder, data):
+    [row] = sweep(asked(run_folder / "checkpoint-10", data)).rows
+    assert (row["checkpoint"], row["model"]) == ("checkpoint-10", str(run_folder))
+
+
+def test_a_broken_checkpoint_is_a_row_and_the_exit_code(run_folder, data, capsys):
+    break_weights(run_folder / "checkpoint-10")
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(lambda: cli.evaluate(*asked(run_folder, data)))
+    said = capsys.readouterr()
+    assert stopped.value.code == 4
+    assert "error: 1 of 3 checkpoints could not be evaluated" in said.err and "Traceback" not in said.err
+    assert "best: " in said.out
+    rows = read_csv()
+    assert [bool(row["error"]) for row in rows] == [False, True, False]
+    assert "model.safetensors" in rows[1]["error"] and rows[1]["preference_accuracy"] == ""
+
+
+def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, here, monkeypatch):
+    shutil.copytree(run_folder / "checkpoint-9", here / "whole")
+    break_weights(run_folder / "checkpoint-9")
+    measure, measured = sweep_module.measure, []
+
+    def killed(loaded, dataset, args, data_args, name):
+        if name == "checkpoint-100":
+            raise KeyboardInterrupt
+        return measure(loaded, dataset, args, data_args, name)
+
+    monkeypatch.setattr(sweep_module, "measure", killed)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(asked(run_folder, data))
+    assert [row["checkpoint"] for row in read_csv()] == ["checkpoint-9", "checkpoint-10"]
+
+    def watched(loaded, dataset, args, data_args, name):
+        measured.append(name)
+        return measure(loaded, dataset, args, data_args, name)
+
+    monkeypatch.setattr(sweep_module, "measure", watched)
+    shutil.rmtree(run_folder / "checkpoint-9")
+    (here / "whole").rename(run_folder / "checkpoint-9")
+    rows = sweep(asked(run_folder, data)).rows
+    assert measured == ["checkpoint-9", "checkpoint-100"]
+    assert {row["checkpoint"] for row in rows} == {"checkpoint-9", "checkpoint-10", "checkpoint-100"}
+    assert len(rows) == 3 and not any(row["error"] for row in rows)
+
+
+@pytest.mark.slow
+def test_a_sweep_under_kill_leaves_whole_files(run_folder, data, here):
+    process = start(["eval_rm.py"], *asked(run_folder, data), cwd=here)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "checkpoint-9: accuracy" in line:
+            process.kill()
+            break
+    process.communicate()
+    done = [row["checkpoint"] for row in json.loads(Path("results.json").read_text())["results"]]
+    assert done[0] == "checkpoint-9"
+    assert [row["checkpoint"] for row in read_csv()] in (done, done[:-1])
+    assert len(sweep(asked(run_folder, data)).rows) == 3
+
+
+def test_results_of_other_data_or_settings_are_not_added_to(run_folder, data, here):
+    sweep(asked(run_folder / "checkpoint-9", data))
+    before = Path("results.json").read_bytes()
+    other = colour_pairs(here / "other", 4)
+    for changed in ({"dataset_path": other}, {"max_eval_samples": 3}, {"dtype": "bfloat16"}, {"max_pixels": 5000}):
+        with pytest.raises(ConfigError, match="other data or settings"):
+            sweep(asked(run_folder, data, **changed))
+    Path("notes.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"notes\.json is not a results file"):
+        sweep(asked(run_folder, data, output_file="notes.csv"))
+    assert Path("results.json").read_bytes() == before
+
+
+def test_base_model_path_gives_an_adapter_its_base(here, data, train_here, tiny_checkpoint):
+    base = here / "base"
+    shutil.copytree(tiny_checkpoint, base)
+    train_here(data, "lora", model=base, use_peft=True, save_steps=5)
+    [there] = sweep(asked(here / "lora", data)).rows
+    base.rename(here / "moved")
+    [gone] = sweep(asked(here / "lora", data, output_file="gone.csv")).rows
+    assert str(base) in gone["error"]
+    [moved] = sweep(asked(here / "lora", data, base_model_path=here / "moved", output_file="moved.csv")).rows
+    assert moved["error"] is None
+    assert moved["average_margin"] == pytest.approx(there["average_margin"], abs=1e-6)
+
+
+def test_nothing_to_evaluate_is_an_error_that_says_why(run_folder, data):
+    with pytest.raises(ConfigError, match="model_dirs is missing"):
+        sweep(words(dataset_path=data))
+    with pytest.raises(ConfigError, match="dataset_path is missing"):
+        sweep(words(model_dirs=run_folder))
+    with pytest.raises(ConfigError, match="absent has no checkpoints"):
+        sweep(asked("absent", data))
+    with pytest.raises(ConfigError, match=r"nothing in it matches epoch-\*"):
+        sweep(asked(run_folder, data, checkpoint_pattern="epoch-*"))
+    with pytest.raises(DataError, match=r"absent\.jsonl"):
+        sweep(asked(run_folder, "absent.jsonl"))
+    with pytest.raises(ConfigError, match=r"must end in \.csv"):
+        sweep(asked(run_folder, data, output_file="results.txt"))
+    assert not Path("results.json").exists()
