@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vlmrm.data.digits import QUESTION, write_digits
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.sweep import SweepResult, sweep
@@ -28,6 +30,7 @@ def run_demo(output: Path) -> dict[str, Any]:
     if not CONFIGS.is_dir():
         raise ConfigError("the demo reads training_configs/demo.yaml: run it from a checkout of the repository.")
     started = time.perf_counter()
+    torch.set_num_threads(1)  # more would wait for each other: the tensors are that small
     for earlier in ("training", "evaluation_results.csv", "evaluation_results.json"):
         path = output / earlier
         if path.exists():

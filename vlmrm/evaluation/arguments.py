@@ -37,6 +37,14 @@ class EvaluationArguments:
             "choices": ["auto", "flash_attention_2", "sdpa"],
         },
     )
+    batching: str = field(
+        default="shared",
+        metadata={
+            "help": "`shared`: prompts and images that conversations have in common are computed once. `reference`: "
+            "each conversation padded and computed whole; the scores are the same.",
+            "choices": ["shared", "reference"],
+        },
+    )
     blank_images: bool = field(
         default=False,
         metadata={"help": "Also measure the accuracy with every image painted grey: a model that looks falls to 0.5."},

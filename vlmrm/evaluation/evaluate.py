@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from vlmrm.batching import ComparisonCollator
+from vlmrm.batching import ComparisonCollator, to_device
 from vlmrm.batching.workers import plain_worker_errors
 from vlmrm.data.schema import Comparison
 from vlmrm.evaluation.metrics import ScoredPairs, scored_pairs
@@ -67,7 +67,7 @@ def evaluate(
     result = Evaluation()
     with plain_worker_errors():
         for comparisons, batch in tqdm(loader, desc=description, unit="batch", leave=False, disable=None):
-            inputs = {name: tensor.to(model.device) for name, tensor in batch["inputs"].items()}
+            inputs = to_device(batch["inputs"], model.device)
             scores = iter(model(**inputs).logits.squeeze(-1).float().tolist())
             result.comparisons += comparisons
             result.scores += [[next(scores) for _ in range(count)] for count in batch["rows"]["branches"].tolist()]

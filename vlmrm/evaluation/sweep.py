@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from vlmrm.batching import ComparisonCollator, PaddedBatcher
+from vlmrm.batching import Batcher, ComparisonCollator
 from vlmrm.config import parse
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.fingerprint import data_fingerprint
@@ -26,7 +26,7 @@ from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.evaluation.metrics import accuracy_half_ties, summary, summary_by_category
 from vlmrm.logs import start_log
-from vlmrm.modeling import LoadedReward, find_checkpoints, load_checkpoint
+from vlmrm.modeling import LoadedReward, batcher_for, find_checkpoints, load_checkpoint
 from vlmrm.rendering import MediaLimits, Renderer
 
 logger = logging.getLogger("vlmrm")
@@ -115,7 +115,7 @@ def measure(
     loaded: LoadedReward, dataset, args: EvaluationArguments, data_args: DataArguments, name: str
 ) -> dict[str, Any]:
     """The figures of one model on one data set."""
-    collator = collator_for(loaded, data_args)
+    collator = collator_for(loaded, batcher_for(loaded.model, loaded.processor, args.batching), data_args)
     options = {"batch_size": args.eval_batch_size, "num_workers": args.dataloader_num_workers}
     result = evaluate(loaded.model, collator, dataset, description=name, **options)
     pairs = result.pairs()
@@ -128,7 +128,7 @@ def measure(
     return row
 
 
-def collator_for(loaded: LoadedReward, data_args: DataArguments) -> ComparisonCollator:
+def collator_for(loaded: LoadedReward, batcher: Batcher, data_args: DataArguments) -> ComparisonCollator:
     """Rows as this model was trained to see them; pixel limits of the data keys win where they are given."""
     limits = MediaLimits(
         data_args.min_pixels or loaded.info.get("min_pixels"),
@@ -138,7 +138,7 @@ def collator_for(loaded: LoadedReward, data_args: DataArguments) -> ComparisonCo
     )
     return ComparisonCollator(
         Renderer(loaded.processor, limits),
-        PaddedBatcher.for_processor(loaded.processor),
+        batcher,
         max_seq_length=data_args.max_seq_length or loaded.model.config.get_text_config().max_position_embeddings,
         overlong=data_args.overlong,
         bad_rows=data_args.bad_rows,
@@ -147,7 +147,7 @@ def collator_for(loaded: LoadedReward, data_args: DataArguments) -> ComparisonCo
 
 def settings(args: EvaluationArguments, data_args: DataArguments) -> dict[str, Any]:
     """What a row's figures depend on besides the checkpoint."""
-    keys = ("dtype", "attn_implementation", "base_model_path", "blank_images")
+    keys = ("dtype", "attn_implementation", "base_model_path", "batching", "blank_images")
     return {
         "data": data_fingerprint(data_args.dataset_path),
         **{k: getattr(args, k) for k in keys},

@@ -28,6 +28,14 @@ class ModelArguments:
             "choices": ["auto", "flash_attention_2", "sdpa"],
         },
     )
+    batching: str = field(
+        default="shared",
+        metadata={
+            "help": "`shared`: prompts and images that conversations have in common are computed once. `reference`: "
+            "each conversation padded and computed whole; the scores are the same.",
+            "choices": ["shared", "reference"],
+        },
+    )
     head: str = field(
         default="linear",
         metadata={

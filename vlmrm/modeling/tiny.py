@@ -59,20 +59,20 @@ WEIGHT_STD = 0.1
 MIMO_SYSTEM_PROMPT = "You are MiMo, an AI assistant developed by Xiaomi."
 
 TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "rms_norm_eps": 1e-6,
 }
 # MiMo-VL beside Qwen2.5-VL-7B: deeper and wider, four query heads to a key head, another epsilon.
 MIMO_TEXT: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 344,
+    "hidden_size": 192,
+    "intermediate_size": 516,
     "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 3,
     "rms_norm_eps": 1e-5,
 }
 ARCHITECTURES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "mimo_vl")
@@ -175,10 +175,10 @@ def _config(arch: str, tokenizer: Qwen2Tokenizer) -> PreTrainedConfig:
 
 
 def _vision(arch: str, out: int) -> dict[str, Any]:
-    common = {"depth": 2, "num_heads": 2, "initializer_range": WEIGHT_STD}
+    common = {"depth": 2, "num_heads": 4, "initializer_range": WEIGHT_STD}
     if arch == "qwen2_vl":
-        return {**common, "embed_dim": 32, "hidden_size": out, "mlp_ratio": 2}
-    widths = {**common, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": out}
+        return {**common, "embed_dim": 64, "hidden_size": out, "mlp_ratio": 2}
+    widths = {**common, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": out}
     if arch == "qwen3_vl":
         return {**widths, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     return {**widths, "window_size": 112, "fullatt_block_indexes": [1]}

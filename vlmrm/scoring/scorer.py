@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from vlmrm.batching import Batcher, PaddedBatcher
+from vlmrm.batching import Batcher, to_device
 from vlmrm.data.messages import to_messages
 from vlmrm.data.schema import Message
 from vlmrm.errors import RowError
-from vlmrm.modeling import LoadedReward, load_checkpoint
+from vlmrm.modeling import LoadedReward, batcher_for, load_checkpoint
 from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
 
 # OpenAI-style messages ending in the assistant's answer; images as PIL, path, bytes or data URI.
@@ -28,6 +28,7 @@ def load_scorer(
     dtype: str = "auto",
     attn_implementation: str = "auto",
     max_tokens_per_batch: int = 16384,
+    batching: str = "shared",
     base_model_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> Scorer:
@@ -37,6 +38,7 @@ def load_scorer(
         device: default is the GPU where there is one.
         dtype: `auto` keeps the type of the checkpoint; bfloat16, float16 or float32.
         max_tokens_per_batch: memory bound; a single longer conversation still goes, alone.
+        batching: `shared`, or `reference` to compute every conversation whole.
         base_model_path: where the base of an adapter checkpoint is now.
 
     Raises:
@@ -50,19 +52,19 @@ def load_scorer(
         trust_remote_code=trust_remote_code,
         base_model_path=base_model_path,
     )
-    return Scorer(loaded, max_tokens_per_batch=max_tokens_per_batch)
+    return Scorer(loaded, max_tokens_per_batch=max_tokens_per_batch, batching=batching)
 
 
 class Scorer:
     """Scores with one loaded reward model. A score does not depend on what it is scored together with."""
 
-    def __init__(self, loaded: LoadedReward, *, max_tokens_per_batch: int = 16384):
+    def __init__(self, loaded: LoadedReward, *, max_tokens_per_batch: int = 16384, batching: str = "shared"):
         self.loaded = loaded
         self.model = loaded.model.eval()
         self.max_tokens_per_batch = max_tokens_per_batch
         limits = MediaLimits(loaded.info.get("min_pixels"), loaded.info.get("max_pixels"))
         self.renderer = Renderer(loaded.processor, limits)
-        self.batcher: Batcher = PaddedBatcher.for_processor(loaded.processor)
+        self.batcher: Batcher = batcher_for(loaded.model, loaded.processor, batching)
 
     def score(self, conversations: Sequence[Conversation]) -> list[float]:
         """The raw logit of each conversation, in order.
@@ -99,8 +101,7 @@ class Scorer:
 
     @torch.inference_mode()
     def _forward(self, rendered: Sequence[Rendered]) -> list[float]:
-        inputs = {name: tensor.to(self.model.device) for name, tensor in self.batcher(rendered).items()}
-        return self.model(**inputs).logits.squeeze(-1).float().tolist()
+        return self.model(**to_device(self.batcher(rendered), self.model.device)).logits.squeeze(-1).float().tolist()
 
 
 def batches_under(lengths: Sequence[int], budget: int) -> list[list[int]]:

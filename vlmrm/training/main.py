@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers.integrations import get_available_reporting_integrations
 
-from vlmrm.batching import ComparisonCollator, PaddedBatcher
+from vlmrm.batching import Batcher, ComparisonCollator
 from vlmrm.batching.workers import plain_worker_errors
 from vlmrm.config import parse
 from vlmrm.data import irrelevant
@@ -24,6 +24,7 @@ from vlmrm.data.sources import load_train_and_eval
 from vlmrm.errors import CheckpointError, ConfigError, Preempted, TrainingError
 from vlmrm.logs import start_log
 from vlmrm.modeling import (
+    batcher_for,
     find_checkpoints,
     freeze,
     load_for_training,
@@ -71,7 +72,10 @@ def train(argv: Sequence[str]) -> TrainingResult:
     processor = load_processor(model_args.model_name_or_path, model_args.model_revision, args.trust_remote_code)
     train_dataset, eval_dataset = load_train_and_eval(data_args)
     model = build_model(model_args, args)
-    collator = build_collator(processor, model, data_args, args, train_dataset)
+    batcher = batcher_for(model, processor, model_args.batching)
+    collator = build_collator(
+        Renderer(processor, limits_of(data_args)), batcher, model, data_args, args, train_dataset
+    )
     source = {
         "base_model": model_args.model_name_or_path,
         "base_revision": model_args.model_revision,
@@ -156,15 +160,20 @@ def weight_dtype(model_args: ModelArguments, args: RewardTrainingArguments) -> t
     return half if args.deepspeed or model_args.use_peft else torch.float32
 
 
-def build_collator(processor, model, data_args: DataArguments, args, train_dataset) -> ComparisonCollator:
-    limits = MediaLimits(data_args.min_pixels, data_args.max_pixels, data_args.video_fps, data_args.video_max_frames)
+def limits_of(data_args: DataArguments) -> MediaLimits:
+    return MediaLimits(data_args.min_pixels, data_args.max_pixels, data_args.video_fps, data_args.video_max_frames)
+
+
+def build_collator(
+    renderer: Renderer, batcher: Batcher, model, data_args: DataArguments, args: RewardTrainingArguments, train_dataset
+) -> ComparisonCollator:
     queries = None
     if args.use_irrelevant_queries:
         make = irrelevant.for_stream if data_args.streaming else partial(irrelevant.for_dataset, dataset=train_dataset)
         queries = make(args.num_irrelevant_pairs, args.seed)
     return ComparisonCollator(
-        Renderer(processor, limits),
-        PaddedBatcher.for_processor(processor),
+        renderer,
+        batcher,
         max_seq_length=data_args.max_seq_length or model.config.get_text_config().max_position_embeddings,
         overlong=data_args.overlong,
         bad_rows=data_args.bad_rows,

@@ -1,0 +1,52 @@
+"""`vlmrm check-data`: what preference data holds, how it will be read, and what is wrong with which row."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vlmrm.config import parse
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.check import check_data
+from vlmrm.data.check_text import format_report
+from vlmrm.data.schema import Messages
+from vlmrm.errors import ConfigError
+
+
+@dataclass
+class CheckArguments:
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Checkpoint whose tokens to count; without it texts are measured in characters."},
+    )
+    media_sample: int | None = field(
+        default=None, metadata={"help": "Open the images of only so many rows, chosen at random. Default: of all."}
+    )
+
+
+def check_data_command(words: Sequence[str]) -> int:
+    """Prints the report on the files that `words` begin with; the exit status: 3 when a row cannot be used."""
+    files = []
+    for word in words:
+        if word.startswith("-"):
+            break
+        files.append(word)
+    keys = [*(["--dataset_path", *files] if files else []), *words[len(files) :]]
+    arguments, options = parse((DataArguments, CheckArguments), keys, "vlmrm check-data FILE ...")
+    if not arguments.dataset_path:
+        raise ConfigError("there is nothing to check: name a file, a folder or a hub id of preferences.")
+    count = token_counter(options.model_name_or_path, arguments) if options.model_name_or_path else None
+    report = check_data(arguments, count_tokens=count, media_sample=options.media_sample)
+    sys.stdout.write(format_report(report) + "\n")
+    return report.exit_status
+
+
+def token_counter(model: str, arguments: DataArguments) -> Callable[[Messages], int]:
+    """Counts the tokens of a conversation as the model reads it, those of its images included."""
+    from vlmrm.modeling import load_processor
+    from vlmrm.rendering import MediaLimits, Renderer
+
+    limits = MediaLimits(arguments.min_pixels, arguments.max_pixels, arguments.video_fps, arguments.video_max_frames)
+    renderer = Renderer(load_processor(model), limits)
+    return lambda messages: len(renderer.render(messages))
