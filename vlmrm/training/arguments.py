@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from trl import RewardConfig
@@ -34,6 +35,12 @@ class RewardTrainingArguments(RewardConfig):
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Not used: rows are comparisons, not columns."}
     )
+
+    if TYPE_CHECKING:  # HF declares what may be given, not what it makes of it
+        output_dir: Any = None
+        report_to: Any = None
+        accelerator_config: Any = None
+        eval_strategy: Any = None
 
     def __post_init__(self):
         if not self.use_cpu and not torch.accelerator.is_available():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from vlmrm.modeling import (
     verify_complete,
 )
 from vlmrm.modeling.arguments import ModelArguments
-from vlmrm.modeling.reward_model import QwenVLRewardModel
+from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.trainer import RewardTrainer
@@ -126,7 +126,7 @@ def run(trainer: RewardTrainer, resume_from: Path | None) -> TrainingResult:
     return TrainingResult(model_dir, {**result.metrics, "best_metric": trainer.state.best_metric})
 
 
-def build_model(model_args: ModelArguments, args: RewardTrainingArguments):
+def build_model(model_args: ModelArguments, args: RewardTrainingArguments) -> RewardModel:
     """The reward model, its head seeded, its frozen parts frozen."""
     if args.deepspeed and args.use_cpu:
         # ZeRO-3 asks for the number of ranks inside from_pretrained, before anything else starts the group.
@@ -146,9 +146,10 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments):
     freeze(model, vit=model_args.freeze_vit, merger=model_args.freeze_merger, llm=model_args.freeze_llm)
     # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
     # One process does too: without a gradient the optimizer would skip the tower, and with one of zero it does not.
-    model.touch_vision = True
-    if args.ddp_find_unused_parameters is None:
-        args.ddp_find_unused_parameters = not isinstance(model, QwenVLRewardModel)
+    if isinstance(model, QwenVLRewardModel):
+        model.touch_vision = True
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = False  # then there are none, and DDP need not look for them
     return model
 
 
@@ -259,15 +260,16 @@ def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
 
 
 def report_start(trainer: RewardTrainer, log_path: Path | None) -> None:
-    trained = sum(p.numel() if not hasattr(p, "ds_numel") else p.ds_numel for p in trained_parameters(trainer.model))
+    # ZeRO-3 holds the shape of a weight elsewhere.
+    trained = sum(getattr(weight, "ds_numel", weight.numel()) for weight in trained_parameters(trainer.model))
     if not trained:
         raise TrainingError("nothing is left to train: unfreeze a part of the model.")
-    rows = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else "a stream of"
+    rows = len(trainer.train_dataset) if isinstance(trainer.train_dataset, Sized) else "a stream of"
     logger.info(
         "Training %.4g M parameters on %s comparisons; log: %s, checkpoints: %s",
         trained / 1e6, rows, log_path, trainer.args.output_dir,
     )  # fmt: skip
 
 
-def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+def trained_parameters(model: Any) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

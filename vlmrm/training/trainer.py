@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import datasets
 import torch
 import trl
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
 from vlmrm.batching import Batch, ComparisonCollator
@@ -22,6 +23,7 @@ from vlmrm.errors import TrainingError
 from vlmrm.evaluation.metrics import scored_pairs, trl_summary
 from vlmrm.modeling import write_complete
 from vlmrm.modeling.manifest import COMPLETE
+from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import EpochCallback, PreemptionCallback
 from vlmrm.training.losses import PreferenceLoss, weights
 from vlmrm.training.step_figures import StepFigures
@@ -42,6 +44,8 @@ class RewardTrainer(trl.RewardTrainer):
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the totals of the whole step
     _name = "vlmrm"
+
+    args: RewardTrainingArguments
 
     def __init__(self, *, model, args, processor, collator: ComparisonCollator, save_extras, **kwargs):
         self.preemption = PreemptionCallback()
@@ -103,7 +107,7 @@ class RewardTrainer(trl.RewardTrainer):
 
     # Training -------------------------------------------------------------------------------------------------------
 
-    def compute_loss(self, model, inputs: Batch, return_outputs: bool = False, num_items_in_batch=None):
+    def compute_loss(self, model, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
         scores = model(**inputs["inputs"]).logits.squeeze(-1)
         parts = self.loss_function(scores, inputs["pairs"], num_items_in_batch)
         loss = torch.stack(list(parts.values())).sum()
@@ -119,20 +123,21 @@ class RewardTrainer(trl.RewardTrainer):
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """6 FLOPs for each parameter and token: forward and backward (Kaplan et al. 2020, §2.1)."""
-        return 6 * inputs["counts"]["tokens"] * self.model.num_parameters(exclude_embeddings=True)
+        model = cast(PreTrainedModel, self.model)
+        return 6 * inputs["counts"]["tokens"] * model.num_parameters(exclude_embeddings=True)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             figures = self._figures.flush(self.accelerator)
             figures["num_tokens"] = self.state.num_input_tokens_seen
             # TRL's own log averages these lists into the line.
-            self._metrics["train"] = {name: [value] for name, value in figures.items()}
+            self._metrics["train"].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)
 
     # Evaluation -----------------------------------------------------------------------------------------------------
 
-    def prediction_step(self, model, inputs: Batch, prediction_loss_only, ignore_keys=None):
-        inputs = self._prepare_inputs(inputs)
+    def prediction_step(self, model, inputs: Any, prediction_loss_only, ignore_keys=None):
+        inputs = cast(Batch, self._prepare_inputs(inputs))
         with torch.no_grad(), self.compute_loss_context_manager():
             scores = model(**inputs["inputs"]).logits.squeeze(-1).float().tolist()
         start = 0
@@ -150,7 +155,7 @@ class RewardTrainer(trl.RewardTrainer):
         rows = [row for row in dataloader.dataset if row["index"] in scores]
         pairs = scored_pairs([row["comparison"] for row in rows], [scores[row["index"]] for row in rows])
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in trl_summary(pairs).items()}
-        return EvalLoopOutput(None, None, {**output.metrics, **metrics}, len(rows))
+        return output._replace(metrics={**(output.metrics or {}), **metrics}, num_samples=len(rows))
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
