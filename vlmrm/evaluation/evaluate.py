@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from vlmrm.batching import ComparisonCollator, to_device
 from vlmrm.batching.workers import plain_worker_errors
@@ -51,7 +52,7 @@ class _KeepComparisons:
 
 @torch.inference_mode()
 def evaluate(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     collator: ComparisonCollator,
     dataset,
     *,

@@ -59,7 +59,7 @@ def sweep(argv: Sequence[str]) -> SweepResult:
     if not data_args.dataset_path:
         raise ConfigError("dataset_path is missing: give the preferences to evaluate on.")
     checkpoints = [found for model_dir in args.model_dirs for found in checkpoints_of(model_dir, args)]
-    dataset = load_comparisons(
+    dataset: Any = load_comparisons(
         data_args.dataset_path,
         arguments=data_args,
         split=data_args.dataset_split,
@@ -116,7 +116,7 @@ def measure(
 ) -> dict[str, Any]:
     """The figures of one model on one data set."""
     collator = collator_for(loaded, batcher_for(loaded.model, loaded.processor, args.batching), data_args)
-    options = {"batch_size": args.eval_batch_size, "num_workers": args.dataloader_num_workers}
+    options: dict[str, Any] = {"batch_size": args.eval_batch_size, "num_workers": args.dataloader_num_workers}
     result = evaluate(loaded.model, collator, dataset, description=name, **options)
     pairs = result.pairs()
     if not len(pairs.chosen):
