@@ -1,0 +1,14 @@
+"""Benchmarks: each compares this project with a plain way of doing the same, measured side by side in one run.
+
+`python -m benchmarks` runs all of them and `python -m benchmarks.NAME` one; both take `--json` and `--quick`.
+"""
+
+BENCHMARKS = {
+    "train_step": "forward and backward of one training step, against one row for each conversation",
+    "scoring": "forward alone: many candidates for one prompt, and pairs",
+    "sweep": "several checkpoints over one data set, against their forward passes alone",
+    "epoch": "a training with its loader, against its steps alone",
+    "scale": "time to the first step and memory, from a thousand rows to a million",
+    "gpu": "a training step at real model sizes on a CUDA GPU",
+    "flickr8k": "training and measuring on real photos and real judgements",
+}

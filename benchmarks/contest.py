@@ -1,0 +1,73 @@
+"""The naive way and ours over one workload, with equal weights and, before anything is timed, equal scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Qwen2_5_VLConfig
+
+from benchmarks import flops
+from benchmarks.naive import NaiveRewardModel, padded
+from benchmarks.shapes import Workload, reward_model
+from vlmrm.batching import to_device
+
+Prepare = Callable[[], Callable[[], Any]]
+
+
+class Contest:
+    """Both models with the workload's inputs. Inputs are made in every round, before the clock starts."""
+
+    def __init__(self, config: Qwen2_5_VLConfig, work: Workload, tolerance: float = 1e-4):
+        self.config, self.work = config, work
+        self.model, self.batcher = reward_model(config)
+        self.naive = NaiveRewardModel(self.model)
+        with torch.no_grad():
+            ours, naive = self.our_scores(self.our_inputs()), self.naive_scores(self.naive_inputs())
+        error = ((ours - naive).norm() / naive.norm()).item()
+        if not error <= tolerance:
+            raise AssertionError(f"the two ways differ by {error:.2g} of their scores: there is nothing to compare")
+
+    def our_inputs(self) -> dict[str, Any]:
+        return to_device(self.batcher(self.work.conversations), self.model.device)
+
+    def naive_inputs(self) -> dict[str, Any]:
+        return to_device(padded(self.work.conversations), self.model.device)
+
+    def our_scores(self, inputs: dict[str, Any]) -> torch.Tensor:
+        return self.model(**inputs).logits.squeeze(-1)
+
+    def naive_scores(self, inputs: dict[str, Any]) -> torch.Tensor:
+        return self.naive(**inputs)
+
+    def steps(self) -> dict[str, Prepare]:
+        """Forward and backward, as `harness.interleave` takes them."""
+        self.model.train()
+        self.naive.train()
+
+        def step(inputs: Callable, scores: Callable) -> Callable[[], Any]:
+            self.naive.zero_grad()  # the weights are those of both
+            made = inputs()
+            return lambda: self.work.loss(scores(made)).backward()
+
+        return {
+            "naive": lambda: step(self.naive_inputs, self.naive_scores),
+            "ours": lambda: step(self.our_inputs, self.our_scores),
+        }
+
+    def forwards(self) -> dict[str, Prepare]:
+        """Forward alone, as `harness.interleave` takes it."""
+
+        def forward(inputs: Callable, scores: Callable) -> Callable[[], Any]:
+            made = inputs()
+            return torch.inference_mode()(lambda: scores(made))
+
+        return {
+            "naive": lambda: forward(self.naive_inputs, self.naive_scores),
+            "ours": lambda: forward(self.our_inputs, self.our_scores),
+        }
+
+    def operations(self) -> tuple[flops.Work, flops.Work]:
+        """What the naive way and ours compute."""
+        return flops.of_padded(self.config, self.work.conversations), flops.of_shared(self.config, self.our_inputs())

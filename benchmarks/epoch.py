@@ -1,0 +1,86 @@
+"""A whole small training, its loader included, over the same steps alone: wall-clock seconds a step.
+
+The training reads a file, opens pictures in one worker and logs; the steps alone find their batches ready-made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks import harness, runs
+from benchmarks.harness import Row, row
+from vlmrm.batching import ComparisonCollator
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.sources import load_comparisons
+from vlmrm.modeling import batcher_for, load_for_training, load_processor
+from vlmrm.rendering import Renderer
+from vlmrm.training.losses import PreferenceLoss, weights
+from vlmrm.training.main import train
+
+PAIRS, BATCH = 160, 4
+LIMIT = 1.10
+ROUNDS = 3
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    pairs = 8 if options.quick else PAIRS
+    epochs, alone = [], []
+    with runs.workplace() as folder:
+        base = runs.base_model(folder / "base", options.quick)
+        data = runs.picture_pairs(folder / "data", pairs, pictures=pairs)
+        steps = Steps(base, data)
+        for number in range(1 if options.quick else ROUNDS):
+            alone.append(steps.seconds())
+            epochs.append(epoch_seconds(base, data, folder / f"training-{number}") / steps.count)
+    ratios = [epoch / step for epoch, step in zip(epochs, alone, strict=True)]
+    line = row("step", statistics.median(ratios), "x step alone", at_most=LIMIT)
+    line |= {"lowest": min(ratios), "highest": max(ratios), "steps": steps.count}
+    line |= {"epoch_step_seconds": statistics.median(epochs), "step_alone_seconds": statistics.median(alone)}
+    return [line]
+
+
+def epoch_seconds(base: Path, data: Path, output: Path) -> float:
+    """One epoch through the trainer, from the start of its loop to its end."""
+    keys = {"per_device_train_batch_size": BATCH, "num_train_epochs": 1, "logging_steps": 10}
+    result = train(runs.training_words(base, data, output, dataloader_num_workers=1, **keys))
+    return result.metrics["train_runtime"]
+
+
+class Steps:
+    """The steps of the same training by hand: forward, loss, backward, clipping, optimizer."""
+
+    def __init__(self, base: Path, data: Path):
+        processor = load_processor(base)
+        self.model = load_for_training(base, dtype=torch.float32, attn_implementation="sdpa", seed=0).train()
+        batcher = batcher_for(self.model, processor, "shared")
+        rows = load_comparisons([str(data)], arguments=DataArguments(dataset_path=[str(data)]))
+        collator = ComparisonCollator(Renderer(processor), batcher, max_seq_length=4096)
+        self.batches = [collator([rows[i] for i in range(at, at + BATCH)]) for at in range(0, len(rows), BATCH)]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.loss = PreferenceLoss()
+
+    @property
+    def count(self) -> int:
+        return len(self.batches)
+
+    def seconds(self) -> float:
+        """Wall-clock seconds of a step, the mean over all batches."""
+        started = time.perf_counter()
+        for part in itertools.chain.from_iterable(batch["parts"] for batch in self.batches):
+            scores = self.model(**part["inputs"]).logits.squeeze(-1)
+            losses = self.loss(scores, part["pairs"], weights(part["pairs"]))
+            torch.stack(list(losses.values())).sum().backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return (time.perf_counter() - started) / self.count
+
+
+if __name__ == "__main__":
+    harness.main("epoch", measure, __doc__)

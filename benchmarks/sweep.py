@@ -1,0 +1,84 @@
+"""A sweep of several checkpoints over one data set, over the same forward passes alone, in CPU seconds.
+
+The sweep opens the data, the pictures and the checkpoints; the forward passes find their batches ready-made.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import harness, runs
+from benchmarks.harness import Row, row
+from vlmrm.batching import ComparisonCollator
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.sources import load_comparisons
+from vlmrm.evaluation.sweep import sweep
+from vlmrm.modeling import batcher_for, load_checkpoint
+from vlmrm.rendering import Renderer
+
+CHECKPOINTS, PAIRS, BATCH = 4, 64, 8
+LIMIT = 1.15
+ROUNDS = 3
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    count, pairs = (2, 4) if options.quick else (CHECKPOINTS, PAIRS)
+    with runs.workplace() as folder:
+        base = runs.base_model(folder / "base", options.quick)
+        checkpoints = [
+            runs.reward_checkpoint(base, folder / "training" / f"checkpoint-{i + 1}", seed=i) for i in range(count)
+        ]
+        data = runs.picture_pairs(folder / "data", pairs, pictures=pairs)
+        forward, collate = forward_only(checkpoints, data)
+        ways = {"sweep": lambda: whole_sweep(folder, data), "forward": lambda: forward}
+        timings = harness.interleave(ways, 1 if options.quick else ROUNDS)
+        once = harness.stopwatch(collate)
+    line = row("total", **timings.ratio("sweep", "forward"), unit="x forward", at_most=LIMIT)
+    line |= {"checkpoints": count, "pairs": pairs, "sweep_seconds": timings.median("sweep")}
+    # What opening the data once for every checkpoint would cost at least, for comparison.
+    line |= {"forward_seconds": timings.median("forward"), "opening_data_once_seconds": once}
+    return [line]
+
+
+def whole_sweep(folder: Path, data: Path) -> Callable[[], Any]:
+    """A sweep whose results file is new: it would skip checkpoints that it has results of."""
+    output = folder / "results.csv"
+    for path in (output, output.with_suffix(".json")):
+        path.unlink(missing_ok=True)
+    words = runs.words(model_dirs=folder / "training", dataset_path=data, eval_batch_size=BATCH, output_file=output)
+    return lambda: sweep(words)
+
+
+def forward_only(checkpoints: list[Path], data: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Every checkpoint's forward passes over ready-made batches; and the making of these batches."""
+    loaded = [load_checkpoint(path, dtype="float32") for path in checkpoints]
+    for each in loaded:
+        batcher_for(each.model, each.processor, "shared")
+    batcher = batcher_for(loaded[0].model, loaded[0].processor, "shared")
+    arguments = DataArguments(dataset_path=[str(data)])
+    rows = load_comparisons([str(data)], arguments=arguments)
+    collator = ComparisonCollator(Renderer(loaded[0].processor), batcher, max_seq_length=4096)
+
+    def collate() -> list[Any]:
+        return [
+            collator([rows[i] for i in range(at, min(at + BATCH, len(rows)))]) for at in range(0, len(rows), BATCH)
+        ]
+
+    batches = collate()
+
+    @torch.inference_mode()
+    def forward() -> None:
+        for each in loaded:
+            for part in (part for batch in batches for part in batch["parts"]):
+                each.model(**part["inputs"])
+
+    return forward, collate
+
+
+if __name__ == "__main__":
+    harness.main("sweep", measure, __doc__)

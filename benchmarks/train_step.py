@@ -1,0 +1,80 @@
+"""Forward and backward of one training step with an irrelevant pair: the naive way over ours, in CPU seconds.
+
+`bound` is the ratio of the two ways' operations (benchmarks/flops.py). Inputs are made before the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+
+from benchmarks import harness
+from benchmarks.contest import Contest
+from benchmarks.harness import Row, row
+from benchmarks.naive import NaiveRewardModel, padded
+from benchmarks.shapes import Pair, configuration, reward_model, training
+
+# size, pairs, target
+CASES = {
+    "h512_resp32": ("h512", [Pair(144, 32, 32, 32)] * 2, 2.6),
+    "h512_resp256": ("h512", [Pair(144, 32, 256, 256)] * 2, 1.75),
+    "h768_mixed": (
+        "h768",
+        [Pair(48, 16, 12, 40), Pair(64, 24, 60, 12), Pair(80, 32, 24, 100), Pair(100, 40, 90, 30)],
+        2.7,
+    ),
+}
+MEMORY = ("h512", [Pair(256, 64, 64, 64)] * 2)
+QUICK = ("tiny", [Pair(4, 6, 5, 3), Pair(6, 4, 2, 7)])
+OF_BOUND, MEMORY_RATIO = 0.97, 0.42
+ROUNDS = 5
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    rows = []
+    for case, (size, pairs, target) in CASES.items():
+        size, pairs = QUICK if options.quick else (size, pairs)
+        rows += speed(case, size, pairs, target, rounds=1 if options.quick else ROUNDS)
+    size, pairs = QUICK if options.quick else MEMORY
+    ours, naive = (harness.in_new_process(memory, way, size, pairs) for way in ("ours", "naive"))
+    rows.append(row("h512_memory", ours / naive, "x naive", at_most=MEMORY_RATIO, our_mb=ours, naive_mb=naive))
+    return rows
+
+
+def speed(case: str, size: str, pairs: list[Pair], target: float, rounds: int) -> list[Row]:
+    config = configuration(size)
+    contest = Contest(config, training(config, pairs))
+    timings = harness.interleave(contest.steps(), rounds)
+    naive, ours = contest.operations()
+    bound = naive.training / ours.training
+    line = row(case, **timings.ratio("naive", "ours"), unit="x naive", at_least=target, bound=bound)
+    line |= {"naive_tokens": naive.tokens, "our_tokens": ours.tokens}
+    line |= {"naive_seconds": timings.median("naive"), "our_seconds": timings.median("ours")}
+    return [line, row(f"{case}_of_bound", line["measured"] / bound, "of bound", at_least=OF_BOUND)]
+
+
+def memory(way: str, size: str, pairs: list[Pair]) -> float:
+    """MB by which the peak of a fresh process rises in its first step, gradients included."""
+    config = configuration(size)
+    work = training(config, pairs)
+    step = {"ours": our_step, "naive": naive_step}[way](config, work.conversations)
+    before = harness.peak_memory()
+    work.loss(step()).backward()
+    return harness.peak_memory() - before
+
+
+def our_step(config, conversations) -> Callable[[], torch.Tensor]:
+    model, batcher = reward_model(config)
+    inputs = batcher(conversations)
+    return lambda: model.train()(**inputs).logits.squeeze(-1)
+
+
+def naive_step(config, conversations) -> Callable[[], torch.Tensor]:
+    model, inputs = NaiveRewardModel(reward_model(config)[0]), padded(conversations)
+    return lambda: model.train()(**inputs)
+
+
+if __name__ == "__main__":
+    harness.main("train_step", measure, __doc__)
