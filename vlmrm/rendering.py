@@ -30,6 +30,11 @@ class ProcessedMedia:
     tensors: dict[str, torch.Tensor]
     replacement: str
 
+    @property
+    def patches(self) -> int:
+        """Rows of pixels that the vision tower computes."""
+        return max(map(len, self.tensors.values()))
+
 
 @dataclass(frozen=True)
 class Rendered:

@@ -12,7 +12,7 @@ from vlmrm.batching.collator import OverlongError
 from vlmrm.data import irrelevant
 from vlmrm.data.schema import Branch, Comparison
 from vlmrm.errors import MediaError, RowError
-from vlmrm.rendering import Renderer
+from vlmrm.rendering import Rendered, Renderer
 
 
 def comparison(
@@ -43,8 +43,13 @@ def collator(processor, **options) -> ComparisonCollator:
     )
 
 
+def only_part(batch) -> dict:
+    [part] = batch["parts"]
+    return part
+
+
 def answer_texts(processor, batch) -> list[str]:
-    texts = processor.tokenizer.batch_decode(batch["inputs"]["input_ids"], skip_special_tokens=True)
+    texts = processor.tokenizer.batch_decode(only_part(batch)["inputs"]["input_ids"], skip_special_tokens=True)
     return [text.split("assistant\n")[-1].strip() for text in texts]
 
 
@@ -54,10 +59,12 @@ def test_pairs_point_at_the_better_and_the_worse_answer(processor):
     texts = answer_texts(processor, batch)
     named = [
         (texts[c], texts[r])
-        for c, r in zip(batch["pairs"]["chosen"].tolist(), batch["pairs"]["rejected"].tolist(), strict=True)
+        for c, r in zip(
+            only_part(batch)["pairs"]["chosen"].tolist(), only_part(batch)["pairs"]["rejected"].tolist(), strict=True
+        )
     ]
     assert named == [("yes", "no"), ("best", "worst"), ("middle", "worst"), ("best", "middle")]
-    assert batch["rows"]["branches"].tolist() == [2, 3]
+    assert only_part(batch)["rows"]["branches"].tolist() == [2, 3]
     assert batch["counts"]["pairs"] == 4
 
 
@@ -66,15 +73,15 @@ def test_a_tie_has_no_margin(processor):
         "t", *[getattr(comparison("t", {"a": 1, "b": 1}), f) for f in ("prompt", "branches")], margin=2.0
     )
     batch = collator(processor)(rows(tied))
-    assert batch["pairs"]["tie"].tolist() == [True]
-    assert batch["pairs"]["margin"].tolist() == [0.0]
+    assert only_part(batch)["pairs"]["tie"].tolist() == [True]
+    assert only_part(batch)["pairs"]["margin"].tolist() == [0.0]
 
 
 def test_padding_is_masked_and_images_follow_the_rows_that_show_them(processor):
     batch = collator(processor)(
         rows(comparison("a", {"y": 1, "a much longer answer": 0}, "red"), comparison("b", {"1": 1, "2": 0}))
     )
-    inputs = batch["inputs"]
+    inputs = only_part(batch)["inputs"]
     assert inputs["input_ids"].shape == inputs["attention_mask"].shape == inputs["mm_token_type_ids"].shape
     assert inputs["image_grid_thw"].shape == (2, 3)
     shown = (inputs["mm_token_type_ids"] == 1).sum(1).tolist()
@@ -86,7 +93,7 @@ def test_an_overlong_row_is_dropped_by_name(processor):
     long, short = comparison("long", {"x " * 300: 1, "y": 0}), comparison("short", {"x": 1, "y": 0})
     batch = collator(processor, overlong="drop")(rows(long, short))
     assert [row_id for row_id, _ in batch["dropped"]] == ["long"]
-    assert batch["rows"]["index"].tolist() == [1]
+    assert only_part(batch)["rows"]["index"].tolist() == [1]
     with pytest.raises(OverlongError, match=r"row long: .*max_seq_length 256"):
         collator(processor, overlong="error")(rows(long, short))
 
@@ -94,7 +101,7 @@ def test_an_overlong_row_is_dropped_by_name(processor):
 def test_an_overlong_answer_is_trimmed_and_stays_in(processor):
     batch = collator(processor, overlong="trim")(rows(comparison("long", {"x " * 300: 1, "y": 0}, "red")))
     assert batch["dropped"] == []
-    assert batch["inputs"]["input_ids"].shape[1] <= 256
+    assert only_part(batch)["inputs"]["input_ids"].shape[1] <= 256
     same_start = comparison("same", {"x " * 300 + "a": 1, "x " * 300 + "b": 0})
     dropped = collator(processor, overlong="trim")(rows(same_start))["dropped"]
     assert "differ only past max_seq_length" in dropped[0][1]
@@ -107,14 +114,14 @@ def test_a_bad_image_stops_the_run_or_is_skipped_by_name(processor, tmp_path):
     with pytest.raises(MediaError, match=r"row bad: .*empty\.jpg"):
         collator(processor)(rows(bad))
     batch = collator(processor, bad_rows="skip")(rows(bad, comparison("ok", {"x": 1, "y": 0})))
-    assert batch["rows"]["index"].tolist() == [1]
+    assert only_part(batch)["rows"]["index"].tolist() == [1]
     assert batch["dropped"][0][0] == "bad"
 
 
 def test_a_batch_of_only_bad_rows_still_makes_a_step(processor):
     batch = collator(processor, bad_rows="skip")(rows(RowError("no answers", "r1")))
-    assert batch["inputs"]["input_ids"].shape[0] == 1
-    assert batch["pairs"]["chosen"].shape == (0,)
+    assert only_part(batch)["inputs"]["input_ids"].shape[0] == 1
+    assert only_part(batch)["pairs"]["chosen"].shape == (0,)
     assert batch["dropped"] == [("r1", "no answers")]
 
 
@@ -125,13 +132,14 @@ def test_irrelevant_answers_stand_under_another_prompt(processor):
     )
     queries = irrelevant.IrrelevantQueries(1, seed=0, draw=lambda rng: None)
     batch = collator(processor, irrelevant=queries)(rows(red, blue))
-    texts = processor.tokenizer.batch_decode(batch["inputs"]["input_ids"], skip_special_tokens=True)
-    added = [i for i, is_irrelevant in enumerate(batch["pairs"]["irrelevant"].tolist()) if is_irrelevant]
+    texts = processor.tokenizer.batch_decode(only_part(batch)["inputs"]["input_ids"], skip_special_tokens=True)
+    added = [i for i, is_irrelevant in enumerate(only_part(batch)["pairs"]["irrelevant"].tolist()) if is_irrelevant]
     assert len(added) == 2
-    chosen = texts[batch["pairs"]["chosen"][added[0]]]
-    assert "Blue?" in chosen and chosen.split("assistant\n")[-1].strip() == "r"
-    assert batch["rows"]["branches"].sum() == 4
-    assert batch["inputs"]["image_grid_thw"].shape[0] == 8
+    shown = {texts[only_part(batch)["pairs"]["chosen"][i]] for i in added}
+    assert any("Blue?" in text and text.split("assistant\n")[-1].strip() == "r" for text in shown)
+    assert any("Red?" in text and text.split("assistant\n")[-1].strip() == "b" for text in shown)
+    assert only_part(batch)["rows"]["branches"].sum() == 4
+    assert only_part(batch)["inputs"]["image_grid_thw"].shape[0] == 8
 
 
 def test_without_another_prompt_in_the_batch_the_data_set_gives_one(processor):
@@ -139,8 +147,11 @@ def test_without_another_prompt_in_the_batch_the_data_set_gives_one(processor):
     queries = irrelevant.for_dataset(1, 0, [{"comparison": red}, {"comparison": blue}])
     for _ in range(3):
         batch = collator(processor, irrelevant=queries)(rows(red))
-        assert batch["pairs"]["irrelevant"].tolist() == [False, True]
-    first, second = batch["inputs"]["pixel_values"].chunk(4)[0], batch["inputs"]["pixel_values"].chunk(4)[2]
+        assert only_part(batch)["pairs"]["irrelevant"].tolist() == [False, True]
+    first, second = (
+        only_part(batch)["inputs"]["pixel_values"].chunk(4)[0],
+        only_part(batch)["inputs"]["pixel_values"].chunk(4)[2],
+    )
     assert not torch.equal(first, second)
 
 
@@ -160,3 +171,26 @@ def test_donors_are_chosen_by_seed_epoch_and_row():
     assert queries.donors(pool[0], pool, 0) == again.donors(pool[0], pool, 0)
     assert len(queries.donors(pool[0], pool[:1], 0)) == 2
     assert any(queries.donors(pool[0], pool, epoch) != queries.donors(pool[0], pool, 0) for epoch in range(1, 5))
+
+
+def test_a_token_budget_splits_the_batch_and_keeps_every_pair(processor):
+    comparisons = [comparison(str(i), {"y": 1, "n": 0}, colour) for i, colour in enumerate(("red", "green", "blue"))]
+    queries = irrelevant.IrrelevantQueries(1, seed=0, draw=lambda rng: None)
+    whole = collator(processor, irrelevant=queries)(rows(*comparisons))
+    split = collator(processor, irrelevant=queries, max_tokens_per_batch=1)
+    parts = split(rows(*comparisons))["parts"]
+    assert len(parts) == 3
+    assert sorted(index for part in parts for index in part["rows"]["index"].tolist()) == [0, 1, 2]
+    assert sum(len(part["pairs"]["chosen"]) for part in parts) == len(only_part(whole)["pairs"]["chosen"]) == 6
+    assert split.nothing()["pairs"]["chosen"].shape == (0,)
+
+
+def test_padded_parts_hold_every_unit_once_within_the_budget():
+    lengths = [5, 100, 7, 7, 30, 1, 64]
+    units = [[Rendered([0] * length, [0] * length)] for length in lengths]
+    for budget in (1, 64, 128, 10**4):
+        parts = PaddedBatcher(0, False).split(units, budget)
+        assert sorted(number for part in parts for number in part) == list(range(len(lengths)))
+        for part in parts:
+            assert len(part) == 1 or len(part) * max(lengths[i] for i in part) <= budget
+    assert len(PaddedBatcher(0, False).split(units, 10**4)) == 1

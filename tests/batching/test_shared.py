@@ -204,7 +204,21 @@ def test_each_image_and_each_shared_token_is_there_once(checkpoints):
     assert len(inputs["image_grid_thw"]) == 2
     tails = [len(item) for item in rendered]
     assert inputs["input_ids"].shape[1] < sum(tails) / 2
-    assert batcher.cost(rendered) == inputs["input_ids"].shape[1] + len(inputs["pixel_values"])
+
+
+def test_parts_stay_under_the_budget_and_count_what_is_shared_once(checkpoints):
+    batcher, rendered = rendered_of(checkpoints, "irrelevant branches")
+    units = [[rendered[i], rendered[i + 1]] for i in (0, 2, 4)]
+    sizes = [size_of(batcher(unit)) for unit in units]
+    together = size_of(batcher([*units[1], *units[2]]))  # answers under one prompt
+    assert together < sizes[1] + sizes[2]
+    assert sorted(map(sorted, batcher.split(units, together))) == [[0], [1, 2]]
+    assert [len(part) for part in batcher.split(units, 1)] == [1, 1, 1]
+    assert sorted(batcher.split(units, 10**6)[0]) == [0, 1, 2]
+
+
+def size_of(inputs) -> int:
+    return inputs["input_ids"].numel() + len(inputs["pixel_values"])
 
 
 def test_equal_answers_are_computed_once(checkpoints):

@@ -125,19 +125,19 @@ def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, h
     break_weights(run_folder / "checkpoint-9")
     measure, measured = sweep_module.measure, []
 
-    def killed(loaded, dataset, args, data_args, name):
+    def killed(loaded, dataset, args, data_args, processes, name):
         if name == "checkpoint-100":
             raise KeyboardInterrupt
-        return measure(loaded, dataset, args, data_args, name)
+        return measure(loaded, dataset, args, data_args, processes, name)
 
     monkeypatch.setattr(sweep_module, "measure", killed)
     with pytest.raises(KeyboardInterrupt):
         sweep(asked(run_folder, data))
     assert [row["checkpoint"] for row in read_csv()] == ["checkpoint-9", "checkpoint-10"]
 
-    def watched(loaded, dataset, args, data_args, name):
+    def watched(loaded, dataset, args, data_args, processes, name):
         measured.append(name)
-        return measure(loaded, dataset, args, data_args, name)
+        return measure(loaded, dataset, args, data_args, processes, name)
 
     monkeypatch.setattr(sweep_module, "measure", watched)
     shutil.rmtree(run_folder / "checkpoint-9")

@@ -13,7 +13,6 @@ from PIL import Image
 
 from vlmrm import cli, load_scorer
 from vlmrm.errors import ConfigError, MediaError, RowError
-from vlmrm.scoring.scorer import batches_under
 
 QUESTION = "Which colour is this?"
 
@@ -126,16 +125,6 @@ def test_a_conversation_that_cannot_be_scored_is_named_by_its_place(scorer, tmp_
     (tmp_path / "text.png").write_text("no picture")
     with pytest.raises(MediaError, match=r"^conversation 1: .*text\.png is not an image"):
         scorer.score([good, conversation("red", tmp_path / "text.png")])
-
-
-def test_batches_hold_every_index_once_within_the_budget():
-    lengths = [5, 100, 7, 7, 30, 1, 64]
-    for budget in (1, 64, 128, 10**4):
-        batches = batches_under(lengths, budget)
-        assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-        for batch in batches:
-            assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
-    assert len(batches_under(lengths, 10**4)) == 1
 
 
 @pytest.fixture

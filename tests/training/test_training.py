@@ -94,12 +94,13 @@ def test_the_log_speaks_trl(train_here, tmp_path, data):
         *("loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens"),
         *("accuracy", "margin", "mean_reward", "min_reward", "max_reward"),
         *("loss_preference", "loss_irrelevant", "loss_center", "irrelevant_margin"),
-        *("tokens_per_second", "pairs_per_second", "dropped_rows"),
+        *("tokens_per_second", "pairs_per_second", "data_wait", "dropped_rows"),
     }
     for entry in history:
         parts = entry["loss_preference"] + entry["loss_irrelevant"] + entry["loss_center"]
         assert entry["loss"] == pytest.approx(parts, rel=1e-5)
         assert entry["min_reward"] <= entry["mean_reward"] <= entry["max_reward"]
+        assert 0 <= entry["data_wait"] <= 1
     assert history[0]["loss_preference"] == pytest.approx(math.log(2), abs=0.05)
     tokens = [entry["num_tokens"] for entry in history]
     assert tokens == sorted(set(tokens))
@@ -242,3 +243,20 @@ def test_wandb_reports_without_a_network(train_here, tmp_path, data, monkeypatch
         monkeypatch.setenv(f"WANDB_{kind}DIR", str(tmp_path / "wandb"))
     train_here(data, max_steps=1, report_to="wandb")
     assert list(tmp_path.glob("wandb/**/run-*.wandb"))
+
+
+@pytest.mark.parametrize("batching", ["shared", "reference"])
+def test_a_token_budget_changes_no_loss(train_here, tmp_path, data, batching):
+    keys = {
+        "batching": batching,
+        "per_device_train_batch_size": 4,
+        "save_steps": 5,
+        "use_irrelevant_queries": True,
+        "center_rewards_coefficient": 0.01,
+    }
+    train_here(data, "whole", **keys)
+    train_here(data, "parts", max_tokens_per_batch=1, **keys)
+    whole, parts = (tmp_path / name / "checkpoint-5" for name in ("whole", "parts"))
+    for name in ("loss", "loss_irrelevant", "accuracy", "margin", "mean_reward", "grad_norm"):
+        assert logged(parts, name) == pytest.approx(logged(whole, name), rel=1e-4, abs=1e-6), name
+    assert largest_difference(whole, parts) < 1e-4

@@ -1,11 +1,12 @@
 """Conversations and comparisons → batches of tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from vlmrm.batching.collator import Batch, Batcher, ComparisonCollator
+from vlmrm.batching.batcher import Batcher
+from vlmrm.batching.collator import Batch, ComparisonCollator, Part
 from vlmrm.batching.padded import PaddedBatcher
 from vlmrm.batching.shared import SharedBatcher
 
@@ -15,4 +16,20 @@ def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
-__all__ = ["Batch", "Batcher", "ComparisonCollator", "PaddedBatcher", "SharedBatcher", "to_device"]
+def scores_by_row(part: Part, scores: Sequence[float]) -> list[tuple[int, list[float]]]:
+    """The scores of a part as (index of the comparison, one score for each of its branches)."""
+    rest = iter(scores)
+    rows = zip(part["rows"]["index"].tolist(), part["rows"]["branches"].tolist(), strict=True)
+    return [(index, [next(rest) for _ in range(branches)]) for index, branches in rows]
+
+
+__all__ = [
+    "Batch",
+    "Batcher",
+    "ComparisonCollator",
+    "PaddedBatcher",
+    "Part",
+    "SharedBatcher",
+    "scores_by_row",
+    "to_device",
+]

@@ -2,24 +2,26 @@
 
 A batch is a dictionary that the trainer moves to the device as it is:
 
-    inputs   what the model takes; it answers one score for each conversation
-    pairs    [N] tensors over pairs of conversations: chosen, rejected (indices), margin, weight, tie, irrelevant
-    rows     [R] tensors over the comparisons: index (in the data set), branches (how many scores are its own)
+    parts    each goes through the model at once; one, unless a token budget splits the batch:
+        inputs   what the model takes; it answers one score for each conversation
+        pairs    [N] tensors over pairs of conversations: chosen, rejected (indices), margin, weight, tie, irrelevant
+        rows     [R] tensors over the comparisons: index (in the data set), branches (how many scores are its own)
     counts   numbers for the logs: tokens, pairs
     dropped  (row id, reason) of each row left out
 
-The scores of the comparisons' own branches come first, in order; those of irrelevant queries follow.
+In a part the scores of the comparisons' own branches come first, in order; those of irrelevant queries follow.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from vlmrm.batching.batcher import Batcher
 from vlmrm.data.irrelevant import IrrelevantQueries, best_and_worst
 from vlmrm.data.schema import Comparison, Messages
 from vlmrm.errors import RowError
@@ -27,8 +29,8 @@ from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
 
 logger = logging.getLogger("vlmrm")
 
-Batcher = Callable[[Sequence[Rendered]], dict[str, torch.Tensor]]
 Batch = dict[str, Any]
+Part = dict[str, Any]
 
 # Stands in for a batch whose rows were all dropped, so that every rank still runs its step; it has no pairs.
 NOTHING = [{"role": "user", "content": [{"type": "text", "text": "-"}]}]
@@ -41,6 +43,7 @@ class ComparisonCollator:
     renderer: Renderer
     batcher: Batcher
     max_seq_length: int
+    max_tokens_per_batch: int | None = None
     overlong: str = "drop"
     bad_rows: str = "error"
     irrelevant: IrrelevantQueries | None = None
@@ -49,44 +52,59 @@ class ComparisonCollator:
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> Batch:
         cache: dict[str, ProcessedMedia] = {}
-        kept: list[tuple[int, Comparison, list[Rendered]]] = []
+        units: list[_Unit] = []
         dropped: list[tuple[str, str]] = []
         for row in rows:
             comparison = row["comparison"]
             try:
                 if isinstance(comparison, RowError):
                     raise comparison
-                kept.append((row["index"], comparison, self._render(comparison, cache)))
-            except OverlongError as error:
-                if self.overlong == "error":
-                    raise
-                dropped.append((error.row_id or "", error.reason))
+                units.append(_Unit(row["index"], comparison, self._render(comparison, cache)))
             except RowError as error:
                 named = error if error.row_id is not None else type(error)(error.reason, comparison.id)
-                if self.bad_rows == "error":
+                policy = self.overlong if isinstance(error, OverlongError) else self.bad_rows
+                if policy == "error":
                     raise named from error
                 dropped.append((named.row_id or "", named.reason))
+        if self.irrelevant is not None:
+            self._show_irrelevant(units, self.irrelevant, cache)
+        conversations = [unit.conversations() for unit in units]
+        return {
+            "parts": [self._part([units[i] for i in numbers]) for numbers in self._split(conversations)],
+            "counts": {
+                "tokens": sum(len(item) for unit in conversations for item in unit),
+                "pairs": sum(len(unit.comparison.pairs()) for unit in units),
+            },
+            "dropped": dropped,
+        }
 
-        rendered = [item for _, _, branches in kept for item in branches]
+    def nothing(self) -> Part:
+        """A part without pairs: for a rank that has run out of parts while others have not."""
+        return self._part([])
+
+    def _split(self, conversations: list[list[Rendered]]) -> list[list[int]]:
+        if self.max_tokens_per_batch is None or not conversations:
+            return [list(range(len(conversations)))]
+        return self.batcher.split(conversations, self.max_tokens_per_batch)
+
+    def _part(self, units: Sequence[_Unit]) -> Part:
+        rendered = [item for unit in units for item in unit.branches]
         pairs = _Pairs()
         start = 0
-        for _, comparison, branches in kept:
-            for chosen, rejected, tie in comparison.pairs():
-                pairs.add(start + chosen, start + rejected, comparison.margin, comparison.weight, tie=tie)
-            start += len(branches)
-        if self.irrelevant is not None:
-            self._add_irrelevant([comparison for _, comparison, _ in kept], rendered, pairs, cache)
-
-        inputs = self.batcher(rendered or [self.renderer.render(NOTHING)])
+        for unit in units:
+            for chosen, rejected, tie in unit.comparison.pairs():
+                pairs.add(start + chosen, start + rejected, unit.comparison.margin, unit.comparison.weight, tie=tie)
+            start += len(unit.branches)
+        for better, worse, weight in (guests for unit in units for guests in unit.guests):
+            pairs.add(len(rendered), len(rendered) + 1, None, weight, tie=True, irrelevant=True)
+            rendered += [better, worse]
         return {
-            "inputs": inputs,
+            "inputs": self.batcher(rendered or [self.renderer.render(NOTHING)]),
             "pairs": pairs.tensors(),
             "rows": {
-                "index": torch.tensor([index for index, _, _ in kept], dtype=torch.long),
-                "branches": torch.tensor([len(branches) for _, _, branches in kept], dtype=torch.long),
+                "index": torch.tensor([unit.index for unit in units], dtype=torch.long),
+                "branches": torch.tensor([len(unit.branches) for unit in units], dtype=torch.long),
             },
-            "counts": {"tokens": sum(map(len, rendered)), "pairs": sum(len(c.pairs()) for _, c, _ in kept)},
-            "dropped": dropped,
         }
 
     def _render(self, comparison: Comparison, cache: dict[str, ProcessedMedia]) -> list[Rendered]:
@@ -111,30 +129,40 @@ class ComparisonCollator:
             )
         return trimmed
 
-    def _add_irrelevant(
-        self,
-        comparisons: list[Comparison],
-        rendered: list[Rendered],
-        pairs: _Pairs,
-        cache: dict[str, ProcessedMedia],
+    def _show_irrelevant(
+        self, units: Sequence[_Unit], irrelevant: IrrelevantQueries, cache: dict[str, ProcessedMedia]
     ) -> None:
-        assert self.irrelevant is not None
+        """Shows each comparison's best and worst answer under other prompts, beside those prompts' own answers."""
         epoch = int(self.epoch)
-        self.irrelevant.remember(comparisons, epoch)
-        for comparison in comparisons:
-            answers = [comparison.branches[i].messages for i in best_and_worst(comparison)]
-            for prompt in self.irrelevant.donors(comparison, comparisons, epoch):
+        comparisons = [unit.comparison for unit in units]
+        irrelevant.remember(comparisons, epoch)
+        hosts = {id(unit.comparison): unit for unit in units}
+        for unit in units:
+            answers = [unit.comparison.branches[i].messages for i in best_and_worst(unit.comparison)]
+            for donor in irrelevant.donors(unit.comparison, comparisons, epoch):
                 try:
-                    both = [self._fit([*prompt, *answer], comparison.id, cache) for answer in answers]
+                    better, worse = (self._fit([*donor.prompt, *a], unit.comparison.id, cache) for a in answers)
                 except RowError as error:  # the donor's: it is met, and reported, as a row of its own
-                    logger.debug("no irrelevant query for row %s: %s", comparison.id, error)
+                    logger.debug("no irrelevant query for row %s: %s", unit.comparison.id, error)
                     continue
-                pairs.add(len(rendered), len(rendered) + 1, None, comparison.weight, tie=True, irrelevant=True)
-                rendered.extend(both)
+                hosts.get(id(donor), unit).guests.append((better, worse, unit.comparison.weight))
 
 
 class OverlongError(RowError):
     """A conversation over `max_seq_length`."""
+
+
+@dataclass
+class _Unit:
+    """One comparison's conversations, and pairs of other comparisons' answers under its prompt with their weight."""
+
+    index: int
+    comparison: Comparison
+    branches: list[Rendered]
+    guests: list[tuple[Rendered, Rendered, float]] = field(default_factory=list)
+
+    def conversations(self) -> list[Rendered]:
+        return [*self.branches, *(item for better, worse, _ in self.guests for item in (better, worse))]
 
 
 class _Pairs:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vlmrm.batching.batcher import Unit
 from vlmrm.rendering import Rendered
 
 
@@ -37,9 +38,19 @@ class PaddedBatcher:
             inputs[name] = torch.cat([medium.tensors[name] for medium in media if name in medium.tensors])
         return inputs
 
-    def cost(self, rendered: Sequence[Rendered]) -> int:
-        """Tokens that the model computes for this batch, padding included."""
-        return len(rendered) * max(map(len, rendered), default=0)
+    def split(self, units: Sequence[Unit], budget: int) -> list[list[int]]:
+        """Parts under the budget, padding included; units of like length go together."""
+        parts: list[list[int]] = []
+        width = rows = patches = 0
+        for number in sorted(range(len(units)), key=lambda i: -max(map(len, units[i]))):
+            unit = units[number]
+            shown = sum(medium.patches for item in unit for medium in item.media)
+            if not parts or width * (rows + len(unit)) + patches + shown > budget:
+                parts.append([])
+                width, rows, patches = max(map(len, unit)), 0, 0
+            parts[-1].append(number)
+            rows, patches = rows + len(unit), patches + shown
+        return parts
 
 
 def _pad(rows: Sequence[Sequence[int]], length: int, value: int) -> torch.Tensor:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vlmrm.batching.batcher import Unit
 from vlmrm.batching.layout import Layout
-from vlmrm.batching.tree import Segment, Tree, grow
+from vlmrm.batching.tree import Segment, Tree, common_prefix, grow, sort_key
 from vlmrm.rendering import ProcessedMedia, Rendered
 
 KINDS = {"image": 1, "video": 2}  # their numbers in `Rendered.type_ids`
@@ -25,7 +26,7 @@ KINDS = {"image": 1, "video": 2}  # their numbers in `Rendered.type_ids`
 class RotaryPositions:
     """Qwen's own rotary positions, without a model: its method needs the configuration and nothing else."""
 
-    backbone: type
+    backbone: Any  # the class
     config: Any
 
     def get_vision_position_ids(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -77,11 +78,24 @@ class SharedBatcher:
             **self._media(rendered, tree),
         }
 
-    def cost(self, rendered: Sequence[Rendered]) -> int:
-        """Tokens and image patches that the model computes for this batch."""
-        media = {medium.key: medium for item in rendered for medium in item.media}
-        tokens = len(grow([self.identities(item) for item in rendered]))
-        return tokens + self.merge * sum(map(self._tokens, media.values()))
+    def split(self, units: Sequence[Unit], budget: int) -> list[list[int]]:
+        """Parts under the budget, what their units share counted once; units that share most go together."""
+        identities = [sorted((self.identities(item) for item in unit), key=sort_key) for unit in units]
+        parts: list[list[int]] = []
+        used = 0
+        before: np.ndarray | None = None  # the conversation last placed: sorted, each shares most with its neighbour
+        held: set[str] = set()
+        for number in sorted(range(len(units)), key=lambda i: sort_key(identities[i][0])):
+            media = {medium.key: medium.patches for item in units[number] for medium in item.media}
+            tokens = tokens_after(before, identities[number])
+            patches = sum(count for key, count in media.items() if key not in held)
+            if not parts or used + tokens + patches > budget:
+                parts.append([])
+                used, held = 0, set()
+                tokens, patches = tokens_after(None, identities[number]), sum(media.values())
+            parts[-1].append(number)
+            used, before, held = used + tokens + patches, identities[number][-1], held | media.keys()
+        return parts
 
     def identities(self, rendered: Rendered) -> np.ndarray:
         """The conversation as integers [T], equal where tokens are: those of an image by the image's key."""
@@ -116,3 +130,12 @@ class SharedBatcher:
 
     def _tokens(self, medium: ProcessedMedia) -> int:
         return int(medium.tensors[f"{medium.kind}_grid_thw"].prod()) // self.merge
+
+
+def tokens_after(before: np.ndarray | None, sequences: Sequence[np.ndarray]) -> int:
+    """Tokens that sorted `sequences` add to a tree that ends with `before`."""
+    count = 0
+    for sequence in sequences:
+        count += len(sequence) - (0 if before is None else common_prefix(before, sequence))
+        before = sequence
+    return count

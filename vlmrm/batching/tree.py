@@ -55,12 +55,11 @@ def grow(sequences: Sequence[np.ndarray]) -> Tree:
 
     Only whether two integers are equal matters: tokens of different images must be different integers.
     """
-    # Big-endian bytes sort as the integers do, and a sequence before those that go on from it.
-    keys = [sequence.astype(">u8").tobytes() for sequence in sequences]
+    keys = [sort_key(sequence) for sequence in sequences]
     place_of = {key: place for place, key in enumerate(sorted(set(keys)))}
     order = [keys.index(key) for key in place_of]
     lengths = [len(sequences[i]) for i in order]
-    shared = [_common(sequences[a], sequences[b]) for a, b in pairwise(order)]
+    shared = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
     segments: list[Segment] = []
     ends = [-1] * len(order)
 
@@ -84,7 +83,12 @@ def grow(sequences: Sequence[np.ndarray]) -> Tree:
     return Tree(segments, [ends[place_of[key]] for key in keys])
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
+def sort_key(sequence: np.ndarray) -> bytes:
+    """Sorts sequences that begin alike next to each other, and each before those that go on from it."""
+    return sequence.astype(">i8").tobytes()
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """How many tokens a and b begin with in common."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])

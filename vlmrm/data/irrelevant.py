@@ -31,12 +31,12 @@ class IrrelevantQueries:
     draw: Callable[[random.Random], Comparison | None]
     remember: Callable[[Sequence[Comparison], int], None] = lambda batch, epoch: None
 
-    def donors(self, comparison: Comparison, batch: Sequence[Comparison], epoch: int) -> list[Messages]:
-        """Up to `count` prompts that fit: another prompt, no image in common, and with images where ours has some."""
+    def donors(self, comparison: Comparison, batch: Sequence[Comparison], epoch: int) -> list[Comparison]:
+        """Up to `count` comparisons whose prompts fit: another prompt, of the same kind, with no image in common."""
         if not comparison.prompt:
             return []
         rng = random.Random(f"{self.seed}:{epoch}:{comparison.id}")
-        chosen: list[Messages] = []
+        chosen: list[Comparison] = []
         candidates = [other for other in batch if other is not comparison]
         rng.shuffle(candidates)
         for other in candidates:
@@ -48,11 +48,11 @@ class IrrelevantQueries:
         return chosen
 
 
-def _take(other: Comparison | None, comparison: Comparison, chosen: list[Messages], count: int) -> None:
+def _take(other: Comparison | None, comparison: Comparison, chosen: list[Comparison], count: int) -> None:
     if other is None or not other.prompt or len(chosen) == count:
         return
-    if all(_differ(other.prompt, prompt) for prompt in (comparison.prompt, *chosen)):
-        chosen.append(other.prompt)
+    if all(_differ(other.prompt, taken.prompt) for taken in (comparison, *chosen)):
+        chosen.append(other)
 
 
 def _differ(prompt: Messages, other: Messages) -> bool:

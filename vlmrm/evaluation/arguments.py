@@ -45,6 +45,24 @@ class EvaluationArguments:
             "choices": ["shared", "reference"],
         },
     )
+    max_tokens_per_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most text tokens and image patches computed at once; a larger batch goes through in parts, "
+            "with the same result. Default: no limit."
+        },
+    )
+    vision_cache_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder of a cache of images as the vision tower and merger see them: runs, sweeps and scorers may "
+            "share it."
+        },
+    )
+    vision_cache_gb: float = field(
+        default=50.0,
+        metadata={"help": "Size of `vision_cache_dir` in gigabytes; images used longest ago go first."},
+    )
     blank_images: bool = field(
         default=False,
         metadata={"help": "Also measure the accuracy with every image painted grey: a model that looks falls to 0.5."},

@@ -1,20 +1,21 @@
-"""One model over one data set: the scores of every branch of every comparison."""
+"""One model over one data set: the scores of every branch of every comparison, on one process or shared among many."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
-from vlmrm.batching import ComparisonCollator, to_device
+from vlmrm.batching import ComparisonCollator, scores_by_row, to_device
 from vlmrm.batching.workers import plain_worker_errors
 from vlmrm.data.schema import Comparison
 from vlmrm.evaluation.metrics import ScoredPairs, scored_pairs
+from vlmrm.modeling import RewardModel
 
 
 @dataclass
@@ -30,47 +31,72 @@ class Evaluation:
 
 
 @dataclass
+class _Share:
+    """Every `count`-th row of a data set, from row `first`, with its place there as `index`."""
+
+    dataset: Any
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return len(range(self.first, len(self.dataset), self.count))
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        places = [self.first + number * self.count for number in numbers]
+        comparisons = self.dataset[places]["comparison"]
+        return [{"index": place, "comparison": c} for place, c in zip(places, comparisons, strict=True)]
+
+
+@dataclass
 class _KeepComparisons:
-    """Collates, and hands the comparisons on beside the batch. A class, so that spawned workers can receive it."""
+    """Collates rows as `change` makes them, and hands on the unchanged comparisons by place beside the batch."""
 
     collator: ComparisonCollator
     change: Callable[[Comparison], Comparison] | None
 
-    def __call__(self, rows: list[dict[str, Any]]) -> tuple[list[Comparison], dict[str, Any]]:
-        originals = [row["comparison"] for row in rows]
+    def __call__(self, rows: list[dict[str, Any]]) -> tuple[dict[int, Comparison], dict[str, Any]]:
+        kept = {row["index"]: row["comparison"] for row in rows if isinstance(row["comparison"], Comparison)}
         if self.change is not None:
-            rows = [
-                {**row, "comparison": self.change(row["comparison"])}
-                if isinstance(row["comparison"], Comparison)
-                else row
-                for row in rows
-            ]
-        # Numbered within the batch, to find the comparison of each score again.
-        batch = self.collator([{**row, "index": place} for place, row in enumerate(rows)])
-        return [originals[place] for place in batch["rows"]["index"].tolist()], batch
+            change = self.change
+            rows = [{**row, "comparison": change(row["comparison"])} if row["index"] in kept else row for row in rows]
+        return kept, self.collator(rows)
 
 
 @torch.inference_mode()
 def evaluate(
-    model: PreTrainedModel,
+    model: RewardModel,
     collator: ComparisonCollator,
     dataset,
     *,
     batch_size: int,
     num_workers: int = 0,
+    rank: int = 0,
+    ranks: int = 1,
     change: Callable[[Comparison], Comparison] | None = None,
     description: str = "scoring",
 ) -> Evaluation:
-    """Scores every row of `dataset` (rows of `load_comparisons`), shown to the model as `change` makes it."""
+    """Scores every row of `dataset` (rows of `load_comparisons`) once, shown to the model as `change` makes it.
+
+    Of several ranks each takes every `ranks`-th row, and all get the whole result in the data set's order.
+    """
+    share: Any = _Share(dataset, rank, ranks)
     loader = DataLoader(
-        dataset, batch_size=batch_size, collate_fn=_KeepComparisons(collator, change), num_workers=num_workers
+        share,
+        batch_size=batch_size,
+        collate_fn=_KeepComparisons(collator, change),
+        num_workers=num_workers,
     )
-    result = Evaluation()
+    scored: list[tuple[int, Comparison, list[float]]] = []
+    dropped: list[tuple[str, str]] = []
+    progress = tqdm(loader, desc=description, unit="batch", leave=False, disable=None if rank == 0 else True)
     with plain_worker_errors():
-        for comparisons, batch in tqdm(loader, desc=description, unit="batch", leave=False, disable=None):
-            inputs = to_device(batch["inputs"], model.device)
-            scores = iter(model(**inputs).logits.squeeze(-1).float().tolist())
-            result.comparisons += comparisons
-            result.scores += [[next(scores) for _ in range(count)] for count in batch["rows"]["branches"].tolist()]
-            result.dropped += batch["dropped"]
-    return result
+        for comparisons, batch in progress:
+            for part in batch["parts"]:
+                scores = model(**to_device(part["inputs"], model.device)).logits.squeeze(-1).float().tolist()
+                scored += [(place, comparisons[place], values) for place, values in scores_by_row(part, scores)]
+            dropped += batch["dropped"]
+    ordered = sorted(gather_object(scored), key=lambda row: row[0])
+    return Evaluation([row[1] for row in ordered], [row[2] for row in ordered], gather_object(dropped))

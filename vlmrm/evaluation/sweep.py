@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 
-from vlmrm.batching import Batcher, ComparisonCollator
+from vlmrm.batching import ComparisonCollator
 from vlmrm.config import parse
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.data.sources import load_comparisons
-from vlmrm.errors import ConfigError, DataError, VlmrmError
+from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.evaluation.ablations import blank_image
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.evaluation.metrics import accuracy_half_ties, summary, summary_by_category
+from vlmrm.evaluation.results import Results, describe
 from vlmrm.logs import start_log
-from vlmrm.modeling import LoadedReward, batcher_for, find_checkpoints, load_checkpoint
+from vlmrm.modeling import LoadedReward, batcher_for, find_checkpoints, load_checkpoint, sequence_limit
 from vlmrm.rendering import MediaLimits, Renderer
 
 logger = logging.getLogger("vlmrm")
-
-COLUMNS = ["model", "checkpoint", "preference_accuracy", "average_margin", "margin_std", "sample_count"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,7 @@ def sweep(argv: Sequence[str]) -> SweepResult:
     """
     args, data_args = parse((EvaluationArguments, DataArguments), argv, "eval_rm.py")
     log_path = start_log("eval")
+    processes = PartialState(cpu=not torch.accelerator.is_available())  # the launcher's ranks, each on its device
     if not data_args.dataset_path:
         raise ConfigError("dataset_path is missing: give the preferences to evaluate on.")
     checkpoints = [found for model_dir in args.model_dirs for found in checkpoints_of(model_dir, args)]
@@ -72,8 +71,8 @@ def sweep(argv: Sequence[str]) -> SweepResult:
         if str(folder) in results.done():
             logger.info("%s: already in %s", folder, args.output_file)
             continue
-        row = evaluate_checkpoint(folder, dataset, args, data_args)
-        results.add(row)
+        row = evaluate_checkpoint(folder, dataset, args, data_args, processes)
+        results.add(row, write=processes.is_main_process)
         logger.info("%s: %s", folder, describe(row))
     return SweepResult(results.rows, results.csv)
 
@@ -90,10 +89,13 @@ def checkpoints_of(model_dir: str, args: EvaluationArguments) -> list[Path]:
     return found
 
 
-def evaluate_checkpoint(folder: Path, dataset, args: EvaluationArguments, data_args: DataArguments) -> dict[str, Any]:
+def evaluate_checkpoint(
+    folder: Path, dataset, args: EvaluationArguments, data_args: DataArguments, processes: PartialState
+) -> dict[str, Any]:
     """One row of the table. What is wrong with a checkpoint is said in its row, and the sweep goes on."""
     row: dict[str, Any] = {"model": str(folder.parent), "checkpoint": folder.name, "path": str(folder), "error": None}
     started = time.perf_counter()
+    loaded, error = None, None
     try:
         loaded = load_checkpoint(
             folder,
@@ -102,33 +104,49 @@ def evaluate_checkpoint(folder: Path, dataset, args: EvaluationArguments, data_a
             trust_remote_code=args.trust_remote_code,
             base_model_path=args.base_model_path,
         )
-        row |= measure(loaded, dataset, args, data_args, folder.name)
-    except (DataError, ConfigError):
-        raise  # the data's fault: every other checkpoint would meet it too
-    except (VlmrmError, torch.OutOfMemoryError) as error:
-        row["error"] = " ".join(str(error).split())
+    except (CheckpointError, torch.OutOfMemoryError) as failure:
+        error = " ".join(str(failure).split())
+    # A rank that cannot load must not leave the others waiting for its scores.
+    errors = [each for each in gather_object([error]) if each is not None]
+    if loaded is not None and not errors:
+        row |= measure(loaded, dataset, args, data_args, processes, folder.name)
+    else:
+        row["error"] = errors[0]
     row["seconds"] = round(time.perf_counter() - started, 3)
     return row
 
 
 def measure(
-    loaded: LoadedReward, dataset, args: EvaluationArguments, data_args: DataArguments, name: str
+    loaded: LoadedReward,
+    dataset,
+    args: EvaluationArguments,
+    data_args: DataArguments,
+    processes: PartialState,
+    name: str,
 ) -> dict[str, Any]:
     """The figures of one model on one data set."""
-    collator = collator_for(loaded, batcher_for(loaded.model, loaded.processor, args.batching), data_args)
-    options: dict[str, Any] = {"batch_size": args.eval_batch_size, "num_workers": args.dataloader_num_workers}
-    result = evaluate(loaded.model, collator, dataset, description=name, **options)
+    score = partial(
+        evaluate,
+        loaded.model,
+        collator_for(loaded, args, data_args),
+        dataset,
+        batch_size=args.eval_batch_size,
+        num_workers=args.dataloader_num_workers,
+        rank=processes.process_index,
+        ranks=processes.num_processes,
+    )
+    result = score(description=name)
     pairs = result.pairs()
     if not len(pairs.chosen):
         raise DataError(f"none of the {len(dataset)} rows could be scored: the first was {result.dropped[0]}.")
     row = {**summary(pairs), "categories": summary_by_category(pairs), "dropped_rows": len(result.dropped)}
     if args.blank_images:
-        blank = evaluate(loaded.model, collator, dataset, change=blank_image, description=f"{name} blank", **options)
+        blank = score(description=f"{name} blank", change=blank_image)
         row["blank_image_accuracy"] = accuracy_half_ties(blank.pairs().margins)
     return row
 
 
-def collator_for(loaded: LoadedReward, batcher: Batcher, data_args: DataArguments) -> ComparisonCollator:
+def collator_for(loaded: LoadedReward, args: EvaluationArguments, data_args: DataArguments) -> ComparisonCollator:
     """Rows as this model was trained to see them; pixel limits of the data keys win where they are given."""
     limits = MediaLimits(
         data_args.min_pixels or loaded.info.get("min_pixels"),
@@ -138,8 +156,9 @@ def collator_for(loaded: LoadedReward, batcher: Batcher, data_args: DataArgument
     )
     return ComparisonCollator(
         Renderer(loaded.processor, limits),
-        batcher,
-        max_seq_length=data_args.max_seq_length or loaded.model.config.get_text_config().max_position_embeddings,
+        batcher_for(loaded.model, loaded.processor, args.batching),
+        max_seq_length=sequence_limit(loaded.model, data_args.max_seq_length),
+        max_tokens_per_batch=args.max_tokens_per_batch,
         overlong=data_args.overlong,
         bad_rows=data_args.bad_rows,
     )
@@ -153,70 +172,3 @@ def settings(args: EvaluationArguments, data_args: DataArguments) -> dict[str, A
         **{k: getattr(args, k) for k in keys},
         "reading": asdict(data_args),
     }
-
-
-class Results:
-    """The table (.csv) and its details (.json), written whole and atomically after every checkpoint."""
-
-    def __init__(self, csv: Path, settings: dict[str, Any]):
-        self.csv, self.json = csv, csv.with_suffix(".json")
-        self.settings = settings
-        self.rows: list[dict[str, Any]] = []
-        if self.json.exists():
-            self._continue()
-
-    def _continue(self) -> None:
-        try:
-            saved = json.loads(self.json.read_text(encoding="utf-8"))
-            same = digest(saved["settings"]) == digest(self.settings)
-            self.rows = saved["results"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{self.json} is not a results file of this program: choose another output_file."
-            ) from error
-        if not same:
-            raise ConfigError(f"{self.json} holds results of other data or settings: choose another output_file.")
-
-    def done(self) -> set[str]:
-        """Paths of the checkpoints with figures; those that failed are tried again."""
-        return {row["path"] for row in self.rows if not row["error"]}
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.rows = [other for other in self.rows if other["path"] != row["path"]] + [row]
-        self.csv.parent.mkdir(parents=True, exist_ok=True)
-        details = {"settings": self.settings, "results": self.rows}
-        replace_file(self.json, json.dumps(details, indent=2, default=str) + "\n")
-        replace_file(self.csv, table(self.rows).to_csv(index=False))
-
-
-def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """One line a checkpoint, one `accuracy/CATEGORY` column a category."""
-    flat = []
-    for row in rows:
-        line = {key: value for key, value in row.items() if key not in ("categories", "path")}
-        for name, figures in row.get("categories", {}).items():
-            line[f"accuracy/{name}"] = figures["preference_accuracy"]
-        flat.append(line)
-    frame = pd.DataFrame(flat)
-    return frame.reindex(columns=[*COLUMNS, *[name for name in frame.columns if name not in COLUMNS]])
-
-
-def describe(row: dict[str, Any]) -> str:
-    if row["error"]:
-        return f"FAILED: {row['error']}"
-    blank = f", with blank images {row['blank_image_accuracy']:.3f}" if "blank_image_accuracy" in row else ""
-    return f"accuracy {row['preference_accuracy']:.3f}{blank}, margin {row['average_margin']:.3f}"
-
-
-def digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes all of `text` or nothing."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

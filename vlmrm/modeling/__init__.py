@@ -7,7 +7,7 @@ from vlmrm.modeling.adapters import lora_config, merge, quantization_config
 from vlmrm.modeling.architectures import reward_model_class
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.attention import resolve_attention
-from vlmrm.modeling.batchers import batcher_for
+from vlmrm.modeling.batchers import batcher_for, sequence_limit
 from vlmrm.modeling.checkpoint import LoadedReward, load_checkpoint, load_for_training, load_processor
 from vlmrm.modeling.freezing import freeze
 from vlmrm.modeling.manifest import find_checkpoints, newest_complete, verify_complete, write_complete
@@ -34,6 +34,7 @@ __all__ = [
     "resolve_attention",
     "reward_model_class",
     "save_reward_files",
+    "sequence_limit",
     "template_hash",
     "verify_complete",
     "write_complete",

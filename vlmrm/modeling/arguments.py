@@ -36,6 +36,13 @@ class ModelArguments:
             "choices": ["shared", "reference"],
         },
     )
+    max_tokens_per_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most text tokens and image patches computed at once; a larger batch goes through in parts, "
+            "with the same result. Default: no limit."
+        },
+    )
     head: str = field(
         default="linear",
         metadata={
@@ -46,6 +53,17 @@ class ModelArguments:
     freeze_vit: bool = field(default=False, metadata={"help": "Do not train the vision tower."})
     freeze_merger: bool = field(default=False, metadata={"help": "Do not train the merger (projector)."})
     freeze_llm: bool = field(default=False, metadata={"help": "Do not train the language model."})
+    vision_cache_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder of a cache of images as the vision tower and merger see them, where neither is trained: "
+            "runs, sweeps and scorers may share it."
+        },
+    )
+    vision_cache_gb: float = field(
+        default=50.0,
+        metadata={"help": "Size of `vision_cache_dir` in gigabytes; images used longest ago go first."},
+    )
     use_peft: bool = field(
         default=False, metadata={"help": "Train LoRA adapters and the head instead of the weights."}
     )
@@ -60,6 +78,12 @@ class ModelArguments:
     def __post_init__(self):
         if isinstance(self.lora_target_modules, str):
             self.lora_target_modules = [self.lora_target_modules]
+        if self.vision_cache_dir and not (self.use_peft or (self.freeze_vit and self.freeze_merger)):
+            raise ConfigError(
+                "vision_cache_dir: what a trained vision tower makes of images changes with every step: set "
+                "freeze_vit: true and freeze_merger: true, or remove vision_cache_dir."
+            )
+        check_vision_cache_gb(self.vision_cache_gb)
         if self.load_in_4bit and not self.use_peft:
             raise ConfigError("load_in_4bit trains nothing by itself: set use_peft: true as well.")
         if self.lora_r < 1 or self.lora_alpha < 1:

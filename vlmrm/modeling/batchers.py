@@ -1,4 +1,4 @@
-"""Which batch a model takes: the shared one where its attention knows it, else the padded one."""
+"""What a model takes: which kind of batch, and how long a conversation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from vlmrm.batching import PaddedBatcher, SharedBatcher
+from vlmrm.errors import ConfigError
 from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
 from vlmrm.modeling.shared_attention import SHARED_PREFIX
 
@@ -26,3 +27,15 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
     if batching == "shared":
         logger.warning("batching: reference, because shared attention does not know %s", type(model).__name__)
     return PaddedBatcher.for_processor(processor)
+
+
+def sequence_limit(model: RewardModel, max_seq_length: int | None) -> int:
+    """The longest conversation in tokens: `max_seq_length`, or all that the model has positions for.
+
+    Raises:
+        ConfigError: when `max_seq_length` is more than that.
+    """
+    positions = model.config.get_text_config().max_position_embeddings
+    if max_seq_length is not None and max_seq_length > positions:
+        raise ConfigError(f"max_seq_length is {max_seq_length}, but the model has {positions} positions: lower it.")
+    return max_seq_length or positions

@@ -133,8 +133,7 @@ def load_checkpoint(
             raise CheckpointError(f"{path} is a {named} and has no reward head: train it first, with train_rm.py.")
         model = _load(path, config, new_head=False, **options)
     processor, info = load_scoring_files(path, base_model_path, trust_remote_code)
-    if device is not None:
-        model.to(device)
+    model.to(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     model.eval()
     return LoadedReward(model, processor, info)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
+
+from vlmrm.modeling.vision_cache import VisionCache
 
 HEADS = ("linear", "mlp")
 
@@ -133,12 +136,28 @@ class Media(NamedTuple):
     order: Sequence[int]
 
 
+@dataclass
+class VisionFeatures(ModelOutput):
+    """What the tower and merger make of images, a tensor [tokens, H] for each, in the form that backbones take."""
+
+    pooler_output: tuple[torch.Tensor, ...] = ()
+    deepstack_features: list[tuple[torch.Tensor, ...]] | None = None  # of each deepstack layer (Qwen3-VL)
+
+    @classmethod
+    def of(cls, images: Sequence[Sequence[torch.Tensor]]) -> VisionFeatures:
+        """From the tensors of each image: the merger's, then those of the deepstack layers."""
+        merged, *deepstack = zip(*images, strict=True)
+        return cls(merged, deepstack or None)
+
+
 class QwenVLRewardModel(RewardModel):
     """What the Qwen-VL family has in common: one tower for images and videos, and rotary positions in three axes."""
 
     # Run the tower in every batch, with or without images, so that all ranks gather and reduce the same weights in
     # the same order. The trainer sets it in distributed runs.
     touch_vision = False
+    # Features of a frozen tower from disk; `use_vision_cache` sets it.
+    vision_cache: VisionCache | None = None
 
     def hidden_states(
         self,
@@ -168,11 +187,13 @@ class QwenVLRewardModel(RewardModel):
                 "a batch with images needs mm_token_type_ids (the processor returns them) or position_ids: without "
                 "them its images would silently get the positions of text."
             )
+        if self.vision_cache is not None:
+            self.vision_cache.identify(self.model.visual)
         if media or not self.touch_vision:
             grids = {f"{kind}_grid_thw": each.grid for kind, each in media.items()}
             return super().hidden_states(**inputs, **grids, mm_encoder_outputs=self._encode(media))
-        features = _tensors(self.vision_features(*self._blank_image()))
-        nothing = torch.stack([(0 * feature).sum() for feature in features]).sum()
+        features = self.run_tower(*self._blank_image())
+        nothing = torch.stack([(0 * layer).sum() for image in features for layer in image]).sum()
         return super().hidden_states(**inputs) + nothing
 
     def _encode(self, media: dict[str, Media]) -> dict[str, Any]:
@@ -184,16 +205,41 @@ class QwenVLRewardModel(RewardModel):
         )
         encoded, start = {}, 0
         for kind, each in media.items():
-            encoded[kind] = _take(features, [start + number for number in each.order])
+            encoded[kind] = VisionFeatures.of([features[start + number] for number in each.order])
             start += len(each.grid)
         return encoded
 
-    def vision_features(self, pixels: torch.Tensor, grid: torch.Tensor) -> Any:
-        """The tower's and merger's features of `pixels[patches, numbers]`: a tensor for each row of `grid[N, 3]`."""
+    def vision_features(self, pixels: torch.Tensor, grid: torch.Tensor) -> list[list[torch.Tensor]]:
+        """The features of `pixels[patches, numbers]`, by the cache where there is one.
+
+        For each row of `grid[N, 3]` the merger's features [tokens, H], then those of each deepstack layer.
+        """
+        if self.vision_cache is None:
+            return self.run_tower(pixels, grid)
+        ran = False
+
+        def run(*missing: torch.Tensor) -> list[list[torch.Tensor]]:
+            nonlocal ran
+            ran = True
+            return self.run_tower(*missing)
+
+        features = self.vision_cache.features(pixels, grid, self.model.visual.dtype, run)
+        if self.touch_vision and not ran:
+            # The other ranks may have images that are not cached, and gather the tower's weights now.
+            self.run_tower(*self._blank_image())
+        return features
+
+    def run_tower(self, pixels: torch.Tensor, grid: torch.Tensor) -> list[list[torch.Tensor]]:
+        """As `vision_features`, by the tower itself."""
         # Adapters of the language model leave the whole tower frozen: then nothing of it need be kept.
-        trained = any(weight.requires_grad for weight in self.model.visual.parameters())
-        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-            return self.model.get_image_features(pixels, grid, return_dict=True)
+        with torch.set_grad_enabled(self.trains_vision() and torch.is_grad_enabled()):
+            output = self.model.get_image_features(pixels, grid, return_dict=True)
+        layers = [output.pooler_output, *output.get("deepstack_features", [])]
+        return [list(image) for image in zip(*layers, strict=True)]
+
+    def trains_vision(self) -> bool:
+        """Whether any weight of the tower or the merger is trained."""
+        return any(weight.requires_grad for weight in self.model.visual.parameters())
 
     def _blank_image(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The smallest image there is: one merged patch of zeros, and its grid."""
@@ -204,16 +250,3 @@ class QwenVLRewardModel(RewardModel):
             torch.zeros(side**2, numbers, device=self.device),
             torch.tensor([[1, side, side]], device=self.device),
         )
-
-
-def _take(features: Any, numbers: Sequence[int]) -> Any:
-    """The features of the numbered images, in the form in which the backbone takes them."""
-    taken = {"pooler_output": tuple(features.pooler_output[i] for i in numbers)}
-    if "deepstack_features" in features:
-        taken["deepstack_features"] = [tuple(layer[i] for i in numbers) for layer in features.deepstack_features]
-    return type(features)(**taken)
-
-
-def _tensors(features: Any) -> list[torch.Tensor]:
-    layers = [features.pooler_output, *features.get("deepstack_features", [])]
-    return [feature for layer in layers for feature in layer]

@@ -80,7 +80,7 @@ def varlen(
     gathered = layout.gathered(query.device)
     # Rotary embedding may have promoted queries and keys under autocast.
     queries, keys, values = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
-    output = varlen_attn(
+    output: Any = varlen_attn(
         queries.contiguous(),
         keys.index_select(0, gathered.keys),
         values.index_select(0, gathered.keys),
@@ -92,7 +92,7 @@ def varlen(
         window_size=(-1, 0),
         enable_gqa=key.shape[1] != query.shape[1],
     )
-    return output[None]
+    return output.unsqueeze(0)
 
 
 def _along(states: torch.Tensor, ranges: Any) -> torch.Tensor:

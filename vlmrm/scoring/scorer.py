@@ -75,7 +75,7 @@ class Scorer:
         cache: dict[str, ProcessedMedia] = {}
         rendered = [self._render(conversation, place, cache) for place, conversation in enumerate(conversations)]
         scores = [0.0] * len(rendered)
-        for places in batches_under(list(map(len, rendered)), self.max_tokens_per_batch):
+        for places in self.batcher.split([[item] for item in rendered], self.max_tokens_per_batch):
             for place, value in zip(places, self._forward([rendered[place] for place in places]), strict=True):
                 scores[place] = value
         return scores
@@ -102,15 +102,3 @@ class Scorer:
     @torch.inference_mode()
     def _forward(self, rendered: Sequence[Rendered]) -> list[float]:
         return self.model(**to_device(self.batcher(rendered), self.model.device)).logits.squeeze(-1).float().tolist()
-
-
-def batches_under(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of `lengths` in batches whose padded size is at most `budget`; like lengths go together."""
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        widest = lengths[batches[-1][0]] if batches else 0
-        if batches and widest * (len(batches[-1]) + 1) <= budget:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers.integrations import get_available_reporting_integrations
 
-from vlmrm.batching import Batcher, ComparisonCollator
+from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.workers import plain_worker_errors
 from vlmrm.config import parse
 from vlmrm.data import irrelevant
@@ -34,6 +34,7 @@ from vlmrm.modeling import (
     provenance,
     quantization_config,
     save_reward_files,
+    sequence_limit,
     verify_complete,
 )
 from vlmrm.modeling.arguments import ModelArguments
@@ -73,8 +74,14 @@ def train(argv: Sequence[str]) -> TrainingResult:
     train_dataset, eval_dataset = load_train_and_eval(data_args)
     model = build_model(model_args, args)
     batcher = batcher_for(model, processor, model_args.batching)
-    collator = build_collator(
-        Renderer(processor, limits_of(data_args)), batcher, model, data_args, args, train_dataset
+    collator = ComparisonCollator(
+        Renderer(processor, limits_of(data_args)),
+        batcher,
+        max_seq_length=sequence_limit(model, data_args.max_seq_length),
+        max_tokens_per_batch=model_args.max_tokens_per_batch,
+        overlong=data_args.overlong,
+        bad_rows=data_args.bad_rows,
+        irrelevant=irrelevant_queries(args, data_args, train_dataset),
     )
     source = {
         "base_model": model_args.model_name_or_path,
@@ -165,21 +172,12 @@ def limits_of(data_args: DataArguments) -> MediaLimits:
     return MediaLimits(data_args.min_pixels, data_args.max_pixels, data_args.video_fps, data_args.video_max_frames)
 
 
-def build_collator(
-    renderer: Renderer, batcher: Batcher, model, data_args: DataArguments, args: RewardTrainingArguments, train_dataset
-) -> ComparisonCollator:
-    queries = None
-    if args.use_irrelevant_queries:
-        make = irrelevant.for_stream if data_args.streaming else partial(irrelevant.for_dataset, dataset=train_dataset)
-        queries = make(args.num_irrelevant_pairs, args.seed)
-    return ComparisonCollator(
-        renderer,
-        batcher,
-        max_seq_length=data_args.max_seq_length or model.config.get_text_config().max_position_embeddings,
-        overlong=data_args.overlong,
-        bad_rows=data_args.bad_rows,
-        irrelevant=queries,
-    )
+def irrelevant_queries(args: RewardTrainingArguments, data_args: DataArguments, train_dataset) -> Any:
+    if not args.use_irrelevant_queries:
+        return None
+    if data_args.streaming:
+        return irrelevant.for_stream(args.num_irrelevant_pairs, args.seed)
+    return irrelevant.for_dataset(args.num_irrelevant_pairs, args.seed, train_dataset)
 
 
 def check_required(model_args: ModelArguments, data_args: DataArguments, args: RewardTrainingArguments) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from vlmrm.batching import Batch
+from vlmrm.batching import Part
 
 
 class StepFigures:
@@ -24,6 +24,7 @@ class StepFigures:
         self.parts: dict[str, float] = {"preference": 0.0, "irrelevant": 0.0, "center": 0.0}
         self.lowest, self.highest = math.inf, -math.inf
         self.steps = self.tokens = self.pairs = self.dropped = 0
+        self.waited = 0.0  # seconds in which the step had no batch
         self.since = time.perf_counter()
 
     def start_step(self, tokens: int, pairs: int) -> None:
@@ -32,13 +33,13 @@ class StepFigures:
         self.tokens += tokens
         self.pairs += pairs
 
-    def add(self, scores: torch.Tensor, batch: Batch, parts: Mapping[str, torch.Tensor]) -> None:
-        """The scores[B] of one batch and the parts of its loss. One transfer from the device."""
-        scores, pairs = scores.float(), batch["pairs"]
+    def add(self, scores: torch.Tensor, part: Part, parts: Mapping[str, torch.Tensor]) -> None:
+        """The scores[B] of one part of a batch and the parts of its loss. One transfer from the device."""
+        scores, pairs = scores.float(), part["pairs"]
         difference = scores[pairs["chosen"]] - scores[pairs["rejected"]]
         margins = difference[~pairs["irrelevant"] & ~pairs["tie"]]
         irrelevant = difference[pairs["irrelevant"]]
-        own = scores[: int(batch["rows"]["branches"].sum())]
+        own = scores[: int(part["rows"]["branches"].sum())]
         sums = [(margins > 0).sum(), margins.sum(), own.sum(), irrelevant.sum(), *parts.values()]
         if len(own):
             sums += [own.min(), own.max()]
@@ -73,6 +74,7 @@ class StepFigures:
             "max_reward": extremes[:, 1].max().item(),
             "tokens_per_second": self.tokens / seconds,
             "pairs_per_second": self.pairs / seconds,
+            "data_wait": self.waited / seconds,
             "dropped_rows": total["dropped"],
         }
         # Each rank holds its share of a step's mean, so the shares add up.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
-from vlmrm.batching import Batch, ComparisonCollator
+from vlmrm.batching import Batch, ComparisonCollator, Part, scores_by_row
 from vlmrm.errors import TrainingError
 from vlmrm.evaluation.metrics import scored_pairs, trl_summary
 from vlmrm.modeling import write_complete
@@ -58,6 +59,7 @@ class RewardTrainer(trl.RewardTrainer):
             **kwargs,
         )
         self.processing_class = self.callback_handler.processing_class = processor
+        self.collator = collator
         self.eval_collator = dataclasses.replace(collator, irrelevant=None)
         self.loss_function = PreferenceLoss(
             args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient
@@ -72,21 +74,20 @@ class RewardTrainer(trl.RewardTrainer):
         return dataset  # nothing is tokenised ahead: media are references until the collator
 
     def _get_dataloader(self, dataset, *args, is_training: bool = False, **kwargs):
-        training_collator = self.data_collator
-        if not is_training:
-            self.data_collator = self.eval_collator
-        elif isinstance(dataset, datasets.IterableDataset):
+        if isinstance(dataset, datasets.IterableDataset) and is_training:
             dataset = EndlessStream(dataset)
+        self.data_collator = self.collator if is_training else self.eval_collator
         try:
             return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         finally:
-            self.data_collator = training_collator
+            self.data_collator = self.collator
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor:
         """The totals that one step's loss is divided by, over its accumulated batches and all ranks."""
         totals = torch.zeros(4, dtype=torch.float64)
         for batch in batch_samples:
-            totals[:2] += weights(batch["pairs"]).cpu()
+            for part in batch["parts"]:
+                totals[:2] += weights(part["pairs"]).cpu()
             totals[2:] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
             self._report_dropped(batch["dropped"])
         # float32 for accelerators without float64; exact for whole numbers below 2²⁴.
@@ -105,7 +106,44 @@ class RewardTrainer(trl.RewardTrainer):
             for row_id, reason in dropped:
                 file.write(json.dumps({"step": self.state.global_step, "id": row_id, "reason": reason}) + "\n")
 
+    def get_batch_samples(self, *args, **kwargs):
+        started = time.perf_counter()
+        samples = super().get_batch_samples(*args, **kwargs)
+        self._figures.waited += time.perf_counter() - started
+        return samples
+
     # Training -------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Forward and backward of each part of the batch; gradients are reduced over ranks with the last one."""
+        losses = []
+        parts = self._as_many_as_any_rank(inputs["parts"])
+        for number, part in enumerate(parts, 1):
+            with self._reducing(model, number == len(parts)):
+                losses.append(super().training_step(model, part, num_items_in_batch))
+        return torch.stack(losses).sum()
+
+    def _as_many_as_any_rank(self, parts: list[Part]) -> list[Part]:
+        """Ranks run the model equally often, or those with more parts would wait for the others for ever."""
+        if self.args.world_size == 1 or self.collator.max_tokens_per_batch is None:
+            return parts
+        counts = self.accelerator.gather(torch.tensor([len(parts)], device=self.args.device))
+        nothing = cast(Part, self._prepare_inputs(self.collator.nothing()))
+        return parts + [nothing] * (int(counts.max()) - len(parts))
+
+    @contextmanager
+    def _reducing(self, model, last: bool) -> Generator[None]:
+        """Puts off the reduction of gradients, and DeepSpeed's step, unless this is the last part."""
+        state = self.accelerator.gradient_state
+        if last or not state.sync_gradients:
+            yield
+            return
+        state._set_sync_gradients(False)
+        try:
+            with nullcontext() if self.is_deepspeed_enabled else self.accelerator.no_sync(model):
+                yield
+        finally:
+            state._set_sync_gradients(True)
 
     def compute_loss(self, model, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
         scores = model(**inputs["inputs"]).logits.squeeze(-1)
@@ -137,13 +175,10 @@ class RewardTrainer(trl.RewardTrainer):
     # Evaluation -----------------------------------------------------------------------------------------------------
 
     def prediction_step(self, model, inputs: Any, prediction_loss_only, ignore_keys=None):
-        inputs = cast(Batch, self._prepare_inputs(inputs))
-        with torch.no_grad(), self.compute_loss_context_manager():
-            scores = model(**inputs["inputs"]).logits.squeeze(-1).float().tolist()
-        start = 0
-        for index, branches in zip(*(inputs["rows"][k].tolist() for k in ("index", "branches")), strict=True):
-            self._evaluated.append((index, scores[start : start + branches]))
-            start += branches
+        for part in self._as_many_as_any_rank(cast(Batch, self._prepare_inputs(inputs))["parts"]):
+            with torch.no_grad(), self.compute_loss_context_manager():
+                scores = model(**part["inputs"]).logits.squeeze(-1).float().tolist()
+            self._evaluated += scores_by_row(part, scores)
         self._report_dropped(inputs["dropped"])
         return None, None, None
 

@@ -1,0 +1,86 @@
+"""The results of a sweep as files: a table (.csv) and its details (.json), whole at any moment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from vlmrm.errors import ConfigError
+
+COLUMNS = ["model", "checkpoint", "preference_accuracy", "average_margin", "margin_std", "sample_count"]
+
+
+class Results:
+    """The table (.csv) and its details (.json), written whole and atomically after every checkpoint."""
+
+    def __init__(self, csv: Path, settings: dict[str, Any]):
+        self.csv, self.json = csv, csv.with_suffix(".json")
+        self.settings = settings
+        self.rows: list[dict[str, Any]] = []
+        if self.json.exists():
+            self._continue()
+
+    def _continue(self) -> None:
+        try:
+            saved = json.loads(self.json.read_text(encoding="utf-8"))
+            same = digest(saved["settings"]) == digest(self.settings)
+            self.rows = saved["results"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.json} is not a results file of this program: choose another output_file."
+            ) from error
+        if not same:
+            raise ConfigError(f"{self.json} holds results of other data or settings: choose another output_file.")
+
+    def done(self) -> set[str]:
+        """Paths of the checkpoints with figures; those that failed are tried again."""
+        return {row["path"] for row in self.rows if not row["error"]}
+
+    def add(self, row: dict[str, Any], write: bool) -> None:
+        """Puts a checkpoint's row in place of an earlier one; one process writes."""
+        self.rows = [other for other in self.rows if other["path"] != row["path"]] + [row]
+        if not write:
+            return
+        self.csv.parent.mkdir(parents=True, exist_ok=True)
+        details = {"settings": self.settings, "results": self.rows}
+        replace_file(self.json, json.dumps(details, indent=2, default=str) + "\n")
+        replace_file(self.csv, table(self.rows).to_csv(index=False))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """One line a checkpoint, one `accuracy/CATEGORY` column a category."""
+    flat = []
+    for row in rows:
+        line = {key: value for key, value in row.items() if key not in ("categories", "path")}
+        for name, figures in row.get("categories", {}).items():
+            line[f"accuracy/{name}"] = figures["preference_accuracy"]
+        flat.append(line)
+    frame = pd.DataFrame(flat)
+    return frame.reindex(columns=[*COLUMNS, *[name for name in frame.columns if name not in COLUMNS]])
+
+
+def describe(row: dict[str, Any]) -> str:
+    if row["error"]:
+        return f"FAILED: {row['error']}"
+    blank = f", with blank images {row['blank_image_accuracy']:.3f}" if "blank_image_accuracy" in row else ""
+    return f"accuracy {row['preference_accuracy']:.3f}{blank}, margin {row['average_margin']:.3f}"
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes all of `text` or nothing."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
