@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ from PIL import Image
 from runs import SHORT, write_rows
 from runs import words as as_words
 
-from vlmrm import cli
+from vlmrm import cli, load_scorer
 from vlmrm.config import parse
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.readers import read_row
@@ -46,6 +47,12 @@ def commands(page: str) -> list[list[str]]:
     """Each command of the page's bash blocks, as words."""
     lines = "".join(blocks(page, "bash")).replace("\\\n", "").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def documented(page: str) -> set[str]:
+    """The names in the first column of the page's tables."""
+    cells = re.findall(r"^\| (`.*?) \|", (ROOT / page).read_text(), re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`(.*?)`", cell)}
 
 
 def program_of(config: str) -> str:
@@ -158,8 +165,16 @@ def test_readme_s_row_is_read():
     assert [branch.messages[0]["content"][0]["text"] for branch in comparison.branches] == ["A cat.", "A dog."]
 
 
+def test_every_keyword_of_load_scorer_is_documented():
+    keywords = set(inspect.signature(load_scorer).parameters) - {"model"}
+    assert documented("docs/scoring.md") == keywords
+
+
 def test_readme_s_way_leads_to_a_model_that_scores(reader, tiny_checkpoint, capsys):
-    """Train with the configuration, sweep and score with the commands; only the model and the steps are smaller."""
+    """Train with the configuration, sweep and score with the commands; only the model and the steps are smaller.
+
+    What the log and the table then hold is what the guides explain.
+    """
     shutil.rmtree("outputs")
     write_configs("README.md", tiny_checkpoint)
     result = train(["my_config.yaml", *as_words(**{**SHORT, "max_steps": 2, "eval_fraction": 0.2})])
@@ -169,6 +184,13 @@ def test_readme_s_way_leads_to_a_model_that_scores(reader, tiny_checkpoint, caps
     swept = sweep(evaluation)
     assert [row["checkpoint"] for row in swept.rows] == ["checkpoint-2"] and swept.best is not None
     assert swept.best["sample_count"] == 4 and swept.csv == Path("results/mine.csv")
+
+    history = json.loads(Path("outputs/mine/checkpoint-2/trainer_state.json").read_text())["log_history"]
+    of_hf = re.compile(r"step|.*_(runtime|samples_per_second|steps_per_second)")
+    logged = {name for line in history for name in line if not of_hf.fullmatch(name)}
+    assert {"loss", "loss_irrelevant", "eval_accuracy"} <= logged <= documented("docs/training.md")
+    columns = swept.csv.read_text().splitlines()[0].split(",")
+    assert "blank_image_accuracy" in columns and set(columns) <= documented("docs/evaluation.md")
 
     [score] = [words[1:] for words in commands("README.md") if words[:2] == ["vlmrm", "score"]]
     capsys.readouterr()
@@ -241,8 +263,6 @@ def example(name: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 def test_score_prints_every_answer_with_the_scorer_s_number(reader):
-    from vlmrm import load_scorer
-
     content = [{"type": "image", "image": "cat.jpg"}, {"type": "text", "text": "What is this?"}]
     [expected] = load_scorer("outputs/best").score_groups(
         [([{"role": "user", "content": content}], ["A cat.", "No."])]
