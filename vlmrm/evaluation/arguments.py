@@ -55,8 +55,8 @@ class EvaluationArguments:
     vision_cache_dir: str | None = field(
         default=None,
         metadata={
-            "help": "Folder of a cache of images as the vision tower and merger see them: runs, sweeps and scorers may "
-            "share it."
+            "help": "Folder of a cache of images as the vision tower and merger see them: runs, sweeps and scorers "
+            "may share it."
         },
     )
     vision_cache_gb: float = field(

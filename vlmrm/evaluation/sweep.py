@@ -125,6 +125,9 @@ def measure(
     name: str,
 ) -> dict[str, Any]:
     """The figures of one model on one data set."""
+    if args.vision_cache_dir is not None:
+        loaded.model.requires_grad_(False)
+        loaded.model.use_vision_cache(args.vision_cache_dir, args.vision_cache_gb)
     score = partial(
         evaluate,
         loaded.model,

@@ -83,7 +83,6 @@ class ModelArguments:
                 "vision_cache_dir: what a trained vision tower makes of images changes with every step: set "
                 "freeze_vit: true and freeze_merger: true, or remove vision_cache_dir."
             )
-        check_vision_cache_gb(self.vision_cache_gb)
         if self.load_in_4bit and not self.use_peft:
             raise ConfigError("load_in_4bit trains nothing by itself: set use_peft: true as well.")
         if self.lora_r < 1 or self.lora_alpha < 1:

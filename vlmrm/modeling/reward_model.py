@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
 
+from vlmrm.errors import ConfigError
 from vlmrm.modeling.vision_cache import VisionCache
 
 HEADS = ("linear", "mlp")
@@ -107,6 +109,14 @@ class RewardModel(PreTrainedModel):
             pooled = self.score_hidden(pooled)
         return self.score(pooled)
 
+    def use_vision_cache(self, directory: str | Path, gigabytes: float = 50.0) -> None:
+        """Keeps what the vision tower and merger make of images in `directory`; they must not be trained.
+
+        Raises:
+            ConfigError: when they are, or the model is of another family than Qwen-VL, or the folder is of no use.
+        """
+        raise ConfigError(f"vision_cache_dir: {type(self).__name__} has no vision cache: remove it.")
+
     def enable_input_require_grads(self) -> None:
         """Lets gradients reach adapters behind frozen embeddings, as the library's own does it, of the text alone.
 
@@ -156,7 +166,7 @@ class QwenVLRewardModel(RewardModel):
     # Run the tower in every batch, with or without images, so that all ranks gather and reduce the same weights in
     # the same order. The trainer sets it in distributed runs.
     touch_vision = False
-    # Features of a frozen tower from disk; `use_vision_cache` sets it.
+    # Features of a frozen tower from disk, after `use_vision_cache`.
     vision_cache: VisionCache | None = None
 
     def hidden_states(
@@ -209,6 +219,14 @@ class QwenVLRewardModel(RewardModel):
             start += len(each.grid)
         return encoded
 
+    def use_vision_cache(self, directory: str | Path, gigabytes: float = 50.0) -> None:
+        if self.trains_vision():
+            raise ConfigError(
+                "vision_cache_dir: what a trained vision tower makes of images changes with every step: set "
+                "freeze_vit: true and freeze_merger: true, or remove vision_cache_dir."
+            )
+        self.vision_cache = VisionCache(directory, gigabytes)
+
     def vision_features(self, pixels: torch.Tensor, grid: torch.Tensor) -> list[list[torch.Tensor]]:
         """The features of `pixels[patches, numbers]`, by the cache where there is one.
 
@@ -223,7 +241,7 @@ class QwenVLRewardModel(RewardModel):
             ran = True
             return self.run_tower(*missing)
 
-        features = self.vision_cache.features(pixels, grid, self.model.visual.dtype, run)
+        features = self.vision_cache.features(self.model.visual, pixels, grid, run)
         if self.touch_vision and not ran:
             # The other ranks may have images that are not cached, and gather the tower's weights now.
             self.run_tower(*self._blank_image())

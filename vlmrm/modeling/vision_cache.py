@@ -44,10 +44,12 @@ class VisionCache:
     """Features of images in `directory`, at most `gigabytes` (10⁹ bytes) of them.
 
     Raises:
-        ConfigError: when the folder cannot be made or written.
+        ConfigError: when the folder cannot be made or written, or holds nothing.
     """
 
     def __init__(self, directory: str | Path, gigabytes: float = 50.0):
+        if not gigabytes > 0:
+            raise ConfigError(f"vision_cache_gb is {gigabytes}: it must be more than 0.")
         self.directory = Path(directory)
         self.limit = int(gigabytes * 1e9)
         self._tower: str | None = None
@@ -70,24 +72,28 @@ class VisionCache:
             self._tower = _tower_hash(tower)
 
     def features(
-        self, pixels: torch.Tensor, grid: torch.Tensor, dtype: torch.dtype, run: Callable[..., list[Features]]
+        self,
+        tower: PreTrainedModel,
+        pixels: torch.Tensor,
+        grid: torch.Tensor,
+        run: Callable[[torch.Tensor, torch.Tensor], list[Features]],
     ) -> list[Features]:
         """Of each image in `grid[N, 3]`, its features: from the cache, or by one `run(pixels, grid)` for the others.
 
-        `pixels[patches, numbers]` are those of all images, one after the other; `dtype` is the tower's own type. An
-        image that is in the batch twice is computed once.
+        `pixels[patches, numbers]` are those of all images, one after the other. An image that is in the batch twice is
+        computed once.
         """
+        self.identify(tower)
         shapes = grid.tolist()
         patches = [t * h * w for t, h, w in shapes]
-        computing = _compute_type(pixels.device, dtype)
+        computing = _compute_type(pixels.device, tower.dtype)
         # The tower sees the pixels in its own type, and so does the hash.
-        on_cpu = pixels.to(dtype).cpu().split(patches)
-        # Hashing and reading release the interpreter's lock.
-        with ThreadPoolExecutor(max_workers=min(len(shapes), os.cpu_count() or 1)) as pool:
+        on_cpu = pixels.to(tower.dtype).cpu().split(patches)
+        with ThreadPoolExecutor(max_workers=min(len(shapes), os.cpu_count() or 1)) as pool:  # hashing holds no lock
             keys = list(pool.map(lambda image, thw: self._key(image, thw, computing), on_cpu, shapes))
-            distinct = list(dict.fromkeys(keys))
-            stored = zip(distinct, pool.map(self._load, distinct), strict=True)
-            found = {key: [f.to(pixels.device) for f in features] for key, features in stored if features is not None}
+        distinct = list(dict.fromkeys(keys))
+        stored = {key: self._load(key) for key in distinct}
+        found = {key: [f.to(pixels.device) for f in features] for key, features in stored.items() if features}
         missing = [keys.index(key) for key in distinct if key not in found]
         if missing:
             images = pixels.split(patches)

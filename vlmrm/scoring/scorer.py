@@ -31,6 +31,8 @@ def load_scorer(
     batching: str = "shared",
     base_model_path: str | None = None,
     trust_remote_code: bool = False,
+    vision_cache_dir: str | Path | None = None,
+    vision_cache_gb: float = 50.0,
 ) -> Scorer:
     """A `Scorer` from a checkpoint folder, after verifying it.
 
@@ -40,9 +42,11 @@ def load_scorer(
         max_tokens_per_batch: memory bound; a single longer conversation still goes, alone.
         batching: `shared`, or `reference` to compute every conversation whole.
         base_model_path: where the base of an adapter checkpoint is now.
+        vision_cache_dir: where to keep, and find again, what the vision tower makes of images.
 
     Raises:
         CheckpointError: when the checkpoint is broken, incomplete, or no reward model.
+        ConfigError: when the model or the folder cannot be used with a vision cache.
     """
     loaded = load_checkpoint(
         model,
@@ -52,6 +56,9 @@ def load_scorer(
         trust_remote_code=trust_remote_code,
         base_model_path=base_model_path,
     )
+    if vision_cache_dir is not None:
+        loaded.model.requires_grad_(False)
+        loaded.model.use_vision_cache(vision_cache_dir, vision_cache_gb)
     return Scorer(loaded, max_tokens_per_batch=max_tokens_per_batch, batching=batching)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
 
 from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.workers import plain_worker_errors
@@ -107,6 +107,7 @@ def train(argv: Sequence[str]) -> TrainingResult:
         ),
     )
     check_engine(args, trainer)
+    cache_vision(model, model_args)
     report_start(trainer, log_path)
     return run(trainer, resume_from)
 
@@ -160,6 +161,15 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments) -> Re
     return model
 
 
+def cache_vision(model, model_args: ModelArguments) -> None:
+    """Takes the features of images from `vision_cache_dir`, if given; adapters have frozen the model by now."""
+    if model_args.vision_cache_dir is None:
+        return
+    model.use_vision_cache(model_args.vision_cache_dir, model_args.vision_cache_gb)
+    # The optimizer never misses a frozen tower; but under ZeRO-3 ranks gather its weights together or not at all.
+    model.touch_vision = is_deepspeed_zero3_enabled()
+
+
 def weight_dtype(model_args: ModelArguments, args: RewardTrainingArguments) -> torch.dtype:
     """`dtype: auto`: half precision only where float32 copies of what is trained exist elsewhere."""
     if model_args.dtype != "auto":
@@ -187,6 +197,8 @@ def check_required(model_args: ModelArguments, data_args: DataArguments, args: R
         raise ConfigError("dataset_path is missing: give a hub id, a folder or a file of preferences.")
     if data_args.streaming and args.max_steps < 1:
         raise ConfigError("max_steps is missing: a stream has no end, so say how many steps to train.")
+    if model_args.vision_cache_dir and args.fsdp:
+        raise ConfigError("vision_cache_dir does not work with fsdp: remove one, or use deepspeed: zero2.json.")
     if args.eval_strategy != "no" and not (data_args.eval_dataset_path or data_args.eval_fraction):
         raise ConfigError(f"eval_strategy is {args.eval_strategy.value}: give eval_dataset_path or eval_fraction.")
     for name in args.report_to:

@@ -1,0 +1,302 @@
+"""Cached features of images: the same scores and gradients without the tower, and never those of something else."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from PIL import Image
+from runs import ROOT, colour_pairs, largest_difference, short_training, text_pairs, train, words
+from samples import SAMPLES, batch_of, conversation
+from transformers import AutoProcessor
+
+from vlmrm.errors import ConfigError
+from vlmrm.evaluation.sweep import sweep
+from vlmrm.modeling import freeze, load_for_training, make_tiny
+from vlmrm.modeling.reward_model import QwenVLRewardModel
+from vlmrm.scoring import load_scorer
+
+# Of the distinct pictures in SAMPLES: red, blue, white, green, black, white and red in other sizes, yellow.
+PICTURES = 8
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+def checkpoint(request, tiny_checkpoint, tmp_path_factory) -> Path:
+    if request.param == "qwen2_5_vl":
+        return tiny_checkpoint
+    return make_tiny(tmp_path_factory.mktemp("tiny") / request.param, arch=request.param)
+
+
+def frozen(folder: Path, **options):
+    model = load_for_training(folder, **options)
+    freeze(model, vit=True, merger=True)
+    return model.eval()
+
+
+def score(model, batch) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**batch).logits[:, 0]
+
+
+def picture_batch(processor, colour: str, *more: str):
+    return batch_of(processor, [conversation("What?", "It.", each) for each in (colour, *more)])
+
+
+@contextmanager
+def counted(model):
+    """A list of how many images each run of the tower got."""
+    runs: list[int] = []
+    hook = model.model.visual.register_forward_pre_hook(
+        lambda _, args, kwargs: runs.append(len(kwargs["grid_thw"])), with_kwargs=True
+    )
+    try:
+        yield runs
+    finally:
+        hook.remove()
+
+
+def stored(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_scores_and_gradients_are_equal_and_hits_do_not_run_the_tower(checkpoint, tmp_path):
+    batch = batch_of(AutoProcessor.from_pretrained(checkpoint), SAMPLES)
+    results = []
+    for cached in (False, True, True):
+        model = frozen(checkpoint).train()
+        if cached:
+            model.use_vision_cache(tmp_path)
+        with counted(model) as runs:
+            scores = model(**batch).logits
+        scores.square().sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        results.append((runs, scores.detach(), gradients))
+    (_, scores, gradients), (first, *missed), (second, *hit) = results
+    assert first == [PICTURES] and second == [], "each distinct image once, and then never again"
+    assert not any("visual" in name for name in gradients) and len(gradients) > 10
+    for found, found_gradients in (missed, hit):
+        torch.testing.assert_close(found, scores, atol=1e-6, rtol=0)
+        assert found_gradients.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found_gradients[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_only_images_that_are_not_cached_run(checkpoint, tmp_path):
+    processor, model = AutoProcessor.from_pretrained(checkpoint), frozen(checkpoint)
+    batch = picture_batch(processor, "green", "red", "blue", "green")
+    expected = score(model, batch)
+    model.use_vision_cache(tmp_path)
+    score(model, picture_batch(processor, "red"))
+    with counted(model) as runs:
+        torch.testing.assert_close(score(model, batch), expected, atol=1e-6, rtol=0)
+    assert runs == [2]
+
+
+def test_what_is_sharded_over_ranks_is_entered_in_every_batch(tiny_checkpoint, tmp_path):
+    """Under ZeRO-3 a rank whose images are all cached gathers the tower's weights with the others."""
+    processor, model = AutoProcessor.from_pretrained(tiny_checkpoint), frozen(tiny_checkpoint)
+    batches = [picture_batch(processor, "red"), batch_of(processor, [conversation("What?", "A text.")])]
+    expected = [score(model, batch) for batch in batches]
+    model.use_vision_cache(tmp_path)
+    model.touch_vision = True
+    with counted(model) as runs:
+        for _ in range(2):
+            for batch, scores in zip(batches, expected, strict=True):
+                torch.testing.assert_close(score(model, batch), scores, atol=0, rtol=0)
+    assert runs == [1, 1, 1, 1]
+
+
+def test_other_weights_types_sizes_or_pixels_are_computed(tiny_checkpoint, tmp_path):
+    processor = AutoProcessor.from_pretrained(tiny_checkpoint)
+    red = picture_batch(processor, "red")
+    model = frozen(tiny_checkpoint)
+    model.use_vision_cache(tmp_path)
+    score(model, red)
+
+    changed = frozen(tiny_checkpoint)
+    with torch.no_grad():
+        next(changed.model.visual.merger.parameters())[0] += 1e-3
+    wider = conversation("What?", "It.", "red")
+    wider[0]["content"][0]["image"] = Image.new("RGB", (84, 56), "red")
+    almost = conversation("What?", "It.", "red")
+    almost[0]["content"][0]["image"].putpixel((3, 3), (254, 0, 0))
+    cases = {
+        "weights": (changed, red),
+        "type": (frozen(tiny_checkpoint, dtype="bfloat16"), red),
+        "size": (frozen(tiny_checkpoint), batch_of(processor, [wider])),
+        "pixels": (frozen(tiny_checkpoint), batch_of(processor, [almost])),
+    }
+    for what, (other, batch) in cases.items():
+        expected = score(other, batch)
+        other.use_vision_cache(tmp_path)
+        with counted(other) as runs:
+            for _ in range(2):
+                torch.testing.assert_close(score(other, batch), expected, atol=0, rtol=0, msg=what)
+        assert runs == [1], what
+    with counted(model) as runs, torch.autocast("cpu", dtype=torch.bfloat16):
+        score(model, red)
+    assert runs == [1], "autocast"
+
+
+def test_a_trained_reward_model_shares_the_features_of_its_training(tiny_checkpoint, tmp_path):
+    """The head and the language model are no part of what features depend on: a sweep runs the tower once."""
+    batch = picture_batch(AutoProcessor.from_pretrained(tiny_checkpoint), "red")
+    trained = frozen(tiny_checkpoint)
+    trained.use_vision_cache(tmp_path / "cache")
+    score(trained, batch)
+    with torch.no_grad():
+        for weight in trained.model.language_model.parameters():
+            weight.mul_(1.01)
+    trained.save_pretrained(tmp_path / "checkpoint")
+    again = frozen(tmp_path / "checkpoint")
+    again.use_vision_cache(tmp_path / "cache")
+    with counted(again) as runs:
+        torch.testing.assert_close(score(again, batch), score(trained, batch), atol=0, rtol=0)
+    assert runs == []
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "one byte changed", "no safetensors"])
+def test_a_broken_file_is_computed_anew_with_one_warning(tiny_checkpoint, tmp_path, caplog, damage):
+    batch = picture_batch(AutoProcessor.from_pretrained(tiny_checkpoint), "red", "blue")
+    model = frozen(tiny_checkpoint)
+    expected = score(model, batch)
+    model.use_vision_cache(tmp_path)
+    score(model, batch)
+    whole = {path: path.read_bytes() for path in stored(tmp_path)}
+    for path, content in whole.items():
+        last = bytes([content[-1] ^ 1])
+        broken = {"cut": content[:-4], "emptied": b"", "one byte changed": content[:-1] + last}
+        path.write_bytes(broken.get(damage, b"something else"))
+    with caplog.at_level(logging.WARNING, logger="vlmrm"):
+        torch.testing.assert_close(score(model, batch), expected, atol=1e-6, rtol=0)
+    [message] = caplog.messages
+    assert "computed anew" in message and str(tmp_path) in message
+    assert {path: path.read_bytes() for path in stored(tmp_path)} == whole
+
+
+def test_a_full_cache_loses_what_was_used_longest_ago(tiny_checkpoint, tmp_path):
+    processor, model = AutoProcessor.from_pretrained(tiny_checkpoint), frozen(tiny_checkpoint)
+    batches = {colour: picture_batch(processor, colour) for colour in ("red", "green", "blue", "white")}
+    model.use_vision_cache(tmp_path / "one")
+    score(model, batches["red"])
+    [file] = stored(tmp_path / "one")
+    limit = 3.5 * file.stat().st_size  # room for three, and for two after it was full: KEPT is 0.9
+    model.use_vision_cache(tmp_path / "all", gigabytes=limit / 1e9)
+    with counted(model) as runs:
+        for colour in ("red", "green", "blue", "red", "white"):
+            score(model, batches[colour])
+            assert sum(path.stat().st_size for path in stored(tmp_path / "all")) <= limit
+        assert len(runs) == 4
+        score(model, batches["red"])
+        score(model, batches["white"])
+        assert len(runs) == 4, "used again, and the newest"
+        score(model, batches["green"])
+        assert len(runs) == 5, "used longest ago"
+
+    model.use_vision_cache(tmp_path / "all", gigabytes=limit / 2e9)
+    assert sum(path.stat().st_size for path in stored(tmp_path / "all")) <= limit / 2, "a lower limit holds at once"
+
+
+def test_a_full_disk_is_said_once_and_changes_no_score(tiny_checkpoint, tmp_path, caplog, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    model = frozen(tiny_checkpoint)
+    batch = picture_batch(AutoProcessor.from_pretrained(tiny_checkpoint), "red", "blue")
+    expected = score(model, batch)
+    model.use_vision_cache(tmp_path)
+    monkeypatch.setattr("vlmrm.modeling.vision_cache.save_file", full)
+    with caplog.at_level(logging.WARNING, logger="vlmrm"):
+        torch.testing.assert_close(score(model, batch), expected, atol=0, rtol=0)
+    [message] = caplog.messages
+    assert "No space left" in message
+    assert stored(tmp_path) == []
+
+
+def test_what_cannot_work_is_refused(tiny_checkpoint, tmp_path):
+    (tmp_path / "file").touch()
+    model = load_for_training(tiny_checkpoint)
+    with pytest.raises(ConfigError, match="set freeze_vit: true and freeze_merger: true"):
+        model.use_vision_cache(tmp_path)
+    freeze(model, vit=True)
+    with pytest.raises(ConfigError, match="freeze_merger"):
+        model.use_vision_cache(tmp_path)
+    freeze(model, merger=True)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        model.use_vision_cache(tmp_path / "file")
+    with pytest.raises(ConfigError, match="vision_cache_gb is 0"):
+        model.use_vision_cache(tmp_path, gigabytes=0)
+
+
+@pytest.mark.slow
+def test_two_processes_write_and_evict_at_once(tiny_checkpoint, tmp_path):
+    program = Path(__file__).with_name("cache_writer.py")
+    command = [sys.executable, program, tiny_checkpoint, tmp_path]
+    writers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for writer in writers:
+        output, errors = writer.communicate(timeout=120)
+        assert output == "equal\n", errors
+    assert not [path for path in stored(tmp_path) if path.suffix != ".safetensors"]
+
+
+def test_training_sweep_and_scorer_share_a_cache_and_give_the_same_as_without(train_here, tmp_path, monkeypatch):
+    data = [colour_pairs(tmp_path / "data", 8), text_pairs(tmp_path / "texts", 2)]
+    folder, frozen_keys = tmp_path / "cache", {"freeze_vit": True, "freeze_merger": True}
+    plain = train_here(data, "plain", **frozen_keys)
+    with monkeypatch.context() as patch:
+        calls = []
+        run_tower = QwenVLRewardModel.run_tower
+        patch.setattr(
+            QwenVLRewardModel, "run_tower", lambda self, pixels, grid: calls.append(1) or run_tower(self, pixels, grid)
+        )
+        cached = train_here(data, "cached", vision_cache_dir=folder, **frozen_keys)
+        assert calls
+        calls.clear()
+        again = train_here(data, "again", vision_cache_dir=folder, **frozen_keys)
+        assert not calls, "a second training finds every image"
+        assert largest_difference(plain.model_dir, cached.model_dir) < 1e-5
+        assert largest_difference(plain.model_dir, again.model_dir) < 1e-5
+
+        keys = {"model_dirs": cached.model_dir, "dataset_path": data[0], "vision_cache_dir": folder}
+        swept = sweep(words(**keys, output_file=tmp_path / "swept.csv"))
+        row = conversation("What?", "It is red.")
+        row[0]["content"].insert(0, {"type": "image", "image": str(tmp_path / "data" / "0_red.png")})
+        [score] = load_scorer(cached.model_dir, vision_cache_dir=folder).score([row])
+        assert not calls, "nor do a sweep and a scorer run the tower"
+    without = sweep(words(**{**keys, "vision_cache_dir": None}, output_file=tmp_path / "without.csv"))
+    assert swept.rows[0]["average_margin"] == pytest.approx(without.rows[0]["average_margin"], abs=1e-5)
+    assert [score] == pytest.approx(load_scorer(cached.model_dir).score([row]), abs=1e-5)
+
+
+def test_lora_may_cache_and_a_trained_tower_may_not(train_here, tmp_path):
+    data = colour_pairs(tmp_path / "data", 4)
+    train_here(data, "lora", use_peft=True, max_steps=1, vision_cache_dir=tmp_path / "cache")
+    assert stored(tmp_path / "cache")
+    with pytest.raises(ConfigError, match=r"vision_cache_dir: .* set freeze_vit: true and freeze_merger: true"):
+        train_here(data, "full", freeze_vit=True, vision_cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+def test_ranks_that_have_different_images_cached_train_together(tmp_path, tiny_checkpoint, train_here, engine):
+    """Batches of one row: while one rank finds its picture, another computes its own, and a third case has none."""
+    data = [colour_pairs(tmp_path / "data", 6), text_pairs(tmp_path / "texts", 4)]
+    keys = {"freeze_vit": True, "freeze_merger": True, "per_device_train_batch_size": 1, "dtype": "float32"}
+    plain = train_here(data, "plain", gradient_accumulation_steps=2, **keys)
+    if engine == "zero3":
+        keys["deepspeed"] = ROOT / "zero3.json"
+    folder = tmp_path / "cache"
+    with FileLock(ROOT / ".cache" / "deepspeed-build.lock"):  # DeepSpeed builds its operator on the first use
+        for name in ("empty", "half"):
+            arguments = short_training(tiny_checkpoint, data, tmp_path / name, vision_cache_dir=folder, **keys)
+            train(*arguments, cwd=tmp_path, processes=2)
+            assert largest_difference(plain.model_dir, tmp_path / name / "final") < 1e-4
+            assert len(stored(folder)) == 6
+            for path in sorted(stored(folder))[::2]:
+                path.unlink()
