@@ -15,8 +15,8 @@ from vlmrm.batching.tree import Tree
 
 @dataclass(frozen=True)
 class Span:
-    """The queries `start` to `stop` of one segment, and the ranges of keys that they see; the last range ends with
-    the segment itself."""
+    """The queries `start` to `stop`, of one segment or of several on one path, and the ranges of keys that the last of
+    them sees; the last range ends with the queries' own."""
 
     start: int
     stop: int
@@ -24,13 +24,13 @@ class Span:
 
     @property
     def before(self) -> int:
-        """Keys on the path before the segment's own."""
+        """Keys on the path before the span's own."""
         return sum(stop - start for start, stop in self.keys) - (self.stop - self.start)
 
 
 @dataclass(eq=False)
 class Layout:
-    """The segments of a packed row, in row order."""
+    """The spans of a packed row, in row order: together they are the row."""
 
     spans: Sequence[Span]
     _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
@@ -38,11 +38,11 @@ class Layout:
 
     @classmethod
     def of(cls, tree: Tree) -> Layout:
-        """The layout of a tree whose segments stand in the row one after another."""
+        """The layout of a tree whose segments stand in the row one after another, as few spans as there can be."""
         starts = [0]
         for segment in tree.segments:
             starts.append(starts[-1] + len(segment))
-        spans = []
+        spans: list[Span] = []
         for number in range(len(tree.segments)):
             keys: list[tuple[int, int]] = []
             for i in tree.path(number):
@@ -50,7 +50,10 @@ class Layout:
                     keys[-1] = (keys[-1][0], starts[i + 1])  # neighbours in the row need no copy
                 else:
                     keys.append((starts[i], starts[i + 1]))
-            spans.append(Span(starts[number], starts[number + 1], keys))
+            start = starts[number]
+            if spans and keys == [*spans[-1].keys[:-1], (spans[-1].keys[-1][0], starts[number + 1])]:
+                start = spans.pop().start  # it goes on from the span before it, as a first answer does from its prompt
+            spans.append(Span(start, starts[number + 1], keys))
         return cls(spans)
 
     def mask(self, span: Span, device: torch.device) -> torch.Tensor:

@@ -44,17 +44,19 @@ def per_segment(
     scaling: float | None,
     dropout: float,
 ) -> torch.Tensor:
-    """One call of torch's attention a segment, anywhere.
+    """One call of torch's attention a span, anywhere.
 
     A dense mask over the row would compute the square of all its conversations instead.
     """
     grouped = key.shape[1] != query.shape[1]
     outputs = []
-    for span in layout.spans:
+    # Split, not sliced: the backward of each slice would add a whole row of zeros.
+    queries = query.split([span.stop - span.start for span in layout.spans], dim=2)
+    for span, own in zip(layout.spans, queries, strict=True):
         mask = layout.mask(span, query.device) if span.before else None
         outputs.append(
             scaled_dot_product_attention(
-                query[:, :, span.start : span.stop],
+                own,
                 _along(key, span.keys),
                 _along(value, span.keys),
                 attn_mask=mask,
@@ -62,9 +64,9 @@ def per_segment(
                 is_causal=mask is None,
                 scale=scaling,
                 enable_gqa=grouped,
-            )
+            ).transpose(1, 2)
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+    return torch.cat(outputs, dim=1)
 
 
 def varlen(
