@@ -198,6 +198,7 @@ class QwenVLRewardModel(RewardModel):
                 "them its images would silently get the positions of text."
             )
         if self.vision_cache is not None:
+            # Here, where ranks with a batch of texts come by as well.
             self.vision_cache.identify(self.model.visual)
         if media or not self.touch_vision:
             grids = {f"{kind}_grid_thw": each.grid for kind, each in media.items()}
