@@ -11,7 +11,8 @@ import base64
 import binascii
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -73,12 +74,25 @@ def open_image(reference: Any) -> Image.Image:
         MediaError: naming the image and the reason: missing, empty, truncated, not an image, of a kind that has no
             faithful 8-bit RGB form, a side below 28 pixels, longer than 200 to 1, or too large to be decoded safely.
     """
+    with _opened(reference) as image:
+        return _decoded(image, media_name(reference))
+
+
+def image_size(reference: Any) -> tuple[int, int]:
+    """Width and height in pixels as stored, from the header alone; raises as `open_image` does."""
+    with _opened(reference) as image:
+        return image.size
+
+
+@contextmanager
+def _opened(reference: Any) -> Generator[Image.Image]:
     name = media_name(reference)
     try:
         if isinstance(reference, Image.Image):
-            return _decoded(reference, name)
+            yield reference
+            return
         with _open_bytes(reference, "image") as source, Image.open(source, formats=FORMATS) as image:
-            return _decoded(image, name)
+            yield image
     except UnidentifiedImageError as error:
         kinds = ", ".join(FORMATS)
         raise MediaError(f"{name} is not an image that can be read ({kinds}): replace it or remove the row") from error

@@ -52,6 +52,11 @@ class RewardTrainingArguments(RewardConfig):
             )
         if self.remove_unused_columns:
             raise ConfigError("remove_unused_columns must stay false: comparisons are read from columns of any name.")
+        if self.train_sampling_strategy == "group_by_length":
+            raise ConfigError(
+                "train_sampling_strategy: group_by_length needs token counts, which images lack before they are read: "
+                "write batch_rebalance, which estimates them."
+            )
         if self.num_irrelevant_pairs < 1:
             raise ConfigError(f"num_irrelevant_pairs is {self.num_irrelevant_pairs}: it must be at least 1.")
         if self.irrelevant_loss_weight < 0:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
 from vlmrm.batching import Batch, ComparisonCollator, Part, scores_by_row
+from vlmrm.batching.balance import BalancedBatches, estimated_costs
 from vlmrm.errors import TrainingError
 from vlmrm.evaluation.metrics import scored_pairs, trl_summary
 from vlmrm.modeling import write_complete
@@ -81,6 +82,22 @@ class RewardTrainer(trl.RewardTrainer):
             return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         finally:
             self.data_collator = self.collator
+
+    def _get_train_sampler(self, train_dataset=None):
+        """`batch_rebalance` spreads the estimated work of each step over ranks and accumulated batches."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy != "batch_rebalance" or not isinstance(dataset, datasets.Dataset):
+            return super()._get_train_sampler(train_dataset)
+        ranks, accumulated = self.args.world_size, self.args.gradient_accumulation_steps
+        return BalancedBatches(
+            estimated_costs(dataset, self.collator.renderer.limits),
+            effective_batch_size=self.args.train_batch_size * accumulated * ranks,
+            dp_size=ranks,
+            grad_accum=accumulated,
+            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
+            rank=self.args.process_index,
+            drop_last=self.args.dataloader_drop_last,
+        )
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor:
         """The totals that one step's loss is divided by, over its accumulated batches and all ranks."""

@@ -1,0 +1,62 @@
+"""The estimate of a row's work, and the sampler that spreads it."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+from runs import colour_lists, logged
+
+from vlmrm.batching.balance import BalancedBatches, estimated_cost, estimated_costs
+from vlmrm.data.schema import Branch, Comparison
+from vlmrm.errors import RowError
+from vlmrm.rendering import MediaLimits
+
+
+def row(side: int, text: str = "") -> Comparison:
+    image = {"type": "image", "image": Image.new("RGB", (side, side))}
+    question = {"role": "user", "content": [image, {"type": "text", "text": text}]}
+    answers = [
+        {"role": "assistant", "content": [{"type": "text", "text": "a" * 40}]},
+        {"role": "assistant", "content": []},
+    ]
+    return Comparison(
+        "r", [question], [Branch([answer], rating) for answer, rating in zip(answers, (1, 0), strict=True)]
+    )
+
+
+def test_an_image_counts_once_and_within_its_limits():
+    assert estimated_cost(row(280), MediaLimits()) == 1 + 10 + 100
+    assert estimated_cost(row(280), MediaLimits(max_pixels=56 * 56)) == 1 + 10 + 4
+    assert estimated_cost(row(28, "b" * 80), MediaLimits(min_pixels=56 * 56)) == 1 + 30 + 4
+
+
+class Rows(list):
+    def __getitem__(self, part):
+        return {"comparison": list.__getitem__(self, part)}
+
+
+def test_ranks_get_like_work(tmp_path):
+    (tmp_path / "broken.png").write_text("nothing")
+    bad = row(28)
+    bad.prompt[0]["content"][0]["image"] = str(tmp_path / "broken.png")
+    rows = Rows([row(side) for side in (28, 280, 56, 308, 84, 336, 112, 252) * 4])
+    assert estimated_costs(Rows([RowError("no", "x"), bad, row(28)]), MediaLimits()) == [1, 1, 12]
+    costs = estimated_costs(rows, MediaLimits())
+    ranks = [list(BalancedBatches(costs, 8, dp_size=2, grad_accum=1, rank=rank, drop_last=False)) for rank in (0, 1)]
+    assert sorted(i for batches in ranks for batch in batches for i in batch) == list(range(32))
+    for one, other in zip(*ranks, strict=True):
+        assert len(one) == len(other) == 4
+        sums = [sum(costs[i] for i in batch) for batch in (one, other)]
+        assert max(sums) <= 1.35 * min(sums)
+
+
+@pytest.mark.parametrize("strategy", ["batch_rebalance", "random"])
+def test_training_with_it_sees_every_row(train_here, tmp_path, strategy):
+    data = colour_lists(tmp_path / "data", 12)
+    keys = {"per_device_train_batch_size": 3, "max_steps": 4, "save_steps": 4, "report_to": "none"}
+    train_here(data, "out", train_sampling_strategy=strategy, **keys)
+    seen = {}
+    train_here(data, "again", train_sampling_strategy=strategy, **keys)
+    for name in ("out", "again"):
+        seen[name] = logged(tmp_path / name / "checkpoint-4", "num_tokens")
+    assert len(seen["out"]) == 4 and seen["out"] == seen["again"]

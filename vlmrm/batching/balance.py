@@ -1,0 +1,73 @@
+"""The same amount of work for every rank: what a comparison will cost, and batches that cost alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+from vlmrm.data.media import image_size, media_key
+from vlmrm.data.schema import Comparison, Messages, media_references, text_of
+from vlmrm.errors import RowError
+from vlmrm.rendering import MediaLimits
+
+CHARACTERS = 4  # a token of English text, about
+PIXELS = 28 * 28  # an image token of the Qwen-VL family
+DEFAULT_MAX_PIXELS = 16384 * PIXELS  # Qwen2.5-VL's own limit
+CHUNK = 1000  # rows read at a time
+
+
+def estimated_costs(dataset, limits: MediaLimits) -> list[int]:
+    """Tokens of every row of `dataset`, estimated from its texts and the headers of its images; 1 for a bad row."""
+    return [cost for rows in _chunks(dataset) for cost in (_cost_or_one(row, limits) for row in rows)]
+
+
+def _chunks(dataset) -> Iterator[Sequence[Comparison | RowError]]:
+    for start in range(0, len(dataset), CHUNK):
+        yield dataset[start : start + CHUNK]["comparison"]
+
+
+def _cost_or_one(row: Comparison | RowError, limits: MediaLimits) -> int:
+    try:
+        return 1 if isinstance(row, RowError) else estimated_cost(row, limits)
+    except RowError:  # met, and reported, when the row is collated
+        return 1
+
+
+def estimated_cost(comparison: Comparison, limits: MediaLimits) -> int:
+    """Tokens of the prompt and of each branch, what they share counted once. A video counts as one large image."""
+    parts: list[Messages] = [comparison.prompt, *(branch.messages for branch in comparison.branches)]
+    texts = sum(len(text_of(messages)) for messages in parts)
+    distinct = {media_key(reference): reference for messages in parts for reference in media_references(messages)}
+    return 1 + texts // CHARACTERS + sum(_image_tokens(reference, limits) for reference in distinct.values())
+
+
+def _image_tokens(reference, limits: MediaLimits) -> int:
+    largest = limits.max_pixels or DEFAULT_MAX_PIXELS
+    if isinstance(reference, (list, tuple)):
+        return sum(_image_tokens(frame, limits) for frame in reference)
+    if isinstance(reference, str) and reference.lower().endswith((".mp4", ".webm", ".mkv", ".mov", ".avi")):
+        return largest // PIXELS
+    width, height = image_size(reference)
+    return min(max(width * height, limits.min_pixels or 0), largest) // PIXELS
+
+
+class BalancedBatches(BatchRebalanceSampler):
+    """HF's sampler, which shuffles and spreads each step's rows over ranks and accumulated batches, for packed rows.
+
+    Its own balance is of padded batches, whose sizes it varies. Nothing is padded here: each batch keeps its size, and
+    rows go, the largest first, to the batch with the least work that has room.
+    """
+
+    def _assign(self, indices: Sequence[int], lengths: Sequence[int]) -> list[list[list[int]]]:
+        """The rows of one step → batches[rank][accumulated]."""
+        batches: list[list[int]] = [[] for _ in range(self.dp_size * self.grad_accum)]
+        work = [0] * len(batches)
+        room = -(-len(indices) // len(batches))
+        for cost, index in sorted(zip(lengths, indices, strict=True), reverse=True):
+            lightest = min((i for i in range(len(batches)) if len(batches[i]) < room), key=work.__getitem__)
+            batches[lightest].append(index)
+            work[lightest] += cost
+        # Those that run at the same time are neighbours in work.
+        heaviest_first = [batches[i] for i in sorted(range(len(batches)), key=work.__getitem__, reverse=True)]
+        return [heaviest_first[rank :: self.dp_size] for rank in range(self.dp_size)]
