@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.integrations import get_available_reporting_integrations, is_deepspeed_zero3_enabled
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.workers import plain_worker_errors
@@ -21,32 +20,28 @@ from vlmrm.data import irrelevant
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.data.sources import load_train_and_eval
-from vlmrm.errors import CheckpointError, ConfigError, Preempted, TrainingError
+from vlmrm.errors import Preempted, TrainingError
 from vlmrm.logs import start_log
 from vlmrm.modeling import (
     batcher_for,
-    find_checkpoints,
     freeze,
     load_for_training,
     load_processor,
     lora_config,
-    newest_complete,
     provenance,
     quantization_config,
     save_reward_files,
     sequence_limit,
-    verify_complete,
 )
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.checks import check_engine, check_launch, check_required
+from vlmrm.training.resume import BEST, FINAL, checkpoint_to_resume
 from vlmrm.training.trainer import RewardTrainer
 
 logger = logging.getLogger("vlmrm")
-
-# Where in output_dir the trained model is: as the last step left it, or the best checkpoint if that was asked for.
-FINAL, BEST = "final", "best"
 
 
 @dataclass(frozen=True)
@@ -188,85 +183,6 @@ def irrelevant_queries(args: RewardTrainingArguments, data_args: DataArguments, 
     if data_args.streaming:
         return irrelevant.for_stream(args.num_irrelevant_pairs, args.seed)
     return irrelevant.for_dataset(args.num_irrelevant_pairs, args.seed, train_dataset)
-
-
-def check_required(model_args: ModelArguments, data_args: DataArguments, args: RewardTrainingArguments) -> None:
-    if not model_args.model_name_or_path:
-        raise ConfigError("model_name_or_path is missing: give a checkpoint, such as Qwen/Qwen2.5-VL-7B-Instruct.")
-    if not data_args.dataset_path:
-        raise ConfigError("dataset_path is missing: give a hub id, a folder or a file of preferences.")
-    if data_args.streaming and args.max_steps < 1:
-        raise ConfigError("max_steps is missing: a stream has no end, so say how many steps to train.")
-    if model_args.vision_cache_dir and args.fsdp:
-        raise ConfigError("vision_cache_dir does not work with fsdp: remove one, or use deepspeed: zero2.json.")
-    if args.eval_strategy != "no" and not (data_args.eval_dataset_path or data_args.eval_fraction):
-        raise ConfigError(f"eval_strategy is {args.eval_strategy.value}: give eval_dataset_path or eval_fraction.")
-    for name in args.report_to:
-        if name not in get_available_reporting_integrations():
-            raise ConfigError(f"report_to names {name}, which is not installed: pip install {name}.")
-
-
-def check_launch(args: RewardTrainingArguments) -> None:
-    """Refuses launches that would run as something else than what was asked for."""
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
-    if args.world_size != asked:
-        raise ConfigError(
-            f"launched with {asked} processes, but each would train alone ({args.parallel_mode.value}): start it with "
-            "run_distributed.sh, and on a machine without GPUs add --use_cpu true."
-        )
-    if args.n_gpu > 1:
-        raise ConfigError(
-            f"{args.n_gpu} GPUs are visible to one process: start it with run_distributed.sh --gpus {args.n_gpu}, or "
-            "set CUDA_VISIBLE_DEVICES=0."
-        )
-
-
-def check_engine(args: RewardTrainingArguments, trainer: RewardTrainer) -> None:
-    """HF Trainer drops FSDP on a CPU, and trains on as plain DDP, without a word."""
-    if args.fsdp and not trainer.is_fsdp_enabled:
-        raise ConfigError(
-            "fsdp is asked for but does not run on this device: remove it, or use deepspeed: zero2.json."
-        )
-    if args.deepspeed and not trainer.is_deepspeed_enabled:
-        raise ConfigError(
-            "deepspeed is asked for but is not active: check that it is installed and the config's path."
-        )
-
-
-def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
-    """`resume_from_checkpoint`: a folder, `auto` for the newest complete one, or nothing for a fresh start."""
-    asked = str(args.resume_from_checkpoint or "false")
-    existing = find_checkpoints(args.output_dir)
-    if asked.lower() == "false":
-        finished = [path for path in (Path(args.output_dir, name) for name in (FINAL, BEST)) if path.exists()]
-        if existing or finished:
-            raise ConfigError(
-                f"{args.output_dir} already holds {[*finished, *existing][-1].name}: continue with "
-                "--resume_from_checkpoint auto, or choose another --output_dir."
-            )
-        return None
-    if asked.lower() in ("auto", "true"):
-        path = newest_complete(args.output_dir)
-        if path is None:
-            if existing:
-                raise CheckpointError(f"none of the {len(existing)} checkpoints in {args.output_dir} is complete.")
-            logger.info("No checkpoint in %s yet: starting from the beginning", args.output_dir)
-            return None
-    else:
-        path = Path(asked)
-    manifest = verify_complete(path)
-    if not ((path / "optimizer.pt").exists() or any(path.glob("global_step*"))):
-        # HF would start a fresh optimizer without a word.
-        raise CheckpointError(
-            f"{path} has no optimizer state (save_only_model?): train from it as model_name_or_path."
-        )
-    if manifest["world_size"] != args.world_size:
-        logger.warning(
-            "%s was saved by %d processes and is resumed by %d: the run goes on, but not bit for bit",
-            path, manifest["world_size"], args.world_size,
-        )  # fmt: skip
-    logger.info("Resuming from %s", path)
-    return path
 
 
 def report_start(trainer: RewardTrainer, log_path: Path | None) -> None:

@@ -1,0 +1,56 @@
+"""What is wrong with a training run before it starts, each in one sentence."""
+
+from __future__ import annotations
+
+import os
+
+from transformers.integrations import get_available_reporting_integrations
+
+from vlmrm.data.arguments import DataArguments
+from vlmrm.errors import ConfigError
+from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.trainer import RewardTrainer
+
+
+def check_required(model_args: ModelArguments, data_args: DataArguments, args: RewardTrainingArguments) -> None:
+    if not model_args.model_name_or_path:
+        raise ConfigError("model_name_or_path is missing: give a checkpoint, such as Qwen/Qwen2.5-VL-7B-Instruct.")
+    if not data_args.dataset_path:
+        raise ConfigError("dataset_path is missing: give a hub id, a folder or a file of preferences.")
+    if data_args.streaming and args.max_steps < 1:
+        raise ConfigError("max_steps is missing: a stream has no end, so say how many steps to train.")
+    if model_args.vision_cache_dir and args.fsdp:
+        raise ConfigError("vision_cache_dir does not work with fsdp: remove one, or use deepspeed: zero2.json.")
+    if args.eval_strategy != "no" and not (data_args.eval_dataset_path or data_args.eval_fraction):
+        raise ConfigError(f"eval_strategy is {args.eval_strategy.value}: give eval_dataset_path or eval_fraction.")
+    for name in args.report_to:
+        if name not in get_available_reporting_integrations():
+            raise ConfigError(f"report_to names {name}, which is not installed: pip install {name}.")
+
+
+def check_launch(args: RewardTrainingArguments) -> None:
+    """Refuses launches that would run as something else than what was asked for."""
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.world_size != asked:
+        raise ConfigError(
+            f"launched with {asked} processes, but each would train alone ({args.parallel_mode.value}): start it with "
+            "run_distributed.sh, and on a machine without GPUs add --use_cpu true."
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"{args.n_gpu} GPUs are visible to one process: start it with run_distributed.sh --gpus {args.n_gpu}, or "
+            "set CUDA_VISIBLE_DEVICES=0."
+        )
+
+
+def check_engine(args: RewardTrainingArguments, trainer: RewardTrainer) -> None:
+    """HF Trainer drops FSDP on a CPU, and trains on as plain DDP, without a word."""
+    if args.fsdp and not trainer.is_fsdp_enabled:
+        raise ConfigError(
+            "fsdp is asked for but does not run on this device: remove it, or use deepspeed: zero2.json."
+        )
+    if args.deepspeed and not trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            "deepspeed is asked for but is not active: check that it is installed and the config's path."
+        )
