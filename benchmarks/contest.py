@@ -23,8 +23,12 @@ class Contest:
         self.config, self.work = config, work
         self.model, self.batcher = reward_model(config)
         self.naive = NaiveRewardModel(self.model)
-        with torch.no_grad():
-            ours, naive = self.our_scores(self.our_inputs()), self.naive_scores(self.naive_inputs())
+        self.compare(tolerance)
+
+    @torch.no_grad()
+    def compare(self, tolerance: float) -> None:
+        """Raises AssertionError where the two ways' scores differ by more than this share of their size."""
+        ours, naive = self.our_scores(self.our_inputs()), self.naive_scores(self.naive_inputs())
         error = ((ours - naive).norm() / naive.norm()).item()
         if not error <= tolerance:
             raise AssertionError(f"the two ways differ by {error:.2g} of their scores: there is nothing to compare")

@@ -15,11 +15,7 @@ import torch
 
 from benchmarks import harness, runs
 from benchmarks.harness import Row, row
-from vlmrm.batching import ComparisonCollator
-from vlmrm.data.arguments import DataArguments
-from vlmrm.data.sources import load_comparisons
-from vlmrm.modeling import batcher_for, load_for_training, load_processor
-from vlmrm.rendering import Renderer
+from vlmrm.modeling import load_for_training, load_processor
 from vlmrm.training.losses import PreferenceLoss, weights
 from vlmrm.training.main import train
 
@@ -56,12 +52,8 @@ class Steps:
     """The steps of the same training by hand: forward, loss, backward, clipping, optimizer."""
 
     def __init__(self, base: Path, data: Path):
-        processor = load_processor(base)
         self.model = load_for_training(base, dtype=torch.float32, attn_implementation="sdpa", seed=0).train()
-        batcher = batcher_for(self.model, processor, "shared")
-        rows = load_comparisons([str(data)], arguments=DataArguments(dataset_path=[str(data)]))
-        collator = ComparisonCollator(Renderer(processor), batcher, max_seq_length=4096)
-        self.batches = [collator([rows[i] for i in range(at, at + BATCH)]) for at in range(0, len(rows), BATCH)]
+        self.batches = runs.batches(runs.collator(self.model, load_processor(base)), data, BATCH)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.loss = PreferenceLoss()
 

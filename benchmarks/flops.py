@@ -3,6 +3,7 @@
 Counted, each multiplication with its addition as 2: the linear layers of every token, attention's two products
 over the keys that a kernel visits, the vision tower with its merger, and the language-model head where there is one.
 Norms, activations, rotary embeddings and the scalar head are left out; they are less than a hundredth.
+`attention=False` leaves attention's products out.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ class Work:
         return 3 * self.body + self.language_head
 
 
-def of_padded(config: Qwen2_5_VLConfig, conversations: Sequence[Rendered]) -> Work:
+def of_padded(config: Qwen2_5_VLConfig, conversations: Sequence[Rendered], attention: bool = True) -> Work:
     """One padded row for each conversation, each with its own images, and logits for every token."""
-    text = config.text_config
+    text: Any = config.text_config
     lengths = [len(item) for item in conversations]
     rows, width = len(lengths), max(lengths)
     # Padding needs a mask, and with one the kernel visits the whole square; without, only half of it.
     visited = rows * width * width / (1 if min(lengths) < width else 2)
     grids = [grid for item in conversations for grid in _grids(item)]
     return Work(
-        _text(config, rows * width, visited) + sum(vision(config, grid) for grid in grids),
+        _text(config, rows * width, visited * attention) + sum(vision(config, grid, attention) for grid in grids),
         2 * rows * width * text.hidden_size * text.vocab_size,
         rows * width,
     )
 
 
-def of_shared(config: Qwen2_5_VLConfig, inputs: dict[str, Any]) -> Work:
+def of_shared(config: Qwen2_5_VLConfig, inputs: dict[str, Any], attention: bool = True) -> Work:
     """One packed row, from the inputs of a `SharedBatcher`."""
     layout: Layout = inputs["layout"]
     visited = 0.0
@@ -59,12 +60,13 @@ def of_shared(config: Qwen2_5_VLConfig, inputs: dict[str, Any]) -> Work:
         visited += queries * (span.before + queries) if span.before else queries * queries / 2
     tokens = inputs["input_ids"].shape[1]
     grids = inputs["image_grid_thw"].tolist()
-    return Work(_text(config, tokens, visited) + sum(vision(config, grid) for grid in grids), 0, tokens)
+    seen = sum(vision(config, grid, attention) for grid in grids)
+    return Work(_text(config, tokens, visited * attention) + seen, 0, tokens)
 
 
 def _text(config: Qwen2_5_VLConfig, tokens: int, visited: float) -> float:
     """The layers of the language model, for `visited` pairs of query and key."""
-    text = config.text_config
+    text: Any = config.text_config
     hidden = text.hidden_size
     head = hidden // text.num_attention_heads
     query, key = text.num_attention_heads * head, text.num_key_value_heads * head
@@ -72,9 +74,9 @@ def _text(config: Qwen2_5_VLConfig, tokens: int, visited: float) -> float:
     return text.num_hidden_layers * (tokens * linear + visited * 4 * query)
 
 
-def vision(config: Qwen2_5_VLConfig, grid: Sequence[int]) -> float:
+def vision(config: Qwen2_5_VLConfig, grid: Sequence[int], attention: bool = True) -> float:
     """The tower and merger for one image of `grid` (time, height, width) in patches."""
-    tower = config.vision_config
+    tower: Any = config.vision_config
     patches, width, merged = grid[0] * grid[1] * grid[2], tower.hidden_size, tower.spatial_merge_size**2
     window = (tower.window_size // tower.patch_size) ** 2
     whole = len(tower.fullatt_block_indexes)
@@ -82,7 +84,7 @@ def vision(config: Qwen2_5_VLConfig, grid: Sequence[int]) -> float:
     linear = 2 * (4 * width * width + 3 * width * tower.intermediate_size)
     keys = whole * patches + (tower.depth - whole) * min(patches, window)
     merger = 2 * (merged * width * merged * width + merged * width * tower.out_hidden_size)
-    return patches * (embedding + tower.depth * linear + 4 * width * keys) + patches / merged * merger
+    return patches * (embedding + tower.depth * linear + 4 * width * keys * attention) + patches / merged * merger
 
 
 def _grids(item: Rendered) -> list[list[int]]:

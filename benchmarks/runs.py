@@ -15,33 +15,50 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from vlmrm.modeling import load_for_training, load_processor, make_tiny, save_reward_files, write_complete
+from vlmrm.batching import Batch, ComparisonCollator
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.sources import load_comparisons
+from vlmrm.modeling import (
+    RewardModel,
+    batcher_for,
+    load_for_training,
+    load_processor,
+    make_tiny,
+    save_reward_files,
+    write_complete,
+)
+from vlmrm.rendering import Renderer
 
-# Two preference pairs a second and core in training: large enough that a step is no mere overhead.
-MIDDLE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 16}
+# Large enough that a step is more than overhead, and small enough that opening pictures would be felt.
+MIDDLE: dict[str, int] = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+}
 
 
 @contextmanager
 def workplace() -> Generator[Path]:
     """A temporary folder as working directory, where tables are cached too: nothing of the run is left behind."""
-    import datasets
+    from datasets import config
 
-    before, cache = Path.cwd(), datasets.config.HF_DATASETS_CACHE
+    before, cache = Path.cwd(), config.HF_DATASETS_CACHE
     with tempfile.TemporaryDirectory() as name:
         os.chdir(name)
-        datasets.config.HF_DATASETS_CACHE = Path(name, "tables")
+        config.HF_DATASETS_CACHE = Path(name, "tables")
         try:
             yield Path(name)
         finally:
             os.chdir(before)
-            datasets.config.HF_DATASETS_CACHE = cache
+            config.HF_DATASETS_CACHE = cache
 
 
 def base_model(folder: Path, quick: bool) -> Path:
     """A generative checkpoint with random weights: the tiny one, in `MIDDLE` size unless `quick`."""
     make_tiny(folder)
     if not quick:
-        config = AutoConfig.from_pretrained(folder)
+        config: Any = AutoConfig.from_pretrained(folder)
         for name, value in MIDDLE.items():
             setattr(config.text_config, name, value)
         config.text_config.layer_types = ["full_attention"] * MIDDLE["num_hidden_layers"]
@@ -78,6 +95,18 @@ def picture_pairs(folder: Path, count: int, pictures: int, size: tuple[int, int]
             }
             file.write(json.dumps(row) + "\n")
     return path
+
+
+def collator(model: RewardModel, processor: Any) -> ComparisonCollator:
+    """Comparisons to batches, as a training or sweep with default keys makes them."""
+    longest = model.config.get_text_config().max_position_embeddings
+    return ComparisonCollator(Renderer(processor), batcher_for(model, processor, "shared"), max_seq_length=longest)
+
+
+def batches(collator: ComparisonCollator, data: Path, size: int) -> list[Batch]:
+    """The rows of a data file in order, ready-made."""
+    rows: Any = load_comparisons([str(data)], arguments=DataArguments(dataset_path=[str(data)]))
+    return [collator([rows[i] for i in range(at, min(at + size, len(rows)))]) for at in range(0, len(rows), size)]
 
 
 def words(**keys: Any) -> list[str]:

@@ -40,7 +40,7 @@ def first_step(base: Path, data: Path) -> tuple[float, float, float]:
     from vlmrm.training.main import train
 
     with runs.workplace() as folder:
-        before = harness.peak_memory()
+        before = harness.memory()
         started = time.perf_counter()
         keys = {"max_steps": 1, "per_device_train_batch_size": 2, "use_irrelevant_queries": True}
         train(runs.training_words(base, data, folder / "training", **keys))

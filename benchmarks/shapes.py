@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -72,7 +73,8 @@ def configuration(size: str) -> Qwen2_5_VLConfig:
 def reward_model(config: Qwen2_5_VLConfig, seed: int = 0) -> tuple[RewardModel, SharedBatcher]:
     """A reward model with random weights, on torch's default device and type, and its shared batcher."""
     torch.manual_seed(seed)
-    model: RewardModel = reward_model_class(config)(config)
+    model = reward_model_class(config)(config)
+    assert isinstance(model, RewardModel)
     batcher = batcher_for(model, None, "shared")
     assert isinstance(batcher, SharedBatcher)
     return model, batcher
@@ -133,7 +135,7 @@ class Words:
     """Random prompts and texts in the tokens of one model."""
 
     def __init__(self, config: Qwen2_5_VLConfig, seed: int):
-        self.config = config
+        self.config: Any = config
         self.generator = torch.Generator().manual_seed(seed)
         self.images = 0
 

@@ -14,12 +14,8 @@ import torch
 
 from benchmarks import harness, runs
 from benchmarks.harness import Row, row
-from vlmrm.batching import ComparisonCollator
-from vlmrm.data.arguments import DataArguments
-from vlmrm.data.sources import load_comparisons
 from vlmrm.evaluation.sweep import sweep
-from vlmrm.modeling import batcher_for, load_checkpoint
-from vlmrm.rendering import Renderer
+from vlmrm.modeling import load_checkpoint
 
 CHECKPOINTS, PAIRS, BATCH = 4, 64, 8
 LIMIT = 1.15
@@ -34,10 +30,10 @@ def measure(options: argparse.Namespace) -> list[Row]:
             runs.reward_checkpoint(base, folder / "training" / f"checkpoint-{i + 1}", seed=i) for i in range(count)
         ]
         data = runs.picture_pairs(folder / "data", pairs, pictures=pairs)
-        forward, collate = forward_only(checkpoints, data)
+        forward, make_batches = forward_only(checkpoints, data)
         ways = {"sweep": lambda: whole_sweep(folder, data), "forward": lambda: forward}
         timings = harness.interleave(ways, 1 if options.quick else ROUNDS)
-        once = harness.stopwatch(collate)
+        once = harness.stopwatch(make_batches)
     line = row("total", **timings.ratio("sweep", "forward"), unit="x forward", at_most=LIMIT)
     line |= {"checkpoints": count, "pairs": pairs, "sweep_seconds": timings.median("sweep")}
     # What opening the data once for every checkpoint would cost at least, for comparison.
@@ -57,19 +53,8 @@ def whole_sweep(folder: Path, data: Path) -> Callable[[], Any]:
 def forward_only(checkpoints: list[Path], data: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Every checkpoint's forward passes over ready-made batches; and the making of these batches."""
     loaded = [load_checkpoint(path, dtype="float32") for path in checkpoints]
-    for each in loaded:
-        batcher_for(each.model, each.processor, "shared")
-    batcher = batcher_for(loaded[0].model, loaded[0].processor, "shared")
-    arguments = DataArguments(dataset_path=[str(data)])
-    rows = load_comparisons([str(data)], arguments=arguments)
-    collator = ComparisonCollator(Renderer(loaded[0].processor), batcher, max_seq_length=4096)
-
-    def collate() -> list[Any]:
-        return [
-            collator([rows[i] for i in range(at, min(at + BATCH, len(rows)))]) for at in range(0, len(rows), BATCH)
-        ]
-
-    batches = collate()
+    collators = [runs.collator(each.model, each.processor) for each in loaded]
+    batches = runs.batches(collators[0], data, BATCH)
 
     @torch.inference_mode()
     def forward() -> None:
@@ -77,7 +62,7 @@ def forward_only(checkpoints: list[Path], data: Path) -> tuple[Callable[[], Any]
             for part in (part for batch in batches for part in batch["parts"]):
                 each.model(**part["inputs"])
 
-    return forward, collate
+    return forward, lambda: runs.batches(collators[0], data, BATCH)
 
 
 if __name__ == "__main__":

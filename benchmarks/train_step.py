@@ -60,7 +60,7 @@ def memory(way: str, size: str, pairs: list[Pair]) -> float:
     config = configuration(size)
     work = training(config, pairs)
     step = {"ours": our_step, "naive": naive_step}[way](config, work.conversations)
-    before = harness.peak_memory()
+    before = harness.memory()
     work.loss(step()).backward()
     return harness.peak_memory() - before
 

@@ -1,0 +1,177 @@
+"""The benchmarks: what they count and compare, and that each of them runs. Their timings are not judged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import BENCHMARKS, flops, harness
+from benchmarks.contest import Contest
+from benchmarks.flickr8k import prompt_swapper
+from benchmarks.shapes import Pair, candidates, configuration, training
+from vlmrm.data.schema import Branch, Comparison
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(os.environ.get("VLMRM_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_each_prints_one_object_of_finite_rows(name):
+    options = []
+    if name == "flickr8k":
+        if not (DATA / "flickr8k_pref").is_dir():
+            pytest.skip("no flickr8k_pref under VLMRM_TEST_DATA")
+        options = ["--data", str(DATA / "flickr8k_pref")]
+    result = run(f"benchmarks.{name}", "--quick", "--json", *options)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["benchmark"] == name
+    assert {"cpu", "cores", "date"} <= report["machine"].keys()
+    assert {"python", "torch", "transformers"} <= report["versions"].keys()
+    assert report["rows"]
+    for row in report["rows"]:
+        assert row["case"] and row["unit"] and math.isfinite(row["measured"])
+        assert row["holds"] is None  # a smoke run says nothing about targets
+
+
+@pytest.mark.slow
+def test_a_benchmark_that_cannot_run_here_says_why():
+    result = run("benchmarks.flickr8k", "--data", "nowhere")
+    assert result.returncode == 0, result.stderr
+    assert "skipped: nowhere has no vl_expert_train.jsonl" in result.stdout
+
+
+def test_the_list_names_every_benchmark():
+    result = run("benchmarks", "--help")
+    assert all(f"  {name}" in result.stdout for name in BENCHMARKS)
+    result = run("benchmarks", "nothing")
+    assert result.returncode == 2
+    assert "there is no benchmark nothing" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "limits, holds", [({}, None), ({"at_least": 2.0}, False), ({"at_most": 2.0}, True), ({"at_least": 1.5}, True)]
+)
+def test_a_row_holds_on_the_right_side_of_its_target(limits, holds):
+    row = harness.row("case", 1.5, "x", **limits, more=3)
+    assert row["holds"] is holds
+    assert row["target"] == next(iter(limits.values()), None)
+    assert row["more"] == 3
+
+
+def test_variants_are_timed_in_turn_and_the_first_round_does_not_count():
+    calls = []
+
+    def variant(name):
+        def prepare():
+            calls.append(f"prepare {name}")
+            return lambda: calls.append(f"time {name}")
+
+        return prepare
+
+    timings = harness.interleave({"a": variant("a"), "b": variant("b")}, rounds=2)
+    assert calls == ["prepare a", "time a", "prepare b", "time b"] * 3
+    assert [len(seconds) for seconds in timings.seconds.values()] == [2, 2]
+
+
+def test_ratios_are_of_neighbours():
+    timings = harness.Timings({"slow": [2.0, 30.0, 4.0], "fast": [1.0, 10.0, 1.0]})
+    assert timings.ratio("slow", "fast") == {"measured": 3.0, "lowest": 2.0, "highest": 4.0}
+
+
+def held_megabytes(count: int) -> tuple[float, float]:
+    """Peak memory over the start: after `count` MB that are freed again, and then without them."""
+    before = harness.memory()
+    torch.ones(count * 2**20, dtype=torch.uint8)
+    rise = harness.peak_memory() - before
+    return rise, harness.memory() - before
+
+
+@pytest.mark.slow
+def test_peak_memory_is_of_what_was_held_at_once():
+    rise, left = harness.in_new_process(held_megabytes, 200)
+    assert 200 <= rise < 230
+    assert left < 30
+
+
+PAIRS = [Pair(16, 8, 5, 9), Pair(20, 6, 7, 3)]
+
+
+def test_both_ways_give_one_score_for_each_conversation():
+    config = configuration("tiny")
+    contest = Contest(config, training(config, PAIRS))  # it refuses unequal scores
+    scores = contest.our_scores(contest.our_inputs())
+    assert len(scores) == 6
+    assert len(scores.unique()) == 6
+    contest.naive.value_head = torch.nn.Linear(config.text_config.hidden_size, 1)
+    with pytest.raises(AssertionError, match="nothing to compare"):
+        contest.compare(1e-4)
+
+
+def test_a_step_of_either_way_leaves_equal_gradients():
+    config = configuration("tiny")
+    contest = Contest(config, training(config, PAIRS))
+    gradients = {}
+    for name, prepare in contest.steps().items():
+        prepare()()
+        gradients[name] = {n: p.grad.clone() for n, p in contest.model.named_parameters()}
+    for name, gradient in gradients["ours"].items():
+        torch.testing.assert_close(gradients["naive"][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def counted(function, *inputs) -> int:
+    """Operations as torch counts them: matrix products and convolutions, without attention."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        function(*inputs)
+    attention = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" in str(op))
+    return counter.get_total_flops() - attention
+
+
+@pytest.mark.parametrize("work", ["training", "candidates"])
+def test_operations_are_those_that_torch_counts(work):
+    config = configuration("tiny")
+    made = training(config, PAIRS) if work == "training" else candidates(config, 5, 16, 8, 4)
+    contest = Contest(config, made)
+    # Attention's share depends on the kernel; torch's counter knows only some of them.
+    whole = flops.of_padded(config, made.conversations, attention=False)
+    shared = flops.of_shared(config, contest.our_inputs(), attention=False)
+    assert counted(contest.naive_scores, contest.naive_inputs()) == pytest.approx(whole.forward, rel=0.01)
+    assert counted(contest.our_scores, contest.our_inputs()) == pytest.approx(shared.forward, rel=0.01)
+
+
+def test_attention_is_counted_over_what_each_token_sees():
+    config = configuration("tiny")
+    made = candidates(config, 3, 4, 2, 5)  # a prompt of 8 tokens, and three answers of 5
+    contest = Contest(config, made)
+    inputs = contest.our_inputs()
+    attention = flops.of_shared(config, inputs).body - flops.of_shared(config, inputs, attention=False).body
+    text = config.text_config
+    in_tower = flops.vision(config, [1, 4, 4]) - flops.vision(config, [1, 4, 4], attention=False)
+    visited = 13 * 13 / 2 + 2 * 5 * 13  # the first answer goes on from its prompt
+    assert attention - in_tower == pytest.approx(text.num_hidden_layers * 4 * text.hidden_size * visited)
+
+
+def test_swapped_prompts_are_other_prompts():
+    def asks(text: str) -> list[dict]:
+        return [{"role": "user", "content": [{"type": "text", "text": text}]}]
+
+    branches = [Branch(asks("a"), 1.0), Branch(asks("b"), 0.0)]
+    rows = [Comparison(str(i), asks(text), branches) for i, text in enumerate("ppqp")]
+    swap = prompt_swapper(rows)
+    for row in rows:
+        changed = swap(row)
+        assert changed.prompt != row.prompt
+        assert changed.branches == row.branches
