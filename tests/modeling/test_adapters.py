@@ -86,7 +86,7 @@ def test_adapter_and_merged_model_score_as_the_run_did(tiny_checkpoint, tmp_path
 
     folder = merge(tmp_path / "adapter", tmp_path / "merged")
     merged = load_checkpoint(folder)
-    torch.testing.assert_close(scores(merged.model, merged.processor), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(scores(merged.model, merged.processor), expected, atol=1e-5, rtol=1e-4)
     assert not any("lora" in name for name in load_file(folder / "model.safetensors"))
     assert merged.info["head"] == head
     assert merged.info["max_pixels"] == 9999

@@ -80,7 +80,7 @@ def test_opens_with_transformers_alone_and_names_what_vllm_looks_for(tiny_checkp
     assert config.num_labels == 1
     assert config.problem_type == "regression"
     weights = load_file(tmp_path / "model.safetensors")
-    assert weights["score.weight"].shape == (1, 64)
+    assert weights["score.weight"].shape == (1, 128)
     assert "score.bias" not in weights
 
 
