@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks import harness, runs
 from benchmarks.harness import Row, Skipped, row
@@ -20,15 +20,16 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.data.schema import Comparison
 from vlmrm.data.sources import load_comparisons
 from vlmrm.evaluation.ablations import blank_image
-from vlmrm.evaluation.evaluate import evaluate
-from vlmrm.evaluation.metrics import ScoredPairs, accuracy_half_ties
-from vlmrm.modeling import LoadedReward, load_checkpoint, make_tiny
+from vlmrm.evaluation.metrics import ScoredPairs, accuracy_half_ties, scored_pairs
+from vlmrm.modeling import make_tiny
+from vlmrm.scoring import Scorer, load_scorer
 from vlmrm.training.main import train
 
 TRAIN = ("vl_expert_train", "t2i_expert_train", "vl_owncaption_train")
 VAL = {"vl": "vl_expert_val", "t2i": "t2i_expert_val"}
 BATCH = 16
 STEPS = 800
+CHUNK = 64  # comparisons whose pictures are held at a time
 DEFAULT_DATA = Path(os.environ.get("VLMRM_TEST_DATA", "../shared/data"), "flickr8k_pref")
 
 
@@ -50,10 +51,10 @@ def measure(options: argparse.Namespace) -> list[Row]:
             result = train(words(base, data, folder / name, steps, irrelevant))
             rate = result.metrics["train_samples_per_second"]
             rows.append(row(f"{name} training", rate, "pairs/s", steps=steps, pairs=steps * BATCH))
-            loaded = load_checkpoint(result.model_dir, dtype="float32")
+            scorer = load_scorer(result.model_dir)
             for direction, file in VAL.items():
                 limit = 8 if options.quick else None
-                rows += figures(f"{name} {direction}", loaded, data / f"{file}.jsonl", limit)
+                rows += figures(f"{name} {direction}", scorer, data / f"{file}.jsonl", limit)
     return rows
 
 
@@ -73,16 +74,14 @@ def words(base: Path, data: Path, output: Path, steps: int, irrelevant: bool) ->
     )
 
 
-def figures(case: str, loaded: LoadedReward, file: Path, limit: int | None) -> list[Row]:
+def figures(case: str, scorer: Scorer, file: Path, limit: int | None) -> list[Row]:
     """Accuracy as it is and with blank images, and the margin as it is and under swapped prompts."""
-    arguments = DataArguments(dataset_path=[str(file)])
-    dataset: Any = load_comparisons([str(file)], arguments=arguments, limit=limit)
-    collator = runs.collator(loaded.model, loaded.processor)
-
-    def pairs(change: Callable[[Comparison], Comparison] | None) -> ScoredPairs:
-        return evaluate(loaded.model, collator, dataset, batch_size=BATCH, change=change).pairs()
-
-    shown, blank, swapped = pairs(None), pairs(blank_image), pairs(prompt_swapper(dataset[:]["comparison"]))
+    rows: Any = load_comparisons([str(file)], arguments=DataArguments(dataset_path=[str(file)]), limit=limit)
+    comparisons: list[Comparison] = rows[:]["comparison"]
+    swap = prompt_swapper(comparisons)
+    shown = pairs(scorer, comparisons)
+    blank = pairs(scorer, [cast(Comparison, blank_image(comparison)) for comparison in comparisons])
+    swapped = pairs(scorer, [swap(comparison) for comparison in comparisons])
     count = {"pairs": len(shown.margins)}
     return [
         row(f"{case} accuracy", accuracy_half_ties(shown.margins), "of pairs", **count),
@@ -90,6 +89,15 @@ def figures(case: str, loaded: LoadedReward, file: Path, limit: int | None) -> l
         row(f"{case} margin", float(shown.margins.mean()), "score", **count),
         row(f"{case} swapped margin", float(swapped.margins.mean()), "score", **count),
     ]
+
+
+def pairs(scorer: Scorer, comparisons: list[Comparison]) -> ScoredPairs:
+    scores: list[list[float]] = []
+    for start in range(0, len(comparisons), CHUNK):
+        some = [comparison.conversations() for comparison in comparisons[start : start + CHUNK]]
+        flat = iter(scorer.score([conversation for branches in some for conversation in branches]))
+        scores += [[next(flat) for _ in branches] for branches in some]
+    return scored_pairs(comparisons, scores)
 
 
 def prompt_swapper(comparisons: list[Comparison]) -> Callable[[Comparison], Comparison]:

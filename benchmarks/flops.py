@@ -45,7 +45,8 @@ def of_padded(config: Qwen2_5_VLConfig, conversations: Sequence[Rendered], atten
     visited = rows * width * width / (1 if min(lengths) < width else 2)
     grids = [grid for item in conversations for grid in _grids(item)]
     return Work(
-        _text(config, rows * width, visited * attention) + sum(vision(config, grid, attention) for grid in grids),
+        _text(config, rows * width, visited * attention, last=rows * width)
+        + sum(vision(config, grid, attention) for grid in grids),
         2 * rows * width * text.hidden_size * text.vocab_size,
         rows * width,
     )
@@ -61,17 +62,20 @@ def of_shared(config: Qwen2_5_VLConfig, inputs: dict[str, Any], attention: bool 
     tokens = inputs["input_ids"].shape[1]
     grids = inputs["image_grid_thw"].tolist()
     seen = sum(vision(config, grid, attention) for grid in grids)
-    return Work(_text(config, tokens, visited * attention) + seen, 0, tokens)
+    return Work(_text(config, tokens, visited * attention, last=len(layout.last_tokens)) + seen, 0, tokens)
 
 
-def _text(config: Qwen2_5_VLConfig, tokens: int, visited: float) -> float:
-    """The layers of the language model, for `visited` pairs of query and key."""
+def _text(config: Qwen2_5_VLConfig, tokens: int, visited: float, last: int) -> float:
+    """The layers of the language model, for `visited` pairs of query and key; in the last layer the feed-forward part
+    is computed for `last` tokens."""
     text: Any = config.text_config
     hidden = text.hidden_size
     head = hidden // text.num_attention_heads
     query, key = text.num_attention_heads * head, text.num_key_value_heads * head
-    linear = 2 * (2 * hidden * query + 2 * hidden * key + 3 * hidden * text.intermediate_size)
-    return text.num_hidden_layers * (tokens * linear + visited * 4 * query)
+    projections = 2 * (2 * hidden * query + 2 * hidden * key)
+    forward = 2 * 3 * hidden * text.intermediate_size
+    layers = text.num_hidden_layers * (tokens * (projections + forward) + visited * 4 * query)
+    return layers - (tokens - last) * forward
 
 
 def vision(config: Qwen2_5_VLConfig, grid: Sequence[int], attention: bool = True) -> float:

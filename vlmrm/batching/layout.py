@@ -30,9 +30,11 @@ class Span:
 
 @dataclass(eq=False)
 class Layout:
-    """The spans of a packed row, in row order: together they are the row."""
+    """The spans of a packed row, in row order: together they are the row; and where in it conversations end."""
 
     spans: Sequence[Span]
+    last_tokens: Sequence[int]
+    _ends: torch.Tensor | None = field(default=None, init=False)
     _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
     _gathered: Gathered | None = field(default=None, init=False)
 
@@ -54,7 +56,17 @@ class Layout:
             if spans and keys == [*spans[-1].keys[:-1], (spans[-1].keys[-1][0], starts[number + 1])]:
                 start = spans.pop().start  # it goes on from the span before it, as a first answer does from its prompt
             spans.append(Span(start, starts[number + 1], keys))
-        return cls(spans)
+        return cls(spans, sorted({starts[number + 1] - 1 for number in tree.ends}))
+
+    def __len__(self) -> int:
+        """Tokens in the row."""
+        return self.spans[-1].stop
+
+    def ends(self, device: torch.device) -> torch.Tensor:
+        """The last tokens of the conversations [N], each position once, in row order."""
+        if self._ends is None or self._ends.device != device:
+            self._ends = torch.tensor(self.last_tokens, device=device)
+        return self._ends
 
     def mask(self, span: Span, device: torch.device) -> torch.Tensor:
         """Which keys[K] each query[Q] of the span sees, boolean [Q, K]: bottom-right causal."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from vlmrm.batching import PaddedBatcher, SharedBatcher
 from vlmrm.errors import ConfigError
+from vlmrm.modeling.last_layer import prune_last_layer
 from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
 from vlmrm.modeling.shared_attention import SHARED_PREFIX
 
@@ -23,6 +24,7 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
     """
     if batching == "shared" and isinstance(model, QwenVLRewardModel):
         model.set_attn_implementation({"text_config": SHARED_PREFIX})
+        prune_last_layer(model.model.language_model)
         return SharedBatcher.for_model(model)
     if batching == "shared":
         logger.warning("batching: reference, because shared attention does not know %s", type(model).__name__)
