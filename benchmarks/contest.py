@@ -19,9 +19,17 @@ Prepare = Callable[[], Callable[[], Any]]
 class Contest:
     """Both models with the workload's inputs. Inputs are made in every round, before the clock starts."""
 
-    def __init__(self, config: Qwen2_5_VLConfig, work: Workload, tolerance: float = 1e-4):
+    def __init__(
+        self,
+        config: Qwen2_5_VLConfig,
+        work: Workload,
+        *,
+        tolerance: float = 1e-4,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ):
         self.config, self.work = config, work
-        self.model, self.batcher = reward_model(config)
+        self.model, self.batcher = reward_model(config, device, dtype)
         self.naive = NaiveRewardModel(self.model)
         self.compare(tolerance)
 

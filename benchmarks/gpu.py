@@ -63,13 +63,8 @@ def configurations(quick: bool) -> dict[str, Any]:
 
 def step(case: str, config: Any, pairs: list[Pair], device: str, peak: float, rounds: int) -> list[Row]:
     """The rows of one model and shape."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            contest = Contest(config, training(config, pairs), SCORE_ROUNDING)
-    finally:
-        torch.set_default_dtype(before)
+    work = training(config, pairs)
+    contest = Contest(config, work, tolerance=SCORE_ROUNDING, device=device, dtype=torch.bfloat16)
     for model in (contest.model, contest.naive.lm):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ways = contest.steps()

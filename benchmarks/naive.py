@@ -24,7 +24,8 @@ class NaiveRewardModel(nn.Module):
         super().__init__()
         # A copy of the configuration: attention is chosen by it, and `reward` has chosen another.
         config = type(reward.config).from_dict(reward.config.to_dict())
-        self.lm = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=reward.dtype)
+        with reward.device:
+            self.lm = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=reward.dtype)
         self.lm.model.load_state_dict(reward.model.state_dict(keep_vars=True), assign=True)
         self.value_head = reward.score
 

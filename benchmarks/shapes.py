@@ -70,10 +70,18 @@ def configuration(size: str) -> Qwen2_5_VLConfig:
     )
 
 
-def reward_model(config: Qwen2_5_VLConfig, seed: int = 0) -> tuple[RewardModel, SharedBatcher]:
-    """A reward model with random weights, on torch's default device and type, and its shared batcher."""
-    torch.manual_seed(seed)
-    model = reward_model_class(config)(config)
+def reward_model(
+    config: Qwen2_5_VLConfig, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[RewardModel, SharedBatcher]:
+    """A reward model with random weights, made where it stays, and its shared batcher."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = reward_model_class(config)(config)
+    finally:
+        torch.set_default_dtype(before)
     assert isinstance(model, RewardModel)
     batcher = batcher_for(model, None, "shared")
     assert isinstance(batcher, SharedBatcher)
