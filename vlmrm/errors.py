@@ -7,6 +7,7 @@ VlmrmError                  exit 1   anything below
 │       └── MediaError      exit 3   an image or video of that row
 ├── CheckpointError         exit 4   a checkpoint that is missing, broken, incomplete or of another kind
 ├── TrainingError           exit 5   a run that cannot go on: a non-finite loss, a full disk
+├── BelowThreshold          exit 6   checkpoints that are not as good as was asked for
 └── Preempted               exit 143 a run stopped by SIGTERM after saving
 
 A message says what is wrong, where, and what to do, in one sentence.
@@ -60,6 +61,12 @@ class TrainingError(VlmrmError):
     """A training run that cannot go on."""
 
     exit_code = 5
+
+
+class BelowThreshold(VlmrmError):
+    """An evaluation whose checkpoints are not as good as was asked for."""
+
+    exit_code = 6
 
 
 class Preempted(VlmrmError):

@@ -8,12 +8,13 @@ import os
 import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
-from runs import colour_pairs, start, words
+from runs import colour_pairs, finish, start, words
 from safetensors.torch import load_file, save_file
 
 from vlmrm import cli, load_scorer
-from vlmrm.errors import ConfigError, DataError
+from vlmrm.errors import BelowThreshold, ConfigError, DataError
 from vlmrm.evaluation import sweep as sweep_module
 from vlmrm.evaluation.sweep import sweep
 from vlmrm.modeling import write_complete
@@ -73,7 +74,7 @@ def own_margins(checkpoint: Path, data: Path) -> list[float]:
 
 
 def test_every_checkpoint_has_a_row_in_natural_order(run_folder, data):
-    result = sweep(asked(run_folder, data, blank_images=True))
+    result = sweep(asked(run_folder, data, ablations=["blank_image", "swapped_prompt"]))
     rows = read_csv()
     assert [row["checkpoint"] for row in rows] == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
     columns = ["model", "checkpoint", "preference_accuracy", "average_margin", "margin_std", "sample_count"]
@@ -125,19 +126,19 @@ def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, h
     break_weights(run_folder / "checkpoint-9")
     measure, measured = sweep_module.measure, []
 
-    def killed(loaded, dataset, args, data_args, processes, name):
-        if name == "checkpoint-100":
+    def killed(loaded, dataset, args, data_args, processes, folder):
+        if folder.name == "checkpoint-100":
             raise KeyboardInterrupt
-        return measure(loaded, dataset, args, data_args, processes, name)
+        return measure(loaded, dataset, args, data_args, processes, folder)
 
     monkeypatch.setattr(sweep_module, "measure", killed)
     with pytest.raises(KeyboardInterrupt):
         sweep(asked(run_folder, data))
     assert [row["checkpoint"] for row in read_csv()] == ["checkpoint-9", "checkpoint-10"]
 
-    def watched(loaded, dataset, args, data_args, processes, name):
-        measured.append(name)
-        return measure(loaded, dataset, args, data_args, processes, name)
+    def watched(loaded, dataset, args, data_args, processes, folder):
+        measured.append(folder.name)
+        return measure(loaded, dataset, args, data_args, processes, folder)
 
     monkeypatch.setattr(sweep_module, "measure", watched)
     shutil.rmtree(run_folder / "checkpoint-9")
@@ -203,3 +204,25 @@ def test_nothing_to_evaluate_is_an_error_that_says_why(run_folder, data):
     with pytest.raises(ConfigError, match=r"must end in \.csv"):
         sweep(asked(run_folder, data, output_file="results.txt"))
     assert not Path("results.json").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_score_as_one_does(run_folder, data, here):
+    two = start(
+        ["eval_rm.py"], *asked(run_folder, data, output_file="two.csv", eval_batch_size=2), cwd=here, processes=2
+    )
+    one = sweep(asked(run_folder, data, output_file="one.csv", eval_batch_size=2))
+    finish(two)
+    pd.testing.assert_frame_equal(pd.read_parquet("two.scores.parquet"), pd.read_parquet("one.scores.parquet"))
+    figures = [{k: v for k, v in row.items() if k != "seconds"} for row in one.rows]
+    saved = json.loads(Path("two.json").read_text())["results"]
+    assert [{k: v for k, v in row.items() if k != "seconds"} for row in saved] == figures
+
+
+def test_every_pair_is_kept_and_a_low_accuracy_may_be_an_error(run_folder, data, here):
+    with pytest.raises(BelowThreshold, match=r"fail_under: see results\.csv"):
+        sweep(asked(run_folder, data, fail_under=1.0, ablations="none"))
+    frame = pd.read_parquet("results.scores.parquet")
+    assert frame.groupby("checkpoint").size().to_dict() == {"checkpoint-10": 6, "checkpoint-100": 6, "checkpoint-9": 6}
+    best = max(float(row["preference_accuracy"]) for row in read_csv())
+    assert sweep(asked(run_folder, data, fail_under=best, ablations="none")).best is not None

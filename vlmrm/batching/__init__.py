@@ -18,9 +18,15 @@ def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]
 
 def scores_by_row(part: Part, scores: Sequence[float]) -> list[tuple[int, list[float]]]:
     """The scores of a part as (index of the comparison, one score for each of its branches)."""
+    return [(index, values) for index, name, values in scores_by_ablation(part, scores) if name is None]
+
+
+def scores_by_ablation(part: Part, scores: Sequence[float]) -> list[tuple[int, str | None, list[float]]]:
+    """All scores of a part: (index of the comparison, name of the ablation or None, one score for each branch)."""
     rest = iter(scores)
     rows = zip(part["rows"]["index"].tolist(), part["rows"]["branches"].tolist(), strict=True)
-    return [(index, [next(rest) for _ in range(branches)]) for index, branches in rows]
+    blocks = [*((index, None, count) for index, count in rows), *part["ablated"]]
+    return [(index, name, [next(rest) for _ in range(count)]) for index, name, count in blocks]
 
 
 __all__ = [
@@ -30,6 +36,7 @@ __all__ = [
     "PaddedBatcher",
     "Part",
     "SharedBatcher",
+    "scores_by_ablation",
     "scores_by_row",
     "to_device",
 ]

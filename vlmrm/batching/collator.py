@@ -6,16 +6,18 @@ A batch is a dictionary that the trainer moves to the device as it is:
         inputs   what the model takes; it answers one score for each conversation
         pairs    [N] tensors over pairs of conversations: chosen, rejected (indices), margin, weight, tie, irrelevant
         rows     [R] tensors over the comparisons: index (in the data set), branches (how many scores are its own)
+        ablated  (index, name of the ablation, how many scores) of each ablated comparison
     counts   numbers for the logs: tokens, pairs
     dropped  (row id, reason) of each row left out
 
-In a part the scores of the comparisons' own branches come first, in order; those of irrelevant queries follow.
+In a part the scores of the comparisons' own branches come first, in order, then those of ablated comparisons, then
+those of irrelevant queries.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +49,8 @@ class ComparisonCollator:
     overlong: str = "drop"
     bad_rows: str = "error"
     irrelevant: IrrelevantQueries | None = None
+    # By name: what makes of a row's comparison and its `donor` another comparison to score beside it, or None.
+    ablations: Mapping[str, Callable[[Comparison, Comparison | None], Comparison | None]] = field(default_factory=dict)
     # Shared memory: workers see the epoch that the trainer sets.
     epoch: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.long).share_memory_())
 
@@ -59,7 +63,9 @@ class ComparisonCollator:
             try:
                 if isinstance(comparison, RowError):
                     raise comparison
-                units.append(_Unit(row["index"], comparison, self._render(comparison, cache)))
+                unit = _Unit(row["index"], comparison, self._render(comparison, cache))
+                unit.ablated = self._ablate(comparison, row.get("donor"), cache)
+                units.append(unit)
             except RowError as error:
                 named = error if error.row_id is not None else type(error)(error.reason, comparison.id)
                 policy = self.overlong if isinstance(error, OverlongError) else self.bad_rows
@@ -95,6 +101,8 @@ class ComparisonCollator:
             for chosen, rejected, tie in unit.comparison.pairs():
                 pairs.add(start + chosen, start + rejected, unit.comparison.margin, unit.comparison.weight, tie=tie)
             start += len(unit.branches)
+        ablated = [(unit.index, name, len(items)) for unit in units for name, items in unit.ablated.items()]
+        rendered += [item for unit in units for items in unit.ablated.values() for item in items]
         for better, worse, weight in (guests for unit in units for guests in unit.guests):
             pairs.add(len(rendered), len(rendered) + 1, None, weight, tie=True, irrelevant=True)
             rendered += [better, worse]
@@ -105,6 +113,7 @@ class ComparisonCollator:
                 "index": torch.tensor([unit.index for unit in units], dtype=torch.long),
                 "branches": torch.tensor([len(unit.branches) for unit in units], dtype=torch.long),
             },
+            "ablated": ablated,
         }
 
     def _render(self, comparison: Comparison, cache: dict[str, ProcessedMedia]) -> list[Rendered]:
@@ -116,6 +125,21 @@ class ComparisonCollator:
                 "its answers differ only past max_seq_length: raise it or lower max_pixels", comparison.id
             )
         return branches
+
+    def _ablate(
+        self, comparison: Comparison, donor: Comparison | None, cache: dict[str, ProcessedMedia]
+    ) -> dict[str, list[Rendered]]:
+        """The conversations of each ablation that means something for this comparison and fits."""
+        ablated = {}
+        for name, change in self.ablations.items():
+            changed = change(comparison, donor)
+            if changed is None:
+                continue
+            try:
+                ablated[name] = [self._fit(messages, comparison.id, cache) for messages in changed.conversations()]
+            except RowError as error:  # the donor's image or length
+                logger.debug("row %s has no %s: %s", comparison.id, name, error)
+        return ablated
 
     def _fit(self, messages: Messages, row_id: str, cache: dict[str, ProcessedMedia]) -> Rendered:
         rendered = self.renderer.render(messages, cache)
@@ -154,15 +178,18 @@ class OverlongError(RowError):
 
 @dataclass
 class _Unit:
-    """One comparison's conversations, and pairs of other comparisons' answers under its prompt with their weight."""
+    """One comparison's conversations, those of its ablations, and pairs of other comparisons' answers under its prompt
+    with their weight."""
 
     index: int
     comparison: Comparison
     branches: list[Rendered]
     guests: list[tuple[Rendered, Rendered, float]] = field(default_factory=list)
+    ablated: dict[str, list[Rendered]] = field(default_factory=dict)
 
     def conversations(self) -> list[Rendered]:
-        return [*self.branches, *(item for better, worse, _ in self.guests for item in (better, worse))]
+        guests = [item for better, worse, _ in self.guests for item in (better, worse)]
+        return [*self.branches, *(item for items in self.ablated.values() for item in items), *guests]
 
 
 class _Pairs:

@@ -51,11 +51,12 @@ class IrrelevantQueries:
 def _take(other: Comparison | None, comparison: Comparison, chosen: list[Comparison], count: int) -> None:
     if other is None or not other.prompt or len(chosen) == count:
         return
-    if all(_differ(other.prompt, taken.prompt) for taken in (comparison, *chosen)):
+    if all(prompts_differ(other.prompt, taken.prompt) for taken in (comparison, *chosen)):
         chosen.append(other)
 
 
-def _differ(prompt: Messages, other: Messages) -> bool:
+def prompts_differ(prompt: Messages, other: Messages) -> bool:
+    """Whether the answers to one prompt are beside the point of the other, which is of the same kind."""
     media = {media_key(reference) for reference in media_references(prompt)}
     other_media = {media_key(reference) for reference in media_references(other)}
     if bool(media) != bool(other_media):

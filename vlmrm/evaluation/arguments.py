@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vlmrm.errors import ConfigError
+from vlmrm.evaluation.ablations import ABLATIONS
 
 
 @dataclass
@@ -63,16 +64,32 @@ class EvaluationArguments:
         default=50.0,
         metadata={"help": "Size of `vision_cache_dir` in gigabytes; images used longest ago go first."},
     )
-    blank_images: bool = field(
-        default=False,
-        metadata={"help": "Also measure the accuracy with every image painted grey: a model that looks falls to 0.5."},
+    ablations: list[str] = field(
+        default_factory=lambda: list(ABLATIONS),
+        metadata={
+            "help": "What to score beside every comparison, to see what the preference rests on: blank_image, "
+            "swapped_image, swapped_prompt, response_only; or none."
+        },
+    )
+    group_by: list[str] = field(
+        default_factory=list, metadata={"help": "Columns of the data whose values get figures of their own."}
+    )
+    fail_under: float | None = field(
+        default=None, metadata={"help": "Exit with status 6 when no checkpoint's accuracy reaches this."}
     )
     dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that open and process images."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the checkpoint."})
 
     def __post_init__(self):
-        if isinstance(self.model_dirs, str):
-            self.model_dirs = [self.model_dirs]
+        for name in ("model_dirs", "ablations", "group_by"):
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, [getattr(self, name)])
+        self.ablations = [name for name in self.ablations if name != "none"]
+        for name in self.ablations:
+            if name not in ABLATIONS:
+                raise ConfigError(f"ablations names {name!r}: choose from {', '.join(ABLATIONS)}, or none.")
+        if self.fail_under is not None and not 0 <= self.fail_under <= 1:
+            raise ConfigError(f"fail_under is {self.fail_under}: it is an accuracy, from 0 to 1.")
         if not self.model_dirs:
             raise ConfigError("model_dirs is missing: name at least one training output folder or checkpoint.")
         if self.eval_batch_size < 1:

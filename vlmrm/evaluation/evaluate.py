@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,57 +11,92 @@ from accelerate.utils import gather_object
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from vlmrm.batching import ComparisonCollator, scores_by_row, to_device
+from vlmrm.batching import ComparisonCollator, scores_by_ablation, to_device
 from vlmrm.batching.workers import plain_worker_errors
+from vlmrm.data.irrelevant import prompts_differ
 from vlmrm.data.schema import Comparison
+from vlmrm.evaluation.ablations import Ablation
 from vlmrm.evaluation.metrics import ScoredPairs, scored_pairs
 from vlmrm.modeling import RewardModel
+
+NEIGHBOURS = 50  # rows looked at for a donor before doing without
 
 
 @dataclass
 class Evaluation:
-    """Comparisons with the score of each branch, and the rows that could not be scored as (id, reason)."""
+    """Comparisons with the score of each branch, and the rows that could not be scored as (id, reason).
+
+    `ablated[i]` has, by name of the ablation, the scores of the branches of comparison i as it was changed.
+    """
 
     comparisons: list[Comparison] = field(default_factory=list)
     scores: list[list[float]] = field(default_factory=list)
+    ablated: list[dict[str, list[float]]] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
 
     def pairs(self) -> ScoredPairs:
         return scored_pairs(self.comparisons, self.scores)
 
+    def ablated_pairs(self, name: str) -> ScoredPairs:
+        """The pairs of the comparisons that the ablation meant something for."""
+        rows = [(c, scores[name]) for c, scores in zip(self.comparisons, self.ablated, strict=True) if name in scores]
+        return scored_pairs([c for c, _ in rows], [scores for _, scores in rows])
+
 
 @dataclass
 class _Share:
-    """Every `count`-th row of a data set, from row `first`, with its place there as `index`."""
+    """A rank's rows of a data set: every `ranks`-th block of `block`, so that neighbours stay together.
+
+    Rows have their place in the data set as `index` and, where asked for, the next comparison with a fitting other
+    prompt as `donor`: a function of the data set alone, whatever the batches and ranks.
+    """
 
     dataset: Any
-    first: int
-    count: int
+    block: int
+    rank: int
+    ranks: int
+    with_donors: bool
+
+    def places(self) -> list[int]:
+        starts = range(self.rank * self.block, len(self.dataset), self.ranks * self.block)
+        return [place for start in starts for place in range(start, min(start + self.block, len(self.dataset)))]
+
+    def __post_init__(self):
+        self._places = self.places()
 
     def __len__(self) -> int:
-        return len(range(self.first, len(self.dataset), self.count))
+        return len(self._places)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        places = [self.first + number * self.count for number in numbers]
+        places = [self._places[number] for number in numbers]
         comparisons = self.dataset[places]["comparison"]
-        return [{"index": place, "comparison": c} for place, c in zip(places, comparisons, strict=True)]
+        rows = [{"index": place, "comparison": c} for place, c in zip(places, comparisons, strict=True)]
+        if self.with_donors:
+            for row in rows:
+                row["donor"] = self._donor(row["index"], row["comparison"])
+        return rows
+
+    def _donor(self, place: int, comparison: Any) -> Comparison | None:
+        if not isinstance(comparison, Comparison) or not comparison.prompt:
+            return None
+        for step in range(1, min(NEIGHBOURS, len(self.dataset) - 1) + 1):
+            other = self.dataset[(place + step) % len(self.dataset)]["comparison"]
+            if isinstance(other, Comparison) and other.prompt and prompts_differ(other.prompt, comparison.prompt):
+                return other
+        return None
 
 
 @dataclass
 class _KeepComparisons:
-    """Collates rows as `change` makes them, and hands on the unchanged comparisons by place beside the batch."""
+    """Collates, and hands on the comparisons by place beside the batch. A class, so that workers can receive it."""
 
     collator: ComparisonCollator
-    change: Callable[[Comparison], Comparison] | None
 
     def __call__(self, rows: list[dict[str, Any]]) -> tuple[dict[int, Comparison], dict[str, Any]]:
         kept = {row["index"]: row["comparison"] for row in rows if isinstance(row["comparison"], Comparison)}
-        if self.change is not None:
-            change = self.change
-            rows = [{**row, "comparison": change(row["comparison"])} if row["index"] in kept else row for row in rows]
         return kept, self.collator(rows)
 
 
@@ -75,28 +110,38 @@ def evaluate(
     num_workers: int = 0,
     rank: int = 0,
     ranks: int = 1,
-    change: Callable[[Comparison], Comparison] | None = None,
+    ablations: Mapping[str, Ablation] | None = None,
     description: str = "scoring",
 ) -> Evaluation:
-    """Scores every row of `dataset` (rows of `load_comparisons`) once, shown to the model as `change` makes it.
+    """Scores every row of `dataset` (rows of `load_comparisons`) once, and each of its `ablations` beside it.
 
-    Of several ranks each takes every `ranks`-th row, and all get the whole result in the data set's order.
+    Of several ranks each takes a share, and all get the whole result in the data set's order.
     """
-    share: Any = _Share(dataset, rank, ranks)
+    share: Any = _Share(dataset, batch_size, rank, ranks, with_donors=bool(ablations))
     loader = DataLoader(
         share,
         batch_size=batch_size,
-        collate_fn=_KeepComparisons(collator, change),
+        collate_fn=_KeepComparisons(replace(collator, ablations=ablations or {})),
         num_workers=num_workers,
     )
-    scored: list[tuple[int, Comparison, list[float]]] = []
+    comparisons: dict[int, Comparison] = {}
+    scored: list[tuple[int, str | None, list[float]]] = []
     dropped: list[tuple[str, str]] = []
     progress = tqdm(loader, desc=description, unit="batch", leave=False, disable=None if rank == 0 else True)
     with plain_worker_errors():
-        for comparisons, batch in progress:
+        for kept, batch in progress:
+            comparisons |= kept
             for part in batch["parts"]:
                 scores = model(**to_device(part["inputs"], model.device)).logits.squeeze(-1).float().tolist()
-                scored += [(place, comparisons[place], values) for place, values in scores_by_row(part, scores)]
+                scored += scores_by_ablation(part, scores)
             dropped += batch["dropped"]
-    ordered = sorted(gather_object(scored), key=lambda row: row[0])
-    return Evaluation([row[1] for row in ordered], [row[2] for row in ordered], gather_object(dropped))
+    comparisons = dict(gather_object(list(comparisons.items())))
+    by_place: dict[int, dict[str | None, list[float]]] = {}
+    for place, name, values in gather_object(scored):
+        by_place.setdefault(place, {})[name] = values
+    result = Evaluation(dropped=gather_object(dropped))
+    for place in sorted(by_place):
+        result.comparisons.append(comparisons[place])
+        result.scores.append(by_place[place].pop(None))
+        result.ablated.append({name: values for name, values in by_place[place].items() if name is not None})
+    return result

@@ -1,4 +1,4 @@
-"""The results of a sweep as files: a table (.csv) and its details (.json), whole at any moment."""
+"""The results of a sweep as files, whole at any moment: a table, its details, and the scored pairs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ COLUMNS = ["model", "checkpoint", "preference_accuracy", "average_margin", "marg
 
 
 class Results:
-    """The table (.csv) and its details (.json), written whole and atomically after every checkpoint."""
+    """The table (.csv), its details (.json) and all scored pairs (.scores.parquet), written after each checkpoint."""
 
     def __init__(self, csv: Path, settings: dict[str, Any]):
-        self.csv, self.json = csv, csv.with_suffix(".json")
+        self.csv, self.json, self.parquet = csv, csv.with_suffix(".json"), csv.with_suffix(".scores.parquet")
         self.settings = settings
         self.rows: list[dict[str, Any]] = []
+        self.frame: pd.DataFrame | None = None
         if self.json.exists():
             self._continue()
 
@@ -37,17 +38,30 @@ class Results:
             ) from error
         if not same:
             raise ConfigError(f"{self.json} holds results of other data or settings: choose another output_file.")
+        if self.parquet.exists():
+            self.frame = pd.read_parquet(self.parquet)
 
     def done(self) -> set[str]:
         """Paths of the checkpoints with figures; those that failed are tried again."""
         return {row["path"] for row in self.rows if not row["error"]}
 
-    def add(self, row: dict[str, Any], write: bool) -> None:
-        """Puts a checkpoint's row in place of an earlier one; one process writes."""
+    def add(self, row: dict[str, Any], frame: pd.DataFrame | None, write: bool) -> None:
+        """Puts a checkpoint's row, and its scored pairs, in place of earlier ones; one process writes."""
         self.rows = [other for other in self.rows if other["path"] != row["path"]] + [row]
+        if frame is not None:
+            earlier = self.frame
+            if earlier is not None:
+                same = (earlier["model"] == row["model"]) & (earlier["checkpoint"] == row["checkpoint"])
+                earlier = earlier[~same]
+            self.frame = frame if earlier is None else pd.concat([earlier, frame], ignore_index=True)
         if not write:
             return
         self.csv.parent.mkdir(parents=True, exist_ok=True)
+        if self.frame is not None:
+            # First: a row of the table without its pairs would not be evaluated again.
+            temporary = self.parquet.with_name(self.parquet.name + ".tmp")
+            self.frame.to_parquet(temporary, index=False)
+            os.replace(temporary, self.parquet)
         details = {"settings": self.settings, "results": self.rows}
         replace_file(self.json, json.dumps(details, indent=2, default=str) + "\n")
         replace_file(self.csv, table(self.rows).to_csv(index=False))

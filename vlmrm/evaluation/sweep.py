@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -19,10 +20,11 @@ from vlmrm.config import parse
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.data.sources import load_comparisons
-from vlmrm.errors import CheckpointError, ConfigError, DataError
-from vlmrm.evaluation.ablations import blank_image
+from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, DataError
+from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.evaluate import evaluate
+from vlmrm.evaluation.frame import scored_frame
 from vlmrm.evaluation.metrics import accuracy_half_ties, summary, summary_by_category
 from vlmrm.evaluation.results import Results, describe
 from vlmrm.logs import start_log
@@ -44,12 +46,16 @@ class SweepResult:
         scored = [row for row in self.rows if not row.get("error")]
         return max(scored, key=lambda row: row["preference_accuracy"], default=None)
 
+    def reaches(self, accuracy: float) -> bool:
+        return self.best is not None and self.best["preference_accuracy"] >= accuracy
+
 
 def sweep(argv: Sequence[str]) -> SweepResult:
     """Evaluates every checkpoint that has no row in the results yet.
 
     Raises:
         ConfigError: when there is nothing to evaluate, or the results are of other data or settings.
+        BelowThreshold: when every checkpoint is below `fail_under`.
         DataError: when the data cannot be read. A checkpoint that cannot be is a row with its error.
     """
     args, data_args = parse((EvaluationArguments, DataArguments), argv, "eval_rm.py")
@@ -71,10 +77,13 @@ def sweep(argv: Sequence[str]) -> SweepResult:
         if str(folder) in results.done():
             logger.info("%s: already in %s", folder, args.output_file)
             continue
-        row = evaluate_checkpoint(folder, dataset, args, data_args, processes)
-        results.add(row, write=processes.is_main_process)
+        row, frame = evaluate_checkpoint(folder, dataset, args, data_args, processes)
+        results.add(row, frame, write=processes.is_main_process)
         logger.info("%s: %s", folder, describe(row))
-    return SweepResult(results.rows, results.csv)
+    result = SweepResult(results.rows, results.csv)
+    if args.fail_under is not None and not result.reaches(args.fail_under):
+        raise BelowThreshold(f"no checkpoint reaches the accuracy {args.fail_under} of fail_under: see {results.csv}.")
+    return result
 
 
 def checkpoints_of(model_dir: str, args: EvaluationArguments) -> list[Path]:
@@ -91,8 +100,8 @@ def checkpoints_of(model_dir: str, args: EvaluationArguments) -> list[Path]:
 
 def evaluate_checkpoint(
     folder: Path, dataset, args: EvaluationArguments, data_args: DataArguments, processes: PartialState
-) -> dict[str, Any]:
-    """One row of the table. What is wrong with a checkpoint is said in its row, and the sweep goes on."""
+) -> tuple[dict[str, Any], pd.DataFrame | None]:
+    """One row of the table and the pairs behind it. What is wrong with a checkpoint is said in its row."""
     row: dict[str, Any] = {"model": str(folder.parent), "checkpoint": folder.name, "path": str(folder), "error": None}
     started = time.perf_counter()
     loaded, error = None, None
@@ -108,12 +117,14 @@ def evaluate_checkpoint(
         error = " ".join(str(failure).split())
     # A rank that cannot load must not leave the others waiting for its scores.
     errors = [each for each in gather_object([error]) if each is not None]
+    frame = None
     if loaded is not None and not errors:
-        row |= measure(loaded, dataset, args, data_args, processes, folder.name)
+        figures, frame = measure(loaded, dataset, args, data_args, processes, folder)
+        row |= figures
     else:
         row["error"] = errors[0]
     row["seconds"] = round(time.perf_counter() - started, 3)
-    return row
+    return row, frame
 
 
 def measure(
@@ -122,14 +133,10 @@ def measure(
     args: EvaluationArguments,
     data_args: DataArguments,
     processes: PartialState,
-    name: str,
-) -> dict[str, Any]:
-    """The figures of one model on one data set."""
-    if args.vision_cache_dir is not None:
-        loaded.model.requires_grad_(False)
-        loaded.model.use_vision_cache(args.vision_cache_dir, args.vision_cache_gb)
-    score = partial(
-        evaluate,
+    folder: Path,
+) -> tuple[dict[str, Any], pd.DataFrame]:
+    """The figures of one model on one data set, and the scored pairs."""
+    result = evaluate(
         loaded.model,
         collator_for(loaded, args, data_args),
         dataset,
@@ -137,16 +144,31 @@ def measure(
         num_workers=args.dataloader_num_workers,
         rank=processes.process_index,
         ranks=processes.num_processes,
+        ablations={name: ABLATIONS[name] for name in args.ablations},
+        description=folder.name,
     )
-    result = score(description=name)
     pairs = result.pairs()
     if not len(pairs.chosen):
         raise DataError(f"none of the {len(dataset)} rows could be scored: the first was {result.dropped[0]}.")
-    row = {**summary(pairs), "categories": summary_by_category(pairs), "dropped_rows": len(result.dropped)}
-    if args.blank_images:
-        blank = score(description=f"{name} blank", change=blank_image)
-        row["blank_image_accuracy"] = accuracy_half_ties(blank.pairs().margins)
-    return row
+    frame = scored_frame(
+        result, model=str(folder.parent), checkpoint=folder.name, step=step_of(folder), group_by=args.group_by
+    )
+    figures = {**summary(pairs), "categories": summary_by_category(pairs), "dropped_rows": len(result.dropped)}
+    not_finite = ~np.isfinite(frame[["chosen_score", "rejected_score"]]).all(axis=1)
+    if not_finite.any():
+        row_id = frame.loc[not_finite.idxmax(), "comparison_id"]
+        return {"error": f"{int(not_finite.sum())} pairs have a score that is no number, first of {row_id}."}, frame
+    for name in args.ablations:
+        ablated = result.ablated_pairs(name)
+        if len(ablated.margins):
+            figures[f"{name}_accuracy"] = accuracy_half_ties(ablated.margins)
+    return figures, frame
+
+
+def step_of(folder: Path) -> int | None:
+    """The training step in a checkpoint's name, such as checkpoint-500."""
+    number = folder.name.rpartition("-")[2]
+    return int(number) if number.isdigit() else None
 
 
 def collator_for(loaded: LoadedReward, args: EvaluationArguments, data_args: DataArguments) -> ComparisonCollator:
@@ -169,7 +191,7 @@ def collator_for(loaded: LoadedReward, args: EvaluationArguments, data_args: Dat
 
 def settings(args: EvaluationArguments, data_args: DataArguments) -> dict[str, Any]:
     """What a row's figures depend on besides the checkpoint."""
-    keys = ("dtype", "attn_implementation", "base_model_path", "batching", "blank_images")
+    keys = ("dtype", "attn_implementation", "base_model_path", "batching", "ablations", "group_by")
     return {
         "data": data_fingerprint(data_args.dataset_path),
         **{k: getattr(args, k) for k in keys},

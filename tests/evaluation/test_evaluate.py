@@ -1,0 +1,109 @@
+"""Every row once, whatever the ranks; the ablations are what they say; the table of pairs says what was scored."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import colour_lists, colour_pairs, text_pairs
+
+from vlmrm.batching import ComparisonCollator
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.schema import media_references
+from vlmrm.data.sources import load_comparisons
+from vlmrm.errors import ConfigError
+from vlmrm.evaluation.ablations import ABLATIONS
+from vlmrm.evaluation.evaluate import _Share, evaluate
+from vlmrm.evaluation.frame import scored_frame
+from vlmrm.modeling import batcher_for, load_checkpoint
+from vlmrm.rendering import Renderer
+from vlmrm.scoring.scorer import Scorer
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_reward_model):
+    return load_checkpoint(tiny_reward_model)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    paths = [
+        colour_pairs(tmp_path / "a", 6, source=["web", "lab"] * 3),
+        colour_lists(tmp_path / "b", 3),
+        text_pairs(tmp_path / "c", 2),
+    ]
+    return load_comparisons([str(path) for path in paths], arguments=DataArguments())
+
+
+def run(loaded, rows, **options):
+    batcher = batcher_for(loaded.model, loaded.processor, "shared")
+    collator = ComparisonCollator(Renderer(loaded.processor), batcher, max_seq_length=512)
+    return evaluate(loaded.model, collator, rows, **{"batch_size": 4, "ablations": ABLATIONS, **options})
+
+
+def scored_alone(loaded, comparison) -> list[float]:
+    return Scorer(loaded, batching="shared").score(comparison.conversations())
+
+
+def test_every_score_is_that_of_the_changed_conversation_alone(loaded, rows):
+    result = run(loaded, rows)
+    assert [c.id for c in result.comparisons] == [row["comparison"].id for row in rows]
+    share = _Share(rows, 4, 0, 1, with_donors=True)
+    for place, (comparison, scores, ablated) in enumerate(
+        zip(result.comparisons, result.scores, result.ablated, strict=True)
+    ):
+        assert scores == pytest.approx(scored_alone(loaded, comparison), abs=1e-5)
+        for name, change in ABLATIONS.items():
+            changed = change(comparison, share[place]["donor"])
+            assert (changed is None) == (name not in ablated)
+            if changed is not None:
+                assert ablated[name] == pytest.approx(scored_alone(loaded, changed), abs=1e-5), name
+    assert {name for ablated in result.ablated for name in ablated} == set(ABLATIONS)
+
+
+def test_text_rows_have_no_image_to_take_away(loaded, rows):
+    by_id = dict(zip([c.id for c in run(loaded, rows).comparisons], run(loaded, rows).ablated, strict=True))
+    assert set(by_id["text-0"]) == {"swapped_prompt", "response_only"}
+    assert set(by_id["pair-0"]) == set(ABLATIONS)
+
+
+def test_donors_have_another_prompt_of_the_same_kind_and_depend_on_the_data_alone(rows):
+    whole = _Share(rows, 4, 0, 1, with_donors=True)
+    for block in (1, 3):
+        for rank in (0, 1):
+            share = _Share(rows, block, rank, 2, with_donors=True)
+            for number in range(len(share)):
+                row = share[number]
+                same = whole[row["index"]]
+                assert (row["donor"] and row["donor"].id) == (same["donor"] and same["donor"].id)
+                if row["donor"] is not None:
+                    own, other = (set(map(str, media_references(c.prompt))) for c in (row["comparison"], row["donor"]))
+                    assert bool(own) == bool(other) and not own & other
+
+
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 5))
+def test_ranks_share_every_row_exactly_once(count, block, ranks):
+    shares = [_Share(range(count), block, rank, ranks, with_donors=False).places() for rank in range(ranks)]
+    assert sorted(place for share in shares for place in share) == list(range(count))
+
+
+def test_the_table_has_a_row_for_each_pair_with_its_scores(loaded, rows):
+    result = run(loaded, rows)
+    frame = scored_frame(result, model="outputs/m", checkpoint="checkpoint-7", step=7, group_by=["source"])
+    pairs = result.pairs()
+    assert frame["chosen_score"].tolist() == pairs.chosen.tolist()
+    assert frame["rejected_score"].tolist() == pairs.rejected.tolist()
+    assert len(frame) == sum(len(c.pairs()) for c in result.comparisons)
+    first = frame.iloc[0]
+    assert (first["comparison_id"], first["step"], first["by/source"], first["images"]) == ("pair-0", 7.0, "web", 1)
+    assert first["chosen_length"] == len("It is red.")
+    assert first["blank_image_chosen"] == result.ablated[0]["blank_image"][0]
+    texts = frame[frame["comparison_id"].str.startswith("text")]
+    assert texts["blank_image_chosen"].isna().all() and texts["response_only_chosen"].notna().all()
+    lists = frame[frame["comparison_id"] == "list-1"]
+    assert sorted(lists["pair"]) == [0, 1, 2] and lists["prompt_id"].nunique() == 1
+    assert math.isnan(first["margin_label"])
+    with pytest.raises(ConfigError, match="group_by names nothing"):
+        scored_frame(result, group_by=["nothing"])
