@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from vlmrm.data.schema import Branch, Comparison
-from vlmrm.evaluation.metrics import accuracy_half_ties, scored_pairs, summary, summary_by_category, trl_summary
+from vlmrm.evaluation.metrics import (
+    accuracy_half_ties,
+    distribution,
+    groupwise_accuracy,
+    scored_pairs,
+    summary,
+    summary_by_category,
+    trl_summary,
+    weighted_accuracy,
+)
 
 
 def comparison(row_id: str, *ratings: float, category: str | None = None) -> Comparison:
@@ -63,3 +72,24 @@ def test_trl_names_hold_the_same_figures():
 def test_without_pairs_there_are_no_figures():
     empty = summary(scored_pairs([], []))
     assert empty["sample_count"] == 0 and math.isnan(empty["preference_accuracy"])
+
+
+def test_weights_say_how_much_a_pair_counts():
+    margins = np.array([1.0, -1.0, 0.0, 2.0])
+    assert weighted_accuracy(margins, np.array([3.0, 1.0, 1.0, np.nan])) == 3 / 5
+    assert weighted_accuracy(margins, np.ones(4)) == 0.5
+    assert math.isnan(weighted_accuracy(margins, np.full(4, np.nan)))
+
+
+def test_a_comparison_is_right_when_every_pair_is():
+    margins = np.array([1.0, 1.0, -1.0, 2.0, 0.0])
+    assert groupwise_accuracy(margins, np.array([0, 1, 1, 2, 3])) == 2 / 4
+    assert math.isnan(groupwise_accuracy(np.zeros(0), np.zeros(0)))
+
+
+def test_distribution_of_a_known_sample():
+    found = distribution(np.arange(101.0))
+    assert found["std"] == pytest.approx(math.sqrt((101**2 - 1) / 12))
+    del found["std"]
+    assert found == {"mean": 50, "min": 0, "max": 100, "q05": 5, "q25": 25, "q50": 50, "q75": 75, "q95": 95}
+    assert all(map(math.isnan, distribution(np.zeros(0)).values()))

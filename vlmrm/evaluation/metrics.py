@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from vlmrm.data.schema import Comparison
+from vlmrm.evaluation.calibration import negative_log_likelihood
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,39 @@ def accuracy_half_ties(margins: np.ndarray) -> float:
     return float(np.mean((margins > 0) + 0.5 * (margins == 0))) if len(margins) else float("nan")
 
 
-def negative_log_likelihood(margins: np.ndarray) -> float:
-    """Mean -log σ(margin): the Bradley-Terry loss of the preferences."""
-    return float(np.mean(np.logaddexp(0.0, -margins))) if len(margins) else float("nan")
+def weighted_accuracy(margins: np.ndarray, weights: np.ndarray) -> float:
+    """Share of the weight of pairs with margins[N] above zero; a pair whose weight is NaN does not count.
+
+    With the share of raters who agreed as weight, a pair that people disputed counts less. NaN for no weight.
+    """
+    known = ~np.isnan(weights)
+    total = weights[known].sum()
+    return float((weights * (margins > 0))[known].sum() / total) if total > 0 else float("nan")
+
+
+def groupwise_right(margins: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """For each group, in ascending order of groups[N]: whether all its margins are above zero."""
+    _, codes = np.unique(groups, return_inverse=True)
+    return np.bincount(codes, weights=margins <= 0) == 0
+
+
+def groupwise_accuracy(margins: np.ndarray, groups: np.ndarray) -> float:
+    """acc+: share of comparisons, told apart by groups[N], of which every pair is right. NaN for no pairs."""
+    return float(groupwise_right(margins, groups).mean()) if len(margins) else float("nan")
+
+
+def distribution(values: np.ndarray) -> dict[str, float]:
+    """Mean, standard deviation, range and quantiles of values[N]; all NaN for no values."""
+    if not len(values):
+        values = np.array([np.nan])
+    quantiles = np.quantile(values, QUANTILES)
+    return {
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+        "min": float(values.min()),
+        "max": float(values.max()),
+        **{f"q{round(100 * q):02d}": float(value) for q, value in zip(QUANTILES, quantiles, strict=True)},
+    }
 
 
 def summary(pairs: ScoredPairs) -> dict[str, float]:
