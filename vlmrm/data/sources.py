@@ -6,7 +6,7 @@ sources stay where they are, and a row becomes a `Comparison` only on its way ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +25,9 @@ from vlmrm.errors import ConfigError, DataError, RowError
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
+# A row's cells, its id and what resolves its media references, in; its comparison out.
+ReadRow = Callable[[Mapping[str, Any], str, Callable[[Any], Any]], Comparison]
+
 CHUNK = 1000  # rows read at a time where all are
 
 
@@ -34,6 +37,7 @@ class RowReader:
 
     sources: Sequence[Source]
     rules: Sequence[PathRules]
+    read: ReadRow = read_row
 
     def __call__(self, batch: dict[str, list[int]]) -> dict[str, list[Any]]:
         comparisons: list[Comparison | RowError | None] = [None] * len(batch["row"])
@@ -46,14 +50,14 @@ class RowReader:
             table: dict[str, list[Any]] = cast("Dataset", source.table)[rows]
             for i, (place, row) in enumerate(zip(mine, rows, strict=True)):
                 cells = {name: column[i] for name, column in table.items()}
-                comparisons[place] = try_read(cells, f"{source.name}:{row + 1}", rule)
+                comparisons[place] = try_read(cells, f"{source.name}:{row + 1}", rule, self.read)
         return {"index": batch["index"], "comparison": comparisons}
 
 
-def try_read(cells: dict[str, Any], row_id: str, rule: PathRules) -> Comparison | RowError:
+def try_read(cells: dict[str, Any], row_id: str, rule: PathRules, read: ReadRow = read_row) -> Comparison | RowError:
     """The row's comparison, or why it has none: whether that ends the run is decided where batches are made."""
     try:
-        return read_row(cells, row_id, rule)
+        return read(cells, row_id, rule)
     except RowError as error:
         return error
 
@@ -86,20 +90,23 @@ def load_comparisons(
             seed=arguments.split_seed,
             buffer=arguments.shuffle_buffer,
         )
-    return sample(_index(groups), weights, limit, arguments.split_seed)
+    return sample(index_rows(groups), weights, limit, arguments.split_seed)
 
 
 def _open(paths: Sequence[str], split: str, arguments: DataArguments, streaming: bool) -> list[Group]:
     """The sources of each path, each with the rules for its media paths."""
+    return [with_rules(load_source(path, split, streaming), arguments) for path in paths]
+
+
+def with_rules(sources: Sequence[Source], arguments: DataArguments) -> Group:
+    """Each source with the rules for its media paths."""
     rewrites = tuple((old, new) for old, _, new in (rule.partition("=") for rule in arguments.path_rewrites))
     root = arguments.image_root
-    return [
-        [(source, PathRules(root or source.folder, root, rewrites)) for source in load_source(path, split, streaming)]
-        for path in paths
-    ]
+    return [(source, PathRules(root or source.folder, root, rewrites)) for source in sources]
 
 
-def _index(groups: Sequence[Group]) -> Dataset:
+def index_rows(groups: Sequence[Group], read: ReadRow = read_row) -> Dataset:
+    """One data set over the rows of all sources, each read by `read` when it is asked for."""
     from datasets import Dataset
 
     sources, rules = zip(*(pair for group in groups for pair in group), strict=True)
@@ -116,7 +123,7 @@ def _index(groups: Sequence[Group]) -> Dataset:
             "row": np.concatenate([np.arange(length) for length in lengths]),
         }
     )
-    return index.with_transform(RowReader(sources, rules))
+    return index.with_transform(RowReader(sources, rules, read))
 
 
 def sample(dataset: Dataset, weights: Sequence[float] | None, limit: int | None, seed: int) -> Dataset:
@@ -229,7 +236,7 @@ def load_train_and_eval(arguments: DataArguments) -> tuple[Dataset | IterableDat
 def _load_and_split(arguments: DataArguments) -> tuple[Dataset, Dataset]:
     """Splits before weighting: no row is evaluated twice because it is trained on twice."""
     seed = arguments.split_seed
-    whole = _index(_open(arguments.dataset_path, arguments.dataset_split, arguments, streaming=False))
+    whole = index_rows(_open(arguments.dataset_path, arguments.dataset_split, arguments, streaming=False))
     train, held_out = split_held_out(whole, arguments.eval_fraction, seed)
     return (
         sample(train, arguments.dataset_weights, arguments.max_train_samples, seed),

@@ -46,25 +46,33 @@ def load_source(path: str, split: str = "train", streaming: bool = False) -> lis
     whole. Each file is a source of its own, so that a row can be named by its file and number.
 
     Raises:
-        DataError: when there is nothing of that name (with the nearest one that exists), no such split (with those
-            that exist), a file cannot be parsed (with the line), or its columns have no known layout.
+        DataError: as `open_tables` does, or when a table's columns have no known layout.
     """
-    if os.path.isfile(path):
-        sources = [_open_file(path, streaming)]
-    elif os.path.isdir(path):
-        sources = _open_folder(path, split, streaming)
-    elif glob.has_magic(path):
-        files = sorted(name for name in glob.glob(path, recursive=True) if Path(name).suffix in KINDS)
-        if not files:
-            raise DataError(f"no {_kinds()} file matches {path}: check the pattern")
-        sources = [_open_file(name, streaming) for name in files]
-    elif HUB_ID.fullmatch(path) and Path(path).suffix not in KINDS and not path.startswith("."):
-        sources = [_open_hub(path, split, streaming)]
-    else:
-        raise DataError(f"{path} does not exist{_nearest(path)}")
+    sources = open_tables(path, split, streaming)
     for source in sources:
         _check_layout(source)
     return sources
+
+
+def open_tables(path: str, split: str, streaming: bool = False, config: str | None = None) -> list[Source]:
+    """What `load_source` opens, whatever its columns; `config` names one of a hub data set's configurations.
+
+    Raises:
+        DataError: when there is nothing of that name (with the nearest one that exists), no such split (with those
+            that exist), or a file cannot be parsed (with the line).
+    """
+    if os.path.isfile(path):
+        return [_open_file(path, streaming)]
+    if os.path.isdir(path):
+        return _open_folder(path, split, streaming)
+    if glob.has_magic(path):
+        files = sorted(name for name in glob.glob(path, recursive=True) if Path(name).suffix in KINDS)
+        if not files:
+            raise DataError(f"no {_kinds()} file matches {path}: check the pattern")
+        return [_open_file(name, streaming) for name in files]
+    if HUB_ID.fullmatch(path) and Path(path).suffix not in KINDS and not path.startswith("."):
+        return [_open_hub(path, split, streaming, config)]
+    raise DataError(f"{path} does not exist{_nearest(path)}")
 
 
 def _open_file(path: str, streaming: bool) -> Source:
@@ -140,19 +148,19 @@ def _open_folder(path: str, split: str, streaming: bool) -> list[Source]:
     return [_open_file(file, streaming) for file in _choose(files, split, path)]
 
 
-def _open_hub(name: str, split: str, streaming: bool) -> Source:
+def _open_hub(name: str, split: str, streaming: bool, config: str | None) -> Source:
     from datasets import get_dataset_split_names, load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
     try:
-        table: Any = load_dataset(name, split=split, streaming=streaming)
+        table: Any = load_dataset(name, config, split=split, streaming=streaming)
     except DatasetNotFoundError as error:
         raise DataError(f"{name} is no file or folder here{_nearest(name)}, nor a readable hub data set") from error
     except (ConnectionError, OSError) as error:
         raise DataError(f"{name} is no file or folder here, and the hub cannot be reached ({error})") from error
     except ValueError as error:
         try:
-            splits = get_dataset_split_names(name)
+            splits = get_dataset_split_names(name, config)
         except (ValueError, OSError):
             raise DataError(f"{name} cannot be loaded from the hub: {error}") from error
         _choose(dict.fromkeys(splits), split, name)
