@@ -263,7 +263,12 @@ def test_training_sweep_and_scorer_share_a_cache_and_give_the_same_as_without(tr
         assert largest_difference(plain.model_dir, cached.model_dir) < 1e-5
         assert largest_difference(plain.model_dir, again.model_dir) < 1e-5
 
-        keys = {"model_dirs": cached.model_dir, "dataset_path": data[0], "vision_cache_dir": folder}
+        keys = {
+            "model_dirs": cached.model_dir,
+            "dataset_path": data[0],
+            "vision_cache_dir": folder,
+            "ablations": "none",
+        }
         swept = sweep(words(**keys, output_file=tmp_path / "swept.csv"))
         row = conversation("What?", "It is red.")
         row[0]["content"].insert(0, {"type": "image", "image": str(tmp_path / "data" / "0_red.png")})

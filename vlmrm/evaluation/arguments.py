@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.ablations import ABLATIONS
+from vlmrm.modeling.arguments import ComputeArguments
 
 
 @dataclass
-class EvaluationArguments:
+class EvaluationArguments(ComputeArguments):
     model_dirs: list[str] = field(
         default_factory=list, metadata={"help": "Training output folders, or checkpoints themselves."}
     )
@@ -31,39 +32,6 @@ class EvaluationArguments:
             "choices": ["auto", "bfloat16", "float16", "float32"],
         },
     )
-    attn_implementation: str = field(
-        default="auto",
-        metadata={
-            "help": "`flash_attention_2`, `sdpa`, or `auto`: flash attention where it is installed, else sdpa.",
-            "choices": ["auto", "flash_attention_2", "sdpa"],
-        },
-    )
-    batching: str = field(
-        default="shared",
-        metadata={
-            "help": "`shared`: prompts and images that conversations have in common are computed once. `reference`: "
-            "each conversation padded and computed whole; the scores are the same.",
-            "choices": ["shared", "reference"],
-        },
-    )
-    max_tokens_per_batch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most text tokens and image patches computed at once; a larger batch goes through in parts, "
-            "with the same result. Default: no limit."
-        },
-    )
-    vision_cache_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder of a cache of images as the vision tower and merger see them: runs, sweeps and scorers "
-            "may share it."
-        },
-    )
-    vision_cache_gb: float = field(
-        default=50.0,
-        metadata={"help": "Size of `vision_cache_dir` in gigabytes; images used longest ago go first."},
-    )
     ablations: list[str] = field(
         default_factory=lambda: list(ABLATIONS),
         metadata={
@@ -81,6 +49,7 @@ class EvaluationArguments:
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the checkpoint."})
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("model_dirs", "ablations", "group_by"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, [getattr(self, name)])

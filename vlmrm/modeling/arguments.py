@@ -1,4 +1,4 @@
-"""The keys that say which model to train and which parts of it."""
+"""The keys that say which model to train, which parts of it, and how it computes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ from vlmrm.errors import ConfigError
 
 
 @dataclass
-class ModelArguments:
-    model_name_or_path: str = field(
-        default="", metadata={"help": "Checkpoint to start from: a hub id or folder of Qwen2.5-VL, MiMo-VL, ..."}
-    )
-    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a hub checkpoint."})
-    dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "Type of the weights. `auto`: float32 where they are trained under mixed precision, bfloat16 or "
-            "float16 where DeepSpeed keeps float32 copies or only an adapter is trained.",
-            "choices": ["auto", "bfloat16", "float16", "float32"],
-        },
-    )
+class ComputeArguments:
+    """How a model computes its scores, in training and in evaluation; the scores are the same."""
+
     attn_implementation: str = field(
         default="auto",
         metadata={
@@ -43,6 +33,37 @@ class ModelArguments:
             "with the same result. Default: no limit."
         },
     )
+    vision_cache_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder of a cache of images as a vision tower and merger that are not trained see them: runs, "
+            "sweeps and scorers may share it."
+        },
+    )
+    vision_cache_gb: float = field(
+        default=50.0,
+        metadata={"help": "Size of `vision_cache_dir` in gigabytes; images used longest ago go first."},
+    )
+
+    def __post_init__(self):
+        if self.max_tokens_per_batch is not None and self.max_tokens_per_batch < 1:
+            raise ConfigError(f"max_tokens_per_batch is {self.max_tokens_per_batch}: it must be at least 1, or null.")
+
+
+@dataclass
+class ModelArguments(ComputeArguments):
+    model_name_or_path: str = field(
+        default="", metadata={"help": "Checkpoint to start from: a hub id or folder of Qwen2.5-VL, MiMo-VL, ..."}
+    )
+    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a hub checkpoint."})
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "Type of the weights. `auto`: float32 where they are trained under mixed precision, bfloat16 or "
+            "float16 where DeepSpeed keeps float32 copies or only an adapter is trained.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
     head: str = field(
         default="linear",
         metadata={
@@ -53,17 +74,6 @@ class ModelArguments:
     freeze_vit: bool = field(default=False, metadata={"help": "Do not train the vision tower."})
     freeze_merger: bool = field(default=False, metadata={"help": "Do not train the merger (projector)."})
     freeze_llm: bool = field(default=False, metadata={"help": "Do not train the language model."})
-    vision_cache_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder of a cache of images as the vision tower and merger see them, where neither is trained: "
-            "runs, sweeps and scorers may share it."
-        },
-    )
-    vision_cache_gb: float = field(
-        default=50.0,
-        metadata={"help": "Size of `vision_cache_dir` in gigabytes; images used longest ago go first."},
-    )
     use_peft: bool = field(
         default=False, metadata={"help": "Train LoRA adapters and the head instead of the weights."}
     )
@@ -76,6 +86,7 @@ class ModelArguments:
     load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: hold the frozen weights in 4 bits."})
 
     def __post_init__(self):
+        super().__post_init__()
         if isinstance(self.lora_target_modules, str):
             self.lora_target_modules = [self.lora_target_modules]
         if self.vision_cache_dir and not (self.use_peft or (self.freeze_vit and self.freeze_merger)):
