@@ -126,8 +126,13 @@ def peak_memory() -> float:
 def in_new_process(function: Callable[..., Result], *args: Any) -> Result:
     """What `function` returns in a process of its own, with one thread; its memory is its own too."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_begin_process) as pool:
         return pool.submit(function, *args).result()
+
+
+def _begin_process() -> None:
+    torch.set_num_threads(1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is for the report
 
 
 # Reporting --------------------------------------------------------------------------------------------------------
