@@ -113,6 +113,8 @@ def evaluate_checkpoint(
             trust_remote_code=args.trust_remote_code,
             base_model_path=args.base_model_path,
         )
+        if args.vision_cache_dir is not None:
+            loaded.model.use_vision_cache(args.vision_cache_dir, args.vision_cache_gb)
     except (CheckpointError, torch.OutOfMemoryError) as failure:
         error = " ".join(str(failure).split())
     # A rank that cannot load must not leave the others waiting for its scores.
