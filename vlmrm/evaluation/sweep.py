@@ -114,6 +114,7 @@ def evaluate_checkpoint(
             base_model_path=args.base_model_path,
         )
         if args.vision_cache_dir is not None:
+            loaded.model.requires_grad_(False)
             loaded.model.use_vision_cache(args.vision_cache_dir, args.vision_cache_gb)
     except (CheckpointError, torch.OutOfMemoryError) as failure:
         error = " ".join(str(failure).split())
