@@ -1,0 +1,485 @@
+"""Public benchmarks: rows of the published schemas become comparisons, and scores become the authors' figures."""
+
+import itertools
+import json
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from datasets import Dataset
+
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.schema import media_references, text_of
+from vlmrm.errors import ConfigError, DataError, RowError
+from vlmrm.evaluation.public import BENCHMARKS, benchmark, load_benchmark, table
+from vlmrm.evaluation.public.mm_rlhf import frames_of
+from vlmrm.evaluation.public.rewardbench import SECTIONS
+from vlmrm.evaluation.public.videogen import accuracy_with_ties
+
+# One invented row of each published schema, and the comparison that it is: prompt text, media of the prompt, branches
+# with their ratings (text, or the path of the picture or video), category.
+GENAI = {"left_model": "m", "right_model": "n"}
+ROWS = {
+    "vl-rewardbench": (
+        {
+            "id": "RLAIF-V-7",
+            "query": "<image>\nWhat is on the roof?",
+            "response": ["A dog.", "A cat."],
+            "image": {"bytes": b"png", "path": None},
+            "human_ranking": [1, 0],
+            "query_source": "x",
+        },
+        ("What is on the roof?", [b"png"], [("A dog.", -1.0), ("A cat.", 0.0)], "hallucination"),
+    ),
+    "multimodal-rewardbench": (
+        {
+            "ID": "mathvista_3",
+            "Text": "How many?",
+            "Image": "images/mathvista/3.jpg",
+            "Output1": "Three.",
+            "Output2": "Four.",
+            "Better": "Output2",
+            "Category": "reasoning",
+        },
+        ("How many?", ["/data/images/mathvista/3.jpg"], [("Three.", 0.0), ("Four.", 1.0)], "reasoning/math"),
+    ),
+    "mm-rlhf-rewardbench": (
+        {
+            "id": 5,
+            "image": "mcq/5.jpg",
+            "prompt": "Which?",
+            "chosen": "B",
+            "rejected": "C",
+            "chosen_reason": "so",
+            "rejected_reason": "not so",
+        },
+        ("Which?", ["/data/mcq/5.jpg"], [("B", 1.0), ("C", 0.0)], "mcq"),
+    ),
+    "rewardbench": (
+        {
+            "id": 31,
+            "prompt": "Say hello.",
+            "chosen": "Hello.",
+            "chosen_model": "m",
+            "rejected": "Bye.",
+            "rejected_model": "n",
+            "subset": "mt-bench-easy",
+        },
+        ("Say hello.", [], [("Hello.", 1.0), ("Bye.", 0.0)], "mt-bench-easy"),
+    ),
+    "hpdv2": (
+        {"prompt": "A fox.", "image_path": ["1.jpg", "2.jpg", "3.jpg"], "rank": [2, 1, 3], "raw_annotation": []},
+        ("A fox.", [], [("/data/test/1.jpg", -2.0), ("/data/test/2.jpg", -1.0), ("/data/test/3.jpg", -3.0)], None),
+    ),
+    "hpdv3": (
+        {"prompt": "A fox.", "path1": "images/a.png", "path2": "images/b.png", "confidence": 0.9, "model1": "m"},
+        ("A fox.", [], [("/data/images/a.png", 1.0), ("/data/images/b.png", 0.0)], None),
+    ),
+    "imagereward": (
+        {"id": "1-2", "prompt": "A fox.", "generations": ["x/1.webp", "x/2.webp"], "ranking": [2, 2]},
+        ("A fox.", [], [("/data/test_images/x/1.webp", -2.0), ("/data/test_images/x/2.webp", -2.0)], None),
+    ),
+    "pick-a-pic": (
+        {"caption": "A fox.", "jpg_0": b"0", "jpg_1": b"1", "label_0": 0.5, "label_1": 0.5, "split": "test_unique"},
+        ("A fox.", [], [(b"0", 0.5), (b"1", 0.5)], None),
+    ),
+    "genai-bench-image": (
+        {"prompt": "A fox.", "left_image": b"l", "right_image": b"r", "vote_type": "rightvote", **GENAI},
+        ("A fox.", [], [(b"l", 0.0), (b"r", 1.0)], None),
+    ),
+    "genai-bench-edit": (
+        {
+            "source_prompt": "a fox",
+            "target_prompt": "a red fox",
+            "instruct_prompt": "Make it red.",
+            "source_image": b"s",
+            "left_output_image": b"l",
+            "right_output_image": b"r",
+            "vote_type": "bothbad_vote",
+            **GENAI,
+        },
+        ("Make it red.", [b"s"], [(b"l", 0.0), (b"r", 0.0)], None),
+    ),
+    "genai-bench-video": (
+        {"prompt": "A fox.", "left_video": "l.mp4", "right_video": "r.mp4", "vote_type": "leftvote", **GENAI},
+        ("A fox.", [], [("/data/l.mp4", 1.0), ("/data/r.mp4", 0.0)], None),
+    ),
+    "videogen-rewardbench": (
+        {
+            "path_A": "videos/a.mp4",
+            "path_B": "videos/b.mp4",
+            "A_model": "m",
+            "B_model": "n",
+            "prompt": "A fox.",
+            "VQ": "A",
+            "MQ": "same",
+            "TA": "B",
+            "Overall": "B",
+            "fps_A": 24.0,
+        },
+        ("A fox.", [], [("/data/videos/a.mp4", 0.0), ("/data/videos/b.mp4", 1.0)], None),
+    ),
+}
+
+
+def resolve(reference):
+    return (
+        f"/data/{reference}" if isinstance(reference, str) else getattr(reference, "get", lambda _: reference)("bytes")
+    )
+
+
+def read(name: str, **changes):
+    return benchmark(name).read({**ROWS[name][0], **changes}, "row 1", resolve)
+
+
+def pairs(*rows, **columns) -> pd.DataFrame:
+    """Scored pairs from (chosen score, rejected score[, tie]); `columns` as lists, `by_NAME` for `by/NAME`."""
+    frame = pd.DataFrame(
+        [{"chosen_score": row[0], "rejected_score": row[1], "tie": len(row) > 2 and row[2]} for row in rows]
+    )
+    frame["comparison_id"] = [f"c{i}" for i in range(len(rows))]
+    frame["category"] = None
+    frame["chosen_branch"] = 0
+    for name, values in columns.items():
+        frame[name.replace("by_", "by/")] = values
+    return frame
+
+
+RIGHT, WRONG, EQUAL = (1.0, 0.0), (0.0, 1.0), (1.0, 1.0)
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_benchmark_has_a_row_here():
+    assert set(ROWS) == set(BENCHMARKS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_published_row_is_read(name):
+    comparison = read(name)
+    branches = [
+        ((media_references(branch.messages) or [text_of(branch.messages)])[0], branch.rating)
+        for branch in comparison.branches
+    ]
+    found = text_of(comparison.prompt), media_references(comparison.prompt), branches, comparison.category
+    assert found == ROWS[name][1]
+    assert set(benchmark(name).columns) <= set(comparison.columns)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_empty_cell_is_named(name):
+    for cell in benchmark(name).required:
+        with pytest.raises(RowError, match=rf"^row row 1: {cell} is empty"):
+            read(name, **{cell: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("multimodal-rewardbench", {"Better": "1"}, "must be Output1 or Output2"),
+        ("genai-bench-image", {"vote_type": "left"}, "must be one of leftvote"),
+        ("videogen-rewardbench", {"MQ": "C"}, "`MQ` is 'C'"),
+        ("hpdv2", {"rank": "1 2 3"}, "`rank` must be a list of numbers"),
+        ("mm-rlhf-rewardbench", {"image": None}, "neither `image` nor `video`"),
+    ],
+)
+def test_a_cell_outside_the_schema_is_named(name, changes, said):
+    with pytest.raises(RowError, match=f"row 1: .*{re.escape(said)}"):
+        read(name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("row_id", "group"),
+    [
+        ("RLHF-V_3", "hallucination"),
+        ("povid_3", "hallucination"),
+        ("hallucination_pair-3", "hallucination"),
+        ("mathverse_3", "reasoning"),
+        ("mmmu_pro_3", "reasoning"),
+        ("wildvision-battle_3", "general"),
+        ("VLFeedback-3", "general"),
+    ],
+)
+def test_groups_of_vl_rewardbench(row_id, group):
+    assert read("vl-rewardbench", id=row_id).category == group
+
+
+@pytest.mark.parametrize(
+    ("row_id", "category", "expected"),
+    [
+        ("pairs_1", "safety", "safety/bias"),
+        ("hateful_1", "safety", "safety/toxicity"),
+        ("EMMA_1", "reasoning", "reasoning/coding"),
+        ("nocaps_1", "open_generation/correctness_task", "correctness"),
+        ("vqa_1", "vqa", "vqa"),
+    ],
+)
+def test_categories_of_multimodal_rewardbench(row_id, category, expected):
+    assert read("multimodal-rewardbench", ID=row_id, Category=category).category == expected
+
+
+def test_a_folder_of_frames_is_a_video_of_32(tmp_path):
+    for number in range(63):
+        (tmp_path / f"{number:03}.jpg").touch()
+    frames = frames_of(str(tmp_path))
+    assert [int(Path(frame).stem) for frame in frames] == list(range(0, 63, 2))
+    assert frames_of("/data/one.mp4") == "/data/one.mp4"
+    row = {**ROWS["mm-rlhf-rewardbench"][0], "image": None, "video": str(tmp_path)}
+    comparison = benchmark("mm-rlhf-rewardbench").read(row, "1", lambda path: path)
+    assert media_references(comparison.prompt) == [frames]
+
+
+# Scoring -------------------------------------------------------------------------------------------------------------
+
+
+def test_vl_rewardbench_overall_and_macro():
+    groups = ["general", "general", "general", "hallucination", "reasoning"]
+    frame = pairs(RIGHT, RIGHT, WRONG, RIGHT, EQUAL, category=groups)
+    figures = benchmark("vl-rewardbench").score(frame)
+    assert figures == pytest.approx(
+        {"overall": 3 / 5, "macro": (2 / 3 + 1 + 0) / 3, "general": 2 / 3, "hallucination": 1, "reasoning": 0}
+    )
+    assert "macro" not in benchmark("vl-rewardbench").score(frame[:4])
+
+
+def test_multimodal_rewardbench_counts_rows():
+    frame = pairs(RIGHT, RIGHT, WRONG, RIGHT, category=["vqa", "vqa", "knowledge", "safety/bias"])
+    figures = benchmark("multimodal-rewardbench").score(frame)
+    assert figures == {"overall": 0.75, "knowledge": 0.0, "safety/bias": 1.0, "vqa": 1.0}
+
+
+def test_mm_rlhf_wants_all_pairs_of_a_question():
+    frame = pairs(
+        *(RIGHT, RIGHT, RIGHT, WRONG, RIGHT),
+        category=["mcq", "mcq", "mcq", "mcq", "video"],
+        by_question_id=["1", "1", "2", "2", "3"],
+    )
+    assert benchmark("mm-rlhf-rewardbench").score(frame) == pytest.approx(
+        {"acc": 4 / 5, "acc_plus": 2 / 3, "mcq/acc": 3 / 4, "mcq/acc_plus": 1 / 2, "video/acc": 1, "video/acc_plus": 1}
+    )
+
+
+def test_rewardbench_weighs_mathematics_as_much_as_code():
+    subsets = [name for section in SECTIONS.values() for name in section]
+    right = {"math-prm", "donotanswer", *SECTIONS["chat"]}
+    frame = pairs(*(RIGHT if name in right else WRONG for name in subsets), category=subsets)
+    figures = benchmark("rewardbench").score(frame)
+    expected = {"chat": 1.0, "chat_hard": 0.0, "safety": 136 / 740, "reasoning": 0.5}
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
+    assert figures["overall"] == pytest.approx(sum(expected.values()) / 4)
+    assert "overall" not in benchmark("rewardbench").score(frame[:-7])  # without reasoning
+
+
+def test_rewardbench_has_the_published_2985_rows():
+    rows = {name: weight for section in SECTIONS.values() for name, weight in section.items()}
+    assert sum(rows.values()) - 984 + 447 == 2985
+
+
+def inversion_score(scores, ranks):
+    places = list(itertools.combinations(range(len(scores)), 2))
+    wrong = sum((scores[i] - scores[j]) * (ranks[i] - ranks[j]) > 0 for i, j in places)
+    return 1 - wrong / len(places)
+
+
+def test_hpdv2_averages_prompts_and_forgives_ties_of_people():
+    rng = np.random.default_rng(0)
+    rows, prompts, expected = [], [], []
+    for number, size in enumerate((2, 4, 5)):
+        ranks, scores = rng.integers(1, 4, size).tolist(), rng.normal(size=size)
+        row = {"prompt": "A fox.", "image_path": [f"{i}.jpg" for i in range(size)], "rank": ranks}
+        made = benchmark("hpdv2").read(row, "row", resolve).pairs()
+        rows += [(scores[pair.chosen], scores[pair.rejected], pair.tie) for pair in made]
+        prompts += [f"row {number}"] * len(made)
+        expected.append(inversion_score(scores, ranks))
+    figures = benchmark("hpdv2").score(pairs(*rows, comparison_id=prompts))
+    assert figures == {"accuracy": pytest.approx(np.mean(expected))}
+
+
+def test_imagereward_pools_pairs_without_ties_of_people():
+    frame = pairs(RIGHT, RIGHT, WRONG, (0.0, 1.0, True), EQUAL, comparison_id=["a", "a", "a", "a", "b"])
+    figures = benchmark("imagereward").score(frame)
+    assert figures == pytest.approx({"accuracy": 2 / 4, "accuracy_by_prompt": (2 / 3 + 0) / 2})
+
+
+def test_pick_a_pic_chooses_its_threshold_on_the_validation_rows():
+    # σ(1) - σ(0) = 0.46: with the threshold 0.5 the validation's tie is seen, with 0.9 its preference is lost.
+    validation = [(1.0, 0.0, True), (3.0, 0.0)]
+    test = [(1.0, 0.0, True), (1.0, 0.0), (2.0, 0.0), (0.0, 2.0)]
+    splits = ["validation_unique"] * 2 + ["test_unique"] * 4
+    figures = benchmark("pick-a-pic").score(pairs(*validation, *test, by_split=splits))
+    assert figures == pytest.approx(
+        {
+            "accuracy": (1 + 0.5 + 1 + 0) / 4,
+            "threshold": 0.5,
+            "accuracy_threshold_0": (0.5 + 1 + 1 + 0) / 4,
+            "accuracy_without_ties": 2 / 3,
+        }
+    )
+    alone = benchmark("pick-a-pic").score(pairs(*test, by_split=splits[2:]))
+    assert set(alone) == {"accuracy_threshold_0", "accuracy_without_ties"}
+
+
+@pytest.mark.parametrize("task", ["image", "edit", "video"])
+def test_genai_bench_counts_a_tied_vote_right_only_for_equal_scores(task):
+    frame = pairs(RIGHT, WRONG, (1.0, 1.0, True), (1.0, 0.0, True))
+    assert benchmark(f"genai-bench-{task}").score(frame) == {"accuracy": 0.5, "accuracy_without_ties": 0.5}
+
+
+def test_hpdv3_is_a_share():
+    assert benchmark("hpdv3").score(pairs(RIGHT, RIGHT, WRONG, EQUAL)) == {"accuracy": 0.5}
+
+
+def best_of_all_thresholds(label, margin):
+    def right(threshold):
+        said = np.where(np.abs(margin) <= threshold, 0, np.sign(margin))
+        return np.mean(said == label)
+
+    return max(right(threshold) for threshold in np.abs(margin))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_accuracy_with_ties_is_that_of_the_best_threshold(seed):
+    rng = np.random.default_rng(seed)
+    label, margin = rng.integers(-1, 2, 40), rng.integers(-5, 6, 40) / 2.0
+    assert accuracy_with_ties(label, margin) == pytest.approx(best_of_all_thresholds(label, margin))
+
+
+def test_videogen_compares_one_score_with_four_labels():
+    # A is better by 1, B by 2, B by 0.5; people chose A, B, and a tie.
+    frame = pairs(
+        *((1.0, 0.0), (2.0, 0.0), (0.0, 0.5, True)),
+        chosen_branch=[0, 1, 0],
+        by_VQ=["A", "A", "B"],
+        by_MQ=["same", "B", "same"],
+        by_TA=["B", "A", "A"],
+    )
+    figures = benchmark("videogen-rewardbench").score(frame)
+    assert figures == pytest.approx(
+        {
+            **{"overall": 1.0, "vq": 2 / 3, "mq": 1.0, "ta": 0.0},
+            **{"overall_with_ties": 1.0, "vq_with_ties": 1 / 3, "mq_with_ties": 1.0, "ta_with_ties": 0.0},
+        }
+    )
+
+
+def test_what_cannot_be_scored_is_said():
+    videogen = benchmark("videogen-rewardbench")
+    with pytest.raises(DataError, match="without VQ, MQ, TA"):
+        videogen.score(pairs(RIGHT))
+    with pytest.raises(DataError, match="no scored pairs"):
+        benchmark("hpdv3").score(pairs(RIGHT)[:0])
+    with pytest.raises(DataError, match="score of c1 is not finite"):
+        benchmark("hpdv3").score(pairs(RIGHT, (float("nan"), 0.0)))
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_json_file_in_its_folder(tmp_path):
+    (tmp_path / "test.json").write_text(json.dumps([ROWS["hpdv2"][0]] * 3))
+    for path in (tmp_path, tmp_path / "test.json"):
+        rows = load_benchmark("hpdv2", str(path))
+        assert len(rows) == 3
+        assert rows[2]["index"] == 2
+        [reference] = media_references(rows[2]["comparison"].branches[0].messages)
+        assert reference == str(tmp_path / "test/1.jpg")
+    assert len(load_benchmark("hpdv2", str(tmp_path), DataArguments(max_eval_samples=2))) == 2
+
+
+def test_parquet_with_a_configuration_and_a_split(tmp_path):
+    folder = tmp_path / "image_generation"
+    folder.mkdir()
+    Dataset.from_list([ROWS["genai-bench-image"][0]] * 2).to_parquet(folder / "test-00000-of-00001.parquet")
+    rows = load_benchmark("genai-bench-image", str(tmp_path))
+    assert [branch.rating for branch in rows[0]["comparison"].branches] == [0.0, 1.0]
+
+
+def test_links_are_rewritten_to_local_videos(tmp_path):
+    row = {**ROWS["genai-bench-video"][0], "left_video": "https://host/l.mp4", "right_video": "https://host/r.mp4"}
+    Dataset.from_list([row]).to_parquet(tmp_path / "test.parquet")
+    rows = load_benchmark("genai-bench-video", str(tmp_path), DataArguments(path_rewrites=["https://host/=videos/"]))
+    [left] = media_references(rows[0]["comparison"].branches[0].messages)
+    assert left == str(tmp_path / "videos/l.mp4")
+
+
+def test_pick_a_pic_s_validation_comes_along(tmp_path):
+    row = {name: value for name, value in ROWS["pick-a-pic"][0].items() if name != "split"}
+    for split, count in (("validation_unique", 2), ("test_unique", 3), ("train", 5)):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        Dataset.from_list([row] * count).to_parquet(tmp_path / f"data/{split}-00000-of-00001-0a.parquet")
+    rows = load_benchmark("pick-a-pic", str(tmp_path))
+    splits = [row["comparison"].columns["split"] for row in rows]
+    assert splits == ["validation_unique"] * 2 + ["test_unique"] * 3
+    alone = load_benchmark("pick-a-pic", str(tmp_path / "data/test_unique-00000-of-00001-0a.parquet"))
+    assert [row["comparison"].columns["split"] for row in alone] == ["test_unique"] * 3
+
+
+def test_a_bad_row_is_handed_on_with_its_number(tmp_path):
+    rows = [ROWS["hpdv3"][0], {**ROWS["hpdv3"][0], "path2": None}]
+    (tmp_path / "test.json").write_text(json.dumps(rows))
+    error = load_benchmark("hpdv3", str(tmp_path))[1]["comparison"]
+    assert isinstance(error, RowError)
+    assert error.row_id == "test.json:2"
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_readers_travel_to_worker_processes(name):
+    comparison = pickle.loads(pickle.dumps(benchmark(name).read))(ROWS[name][0], "1", str)
+    assert len(comparison.branches) >= 2
+
+
+def test_what_is_not_there_is_said_with_where_to_get_it(tmp_path):
+    with pytest.raises(DataError, match=r"nowhere does not exist: .*hf download allenai/reward-bench"):
+        load_benchmark("rewardbench", str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match=r"holds no videogen-rewardbench\.csv: .*unpack videos\.zip"):
+        load_benchmark("videogen-rewardbench", str(tmp_path))
+    with pytest.raises(DataError, match=r"needs a local copy.*test\.tar\.gz"):
+        load_benchmark("hpdv2")
+    (tmp_path / "test.json").write_text(json.dumps([{"prompt": "A fox.", "path1": "a"}]))
+    with pytest.raises(DataError, match=r"is no copy of the HPDv3 test set: it lacks the columns path2"):
+        load_benchmark("hpdv3", str(tmp_path))
+
+
+# The registry --------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_name_gets_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean vl-rewardbench"):
+        benchmark("VL_RewardBench".lower())
+
+
+def test_our_figures_stand_beside_the_published_ones():
+    first, *others = table("vl-rewardbench", {"overall": 0.7, "general": 0.6}, "mine")
+    assert first == {"model": "mine", "source": "this evaluation", "overall": 0.7, "macro": None, "general": 0.6}
+    base = next(row for row in others if row["model"] == "BaseReward (Qwen2.5-VL-7B)")
+    assert (base["overall"], base["macro"], base["general"]) == (0.8216, 0.8085, None)
+    assert all(row["source"] for row in others)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_published_figures_are_shares_of_metrics_that_are_measured(name):
+    metrics = {
+        "vl-rewardbench": {"overall", "macro"},
+        "multimodal-rewardbench": {"overall", "correctness", "preference", "knowledge", "vqa"},
+        "mm-rlhf-rewardbench": {"acc", "acc_plus"},
+        "rewardbench": {"overall", *SECTIONS},
+        "imagereward": {"accuracy", "accuracy_by_prompt"},
+        "videogen-rewardbench": {
+            f"{part}{ties}" for part in ("overall", "vq", "mq", "ta") for ties in ("", "_with_ties")
+        },
+    }.get(name, {"accuracy", "accuracy_without_ties"})
+    assert {figure.metric for figure in benchmark(name).published} <= metrics
+    assert all(0 < figure.value < 1 for figure in benchmark(name).published)
+
+
+def test_the_guide_has_every_benchmark_and_what_was_verified():
+    guide = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text()
+    assert re.findall(r"^\| `([\w-]+)` \|", guide, re.MULTILINE) == list(BENCHMARKS)
+    flowing = " ".join(guide.split())
+    for one in BENCHMARKS.values():
+        assert f"### {one.name} `{one.source.hub}`" in flowing
+        assert one.verified in flowing
