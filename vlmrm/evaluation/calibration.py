@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import root_scalar
-from scipy.special import expit
+from scipy.special import expit, log_expit
 
 BINS = 10
 
@@ -27,7 +27,7 @@ class ReliabilityBin(NamedTuple):
 
 def log_losses(margins: np.ndarray) -> np.ndarray:
     """-log σ(margin) of each of margins[N]: the Bradley-Terry loss."""
-    return np.logaddexp(0.0, -margins)
+    return -log_expit(margins)
 
 
 def negative_log_likelihood(margins: np.ndarray) -> float:

@@ -1,0 +1,102 @@
+"""What besides the merits a preference may rest on: length, size of images, or an answer alone.
+
+All figures are over the pairs that people did not tie, with half a point for equal scores: a model that does not look
+scores two answers to a blank image as it did before, and two images painted alike equally. A *reliance* is what the
+ablation takes away: the figure of the pairs as they are, minus that of the same pairs changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from vlmrm.errors import DataError
+from vlmrm.evaluation.intervals import DRAWS, Correlation, Estimate, Mean, bootstrap
+from vlmrm.evaluation.pairs import credits_of, margins_of
+
+# The accuracy that an ablation takes away, by the name it is reported under.
+RELIANCES = {
+    "image_reliance": "blank_image",
+    "swapped_image_reliance": "swapped_image",
+    "response_only_reliance": "response_only",
+    "swapped_prompt_reliance": "swapped_prompt",
+}
+
+Figures = Mapping[str, Mean | Correlation]
+
+
+def shortcuts(frame: pd.DataFrame, *, draws: int = DRAWS, seed: int = 0) -> dict[str, Estimate]:
+    """Every figure of this file for the scored pairs of one checkpoint, NaN where its columns are absent."""
+    figures = {**shape_figures(frame), **reliance_figures(frame)}
+    return bootstrap(figures, frame["prompt_id"].to_numpy(), draws=draws, seed=seed)
+
+
+def shape_figures(frame: pd.DataFrame) -> Figures:
+    """Length of answers, area and number of images.
+
+    - `length_baseline_accuracy`: how often the longer answer is the chosen one, half for equal lengths;
+    - `accuracy_chosen_longer`, `accuracy_chosen_shorter`: the model's accuracy there;
+    - `margin_length_correlation`: Spearman of the margin and how much longer the chosen answer is;
+    - `score_area_correlation`: of the score and the pixels of the images in the answer, where there are any;
+    - `score_images_correlation`: of the score and the number of images in the prompt.
+    """
+    margins = margins_of(frame)
+    lengths, pixels = _sides(frame, "length"), _sides(frame, "pixels")
+    longer = np.where(lengths.max(axis=1) > 0, lengths[:, 0] - lengths[:, 1], np.nan)  # answers may be images alone
+    longer[np.isnan(margins)] = np.nan
+    scores = np.where(np.isnan(margins)[:, None], np.nan, _sides(frame, "score"))
+    images = np.broadcast_to(_column(frame, "images")[:, None], scores.shape)
+    right = credits_of(margins)
+    return {
+        "length_baseline_accuracy": Mean(credits_of(longer)),
+        "accuracy_chosen_longer": Mean(np.where(longer > 0, right, np.nan)),
+        "accuracy_chosen_shorter": Mean(np.where(longer < 0, right, np.nan)),
+        "margin_length_correlation": Correlation(margins, longer),
+        "score_area_correlation": Correlation(scores, np.where(pixels > 0, pixels, np.nan)),
+        "score_images_correlation": Correlation(scores, images),
+    }
+
+
+def reliance_figures(frame: pd.DataFrame) -> Figures:
+    """Accuracy under each ablation, and what it takes away.
+
+    - `blank_image_accuracy` ... `swapped_prompt_accuracy`: of the ablated pairs;
+    - `image_reliance`, `swapped_image_reliance`, `response_only_reliance`, `swapped_prompt_reliance`: the accuracy
+      that is lost;
+    - `swapped_prompt_margin`: the mean margin under another sample's prompt, where neither answer should win;
+    - `prompt_reliance`: the mean margin that is lost there.
+    """
+    margins = margins_of(frame)
+    right = credits_of(margins)
+    ablated = {name: _ablated_margins(frame, name) for name in RELIANCES.values()}
+    figures = {f"{name}_accuracy": Mean(credits_of(ablated[name])) for name in ablated}
+    for reliance, name in RELIANCES.items():
+        figures[reliance] = Mean(right - credits_of(ablated[name]))
+    figures["swapped_prompt_margin"] = Mean(ablated["swapped_prompt"])
+    figures["prompt_reliance"] = Mean(margins - ablated["swapped_prompt"])
+    return figures
+
+
+def _ablated_margins(frame: pd.DataFrame, name: str) -> np.ndarray:
+    """Margins under an ablation, NaN where people tied or it does not apply: [N]."""
+    chosen, rejected = (_column(frame, f"{name}_{side}") for side in ("chosen", "rejected"))
+    bad = (np.isnan(chosen) != np.isnan(rejected)) | np.isinf(chosen) | np.isinf(rejected)
+    if bad.any():
+        first = frame["comparison_id"].to_numpy()[bad][0]
+        raise DataError(
+            f"{bad.sum()} scored pairs have a {name} score that is no finite number, the first in comparison {first}: "
+            "the checkpoint is broken or its dtype too narrow"
+        )
+    return np.where(frame["tie"].to_numpy(bool), np.nan, chosen - rejected)
+
+
+def _sides(frame: pd.DataFrame, what: str) -> np.ndarray:
+    """A column of the chosen and that of the rejected: [N, 2]."""
+    return np.stack([_column(frame, f"chosen_{what}"), _column(frame, f"rejected_{what}")], axis=1)
+
+
+def _column(frame: pd.DataFrame, name: str) -> np.ndarray:
+    """A column of numbers [N]; an absent one is all NaN, as where a row has no value."""
+    return frame[name].to_numpy(np.float64) if name in frame else np.full(len(frame), np.nan)
