@@ -6,6 +6,7 @@ The sweep opens the data, the pictures and the checkpoints; the forward passes f
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,14 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def whole_sweep(folder: Path, data: Path) -> Callable[[], Any]:
-    """A sweep whose results file is new: it would skip checkpoints that it has results of."""
-    output = folder / "results.csv"
-    for path in (output, output.with_suffix(".json")):
-        path.unlink(missing_ok=True)
-    words = runs.words(model_dirs=folder / "training", dataset_path=data, eval_batch_size=BATCH, output_file=output)
+    """A sweep of the comparisons as they are, into new files: it skips checkpoints that it has results of."""
+    words = runs.words(
+        model_dirs=folder / "training",
+        dataset_path=data,
+        eval_batch_size=BATCH,
+        ablations="none",
+        output_file=Path(tempfile.mkdtemp(dir=folder), "results.csv"),
+    )
     return lambda: sweep(words)
 
 
