@@ -222,6 +222,10 @@ def test_two_processes_score_as_one_does(run_folder, data, here):
 def test_every_pair_is_kept_and_a_low_accuracy_may_be_an_error(run_folder, data, here):
     with pytest.raises(BelowThreshold, match=r"fail_under: see results\.csv"):
         sweep(asked(run_folder, data, fail_under=1.0, ablations="none"))
+    [first, *_] = json.loads(Path("results.json").read_text())["results"]
+    accuracy = first["statistics"]["overall"]["preference_accuracy"]
+    assert accuracy["low"] <= accuracy["value"] == first["preference_accuracy"] <= accuracy["high"]
+    assert set(first["statistics"]["category"]) == {"plain", "hard"}
     frame = pd.read_parquet("results.scores.parquet")
     assert frame.groupby("checkpoint").size().to_dict() == {"checkpoint-10": 6, "checkpoint-100": 6, "checkpoint-9": 6}
     best = max(float(row["preference_accuracy"]) for row in read_csv())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,15 +64,24 @@ class Results:
             self.frame.to_parquet(temporary, index=False)
             os.replace(temporary, self.parquet)
         details = {"settings": self.settings, "results": self.rows}
-        replace_file(self.json, json.dumps(details, indent=2, default=str) + "\n")
+        replace_file(self.json, json.dumps(_plain(details), indent=2, default=str, allow_nan=False) + "\n")
         replace_file(self.csv, table(self.rows).to_csv(index=False))
+
+
+def _plain(value: Any) -> Any:
+    """The same with null for each number that is none: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """One line a checkpoint, one `accuracy/CATEGORY` column a category."""
     flat = []
     for row in rows:
-        line = {key: value for key, value in row.items() if key not in ("categories", "path")}
+        line = {key: value for key, value in row.items() if key not in ("categories", "statistics", "path")}
         for name, figures in row.get("categories", {}).items():
             line[f"accuracy/{name}"] = figures["preference_accuracy"]
         flat.append(line)

@@ -22,6 +22,7 @@ from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.data.sources import load_comparisons
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, DataError
 from vlmrm.evaluation.ablations import ABLATIONS
+from vlmrm.evaluation.analysis import analyse
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.evaluation.frame import scored_frame
@@ -165,7 +166,7 @@ def measure(
         ablated = result.ablated_pairs(name)
         if len(ablated.margins):
             figures[f"{name}_accuracy"] = accuracy_half_ties(ablated.margins)
-    return figures, frame
+    return {**figures, "statistics": analyse(frame, args.group_by)}, frame
 
 
 def step_of(folder: Path) -> int | None:
