@@ -1,0 +1,156 @@
+"""What was trained on is found in what is evaluated on, in every disguise the guide names; the rest is not."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from pictures import picture
+from PIL import Image
+
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.schema import Branch, Comparison
+from vlmrm.data.sources import load_comparisons
+from vlmrm.errors import RowError
+from vlmrm.evaluation.leakage import Leakage, leakage, normalised
+
+DATA = Path(os.environ.get("VLMRM_TEST_DATA", Path(__file__).parents[2] / "../shared/data"))
+
+
+def message(role: str, text: str, *media):
+    kinds = [{"type": "video", "video": m} if isinstance(m, list) else {"type": "image", "image": m} for m in media]
+    return {"role": role, "content": [*kinds, {"type": "text", "text": text}]}
+
+
+def row(row_id: str, question: str, *answers: str, images=()) -> Comparison:
+    branches = [Branch([message("assistant", answer)], -i) for i, answer in enumerate(answers)]
+    return Comparison(row_id, [message("user", question, *images)], branches)
+
+
+def counts(found: Leakage) -> dict[str, tuple[int, int, int]]:
+    """By kind: rows that leak exactly, nearly, and all that have such a thing."""
+    return {kind: (found.exact[kind].rows, found.near[kind].rows, found.exact[kind].total) for kind in found.exact}
+
+
+def test_texts_are_normalised():
+    assert normalised("  Ｗhat's\tTHIS?\n") == normalised("whats this") == "whats this"
+    assert normalised("5 < 3") != normalised("5 > 3")
+    assert normalised("क्या?") == "क्या"
+
+
+def test_texts_leak_exactly_and_nearly():
+    train = [row("t0", "What is this?", "A cat.", "A dog."), row("t1", "Where?", "Here.", "There.")]
+    evaluation = [
+        row("same", "What is this?", "A cow.", "A hen."),
+        row("nearly", "what is  this", "a CAT", "A pig."),
+        row("new", "Why?", "Because.", "So."),
+    ]
+    found = leakage(train, evaluation)
+    assert counts(found) == {"prompt": (1, 2, 3), "answer": (0, 1, 3), "image": (0, 0, 0)}
+    assert found.exact["prompt"].pairs == [("t0", "same")]
+    assert found.near["prompt"].pairs == [("t0", "same"), ("t0", "nearly")]
+    assert found.near["prompt"].share == 2 / 3 and math.isnan(found.near["image"].share)
+
+
+def test_images_leak_by_their_pixels_whatever_the_file(tmp_path):
+    for name in ("train", "copy", "other"):
+        picture(0 if name != "other" else 1).save(tmp_path / f"{name}.png")
+    picture(0).save(tmp_path / "again.jpg", quality=60)
+    train = [row("t", "Q", "a", "b", images=[str(tmp_path / "train.png")])]
+    asked = {"copy.png": (1, 1, 1), "again.jpg": (0, 1, 1), "other.png": (0, 0, 1)}
+    for name, expected in asked.items():
+        found = counts(leakage(train, [row("e", "Q", "c", "d", images=[str(tmp_path / name)])]))
+        assert (found["image"], found["prompt"]) == (expected, expected), name
+    embedded = (tmp_path / "copy.png").read_bytes()
+    assert counts(leakage(train, [row("e", "Q", "c", "d", images=[embedded])]))["image"] == (1, 1, 1)
+
+
+def test_a_question_about_another_image_is_another_prompt():
+    found = leakage([row("t", "Q", "a", "b", images=[picture(0)])], [row("e", "Q", "c", "d", images=[picture(1)])])
+    assert counts(found) == {"prompt": (0, 0, 1), "answer": (0, 0, 1), "image": (0, 0, 1)}
+
+
+def test_every_image_of_a_prompt_must_be_near():
+    train = [row("t", "Q", "a", "b", images=[picture(0), picture(1)])]
+    smaller = [picture(0).resize((80, 60)), picture(1).resize((80, 60))]
+    asked = [row("both", "q!", "c", "d", images=smaller), row("one", "q", "c", "d", images=[smaller[0], picture(2)])]
+    found = leakage(train, asked)
+    assert found.near["prompt"].pairs == [("t", "both")]
+    assert found.near["image"].pairs == [("t", "both"), ("t", "one")]
+
+
+def test_answers_that_are_images_leak_as_answers():
+    def drawn(row_id: str, prompt: str, *images: Image.Image) -> Comparison:
+        branches = [Branch([message("assistant", "", image)], -i) for i, image in enumerate(images)]
+        return Comparison(row_id, [message("user", prompt)], branches)
+
+    found = leakage(
+        [drawn("t", "A cat.", picture(0), picture(1))], [drawn("e", "A dog.", picture(2), picture(1).resize((90, 70)))]
+    )
+    assert counts(found) == {"prompt": (0, 0, 1), "answer": (0, 1, 1), "image": (0, 1, 1)}
+
+
+def test_questions_inside_the_branches_are_prompts():
+    def two_images(row_id: str, *images: Image.Image) -> Comparison:
+        branches = [
+            Branch([message("user", "Q", image), message("assistant", "An answer.")], -i)
+            for i, image in enumerate(images)
+        ]
+        return Comparison(row_id, [], branches)
+
+    found = leakage([two_images("t", picture(0), picture(1))], [two_images("e", picture(1), picture(2))])
+    assert counts(found) == {"prompt": (1, 1, 1), "answer": (1, 1, 1), "image": (1, 1, 1)}
+
+
+def test_frames_are_images():
+    video = [picture(3), picture(4)]
+    found = leakage([row("t", "Q", "a", "b", images=[video])], [row("e", "R", "c", "d", images=[picture(4)])])
+    assert found.exact["image"].pairs == [("t", "e")]
+
+
+def test_rows_that_cannot_be_looked_at_are_named(tmp_path):
+    missing, none = (
+        row("e0", "Q", "a", "b", images=[str(tmp_path / "gone.png")]),
+        row("e1", "Q", "a", "b", images=[None]),
+    )
+    found = leakage([row("t", "Q", "a", "b")], [missing, none, RowError("no prompt", "e2"), row("e3", "Q", "a", "c")])
+    assert [row_id for row_id, _ in found.unreadable] == ["e0", "e1", "e2"]
+    assert "gone.png does not exist" in found.unreadable[0][1]
+    assert found.exact["prompt"].pairs == [("t", "e3")]
+
+
+def test_twenty_pairs_are_named():
+    train = [row(f"t{i}", f"Question {i}", "a", "b") for i in range(30)]
+    found = leakage(train, [row(f"e{i}", f"Question {i}", "c", "d") for i in range(30)])
+    assert found.exact["prompt"].rows == 30
+    assert found.exact["prompt"].pairs == [(f"t{i}", f"e{i}") for i in range(20)]
+
+
+def test_many_rows_take_seconds():
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(0, 2**40, (10_000, 3))
+    rows = [row(f"r{i}", f"What is {a}?", f"It is {b}.", f"It is {c}!") for i, (a, b, c) in enumerate(numbers)]
+    started = time.process_time()
+    found = leakage(rows[:5_000], rows[4_990:])
+    assert found.near["prompt"].rows == 10
+    assert time.process_time() - started < 5
+
+
+def test_photos_of_two_sets_split_by_photo_do_not_leak(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    files = [DATA / "flickr8k_pref" / f"vl_expert_{split}.jsonl" for split in ("train", "val")]
+    if not all(file.is_file() for file in files):
+        pytest.skip("flickr8k_pref is not there: set VLMRM_TEST_DATA")
+    rows = [
+        [row["comparison"] for row in load_comparisons([str(file)], arguments=DataArguments(), limit=limit)]
+        for file, limit in zip(files, (400, 100), strict=True)
+    ]
+    found = leakage(*rows)
+    assert found.unreadable == []
+    assert found.exact["image"].total == 100 and found.near["image"].rows == 0
+    assert leakage(rows[0], rows[0][:10]).exact["image"].rows == 10

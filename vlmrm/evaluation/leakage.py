@@ -1,0 +1,257 @@
+"""Whether what is evaluated on was trained on: the same and nearly the same prompts, answers and images.
+
+A prompt or answer is its text and its images together: "What is this?" about two photos is two prompts. *Exact* is the
+same text and the same pixels, whatever the file is called. *Near* is the same text but for case, width, white space
+and punctuation, with images whose perceptual hashes differ in at most 4 of 64 bits: re-encoded, resized or lightly
+retouched. Crops, mirror images and paraphrases are not found. A video file is the same where its path or its embedded
+bytes are; a list of frames is images.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vlmrm.data.media import media_key, open_image
+from vlmrm.data.schema import Comparison, Messages, text_of
+from vlmrm.errors import MediaError, RowError
+from vlmrm.evaluation.perceptual_hash import RADIUS, near_pairs, perceptual_hash
+
+KINDS = ("prompt", "answer", "image")
+SHOWN = 20
+CHUNK = 1000  # rows whose images are looked at together
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Of the `total` evaluation rows that have such a thing, `rows` have one that a training row has.
+
+    `share` is rows / total, NaN where the total is 0; `pairs` are the first 20 as (training id, evaluation id).
+    """
+
+    rows: int
+    total: int
+    share: float
+    pairs: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Leakage:
+    """Overlaps by kind (`prompt`, `answer`, `image`), and the rows that could not be looked at, as (id, reason)."""
+
+    exact: Mapping[str, Overlap]
+    near: Mapping[str, Overlap]
+    unreadable: list[tuple[str, str]]
+
+
+class Looks(NamedTuple):
+    """What an image is compared by: a digest of its pixels and a perceptual hash; a video file has no such hash."""
+
+    digest: str
+    hash: int | None
+
+
+class Piece(NamedTuple):
+    """A text with its images: what may come again."""
+
+    text: str
+    images: tuple[Looks, ...]
+
+
+class Row(NamedTuple):
+    """The pieces of a comparison by kind."""
+
+    id: str
+    pieces: Mapping[str, set[Piece]]
+
+
+def leakage(train: Iterable[Comparison | RowError], evaluation: Iterable[Comparison | RowError]) -> Leakage:
+    """How much of `evaluation` is in `train`. Every different image of both is opened once.
+
+    Rows come as `load_comparisons` reads them; one that cannot be read, or whose image cannot, is in `unreadable`.
+    """
+    looks: dict[str, Looks | MediaError] = {}
+    unreadable: list[tuple[str, str]] = []
+    known, asked = list(_rows(train, looks, unreadable)), list(_rows(evaluation, looks, unreadable))
+    return Leakage(
+        exact={kind: _overlap(known, asked, kind, _exact_finder) for kind in KINDS},
+        near={kind: _overlap(known, asked, kind, _near_finder) for kind in KINDS},
+        unreadable=unreadable,
+    )
+
+
+def normalised(text: str) -> str:
+    """`text` without differences of case, width, white space and punctuation."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().translate(_WITHOUT_PUNCTUATION).split())
+
+
+class _Punctuation(dict[int, int | None]):
+    """A table for `str.translate` that drops punctuation, filled as characters come."""
+
+    def __missing__(self, code: int) -> int | None:
+        self[code] = None if unicodedata.category(chr(code)).startswith("P") else code
+        return self[code]
+
+
+_WITHOUT_PUNCTUATION = _Punctuation()
+
+Finder = Callable[[Piece], str | None]
+
+
+def _overlap(
+    known: list[Row], asked: list[Row], kind: str, finder: Callable[[dict[Piece, str], set[Piece]], Finder]
+) -> Overlap:
+    first_id: dict[Piece, str] = {}
+    for row in known:
+        for piece in row.pieces[kind]:
+            first_id.setdefault(piece, row.id)
+    rows = [row for row in asked if row.pieces[kind]]
+    find = finder(first_id, {piece for row in rows for piece in row.pieces[kind]})
+    pairs = []
+    for row in rows:
+        found = [train_id for piece in row.pieces[kind] if (train_id := find(piece)) is not None]
+        if found:
+            pairs.append((min(found), row.id))
+    share = len(pairs) / len(rows) if rows else float("nan")
+    return Overlap(len(pairs), len(rows), share, pairs[:SHOWN])
+
+
+def _exact_finder(known: dict[Piece, str], asked: set[Piece]) -> Finder:
+    return known.get
+
+
+def _near_finder(known: dict[Piece, str], asked: set[Piece]) -> Finder:
+    """Looks among the pieces of the same normalised text whose first images are near."""
+    by_text_and_first = defaultdict(list)
+    for piece in known:
+        by_text_and_first[normalised(piece.text), _first(piece)].append(piece)
+    near = _near_firsts(asked, known)
+
+    def find(piece: Piece) -> str | None:
+        text = normalised(piece.text)
+        if not text and not piece.images:  # nothing but punctuation
+            return known.get(piece)
+        for first in near.get(_first(piece), [_first(piece)]):
+            for other in by_text_and_first.get((text, first), []):
+                if _all_near(piece.images, other.images):
+                    return known[other]
+        return None
+
+    return find
+
+
+def _near_firsts(asked: Iterable[Piece], known: Iterable[Piece]) -> dict[int | str | None, list[int]]:
+    """For the perceptual hash of a first image in `asked`, those in `known` that are near."""
+    left, right = (
+        np.array(sorted({first for piece in pieces if isinstance(first := _first(piece), int)}), dtype=np.uint64)
+        for pieces in (asked, known)
+    )
+    near = defaultdict(list, {first: [] for first in left.tolist()})
+    for i, j in near_pairs(left, right):
+        near[int(left[i])].append(int(right[j]))
+    return near
+
+
+def _first(piece: Piece) -> int | str | None:
+    return _near_key(piece.images[0]) if piece.images else None
+
+
+def _near_key(looks: Looks) -> int | str:
+    return looks.digest if looks.hash is None else looks.hash
+
+
+def _all_near(images: tuple[Looks, ...], others: tuple[Looks, ...]) -> bool:
+    return len(images) == len(others) and all(map(_is_near, images, others))
+
+
+def _is_near(one: Looks, other: Looks) -> bool:
+    if one.hash is None or other.hash is None:
+        return one.digest == other.digest
+    return (one.hash ^ other.hash).bit_count() <= RADIUS
+
+
+def _rows(
+    comparisons: Iterable[Comparison | RowError],
+    looks: dict[str, Looks | MediaError],
+    unreadable: list[tuple[str, str]],
+) -> Iterator[Row]:
+    """The pieces of each row; adds what its images look like to `looks`, by media key."""
+    remaining = iter(comparisons)
+    with ThreadPoolExecutor() as pool:  # Pillow decodes and resizes outside the interpreter's lock
+        while chunk := list(islice(remaining, CHUNK)):
+            new = {key: part for comparison in chunk for key, part in _unseen(comparison, looks).items()}
+            looks.update(zip(new, pool.map(_looks, new.values()), strict=True))
+            for comparison in chunk:
+                try:
+                    yield _row(comparison, looks)
+                except RowError as error:
+                    unreadable.append(
+                        (comparison.id if isinstance(comparison, Comparison) else str(error.row_id), error.reason)
+                    )
+
+
+def _unseen(comparison: Comparison | RowError, looks: Mapping[str, Looks | MediaError]) -> dict[str, dict[str, Any]]:
+    """The media parts of a row that are not in `looks` yet, by key."""
+    if isinstance(comparison, RowError):
+        return {}
+    try:
+        keyed = {_key(part): part for messages in comparison.conversations() for part in _media(messages)}
+    except MediaError:  # no reference at all: `_row` meets it again and says so
+        return {}
+    return {key: part for key, part in keyed.items() if key not in looks}
+
+
+def _row(comparison: Comparison | RowError, looks: Mapping[str, Looks | MediaError]) -> Row:
+    if isinstance(comparison, RowError):
+        raise comparison
+    prompts, answers, images = set(), set(), set()
+    for branch in comparison.branches:
+        prompts.add(_piece([*comparison.prompt, *branch.messages[:-1]], looks))
+        answers.add(_piece(branch.messages[-1:], looks))
+    for piece in prompts | answers:
+        images |= {Piece("", (image,)) for image in piece.images}
+    pieces = dict(zip(KINDS, (prompts, answers, images), strict=True))
+    return Row(
+        comparison.id, {kind: {p for p in of_kind if p.text.strip() or p.images} for kind, of_kind in pieces.items()}
+    )
+
+
+def _piece(messages: Messages, looks: Mapping[str, Looks | MediaError]) -> Piece:
+    images = []
+    for part in _media(messages):
+        seen = looks[_key(part)]
+        if isinstance(seen, MediaError):
+            raise seen
+        images.append(seen)
+    return Piece(text_of(messages), tuple(images))
+
+
+def _media(messages: Messages) -> Iterator[dict[str, Any]]:
+    """The image parts, each frame of a list of frames as one, and the parts of video files."""
+    for message in messages:
+        for part in message["content"]:
+            if part["type"] == "video" and isinstance(part["video"], (list, tuple)):
+                yield from ({"type": "image", "image": frame} for frame in part["video"])
+            elif part["type"] != "text":
+                yield part
+
+
+def _key(part: Mapping[str, Any]) -> str:
+    return f"{part['type']}:{media_key(part[part['type']])}"
+
+
+def _looks(part: Mapping[str, Any]) -> Looks | MediaError:
+    try:
+        if part["type"] == "video":
+            return Looks(media_key(part["video"]), None)
+        image = open_image(part["image"])
+    except MediaError as error:
+        return error
+    return Looks(media_key(image), perceptual_hash(image))
