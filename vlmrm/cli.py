@@ -104,6 +104,24 @@ def score(
         _print(f"{answer['score']:+9.4f}  {answer['answer']}{'  <- best' if answer is best else ''}")
 
 
+@app.command
+def report(*results: Path, output: Path = Path("outputs/report"), title: str = "Reward model report") -> None:
+    """Make one page that shows what the evaluated checkpoints learned; several results are compared.
+
+    Parameters
+    ----------
+    results:
+        The output_file of an evaluation, or its .scores.parquet.
+    output:
+        Folder for report.html and plots/.
+    title:
+        Heading of the page.
+    """
+    from vlmrm.evaluation.report import build_report
+
+    _print(f"the report is {build_report(results, output, title)}")
+
+
 @app.command(name="check-data", help_flags=[])
 def check_data(*words: Words) -> None:
     """Say what is in preference data, how it will be read, what is wrong with which row: FILE ... [--key value]."""

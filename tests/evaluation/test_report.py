@@ -1,0 +1,277 @@
+"""The report: one page that opens offline, says what the pairs say, and is refused where they say nothing."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scored import scored
+
+from vlmrm import cli
+from vlmrm.errors import ConfigError, DataError
+from vlmrm.evaluation.analysis import figures
+from vlmrm.evaluation.report import build_report
+
+VOID = {"meta", "link", "img", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that elements nest, and keeps what the tests ask for."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.headings: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        if "id" in attributes:
+            self.ids.append(attributes["id"])
+        self.links += [attributes[name] for name in ("href", "src", "xlink:href") if name in attributes]
+        if tag == "img":
+            self.images.append(attributes)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+        if not {"style", "svg"} & set(self.open):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def page_of(path) -> Page:
+    return Page(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """The report of two trainings with three checkpoints each, and its folder."""
+    folder = tmp_path_factory.mktemp("report")
+    frames = [
+        scored(360, skill=skill, looks=looks, folder=folder / "images", model=model, step=step)
+        for model, looks in (("outputs/mine", 1.0), ("outputs/other", 0.1))
+        for step, skill in ((100, 0.3), (200, 2.0), (300, 1.0))
+    ]
+    return frames, build_report(frames, folder / "out", title="Dots & <more>")
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(sweep):
+    page = page_of(sweep[1])
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    assert len(page.ids) == len(set(page.ids))
+    assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
+
+
+def test_the_page_has_every_section_with_its_figures(sweep):
+    page = page_of(sweep[1])
+    assert page.headings == [
+        "Checkpoints",
+        "Does it look at the image, and at the question?",
+        "By category",
+        "Scores and margins",
+        "Is σ(margin) a probability?",
+        "Does it prefer length?",
+        "Are the differences real?",
+        "Best of N",
+        "The most confident mistakes",
+        "The narrowest wins",
+    ]
+    html = sweep[1].read_text()
+    plots = sorted(path.stem for path in (sweep[1].parent / "plots").glob("*.svg"))
+    assert plots == sorted(path.stem for path in (sweep[1].parent / "plots").glob("*.png"))
+    assert html.count("<svg") == len(plots) == html.count('role="img"')
+    assert all(label for label in re.findall(r'role="img" aria-label="([^"]*)"', html))
+    for path in (sweep[1].parent / "plots").glob("*.svg"):
+        ElementTree.parse(path)
+
+
+def test_figures_follow_the_reader_s_choice_of_light_or_dark(sweep):
+    svgs = re.findall(r"<svg.*?</svg>", sweep[1].read_text(), re.DOTALL)
+    assert all("var(--ink)" in svg for svg in svgs)
+    assert set(re.findall(r"(?:fill|stroke): (#\w+)", "".join(svgs))) == set()
+
+
+def test_the_headline_is_the_best_checkpoint_s(sweep):
+    frames, path = sweep
+    rates = [(frame["chosen_score"] > frame["rejected_score"])[~frame["tie"]].mean() for frame in frames]
+    best = frames[int(np.argmax(rates))]
+    found = figures(best)["preference_accuracy"]
+    text = page_of(path).text
+    assert f"{max(rates):.1%} of {(~best['tie']).sum()} pairs" in text
+    assert f"(95 % interval {found['low']:.1%} to {found['high']:.1%})" in text
+    assert f"by {best['model'][0].split('/')[1]}/{best['checkpoint'][0]}, the best checkpoint" in text
+
+
+@pytest.mark.parametrize(
+    ("looks", "sentence"),
+    [
+        (1.0, "It looks at the image: with every picture painted grey it does no better than chance."),
+        (0.0, "There is no sign that it looks at the image"),
+        (0.8, "It looks at the image, but not only"),
+    ],
+)
+def test_the_headline_says_whether_it_looks(tmp_path, looks, sentence):
+    frame = scored(900, skill=3.0, looks=looks)
+    if looks == 0.0:
+        frame["blank_image_chosen"] = frame["chosen_score"] - frame["rejected_score"]
+    assert sentence in page_of(build_report([frame], tmp_path)).text
+
+
+def test_examples_are_the_worst_and_the_narrowest_one_a_prompt(tmp_path):
+    frame = scored(90)
+    wrong = {"row-30": -50.0, "row-31": -49.0, "row-60": -48.0}  # 30 and 31 are about one prompt
+    for name, margin in wrong.items():
+        frame.loc[frame["comparison_id"] == name, ["chosen_score", "rejected_score", "tie"]] = [margin, 0.0, False]
+    html = build_report([frame], tmp_path).read_text()
+    mistakes, wins = html.split('<section id="mistakes"')[1].split('<section id="wins"')
+    shown = re.findall(r"<h3>(.*?)</h3>", mistakes)
+    assert shown[:2] == ["row-30", "row-60"] and "row-31" not in shown
+    margins = [float(text) for text in re.findall(r'class="margin">margin ([\d.]+)<', wins)]
+    assert len(margins) == 12 and margins == sorted(margins)
+
+
+def test_images_become_small_thumbnails_and_missing_ones_are_said(tmp_path):
+    frame = scored(60, folder=tmp_path / "images")
+    for path in (tmp_path / "images").glob("1*.png"):
+        path.unlink()
+    report = build_report([frame], tmp_path / "out")
+    page = page_of(report)
+    assert page.images and all(image["alt"] for image in page.images)
+    assert all(str(image["src"]).startswith("data:image/jpeg;base64,") for image in page.images)
+    assert "cannot be opened" in page.text
+    assert max(len(str(image["src"])) for image in page.images) < 40_000
+
+
+def test_texts_of_the_data_are_shown_and_never_run(tmp_path):
+    evil = '<script>alert("x")</script>'
+    frame = scored(60).assign(prompt_text=evil, chosen_text=evil, category=evil, model=evil)
+    frame["by/$x^{$"] = "$\\frac{"  # no formula either
+    html = build_report([frame], tmp_path, title=evil).read_text()
+    assert "<script" not in html and "&lt;script&gt;" in html
+
+
+def test_sections_without_data_say_why(tmp_path):
+    frame = scored(60)
+    keep = ["model", "checkpoint", "comparison_id", "pair", "prompt_id", "tie", "weight"]
+    keep += [f"{side}_{name}" for side in ("chosen", "rejected") for name in ("branch", "rating", "score")]
+    bare = frame[keep][frame["comparison_id"].str.startswith("row")]
+    text = page_of(build_report([bare], tmp_path)).text
+    for sentence in (
+        "Whether it looks at the image was not measured",
+        "Not measured: evaluate with ablations",
+        "No row has a category.",
+        "Not measured: the scored pairs have no lengths.",
+        "One checkpoint: there is nothing to compare.",
+        "no ranked lists of three or more answers",
+    ):
+        assert sentence in text
+
+
+@pytest.mark.parametrize(
+    ("margin", "sentences"),
+    [
+        (2.0, ["100.0% of", "No pair is ranked the wrong way.", "Every pair is right"]),
+        (0.0, ["0.0% of", "No pair is ranked the right way."]),
+        (-1e-6, ["0.0% of", "No pair is ranked the right way."]),
+    ],
+)
+def test_a_collapsed_model_has_a_report(tmp_path, margin, sentences):
+    frame = scored(60).assign(chosen_score=margin, rejected_score=0.0)
+    text = page_of(build_report([frame], tmp_path)).text
+    assert [sentence for sentence in sentences if sentence not in text] == []
+
+
+def test_checkpoints_of_other_data_are_not_compared(tmp_path):
+    other = scored(60, step=200)
+    other["comparison_id"] = "other-" + other["comparison_id"]
+    assert "no scored pairs in common" in page_of(build_report([scored(60), other], tmp_path)).text
+
+
+def test_a_checkpoint_without_numbers_is_named_and_left_out(tmp_path):
+    broken = scored(60, step=200).assign(chosen_score=np.nan)
+    text = page_of(build_report([scored(60), broken], tmp_path)).text
+    assert "checkpoint-200 is left out: 60 of its pairs have no finite score." in text
+    with pytest.raises(DataError, match="nothing to report: checkpoint-200 is left out"):
+        build_report([broken], tmp_path)
+
+
+def test_results_are_found_by_any_of_their_files(tmp_path):
+    scored(60).to_parquet(tmp_path / "mine.scores.parquet")
+    pages = [build_report([tmp_path / f"mine{end}"], tmp_path) for end in (".csv", ".json", ".scores.parquet")]
+    assert all(page_of(page).headings for page in pages)
+    with pytest.raises(ConfigError, match=r"there is no .*absent\.scores\.parquet"):
+        build_report([tmp_path / "absent.csv"], tmp_path)
+    (tmp_path / "torn.scores.parquet").write_bytes(b"PAR1 torn")
+    with pytest.raises(DataError, match=r"torn\.scores\.parquet cannot be read"):
+        build_report([tmp_path / "torn.csv"], tmp_path)
+
+
+def test_what_cannot_be_told_apart_or_lacks_columns_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="outputs/mine/checkpoint-100 is in two of the results"):
+        build_report([scored(60), scored(60)], tmp_path)
+    with pytest.raises(DataError, match="no column prompt_id"):
+        build_report([scored(60).drop(columns="prompt_id")], tmp_path)
+    with pytest.raises(DataError, match="no scored pair"):
+        build_report([pd.DataFrame(columns=scored(9).columns)], tmp_path)
+
+
+def test_the_guide_s_commands_and_program_run(tmp_path, monkeypatch, capsys):
+    guide = (Path(__file__).resolve().parents[2] / "docs/report.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("results").mkdir()
+    scored(90).to_parquet("results/mine.scores.parquet")
+    scored(90, model="outputs/irrelevant").to_parquet("results/irrelevant.scores.parquet")
+    commands = re.findall(r"^vlmrm (report .*)$", guide, re.MULTILINE)
+    for command in commands:
+        cli.app(shlex.split(command), exit_on_error=False, result_action="return_value")
+    assert capsys.readouterr().out.splitlines() == [
+        "the report is results/report/report.html",
+        "the report is results/both/report.html",
+    ]
+    [program] = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    exec(program, {})
+    assert "Charts only" in page_of(Path("results/charts/report.html")).text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_chromium_renders_it_without_a_word(sweep, tmp_path, width):
+    chromium = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    command = [
+        *chromium,
+        "--enable-logging=stderr",
+        f"--window-size={width},1200",
+        f"--screenshot={tmp_path}/page.png",
+    ]
+    done = subprocess.run([*command, sweep[1].as_uri()], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and (tmp_path / "page.png").stat().st_size > 10_000
+    assert "CONSOLE" not in done.stderr

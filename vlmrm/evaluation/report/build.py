@@ -1,0 +1,79 @@
+"""`vlmrm report`: scored pairs into one self-contained page and the same figures as files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+import vlmrm
+from vlmrm.evaluation.report import style
+from vlmrm.evaluation.report.checkpoints import best_of, read_frames, split
+from vlmrm.evaluation.report.examples import galleries
+from vlmrm.evaluation.report.sections import Section, headline, interval, number, percent, sections
+from vlmrm.evaluation.results import replace_file
+
+PAGE = "report.html"
+
+
+def build_report(
+    sources: Sequence[pd.DataFrame | str | Path], output_dir: str | Path, title: str = "Reward model report"
+) -> Path:
+    """Writes `report.html` and `plots/*.svg|png` to `output_dir`, and returns the page's path.
+
+    Args:
+        sources: frames of scored pairs, `.scores.parquet` files, or the results (.csv, .json) that they lie beside.
+
+    Raises:
+        ConfigError: when a source does not exist, or a checkpoint is in two of them.
+        DataError: when a source cannot be read or holds nothing that can be shown.
+    """
+    checkpoints, left_out = split(read_frames(sources))
+    best = best_of(checkpoints)
+    folder = Path(output_dir)
+    with style.drawing():
+        shown = sections(checkpoints, best)
+        drawn = _save_drawings(shown, folder / "plots")
+    page = _environment().get_template("page.html.jinja")
+    html = page.render(
+        title=title,
+        best=best,
+        several=len(checkpoints) > 1,
+        accuracy=percent(best.accuracy.value),
+        interval=interval(best.accuracy),
+        blank_accuracy=percent(best.ablated("blank_image").value) if best.ablated("blank_image").n else "not measured",
+        prompts=best.pairs["prompt_id"].nunique(),
+        ties=len(best.rows) - len(best.pairs),
+        headline=headline(best),
+        left_out=left_out,
+        sections=shown,
+        drawn=drawn,
+        number=number,
+        galleries=galleries(best),
+        light=style.css_variables(dark=False),
+        dark=style.css_variables(dark=True),
+        version=vlmrm.__version__,
+        date=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+    )
+    path = folder / PAGE
+    replace_file(path, html)
+    return path
+
+
+def _save_drawings(shown: Sequence[Section], folder: Path) -> dict[str, str]:
+    """Every figure as files; the SVG elements for the page by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        drawing.name: style.save(drawing.figure, folder, drawing.name)
+        for section in shown
+        for drawing in section.drawings
+    }
+
+
+def _environment() -> Environment:
+    # Texts of the data are escaped; the figures alone, which matplotlib has escaped already, are marked safe.
+    loader = PackageLoader("vlmrm.evaluation.report", ".")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

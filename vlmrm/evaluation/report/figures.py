@@ -1,0 +1,160 @@
+"""The figures of the report: arrays in, a matplotlib figure out, no statistics of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from vlmrm.evaluation.report.style import CHOSEN, GRID, INK, MUTED, PAPER, REJECTED, SERIES, canvas
+
+BINS = 48
+POINTS = 600  # of a scatter: more would make the page slow and show nothing else
+
+
+class Share(NamedTuple):
+    """A share of pairs with its 95 % interval and the number of pairs it is of."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+class Curve(NamedTuple):
+    """One model's accuracy at each of its checkpoints, in order of step."""
+
+    label: str
+    steps: Sequence[float]
+    accuracies: Sequence[Share]
+
+
+def accuracy_by_step(curves: Sequence[Curve], best: tuple[float, float]) -> Figure:
+    """A line with its band for each model; `best` is the (step, accuracy) to mark."""
+    figure, axes = canvas()
+    dashes = ["-", "--", ":", "-."]
+    for number, (label, steps, accuracies) in enumerate(curves):
+        colour = SERIES[number % len(SERIES)]
+        values, lows, highs, _ = zip(*accuracies, strict=True)
+        axes.fill_between(steps, lows, highs, color=colour, alpha=0.16, linewidth=0)
+        axes.plot(steps, values, dashes[number // len(SERIES) % 4], color=colour, marker="o", ms=4, label=label)
+    axes.plot(*best, marker="o", ms=11, mfc="none", mec=INK, mew=1.6, linestyle="none", label="best")
+    axes.set(xlabel="training step", ylabel="accuracy")
+    fine = axes.get_ylim()[1] - axes.get_ylim()[0] < 0.05
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=int(fine)))
+    axes.legend(loc="lower right")
+    return figure
+
+
+def score_histograms(chosen: np.ndarray, rejected: np.ndarray) -> Figure:
+    """Scores of the chosen[N] and rejected[N] answers over the same bins."""
+    figure, axes = canvas()
+    edges = np.histogram_bin_edges(np.concatenate([chosen, rejected]), BINS).tolist()
+    for scores, colour, label in ((rejected, REJECTED, "rejected"), (chosen, CHOSEN, "chosen")):
+        axes.hist(scores, edges, color=colour, alpha=0.35, label=label)
+        axes.hist(scores, edges, color=colour, histtype="step", linewidth=1.6)
+        axes.axvline(float(scores.mean()), color=colour, linestyle="--", linewidth=1.2)
+    axes.set(xlabel="score (dashed: mean)", ylabel="answers")
+    axes.legend()
+    return figure
+
+
+def margin_distribution(margins: np.ndarray, below: float) -> Figure:
+    """Margins[N] with those below zero, a share of `below`, in another colour."""
+    figure, axes = canvas()
+    # Zero is an edge, so that no bar is of both signs; the outermost thousandths would squeeze the rest.
+    low, high = np.quantile(margins, [0.001, 0.999])
+    low, high = min(low, 0.0), max(high, 0.0)
+    width = (high - low) / BINS or 1.0
+    edges = (width * np.arange(np.floor(low / width), np.floor(high / width) + 2)).tolist()
+    shown = np.clip(margins, edges[0], edges[-1])
+    axes.hist(shown[margins > 0], edges, color=CHOSEN, label=f"right, {1 - below:.1%}")
+    axes.hist(shown[margins <= 0], edges, color=REJECTED, label=f"not right, {below:.1%}")
+    axes.axvline(0, color=INK, linewidth=1)
+    axes.set(xlabel="score of the chosen − score of the rejected", ylabel="pairs")
+    axes.legend()
+    return figure
+
+
+def reliability(bins: Sequence[Mapping[str, Any]]) -> Figure:
+    """Rows of `calibration.reliability` with pairs: probability against frequency; larger dots hold more."""
+    figure, axes = canvas(height=3.6)
+    predicted, observed = [row["probability"] for row in bins], [row["frequency"] for row in bins]
+    counts = np.array([row["count"] for row in bins])
+    axes.plot([0, 1], [0, 1], color=MUTED, linestyle="--", linewidth=1.2, label="calibrated")
+    axes.plot(predicted, observed, color=CHOSEN, linewidth=1.2)
+    axes.scatter(predicted, observed, s=16 + 110 * counts / counts.max(), color=CHOSEN, label="this model", zorder=3)
+    axes.set(xlabel="the model's probability", ylabel="how often people agreed", xlim=(0, 1), ylim=(0, 1))
+    axes.set_aspect("equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1))
+    axes.legend(loc="upper left")
+    return figure
+
+
+def intervals(estimates: Mapping[str, Share], overall: float | None = None) -> Figure:
+    """A dot with its interval for each name, from the top down; a dashed line at `overall`, a solid one at chance."""
+    figure, axes = canvas(height=0.95 + 0.32 * len(estimates))
+    places = np.arange(len(estimates))
+    values, lows, highs, counts = map(np.array, zip(*estimates.values(), strict=True))
+    axes.hlines(places, lows, highs, color=CHOSEN, linewidth=2)
+    axes.plot(values, places, "o", color=CHOSEN, ms=6)
+    axes.axvline(0.5, color=MUTED, linewidth=1.2)
+    if overall is not None:
+        axes.axvline(overall, color=INK, linestyle="--", linewidth=1)
+    names = [_short(name) for name in estimates]
+    axes.set_yticks(places, [f"{name}  n={n:,}" for name, n in zip(names, counts, strict=True)])
+    axes.set(ylim=(len(estimates) - 0.4, -0.6), xlabel="accuracy (95 % interval; chance is 50 %)")
+    _percent_axis(axes, float(lows.min()), float(highs.max()))
+    axes.grid(axis="y", visible=False)
+    return figure
+
+
+def length_bias(differences: np.ndarray, margins: np.ndarray) -> Figure:
+    """Margins[N] against length differences[N] in characters: some points, and the mean of each tenth."""
+    figure, axes = canvas()
+    order = np.argsort(differences, kind="stable")
+    some = np.linspace(0, len(order) - 1, min(POINTS, len(order))).astype(int)
+    axes.scatter(differences[order][some], margins[order][some], s=7, color=MUTED, alpha=0.35, linewidth=0)
+    tenths = [part for part in np.array_split(order, 10) if len(part)]
+    x = [float(np.median(differences[part])) for part in tenths]
+    y = [float(np.mean(margins[part])) for part in tenths]
+    axes.plot(x, y, color=REJECTED, marker="o", ms=5, mec=PAPER, label="mean margin of each tenth")
+    axes.axhline(0, color=INK, linewidth=1)
+    axes.axvline(0, color=GRID, linewidth=1.4)
+    low, high = np.quantile(differences, [0.005, 0.995])
+    room = 0.05 * max(high - low, 1)
+    axes.set(xlabel="chosen longer than rejected by (characters)", ylabel="margin", xlim=(low - room, high + room))
+    axes.legend()
+    return figure
+
+
+def best_of_n(curve: Sequence[Mapping[str, Any]]) -> Figure:
+    """Rows of `ranking.best_of_n`: the expected rating of what the model, an oracle and chance pick."""
+    figure, axes = canvas()
+    sizes = [row["n"] for row in curve]
+    axes.plot(sizes, [row["oracle"] for row in curve], color=MUTED, linestyle="--", marker=".", label="best there is")
+    axes.plot(sizes, [row["model"] for row in curve], color=CHOSEN, marker="o", ms=4, label="picked by this model")
+    axes.plot(
+        sizes, [row["random"] for row in curve], color=REJECTED, linestyle=":", marker=".", label="picked at random"
+    )
+    axes.set(xlabel="candidates N", ylabel="people's rating of the pick")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
+    return figure
+
+
+def _percent_axis(axes: Axes, low: float, high: float) -> None:
+    """Percentages that show chance and all intervals, with room at the edges."""
+    low, high = min(low, 0.5), max(high, 0.5)
+    room = max(0.06 * (high - low), 0.02)
+    axes.set_xlim(low - room, high + room)
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+
+
+def _short(name: str, most: int = 28) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
