@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from runs import colour_pairs, finish, start, words
+from runs import colour_pairs, finish, square, start, words, write_rows
 from safetensors.torch import load_file, save_file
 
 from vlmrm import cli, load_scorer
@@ -230,3 +230,25 @@ def test_every_pair_is_kept_and_a_low_accuracy_may_be_an_error(run_folder, data,
     assert frame.groupby("checkpoint").size().to_dict() == {"checkpoint-10": 6, "checkpoint-100": 6, "checkpoint-9": 6}
     best = max(float(row["preference_accuracy"]) for row in read_csv())
     assert sweep(asked(run_folder, data, fail_under=best, ablations="none")).best is not None
+
+
+def test_a_public_benchmark_is_scored_by_its_rule_beside_what_others_published(run_folder, here, capsys):
+    rows = [
+        {
+            "id": f"{'RLAIF-V' if i % 2 else 'mathverse'}-{i}",
+            "query": "What colour?",
+            "response": ["It is red.", f"It is {colour}."],
+            "image": square(here, i),
+            "human_ranking": [i % 2, 1 - i % 2],
+        }
+        for i, colour in enumerate(["blue", "green", "white", "black"])
+    ]
+    copy = write_rows(here / "copy.jsonl", rows)
+    result = sweep(asked(run_folder / "checkpoint-9", copy, benchmark="vl-rewardbench", ablations="none"))
+    [row] = result.rows
+    assert row["benchmark"]["overall"] == row["preference_accuracy"]
+    assert float(read_csv()[0]["benchmark/overall"]) == row["preference_accuracy"]
+    printed = capsys.readouterr().err
+    assert "checkpoint-9" in printed and "GPT-4o" in printed
+    with pytest.raises(ConfigError, match="vl-rewardbench"):
+        sweep(asked(run_folder, copy, benchmark="vl-rewardbanch"))

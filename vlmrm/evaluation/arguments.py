@@ -39,6 +39,13 @@ class EvaluationArguments(ComputeArguments):
             "swapped_image, swapped_prompt, response_only; or none."
         },
     )
+    benchmark: str | None = field(
+        default=None,
+        metadata={
+            "help": "A public benchmark by name, scored by its authors' rule: vl-rewardbench, hpdv3, ...; "
+            "`dataset_path` may name a local copy of it."
+        },
+    )
     group_by: list[str] = field(
         default_factory=list, metadata={"help": "Columns of the data whose values get figures of their own."}
     )

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from vlmrm.errors import ConfigError
+from vlmrm.evaluation.public import table as published_table
 
 COLUMNS = ["model", "checkpoint", "preference_accuracy", "average_margin", "margin_std", "sample_count"]
 
@@ -81,9 +82,13 @@ def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """One line a checkpoint, one `accuracy/CATEGORY` column a category."""
     flat = []
     for row in rows:
-        line = {key: value for key, value in row.items() if key not in ("categories", "statistics", "path")}
+        line = {
+            key: value for key, value in row.items() if key not in ("categories", "statistics", "benchmark", "path")
+        }
         for name, figures in row.get("categories", {}).items():
             line[f"accuracy/{name}"] = figures["preference_accuracy"]
+        for name, value in row.get("benchmark", {}).items():
+            line[f"benchmark/{name}"] = value
         flat.append(line)
     frame = pd.DataFrame(flat)
     return frame.reindex(columns=[*COLUMNS, *[name for name in frame.columns if name not in COLUMNS]])
@@ -94,6 +99,12 @@ def describe(row: dict[str, Any]) -> str:
         return f"FAILED: {row['error']}"
     blank = f", with blank images {row['blank_image_accuracy']:.3f}" if "blank_image_accuracy" in row else ""
     return f"accuracy {row['preference_accuracy']:.3f}{blank}, margin {row['average_margin']:.3f}"
+
+
+def beside_published(name: str, row: dict[str, Any]) -> str:
+    """The checkpoint's figures on a public benchmark above those that others published, with their sources."""
+    rows = published_table(name, row["benchmark"], f"{row['model']}/{row['checkpoint']}")
+    return pd.DataFrame(rows).to_string(index=False, na_rep="", float_format="{:.3f}".format)
 
 
 def digest(value: Any) -> str:

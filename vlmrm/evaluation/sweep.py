@@ -27,7 +27,8 @@ from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.evaluation.frame import scored_frame
 from vlmrm.evaluation.metrics import accuracy_half_ties, summary, summary_by_category
-from vlmrm.evaluation.results import Results, describe
+from vlmrm.evaluation.public import Benchmark, benchmark, load_benchmark
+from vlmrm.evaluation.results import Results, beside_published, describe
 from vlmrm.logs import start_log
 from vlmrm.modeling import LoadedReward, batcher_for, find_checkpoints, load_checkpoint, sequence_limit
 from vlmrm.rendering import MediaLimits, Renderer
@@ -62,16 +63,13 @@ def sweep(argv: Sequence[str]) -> SweepResult:
     args, data_args = parse((EvaluationArguments, DataArguments), argv, "eval_rm.py")
     log_path = start_log("eval")
     processes = PartialState(cpu=not torch.accelerator.is_available())  # the launcher's ranks, each on its device
-    if not data_args.dataset_path:
-        raise ConfigError("dataset_path is missing: give the preferences to evaluate on.")
+    public = None if args.benchmark is None else benchmark(args.benchmark)
+    if public is None and not data_args.dataset_path:
+        raise ConfigError("dataset_path is missing: give the preferences to evaluate on, or a benchmark by name.")
     checkpoints = [found for model_dir in args.model_dirs for found in checkpoints_of(model_dir, args)]
-    dataset: Any = load_comparisons(
-        data_args.dataset_path,
-        arguments=data_args,
-        split=data_args.dataset_split,
-        weights=data_args.dataset_weights,
-        limit=data_args.max_eval_samples,
-    )
+    dataset = open_data(public, data_args)
+    if public is not None:
+        args.group_by = [*dict.fromkeys([*args.group_by, *public.columns])]
     results = Results(Path(args.output_file), settings(args, data_args))
     logger.info("Evaluating %d checkpoints on %d comparisons; log: %s", len(checkpoints), len(dataset), log_path)
     for folder in checkpoints:
@@ -81,10 +79,25 @@ def sweep(argv: Sequence[str]) -> SweepResult:
         row, frame = evaluate_checkpoint(folder, dataset, args, data_args, processes)
         results.add(row, frame, write=processes.is_main_process)
         logger.info("%s: %s", folder, describe(row))
+        if public is not None and not row["error"]:
+            logger.info("%s", beside_published(public.name, row))
     result = SweepResult(results.rows, results.csv)
     if args.fail_under is not None and not result.reaches(args.fail_under):
         raise BelowThreshold(f"no checkpoint reaches the accuracy {args.fail_under} of fail_under: see {results.csv}.")
     return result
+
+
+def open_data(public: Benchmark | None, data_args: DataArguments) -> Any:
+    """The comparisons to score: a public benchmark's, from the hub or the local copy at dataset_path, or one's own."""
+    if public is not None:
+        return load_benchmark(public.name, next(iter(data_args.dataset_path), None), data_args)
+    return load_comparisons(
+        data_args.dataset_path,
+        arguments=data_args,
+        split=data_args.dataset_split,
+        weights=data_args.dataset_weights,
+        limit=data_args.max_eval_samples,
+    )
 
 
 def checkpoints_of(model_dir: str, args: EvaluationArguments) -> list[Path]:
@@ -166,6 +179,8 @@ def measure(
         ablated = result.ablated_pairs(name)
         if len(ablated.margins):
             figures[f"{name}_accuracy"] = accuracy_half_ties(ablated.margins)
+    if args.benchmark is not None:
+        figures["benchmark"] = benchmark(args.benchmark).score(frame)
     return {**figures, "statistics": analyse(frame, args.group_by)}, frame
 
 
@@ -195,7 +210,7 @@ def collator_for(loaded: LoadedReward, args: EvaluationArguments, data_args: Dat
 
 def settings(args: EvaluationArguments, data_args: DataArguments) -> dict[str, Any]:
     """What a row's figures depend on besides the checkpoint."""
-    keys = ("dtype", "attn_implementation", "base_model_path", "batching", "ablations", "group_by")
+    keys = ("dtype", "attn_implementation", "base_model_path", "batching", "benchmark", "ablations", "group_by")
     return {
         "data": data_fingerprint(data_args.dataset_path),
         **{k: getattr(args, k) for k in keys},
