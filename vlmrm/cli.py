@@ -50,6 +50,7 @@ def evaluate(*words: Words) -> None:
 
     result = sweep(words)
     _print(f"{len(result.rows)} checkpoints in {result.csv} and {result.csv.with_suffix('.json')}")
+    _print(f"see them: vlmrm report {result.scores}")
     if result.best is not None:
         _print(f"best: {result.best['path']} with accuracy {result.best['preference_accuracy']:.4f}")
     failed = [row for row in result.rows if row["error"]]
@@ -120,6 +121,24 @@ def report(*results: Path, output: Path = Path("outputs/report"), title: str = "
     from vlmrm.evaluation.report import build_report
 
     _print(f"the report is {build_report(results, output, title)}")
+
+
+@app.command
+def card(model: Path, results: Path, *, data: str) -> None:
+    """Write a checkpoint's README.md: a scoring snippet, results with intervals, limits, training.
+
+    Parameters
+    ----------
+    model:
+        The checkpoint; an earlier README.md in it is replaced.
+    results:
+        The output_file of an evaluation of it, or its .scores.parquet.
+    data:
+        What the card calls the evaluation data; a hub id where there is one.
+    """
+    from vlmrm.evaluation.card import write_card
+
+    _print(f"the model card is {write_card(model, results, data=data)}")
 
 
 @app.command(name="check-data", help_flags=[])

@@ -108,7 +108,7 @@ def intervals(estimates: Mapping[str, Share], overall: float | None = None) -> F
         axes.axvline(overall, color=INK, linestyle="--", linewidth=1)
     names = [_short(name) for name in estimates]
     axes.set_yticks(places, [f"{name}  n={n:,}" for name, n in zip(names, counts, strict=True)])
-    axes.set(ylim=(len(estimates) - 0.4, -0.6), xlabel="accuracy (95 % interval; chance is 50 %)")
+    axes.set(ylim=(len(estimates) - 0.4, -0.6), xlabel="accuracy")
     _percent_axis(axes, float(lows.min()), float(highs.max()))
     axes.grid(axis="y", visible=False)
     return figure

@@ -118,7 +118,7 @@ def of_reliance(best: Checkpoint) -> Section:
     plain = best.share("accuracy_half_ties", len(best.pairs))
     named = {"as it is": plain, **{ABLATIONS[name][0]: one for name, one in found.items()}}
     alt = "Accuracy " + ", ".join(f"{name} {percent(one.value)}" for name, one in named.items()) + "."
-    caption = "Accuracy with something taken away or exchanged. Equal scores count half."
+    caption = "Accuracy with something taken away or exchanged, equal scores at half, with 95 % intervals."
     drawing = Drawing("reliance", figures.intervals(named, plain.value), alt, caption)
     rows = [[what, *_lost(best, figure)] for what, figure in (ABLATIONS[name] for name in found)]
     table = Table("Points of accuracy lost", ["what the model saw", "lost", "95 % interval"], rows)
@@ -142,7 +142,7 @@ def _by_value(name: str, shares: dict[str, Share], overall: float) -> Drawing:
     shown = {value: shares[value] for value in sorted(largest, key=lambda value: -shares[value].value)}
     weakest = list(shown)[-1]
     alt = f"Accuracy by {name}, {len(shown)} values; the weakest is {weakest} with {percent(shown[weakest].value)}."
-    caption = f"Accuracy by {name}, with Wilson intervals; dashed: all pairs."
+    caption = f"Accuracy by {name}, with 95 % intervals (Wilson); dashed: all pairs."
     if len(shares) > len(shown):
         caption += f" The {CATEGORIES} largest of {len(shares)}."
     return Drawing(f"accuracy_by_{_slug(name)}", figures.intervals(shown, overall), alt, caption)
@@ -161,7 +161,7 @@ def of_scores(best: Checkpoint) -> Section:
         "margins",
         figures.margin_distribution(best.margins, below),
         f"Histogram of margins with mean {best.margins.mean():.2f}; {below:.1%} are not above zero.",
-        "Margins: how far the chosen answer is ahead in each pair. The outermost thousandths are in the outermost bars.",
+        "Margins: how far the chosen answer is ahead in each pair. The outer bars hold all beyond them.",
     )
     text = f"Mean margin {number(best.margins.mean())}, standard deviation {best.margins.std():.3f}."
     return Section("scores", "Scores and margins", text, [scores, margins])

@@ -1,0 +1,117 @@
+"""`vlmrm card`: a checkpoint's README.md, which says how to score with it, how good it is, and where it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from huggingface_hub import EvalResult, ModelCardData
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from vlmrm.errors import ConfigError
+from vlmrm.evaluation.report.checkpoints import Checkpoint, read_frames, split
+from vlmrm.evaluation.report.sections import ABLATIONS, headline, interval, number, percent
+from vlmrm.evaluation.results import replace_file
+from vlmrm.modeling.manifest import verify_complete, write_complete
+from vlmrm.modeling.reward_files import read_reward_file
+
+CARD = "README.md"
+
+
+def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, data: str) -> Path:
+    """Writes README.md into a whole checkpoint, in place of an earlier one, and returns its path.
+
+    Args:
+        results: scored pairs of this checkpoint, maybe among others, or the results of a sweep that hold them.
+        data: what the card calls the evaluation data; a hub id where there is one.
+
+    Raises:
+        CheckpointError: when the checkpoint is not whole.
+        ConfigError: when the results do not hold it.
+    """
+    folder = Path(model_dir)
+    manifest = verify_complete(folder)
+    info = read_reward_file(folder) or {}
+    measured = _find(folder, *read_frames([results]))
+    base = info.get("provenance", {}).get("base_model")
+    loader = PackageLoader("vlmrm.evaluation", ".")
+    # Markdown, not HTML: what comes from the data is a cell of a table, and `cell` keeps it there.
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["cell"] = _cell
+    text = environment.get_template("card.md.jinja").render(
+        metadata=_metadata(folder, base, measured, data).to_yaml(),
+        name=_name(folder),
+        base=None if base is None else _public_name(base),
+        data=data,
+        accuracy=percent(measured.accuracy.value),
+        rows=_rows(measured),
+        headline=headline(measured),
+        length=percent(measured.figures["length_baseline_accuracy"]["value"]),
+        correlation=number(measured.figures["margin_length_correlation"]["value"], 2),
+        info=info,
+        provenance=info.get("provenance", {}),
+    )
+    replace_file(folder / CARD, text)
+    write_complete(folder, manifest["world_size"], manifest["step"])  # which may list an earlier card's size
+    return folder / CARD
+
+
+def _find(folder: Path, frame: pd.DataFrame) -> Checkpoint:
+    """The checkpoint of the folder's own and its parent's name: a sweep and its reader may run in different places."""
+    place = folder.resolve()
+    rows = frame[frame["checkpoint"] == place.name] if "checkpoint" in frame else frame
+    found = (
+        [one for one in split([rows])[0] if Path(one.model).resolve().name == place.parent.name] if len(rows) else []
+    )
+    if len(found) != 1:
+        raise ConfigError(
+            f"the results hold {len(found)} checkpoints named {place.parent.name}/{place.name}: evaluate {folder} by "
+            "itself, and give those results."
+        )
+    return found[0]
+
+
+def _rows(measured: Checkpoint) -> list[tuple[str, str, str, str]]:
+    """What was measured, its value, its 95 % interval and its number of pairs."""
+    shares = {"all pairs": measured.accuracy}
+    for name, (shown, _) in ABLATIONS.items():
+        if measured.ablated(name).n:
+            shares[shown] = measured.ablated(name)
+    return [(name, percent(one.value), interval(one), f"{one.n:,}") for name, one in shares.items()]
+
+
+def _metadata(folder: Path, base: str | None, measured: Checkpoint, data: str) -> ModelCardData:
+    """What the hub reads from a card, the results among it."""
+    result = EvalResult(
+        task_type="preference-evaluation",
+        task_name="Preference evaluation",
+        dataset_type=data,
+        dataset_name=data,
+        metric_type="accuracy",
+        metric_name="Preference accuracy",
+        metric_value=round(measured.accuracy.value, 6),
+    )
+    known: dict[str, Any] = {} if base is None or Path(base).exists() else {"base_model": base}
+    return ModelCardData(
+        model_name=_name(folder),
+        library_name="transformers",
+        tags=["reward-model", "vision-language", "vlmrm"],
+        eval_results=[result],
+        **known,
+    )
+
+
+def _name(folder: Path) -> str:
+    """The training's name with the checkpoint's: `best` alone names nothing."""
+    place = folder.resolve()
+    return f"{place.parent.name}-{place.name}"
+
+
+def _public_name(base: str) -> str:
+    """A hub id as it is; of a folder of this machine the last part."""
+    return Path(base).name if Path(base).exists() else base
+
+
+def _cell(text: Any) -> str:
+    return " ".join(str(text).replace("|", "\\|").split())
