@@ -17,6 +17,7 @@ import torch
 
 from vlmrm.data.digits import QUESTION, write_digits
 from vlmrm.errors import ConfigError
+from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.sweep import SweepResult, sweep
 from vlmrm.modeling import make_tiny
 from vlmrm.scoring import load_scorer
@@ -31,7 +32,7 @@ def run_demo(output: Path) -> dict[str, Any]:
         raise ConfigError("the demo reads training_configs/demo.yaml: run it from a checkout of the repository.")
     started = time.perf_counter()
     torch.set_num_threads(1)  # more would wait for each other: the tensors are that small
-    for earlier in ("training", "evaluation_results.csv", "evaluation_results.json"):
+    for earlier in ("training", "evaluation_results.csv", "evaluation_results.json", "report"):
         path = output / earlier
         if path.exists():
             say(f"replacing {path} of an earlier demo")
@@ -47,6 +48,7 @@ def run_demo(output: Path) -> dict[str, Any]:
 
     result = sweep(evaluation_words(output, files))
     assert result.best is not None
+    page = build_report([result.scores], output / "report", "What the demo's model learned")
     scores = score_one(Path(result.best["path"]), files["eval_answers"])
     summary = {
         "train_seconds": round(train_seconds, 1),
@@ -58,7 +60,7 @@ def run_demo(output: Path) -> dict[str, Any]:
         "scores": scores,
     }
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    report(output, result, summary)
+    tell(output, result, summary, page)
     return summary
 
 
@@ -91,7 +93,7 @@ def score_one(checkpoint: Path, rows: Path) -> dict[str, Any]:
     return {"image": image, "prompt": QUESTION, **dict(zip(answers, scores, strict=True))}
 
 
-def report(output: Path, result: SweepResult, summary: Mapping[str, Any]) -> None:
+def tell(output: Path, result: SweepResult, summary: Mapping[str, Any], page: Path) -> None:
     image, _, right, wrong = summary["scores"].items()
     say(
         f"""
@@ -103,6 +105,7 @@ Asked "{QUESTION}" about {image[1]}, it scores
     {right[1]:+.3f}  {right[0]}
     {wrong[1]:+.3f}  {wrong[0]}
 
+  report            {page}
   best checkpoint   {summary["best_checkpoint"]}
   every checkpoint  {result.csv}
   these numbers     {output / "summary.json"}

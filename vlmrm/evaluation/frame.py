@@ -90,7 +90,9 @@ def _prompt_id(comparison: Comparison) -> str:
     for messages in asked:
         digest.update(text_of(messages).encode())
         for reference in media_references(messages):
-            digest.update(media_key(reference).encode())
+            # A file by its name and folder: elsewhere on the disk it is the same image.
+            named = isinstance(reference, str) and not reference.startswith("data:")
+            digest.update(("/".join(Path(reference).parts[-2:]) if named else media_key(reference)).encode())
     return digest.hexdigest()
 
 

@@ -42,6 +42,7 @@ class SweepResult:
 
     rows: list[dict[str, Any]]
     csv: Path
+    scores: Path  # every pair, as parquet
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -81,7 +82,7 @@ def sweep(argv: Sequence[str]) -> SweepResult:
         logger.info("%s: %s", folder, describe(row))
         if public is not None and not row["error"]:
             logger.info("%s", beside_published(public.name, row))
-    result = SweepResult(results.rows, results.csv)
+    result = SweepResult(results.rows, results.csv, results.parquet)
     if args.fail_under is not None and not result.reaches(args.fail_under):
         raise BelowThreshold(f"no checkpoint reaches the accuracy {args.fail_under} of fail_under: see {results.csv}.")
     return result
