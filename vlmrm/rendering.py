@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vlmrm.data.media import media_key, open_image, open_video
 from vlmrm.data.schema import Message, Messages
 from vlmrm.errors import CheckpointError, MediaError, RowError
+
+if TYPE_CHECKING:
+    from vlmrm.media_store import MediaStore
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Renderer:
 
     processor: Any
     limits: MediaLimits = field(default_factory=MediaLimits)
+    store: MediaStore | None = None
 
     def __post_init__(self):
         if not getattr(self.processor, "chat_template", None):
@@ -91,11 +95,18 @@ class Renderer:
         for part in _media_parts(messages):
             key = f"{part['type']}:{media_key(part[part['type']])}:{_options(part)}"
             if key not in cache:
-                cache[key] = (
-                    self._process_image(part, key) if part["type"] == "image" else self._process_video(part, key)
-                )
+                cache[key] = self._stored(part, key)
             processed.append(cache[key])
         return processed
+
+    def _stored(self, part: dict[str, Any], key: str) -> ProcessedMedia:
+        """From the store where it is there, else processed and stored."""
+        media = None if self.store is None else self.store.get(key)
+        if media is None:
+            media = self._process_image(part, key) if part["type"] == "image" else self._process_video(part, key)
+            if self.store is not None:
+                self.store.put(key, media)
+        return media
 
     def _process_image(self, part: dict[str, Any], key: str) -> ProcessedMedia:
         image = open_image(part["image"])

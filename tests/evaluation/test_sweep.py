@@ -18,6 +18,7 @@ from vlmrm.errors import BelowThreshold, ConfigError, DataError
 from vlmrm.evaluation import sweep as sweep_module
 from vlmrm.evaluation.sweep import sweep
 from vlmrm.modeling import write_complete
+from vlmrm.rendering import Renderer
 
 
 @pytest.fixture
@@ -126,19 +127,19 @@ def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, h
     break_weights(run_folder / "checkpoint-9")
     measure, measured = sweep_module.measure, []
 
-    def killed(loaded, dataset, args, data_args, processes, folder):
+    def killed(loaded, dataset, run, folder):
         if folder.name == "checkpoint-100":
             raise KeyboardInterrupt
-        return measure(loaded, dataset, args, data_args, processes, folder)
+        return measure(loaded, dataset, run, folder)
 
     monkeypatch.setattr(sweep_module, "measure", killed)
     with pytest.raises(KeyboardInterrupt):
         sweep(asked(run_folder, data))
     assert [row["checkpoint"] for row in read_csv()] == ["checkpoint-9", "checkpoint-10"]
 
-    def watched(loaded, dataset, args, data_args, processes, folder):
+    def watched(loaded, dataset, run, folder):
         measured.append(folder.name)
-        return measure(loaded, dataset, args, data_args, processes, folder)
+        return measure(loaded, dataset, run, folder)
 
     monkeypatch.setattr(sweep_module, "measure", watched)
     shutil.rmtree(run_folder / "checkpoint-9")
@@ -211,12 +212,12 @@ def test_two_processes_score_as_one_does(run_folder, data, here):
     two = start(
         ["eval_rm.py"], *asked(run_folder, data, output_file="two.csv", eval_batch_size=2), cwd=here, processes=2
     )
-    one = sweep(asked(run_folder, data, output_file="one.csv", eval_batch_size=2))
+    sweep(asked(run_folder, data, output_file="one.csv", eval_batch_size=2))
     finish(two)
     pd.testing.assert_frame_equal(pd.read_parquet("two.scores.parquet"), pd.read_parquet("one.scores.parquet"))
-    figures = [{k: v for k, v in row.items() if k != "seconds"} for row in one.rows]
-    saved = json.loads(Path("two.json").read_text())["results"]
-    assert [{k: v for k, v in row.items() if k != "seconds"} for row in saved] == figures
+    saved = [json.loads(Path(name).read_text())["results"] for name in ("one.json", "two.json")]
+    one, other = ([{k: v for k, v in row.items() if k != "seconds"} for row in rows] for rows in saved)
+    assert one == other
 
 
 def test_every_pair_is_kept_and_a_low_accuracy_may_be_an_error(run_folder, data, here):
@@ -252,3 +253,18 @@ def test_a_public_benchmark_is_scored_by_its_rule_beside_what_others_published(r
     assert "checkpoint-9" in printed and "GPT-4o" in printed
     with pytest.raises(ConfigError, match="vl-rewardbench"):
         sweep(asked(run_folder, copy, benchmark="vl-rewardbanch"))
+
+
+def test_images_are_processed_for_the_first_checkpoint_alone(run_folder, data, here, monkeypatch):
+    processed = []
+    process_image = Renderer._process_image
+    monkeypatch.setattr(
+        Renderer, "_process_image", lambda self, part, key: processed.append(key) or process_image(self, part, key)
+    )
+    kept = sweep(asked(run_folder, data, output_file="kept.csv"))
+    assert len(processed) == len(set(processed)) >= 6
+    monkeypatch.setattr(sweep_module, "IMAGES_LIMIT", 0)
+    anew = sweep(asked(run_folder, data, output_file="anew.csv"))
+    for one, other in zip(kept.rows, anew.rows, strict=True):
+        assert one["average_margin"] == other["average_margin"]
+        assert one["blank_image_accuracy"] == other["blank_image_accuracy"]

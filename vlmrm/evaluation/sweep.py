@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,13 @@ from vlmrm.evaluation.metrics import accuracy_half_ties, summary, summary_by_cat
 from vlmrm.evaluation.public import Benchmark, benchmark, load_benchmark
 from vlmrm.evaluation.results import Results, beside_published, describe
 from vlmrm.logs import start_log
+from vlmrm.media_store import MediaStore
 from vlmrm.modeling import LoadedReward, batcher_for, find_checkpoints, load_checkpoint, sequence_limit
 from vlmrm.rendering import MediaLimits, Renderer
 
 logger = logging.getLogger("vlmrm")
+
+IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a sweep
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,22 @@ class SweepResult:
 
     def reaches(self, accuracy: float) -> bool:
         return self.best is not None and self.best["preference_accuracy"] >= accuracy
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the evaluations of one sweep have in common. `images` is a folder for processed ones."""
+
+    args: EvaluationArguments
+    data_args: DataArguments
+    processes: PartialState
+    images: Path
+
+    def store(self, processor: Any, limits: MediaLimits) -> MediaStore:
+        """Processed images of the checkpoints before, of an equal processor and equal limits."""
+        name = f"{processor.image_processor.to_json_string()} {limits}"
+        writers = self.processes.num_processes * max(self.args.dataloader_num_workers, 1)
+        return MediaStore(self.images, IMAGES_LIMIT // writers, name)
 
 
 def sweep(argv: Sequence[str]) -> SweepResult:
@@ -73,15 +93,18 @@ def sweep(argv: Sequence[str]) -> SweepResult:
         args.group_by = [*dict.fromkeys([*args.group_by, *public.columns])]
     results = Results(Path(args.output_file), settings(args, data_args))
     logger.info("Evaluating %d checkpoints on %d comparisons; log: %s", len(checkpoints), len(dataset), log_path)
-    for folder in checkpoints:
-        if str(folder) in results.done():
-            logger.info("%s: already in %s", folder, args.output_file)
-            continue
-        row, frame = evaluate_checkpoint(folder, dataset, args, data_args, processes)
-        results.add(row, frame, write=processes.is_main_process)
-        logger.info("%s: %s", folder, describe(row))
-        if public is not None and not row["error"]:
-            logger.info("%s", beside_published(public.name, row))
+    # Images are opened and processed for the first checkpoint and kept for the others.
+    with TemporaryDirectory(prefix="vlmrm-images-") as images:
+        run = Run(args, data_args, processes, Path(images))
+        for folder in checkpoints:
+            if str(folder) in results.done():
+                logger.info("%s: already in %s", folder, args.output_file)
+                continue
+            row, frame = evaluate_checkpoint(folder, dataset, run)
+            results.add(row, frame, write=processes.is_main_process)
+            logger.info("%s: %s", folder, describe(row))
+            if public is not None and not row["error"]:
+                logger.info("%s", beside_published(public.name, row))
     result = SweepResult(results.rows, results.csv, results.parquet)
     if args.fail_under is not None and not result.reaches(args.fail_under):
         raise BelowThreshold(f"no checkpoint reaches the accuracy {args.fail_under} of fail_under: see {results.csv}.")
@@ -113,9 +136,7 @@ def checkpoints_of(model_dir: str, args: EvaluationArguments) -> list[Path]:
     return found
 
 
-def evaluate_checkpoint(
-    folder: Path, dataset, args: EvaluationArguments, data_args: DataArguments, processes: PartialState
-) -> tuple[dict[str, Any], pd.DataFrame | None]:
+def evaluate_checkpoint(folder: Path, dataset, run: Run) -> tuple[dict[str, Any], pd.DataFrame | None]:
     """One row of the table and the pairs behind it. What is wrong with a checkpoint is said in its row."""
     row: dict[str, Any] = {"model": str(folder.parent), "checkpoint": folder.name, "path": str(folder), "error": None}
     started = time.perf_counter()
@@ -123,21 +144,21 @@ def evaluate_checkpoint(
     try:
         loaded = load_checkpoint(
             folder,
-            dtype=args.dtype,
-            attn_implementation=args.attn_implementation,
-            trust_remote_code=args.trust_remote_code,
-            base_model_path=args.base_model_path,
+            dtype=run.args.dtype,
+            attn_implementation=run.args.attn_implementation,
+            trust_remote_code=run.args.trust_remote_code,
+            base_model_path=run.args.base_model_path,
         )
-        if args.vision_cache_dir is not None:
+        if run.args.vision_cache_dir is not None:
             loaded.model.requires_grad_(False)
-            loaded.model.use_vision_cache(args.vision_cache_dir, args.vision_cache_gb)
+            loaded.model.use_vision_cache(run.args.vision_cache_dir, run.args.vision_cache_gb)
     except (CheckpointError, torch.OutOfMemoryError) as failure:
         error = " ".join(str(failure).split())
     # A rank that cannot load must not leave the others waiting for its scores.
     errors = [each for each in gather_object([error]) if each is not None]
     frame = None
     if loaded is not None and not errors:
-        figures, frame = measure(loaded, dataset, args, data_args, processes, folder)
+        figures, frame = measure(loaded, dataset, run, folder)
         row |= figures
     else:
         row["error"] = errors[0]
@@ -145,18 +166,12 @@ def evaluate_checkpoint(
     return row, frame
 
 
-def measure(
-    loaded: LoadedReward,
-    dataset,
-    args: EvaluationArguments,
-    data_args: DataArguments,
-    processes: PartialState,
-    folder: Path,
-) -> tuple[dict[str, Any], pd.DataFrame]:
+def measure(loaded: LoadedReward, dataset, run: Run, folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     """The figures of one model on one data set, and the scored pairs."""
+    args, processes = run.args, run.processes
     result = evaluate(
         loaded.model,
-        collator_for(loaded, args, data_args),
+        collator_for(loaded, run),
         dataset,
         batch_size=args.eval_batch_size,
         num_workers=args.dataloader_num_workers,
@@ -191,8 +206,9 @@ def step_of(folder: Path) -> int | None:
     return int(number) if number.isdigit() else None
 
 
-def collator_for(loaded: LoadedReward, args: EvaluationArguments, data_args: DataArguments) -> ComparisonCollator:
+def collator_for(loaded: LoadedReward, run: Run) -> ComparisonCollator:
     """Rows as this model was trained to see them; pixel limits of the data keys win where they are given."""
+    args, data_args = run.args, run.data_args
     limits = MediaLimits(
         data_args.min_pixels or loaded.info.get("min_pixels"),
         data_args.max_pixels or loaded.info.get("max_pixels"),
@@ -200,7 +216,7 @@ def collator_for(loaded: LoadedReward, args: EvaluationArguments, data_args: Dat
         data_args.video_max_frames,
     )
     return ComparisonCollator(
-        Renderer(loaded.processor, limits),
+        Renderer(loaded.processor, limits, run.store(loaded.processor, limits)),
         batcher_for(loaded.model, loaded.processor, args.batching),
         max_seq_length=sequence_limit(loaded.model, data_args.max_seq_length),
         max_tokens_per_batch=args.max_tokens_per_batch,
