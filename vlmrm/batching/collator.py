@@ -159,7 +159,7 @@ class ComparisonCollator:
         """Shows each comparison's best and worst answer under other prompts, beside those prompts' own answers."""
         epoch = int(self.epoch)
         comparisons = [unit.comparison for unit in units]
-        irrelevant.remember(comparisons, epoch)
+        irrelevant.remember(comparisons)
         hosts = {id(unit.comparison): unit for unit in units}
         for unit in units:
             answers = [unit.comparison.branches[i].messages for i in best_and_worst(unit.comparison)]

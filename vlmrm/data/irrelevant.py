@@ -29,7 +29,7 @@ class IrrelevantQueries:
     count: int
     seed: int
     draw: Callable[[random.Random], Comparison | None]
-    remember: Callable[[Sequence[Comparison], int], None] = lambda batch, epoch: None
+    remember: Callable[[Sequence[Comparison]], None] = lambda batch: None
 
     def donors(self, comparison: Comparison, batch: Sequence[Comparison], epoch: int) -> list[Comparison]:
         """Up to `count` comparisons whose prompts fit: another prompt, of the same kind, with no image in common."""
@@ -85,16 +85,8 @@ def for_dataset(count: int, seed: int, dataset) -> IrrelevantQueries:
 def for_stream(count: int, seed: int) -> IrrelevantQueries:
     """Donors from the last comparisons that this process collated: a stream has no rows to draw from."""
     recent: deque[Comparison] = deque(maxlen=RECENT)
-    of_epoch = 0
 
     def draw(rng: random.Random) -> Comparison | None:
         return recent[rng.randrange(len(recent))] if recent else None
 
-    def remember(batch: Sequence[Comparison], epoch: int) -> None:
-        nonlocal of_epoch
-        if epoch != of_epoch:  # a resumed run has not seen the epoch before
-            recent.clear()
-            of_epoch = epoch
-        recent.extend(batch)
-
-    return IrrelevantQueries(count, seed, draw, remember)
+    return IrrelevantQueries(count, seed, draw, recent.extend)
