@@ -6,16 +6,19 @@ Files are the program's own: a folder of its own, gone when it ends. Any process
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vlmrm.rendering import ProcessedMedia
+
+logger = logging.getLogger("vlmrm")
 
 
 @dataclass
@@ -43,12 +46,20 @@ class MediaStore:
         size = sum(tensor.nbytes for tensor in media.tensors.values())
         if self.used + size > self.limit:
             return
-        self.used += size
         about = {"key": media.key, "kind": media.kind, "replacement": media.replacement}
         temporary = self.folder / f"{uuid4().hex}.tmp"
         tensors = {name: tensor.contiguous() for name, tensor in media.tensors.items()}
-        save_file(tensors, temporary, {"about": json.dumps(about)})
-        os.replace(temporary, self._path(key))
+        try:
+            save_file(tensors, temporary, {"about": json.dumps(about)})
+            os.replace(temporary, self._path(key))
+        except (OSError, SafetensorError) as error:
+            temporary.unlink(missing_ok=True)
+            self.limit = 0
+            logger.warning(
+                "no more processed images are kept in %s, for it cannot be written to: %s", self.folder, error
+            )
+        else:
+            self.used += size
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{sha256(f'{self.name} {key}'.encode()).hexdigest()}.safetensors"

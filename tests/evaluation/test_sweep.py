@@ -13,7 +13,7 @@ import pytest
 from runs import colour_pairs, finish, square, start, words, write_rows
 from safetensors.torch import load_file, save_file
 
-from vlmrm import cli, load_scorer
+from vlmrm import cli, load_scorer, media_store
 from vlmrm.errors import BelowThreshold, ConfigError, DataError
 from vlmrm.evaluation import sweep as sweep_module
 from vlmrm.evaluation.sweep import sweep
@@ -263,8 +263,27 @@ def test_images_are_processed_for_the_first_checkpoint_alone(run_folder, data, h
     )
     kept = sweep(asked(run_folder, data, output_file="kept.csv"))
     assert len(processed) == len(set(processed)) >= 6
+    one = 3 * 10**5  # bytes: a few of the images
+    monkeypatch.setattr(sweep_module, "IMAGES_LIMIT", one)
+    written = []
+    save = media_store.save_file
+    monkeypatch.setattr(
+        media_store, "save_file", lambda t, p, m: written.extend(x.nbytes for x in t.values()) or save(t, p, m)
+    )
+    sweep(asked(run_folder, data, output_file="some.csv"))
+    assert 0 < sum(written) <= one, "the limit holds for all checkpoints together"
     monkeypatch.setattr(sweep_module, "IMAGES_LIMIT", 0)
     anew = sweep(asked(run_folder, data, output_file="anew.csv"))
     for one, other in zip(kept.rows, anew.rows, strict=True):
         assert one["average_margin"] == other["average_margin"]
         assert one["blank_image_accuracy"] == other["blank_image_accuracy"]
+
+
+def test_a_full_disk_for_images_costs_time_and_no_figure(run_folder, data, here, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    whole = sweep(asked(run_folder, data, output_file="whole.csv"))
+    monkeypatch.setattr(media_store, "save_file", full)
+    rows = sweep(asked(run_folder, data, output_file="full.csv")).rows
+    assert [row["average_margin"] for row in rows] == [row["average_margin"] for row in whole.rows]

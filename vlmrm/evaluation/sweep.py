@@ -69,8 +69,11 @@ class Run:
     def store(self, processor: Any, limits: MediaLimits) -> MediaStore:
         """Processed images of the checkpoints before, of an equal processor and equal limits."""
         name = f"{processor.image_processor.to_json_string()} {limits}"
-        writers = self.processes.num_processes * max(self.args.dataloader_num_workers, 1)
-        return MediaStore(self.images, IMAGES_LIMIT // writers, name)
+        # Each process has a folder of its own, which the checkpoints before have begun to fill.
+        left = IMAGES_LIMIT // self.processes.num_processes - sum(
+            file.stat().st_size for file in self.images.iterdir()
+        )
+        return MediaStore(self.images, left // max(self.args.dataloader_num_workers, 1), name)
 
 
 def sweep(argv: Sequence[str]) -> SweepResult:
