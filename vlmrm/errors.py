@@ -8,6 +8,7 @@ VlmrmError                  exit 1   anything below
 ├── CheckpointError         exit 4   a checkpoint that is missing, broken, incomplete or of another kind
 ├── TrainingError           exit 5   a run that cannot go on: a non-finite loss, a full disk
 ├── BelowThreshold          exit 6   checkpoints that are not as good as was asked for
+├── RewardError             exit 7   a reward that cannot be computed
 └── Preempted               exit 143 a run stopped by SIGTERM after saving
 
 A message says what is wrong, where, and what to do, in one sentence.
@@ -69,7 +70,18 @@ class BelowThreshold(VlmrmError):
     exit_code = 6
 
 
+class RewardError(VlmrmError):
+    """A reward that cannot be computed; the message names the reward and the sample."""
+
+    exit_code = 7
+
+
 class Preempted(VlmrmError):
     """A run that saved a checkpoint and stopped because it received SIGTERM."""
 
     exit_code = 143
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of a library says; where it says nothing, what it is called."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

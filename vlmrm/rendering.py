@@ -6,14 +6,16 @@ the media it shows. Nothing here knows about batches, pairs or scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.image_utils import SizeDict
 
+from vlmrm.data.arguments import DataArguments
 from vlmrm.data.media import media_key, open_image, open_video
-from vlmrm.data.schema import Message, Messages
+from vlmrm.data.schema import Message, Messages, media_parts
 from vlmrm.errors import CheckpointError, MediaError, RowError
 
 if TYPE_CHECKING:
@@ -64,6 +66,10 @@ class MediaLimits:
     video_fps: float = 2.0
     video_max_frames: int = 768
 
+    @classmethod
+    def of(cls, arguments: DataArguments) -> MediaLimits:
+        return cls(arguments.min_pixels, arguments.max_pixels, arguments.video_fps, arguments.video_max_frames)
+
 
 @dataclass
 class Renderer:
@@ -92,7 +98,7 @@ class Renderer:
         """
         cache = {} if cache is None else cache
         processed = []
-        for part in _media_parts(messages):
+        for part in media_parts(messages):
             key = f"{part['type']}:{media_key(part[part['type']])}:{_options(part)}"
             if key not in cache:
                 cache[key] = self._stored(part, key)
@@ -113,6 +119,28 @@ class Renderer:
         return self._processed(
             self.processor._process_images, [image], part["image"], key, "image", self._image_size()
         )
+
+    def process_tensors(self, images: torch.Tensor) -> list[ProcessedMedia]:
+        """Images [N, 3, H, W] in [0, 1] as `process` makes them of pictures, by operations that have a gradient.
+
+        Their size is changed by the same rule and filter, bicubic with antialiasing and what overshoots cut off; the
+        processor also rounds to 8 bits and cuts off between the two axes, so that its pixels differ, by less than
+        half a level of 255 on average and by a few at edges of black and white.
+
+        Raises:
+            MediaError: when they are too narrow for the model.
+        """
+        own = self.processor.image_processor
+        size = SizeDict(**(self._image_size().get("size") or dict(own.size)))
+        try:
+            resized = own.resize(images, size=size, resample=own.resample, factor=own.patch_size * own.merge_size)
+        except ValueError as error:
+            raise MediaError(f"the images {tuple(images.shape)} cannot be shown to the model: {error}") from error
+        options = {"do_resize": False, "do_rescale": False}
+        return [
+            self._processed(self.processor._process_images, [image], "a tensor", f"tensor:{number}", "image", options)
+            for number, image in enumerate(resized.clamp(0, 1))
+        ]
 
     def _process_video(self, part: dict[str, Any], key: str) -> ProcessedMedia:
         frames, metadata = open_video(part, self.limits.video_fps, self.limits.video_max_frames)
@@ -159,7 +187,10 @@ class Renderer:
             MediaError: when an image or video cannot be opened.
             RowError: when a text holds the processor's own placeholder for media.
         """
-        media = self.process(messages, cache)
+        return self.render_with(messages, self.process(messages, cache))
+
+    def render_with(self, messages: Messages, media: Sequence[ProcessedMedia]) -> Rendered:
+        """As `render`, with the media of `messages` processed already, in reading order."""
         text = self.text(messages)
         replacements: dict[str, list[str]] = {
             kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")
@@ -194,10 +225,6 @@ class Renderer:
             messages = [*messages[:-1], {**messages[-1], "content": [*messages[-1]["content"][:-1], shorter]}]
             rendered = self.render(messages, cache)
         return rendered
-
-
-def _media_parts(messages: Messages) -> list[dict[str, Any]]:
-    return [part for message in messages for part in message["content"] if part["type"] in ("image", "video")]
 
 
 def _without_references(message: Message) -> Message:

@@ -190,16 +190,16 @@ def test_in_bfloat16_the_error_is_of_the_same_order(checkpoints):
     assert (shared - exact).abs().max() <= 3 * (reference - exact).abs().max() + 1e-3
 
 
-def rendered_of(checkpoints, name):
+def rendered_of(checkpoints, conversations):
     processor = AutoProcessor.from_pretrained(checkpoints["qwen2_5_vl"])
     cache = {}
-    rendered = [Renderer(processor).render(to_messages(c, "user"), cache) for c in CASES[name]]
+    rendered = [Renderer(processor).render(to_messages(c, "user"), cache) for c in conversations]
     model = load_for_training(checkpoints["qwen2_5_vl"], attn_implementation="sdpa")
     return batcher_for(model, processor, "shared"), rendered
 
 
 def test_each_image_and_each_shared_token_is_there_once(checkpoints):
-    batcher, rendered = rendered_of(checkpoints, "irrelevant branches")
+    batcher, rendered = rendered_of(checkpoints, CASES["irrelevant branches"])
     inputs = batcher(rendered)
     assert len(inputs["image_grid_thw"]) == 2
     tails = [len(item) for item in rendered]
@@ -207,7 +207,7 @@ def test_each_image_and_each_shared_token_is_there_once(checkpoints):
 
 
 def test_parts_stay_under_the_budget_and_count_what_is_shared_once(checkpoints):
-    batcher, rendered = rendered_of(checkpoints, "irrelevant branches")
+    batcher, rendered = rendered_of(checkpoints, CASES["irrelevant branches"])
     units = [[rendered[i], rendered[i + 1]] for i in (0, 2, 4)]
     sizes = [size_of(batcher(unit)) for unit in units]
     together = size_of(batcher([*units[1], *units[2]]))  # answers under one prompt
@@ -222,14 +222,31 @@ def size_of(inputs) -> int:
 
 
 def test_equal_answers_are_computed_once(checkpoints):
-    batcher, rendered = rendered_of(checkpoints, "ranked list")
+    batcher, rendered = rendered_of(checkpoints, CASES["ranked list"])
     ends = batcher(rendered)["branch_ends"].tolist()
     assert ends[1] == ends[4]
     assert len(set(ends)) == 4
 
 
+def test_a_batch_is_the_same_wherever_its_images_lie(checkpoints, tmp_path):
+    """Down to the order of its segments, which decides the last bits of sums."""
+    batches = []
+    for name in "abcdef":
+        (tmp_path / name).mkdir()
+        files = [tmp_path / name / f"{seed}.png" for seed in range(3)]
+        for seed, file in enumerate(files):
+            picture(56, 56, seed).save(file)
+        shown = [user({"type": "image", "image": str(file)}, "What?") for file in files]
+        batcher, rendered = rendered_of(checkpoints, [[prompt, answer(a)] for prompt in shown for a in "ab"])
+        batches.append(batcher(rendered))
+    for batch in batches[1:]:
+        assert list(batch["layout"].spans) == list(batches[0]["layout"].spans)
+        for key in ("input_ids", "position_ids", "branch_ends", "pixel_values", "image_order"):
+            torch.testing.assert_close(batch[key], batches[0][key], rtol=0, atol=0)
+
+
 def test_an_image_prefix_is_shared_by_different_questions(checkpoints):
-    batcher, rendered = rendered_of(checkpoints, "a shared image")
+    batcher, rendered = rendered_of(checkpoints, CASES["a shared image"])
     inputs = batcher(rendered)
     assert inputs["image_order"].tolist() == [0]
     assert int((inputs["input_ids"] == 1).numel()) < sum(map(len, rendered)) / 2

@@ -111,6 +111,8 @@ def test_the_base_may_be_named_relatively_and_may_have_moved(tiny_checkpoint, tm
         load_checkpoint(tmp_path / "adapter")
     opened = load_checkpoint(tmp_path / "adapter", base_model_path=tmp_path / "moved")
     torch.testing.assert_close(scores(opened.model, opened.processor), expected, atol=1e-6, rtol=0)
+    merged = load_checkpoint(merge(tmp_path / "adapter", tmp_path / "merged", tmp_path / "moved"))
+    torch.testing.assert_close(scores(merged.model, merged.processor), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_an_adapter_without_its_head_is_refused(adapter, tmp_path):

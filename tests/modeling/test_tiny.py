@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from vlmrm import cli, load_scorer
 from vlmrm.errors import ConfigError
-from vlmrm.modeling.tiny import ARCHITECTURES, MIMO_SYSTEM_PROMPT, make_tiny
+from vlmrm.modeling.tiny import ARCHITECTURES, MIMO_SYSTEM_PROMPT, make_tiny, make_tiny_reward_model
 
 REAL = Path(os.environ.get("VLMRM_TEST_DATA", "../shared/data")) / "qwen2.5-vl-7b-processor"
 
@@ -48,6 +49,14 @@ def test_equal_seeds_write_equal_bytes(tmp_path):
     first, second, other = (make_tiny(tmp_path / str(i), seed=seed) for i, seed in enumerate((3, 3, 4)))
     assert contents(first) == contents(second)
     assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+
+
+def test_a_tiny_reward_model_scores_from_the_command_line_on(tmp_path):
+    command = ["init-tiny", str(tmp_path / "reward"), "--reward", "--seed", "3"]
+    cli.app(command, exit_on_error=False, result_action="return_value")
+    made = make_tiny_reward_model(tmp_path / "same", seed=3)
+    scores = [load_scorer(path, device="cpu").score([CONVERSATION]) for path in (tmp_path / "reward", made)]
+    assert scores[0] == scores[1] != [0.0]
 
 
 def test_leaves_the_global_random_state_alone(tmp_path):

@@ -16,11 +16,6 @@ def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
-def scores_by_row(part: Part, scores: Sequence[float]) -> list[tuple[int, list[float]]]:
-    """The scores of a part as (index of the comparison, one score for each of its branches)."""
-    return [(index, values) for index, name, values in scores_by_ablation(part, scores) if name is None]
-
-
 def scores_by_ablation(part: Part, scores: Sequence[float]) -> list[tuple[int, str | None, list[float]]]:
     """All scores of a part: (index of the comparison, name of the ablation or None, one score for each branch)."""
     rest = iter(scores)
@@ -37,6 +32,5 @@ __all__ = [
     "Part",
     "SharedBatcher",
     "scores_by_ablation",
-    "scores_by_row",
     "to_device",
 ]

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from vlmrm.data.media import image_size, media_key
 from vlmrm.data.schema import Comparison, Messages, media_references, text_of
+from vlmrm.data.sources import comparisons_of
 from vlmrm.errors import RowError
 from vlmrm.rendering import MediaLimits
 
 CHARACTERS = 4  # a token of English text, about
 PIXELS = 28 * 28  # an image token of the Qwen-VL family
 DEFAULT_MAX_PIXELS = 16384 * PIXELS  # Qwen2.5-VL's own limit
-CHUNK = 1000  # rows read at a time
 
 
 def estimated_costs(dataset, limits: MediaLimits) -> list[int]:
     """Tokens of every row of `dataset`, estimated from its texts and the headers of its images; 1 for a bad row."""
-    return [cost for rows in _chunks(dataset) for cost in (_cost_or_one(row, limits) for row in rows)]
-
-
-def _chunks(dataset) -> Iterator[Sequence[Comparison | RowError]]:
-    for start in range(0, len(dataset), CHUNK):
-        yield dataset[start : start + CHUNK]["comparison"]
+    return [_cost_or_one(row, limits) for row in comparisons_of(dataset)]
 
 
 def _cost_or_one(row: Comparison | RowError, limits: MediaLimits) -> int:

@@ -49,7 +49,8 @@ class ComparisonCollator:
     overlong: str = "drop"
     bad_rows: str = "error"
     irrelevant: IrrelevantQueries | None = None
-    # By name: what makes of a row's comparison and its `donor` another comparison to score beside it, or None.
+    # By name: what makes of the comparison of a row that has a `donor` (or None there) another comparison, or None, to
+    # score beside it.
     ablations: Mapping[str, Callable[[Comparison, Comparison | None], Comparison | None]] = field(default_factory=dict)
     # Shared memory: workers see the epoch that the trainer sets.
     epoch: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.long).share_memory_())
@@ -64,7 +65,8 @@ class ComparisonCollator:
                 if isinstance(comparison, RowError):
                     raise comparison
                 unit = _Unit(row["index"], comparison, self._render(comparison, cache))
-                unit.ablated = self._ablate(comparison, row.get("donor"), cache)
+                if "donor" in row:
+                    unit.ablated = self._ablate(comparison, row["donor"], cache)
                 units.append(unit)
             except RowError as error:
                 named = error if error.row_id is not None else type(error)(error.reason, comparison.id)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -65,7 +64,8 @@ class SharedBatcher:
         return cls(RotaryPositions(type(model.model), model.config), model.config.vision_config.spatial_merge_size**2)
 
     def __call__(self, rendered: Sequence[Rendered]) -> dict[str, Any]:
-        tree = grow([self.identities(item) for item in rendered])
+        numbers: dict[str, int] = {}
+        tree = grow([self.identities(item, numbers) for item in rendered])
         used = {segment.sequence for segment in tree.segments}
         positions = {i: self.positions(rendered[i]) for i in used}
         ids = [token for s in tree.segments for token in rendered[s.sequence].input_ids[s.begin : s.end]]
@@ -80,7 +80,8 @@ class SharedBatcher:
 
     def split(self, units: Sequence[Unit], budget: int) -> list[list[int]]:
         """Parts under the budget, what their units share counted once; units that share most go together."""
-        identities = [sorted((self.identities(item) for item in unit), key=sort_key) for unit in units]
+        numbers: dict[str, int] = {}
+        identities = [sorted((self.identities(item, numbers) for item in unit), key=sort_key) for unit in units]
         parts: list[list[int]] = []
         used = 0
         before: np.ndarray | None = None  # the conversation last placed: sorted, each shares most with its neighbour
@@ -97,14 +98,18 @@ class SharedBatcher:
             used, before, held = used + tokens + patches, identities[number][-1], held | media.keys()
         return parts
 
-    def identities(self, rendered: Rendered) -> np.ndarray:
-        """The conversation as integers [T], equal where tokens are: those of an image by the image's key."""
+    def identities(self, rendered: Rendered, numbers: dict[str, int]) -> np.ndarray:
+        """The conversation as integers [T], equal where tokens are: those of an image by the image's number.
+
+        `numbers` has those of the images seen so far, and gets those of new ones. They count from the first, so that
+        the order of a row's segments, and with it the last bits of its scores, is no matter of where files are.
+        """
         ids = np.array(rendered.input_ids, dtype=np.int64)
         types = np.array(rendered.type_ids)
         for kind, number in KINDS.items():
             media = [medium for medium in rendered.media if medium.kind == kind]
             # Negative: no token has such an id.
-            keys = [-1 - int.from_bytes(blake2b(m.key.encode(), digest_size=7).digest(), "big") for m in media]
+            keys = [-1 - numbers.setdefault(medium.key, len(numbers)) for medium in media]
             ids[types == number] = np.repeat(np.array(keys, dtype=np.int64), list(map(self._tokens, media)))
         return ids
 

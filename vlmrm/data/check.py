@@ -13,8 +13,8 @@ import numpy as np
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.media import media_key, open_image, open_video
 from vlmrm.data.readers import SPECIAL, recognise
-from vlmrm.data.schema import Comparison, Message, Messages, text_of
-from vlmrm.data.sources import CHUNK, load_comparisons, reader_of
+from vlmrm.data.schema import Comparison, Messages, media_parts, text_of
+from vlmrm.data.sources import comparisons_of, load_comparisons, reader_of
 from vlmrm.errors import DataError, MediaError, RowError
 
 if TYPE_CHECKING:
@@ -106,14 +106,15 @@ class _Checker:
         some = len(dataset) if media_sample is None else min(media_sample, len(dataset))
         opened = set(rng.choice(len(dataset), some, replace=False).tolist())
         kept: set[str] = set()
-        for start in range(0, len(dataset), CHUNK):
-            for number, row in enumerate(dataset[start : start + CHUNK]["comparison"], start):
-                self.report.rows += 1
-                try:
-                    self.row(row, open_media=number in opened)
-                    kept.update(row.columns)
-                except RowError as error:
-                    self.wrong(error.row_id or getattr(row, "id", "?"), error.reason)
+        for number, row in enumerate(comparisons_of(dataset)):
+            self.report.rows += 1
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                self.row(row, open_media=number in opened)
+                kept.update(row.columns)
+            except RowError as error:
+                self.wrong(error.row_id or getattr(row, "id", "?"), error.reason)
         for source in reader_of(dataset).sources:
             columns = source.table.column_names or []
             layout = recognise(columns)
@@ -122,9 +123,7 @@ class _Checker:
                 SourceReport(source.name, layout.name, len(cast("Dataset", source.table)), unused)
             )
 
-    def row(self, row: Comparison | RowError, open_media: bool) -> None:
-        if isinstance(row, RowError):
-            raise row
+    def row(self, row: Comparison, open_media: bool) -> None:
         report = self.report
         pairs = row.pairs()
         report.example = report.example or row
@@ -135,7 +134,7 @@ class _Checker:
         report.prompt_lengths.append(len(text_of(row.prompt)))
         report.answer_lengths += [len(text) for branch in row.branches if (text := text_of(branch.messages))]
         self.duplicate(row)
-        parts = _media_parts([*row.prompt, *(message for branch in row.branches for message in branch.messages)])
+        parts = media_parts([*row.prompt, *(message for branch in row.branches for message in branch.messages)])
         for part in parts:
             self.kinds[media_key(part[part["type"]])] = part["type"]
         if open_media:
@@ -187,10 +186,6 @@ class _Checker:
         self.report.images, self.report.videos = kinds["image"], kinds["video"]
         self.report.image_sizes = [size for size in self.media.values() if isinstance(size, tuple)]
         return self.report
-
-
-def _media_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    return [part for message in messages for part in message["content"] if part["type"] != "text"]
 
 
 def _fingerprint(messages: Messages) -> bytes:

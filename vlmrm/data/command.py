@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +11,7 @@ from vlmrm.data.check import check_data
 from vlmrm.data.check_text import format_report
 from vlmrm.data.schema import Messages
 from vlmrm.errors import ConfigError
+from vlmrm.logs import say
 
 
 @dataclass
@@ -38,7 +38,7 @@ def check_data_command(words: Sequence[str]) -> int:
         raise ConfigError("there is nothing to check: name a file, a folder or a hub id of preferences.")
     count = token_counter(options.model_name_or_path, arguments) if options.model_name_or_path else None
     report = check_data(arguments, count_tokens=count, media_sample=options.media_sample)
-    sys.stdout.write(format_report(report) + "\n")
+    say(format_report(report))
     return report.exit_status
 
 
@@ -47,6 +47,5 @@ def token_counter(model: str, arguments: DataArguments) -> Callable[[Messages], 
     from vlmrm.modeling import load_processor
     from vlmrm.rendering import MediaLimits, Renderer
 
-    limits = MediaLimits(arguments.min_pixels, arguments.max_pixels, arguments.video_fps, arguments.video_max_frames)
-    renderer = Renderer(load_processor(model), limits)
+    renderer = Renderer(load_processor(model), MediaLimits.of(arguments))
     return lambda messages: len(renderer.render(messages))

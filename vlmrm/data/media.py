@@ -182,6 +182,7 @@ def _read_video(reference: Any, options: dict[str, Any]) -> tuple[list[Image.Ima
                 if not container.streams.video:
                     raise MediaError(f"{name} has no video in it: replace it or remove the row")
                 stream = container.streams.video[0]
+                _check_frames(stream.codec_context.width, stream.codec_context.height, name)
                 rate = float(stream.average_rate or 0)
                 # Containers may misstate the number of frames; counting packets needs no decoding.
                 total = sum(packet.size > 0 for packet in container.demux(stream))
@@ -199,6 +200,14 @@ def _read_video(reference: Any, options: dict[str, Any]) -> tuple[list[Image.Ima
     return frames, metadata
 
 
+def _check_frames(width: int, height: int, name: str) -> None:
+    if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
+        raise MediaError(
+            f"{name} has frames of {width}x{height} pixels, over Pillow's safe limit of {Image.MAX_IMAGE_PIXELS}: "
+            "shrink them"
+        )
+
+
 def _decode(container: Any, stream: Any, indices: list[int]) -> list[Image.Image]:
     wanted, frames = set(indices), []
     for number, frame in enumerate(container.decode(stream)):
@@ -207,6 +216,23 @@ def _decode(container: Any, stream: Any, indices: list[int]) -> list[Image.Image
         if number == indices[-1]:
             break
     return frames
+
+
+def encoded_media(reference: Any, kind: str) -> bytes:
+    """The encoded file that a reference to an `image` or `video` names, as it is; a PIL image has none.
+
+    Raises:
+        MediaError: when it is missing, empty, on the network, or none of the forms of a reference.
+    """
+    with _open_bytes(reference, kind) as source:
+        return source.read()
+
+
+def png_of(image: Image.Image) -> bytes:
+    """The image as a PNG file."""
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)  # as lossless as 6, several times as fast
+    return file.getvalue()
 
 
 def check_inside(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> str:

@@ -35,6 +35,8 @@ def _to_message(message: Any, role: str) -> Message:
     if not isinstance(message, dict):
         raise RowError(f"a message must be an object with `role` and `content`, got {_short(message)}")
     name = message.get("role") or message.get("from") or role
+    if not isinstance(name, str):
+        raise RowError(f"the role of a message must be a text, got {_short(name)}")
     content = message.get("content")
     if content is None:
         content = message.get("value")
@@ -64,11 +66,13 @@ def _to_part(part: Any) -> dict[str, Any]:
             reference = next((part[key] for key in ("url", "path", "base64") if key in part), None)
             return {"type": kind, kind: reference}  # None: filled by `place_media` from the row's media column
     if "text" in part:
+        if not isinstance(part["text"], str):
+            raise RowError(f"the text of a content part must be a text, got {_short(part['text'])}")
         return {"type": "text", "text": part["text"]}
     raise RowError(f"a content part must hold text, an image or a video, got {_short(part)}")
 
 
-def place_media(messages: list[Message], images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> list[Message]:
+def place_media(messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> list[Message]:
     """Puts a row's `images` and `videos` where the messages ask for them.
 
     They fill, in order, parts of their kind without a reference and the placeholders `<image>` and `<video>` in user

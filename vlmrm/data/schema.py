@@ -68,11 +68,14 @@ def _pairs(ratings: Sequence[float]) -> Iterator[Pair]:
                 yield Pair(j, i, tie=False)
 
 
+def media_parts(messages: Messages) -> list[dict[str, Any]]:
+    """The image and video parts of `messages`, in reading order."""
+    return [part for message in messages for part in message["content"] if part["type"] in ("image", "video")]
+
+
 def media_references(messages: Messages) -> list[Any]:
     """The image and video references of `messages`, in reading order."""
-    return [
-        part[part["type"]] for message in messages for part in message["content"] if part["type"] in ("image", "video")
-    ]
+    return [part[part["type"]] for part in media_parts(messages)]
 
 
 def text_of(messages: Messages) -> str:

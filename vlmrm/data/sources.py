@@ -158,6 +158,12 @@ def reader_of(dataset: Dataset) -> RowReader:
     return dataset.format["format_kwargs"]["transform"]
 
 
+def comparisons_of(dataset: Dataset) -> Iterator[Comparison | RowError]:
+    """Every row of a data set of comparisons, many read at a time; the error of one that cannot be read."""
+    for start in range(0, len(dataset), CHUNK):
+        yield from dataset[start : start + CHUNK]["comparison"]
+
+
 def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
     """Splits into (train, eval) by what is asked: rows with the same prompt, images included, fall on one side.
 
@@ -167,7 +173,9 @@ def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Datase
     Raises:
         DataError: when one side would be empty.
     """
-    held = np.array([_is_held(row, folder, fraction, seed) for row, folder in _each(dataset)])
+    folders = [rule.folder for rule in reader_of(dataset).rules]
+    rows = zip(comparisons_of(dataset), _numbers(dataset, "source"), strict=True)
+    held = np.array([_is_held(row, folders[source], fraction, seed) for row, source in rows])
     train, held_out = np.flatnonzero(~held), np.flatnonzero(held)
     if not len(train) or not len(held_out):
         side = "evaluation" if len(train) else "training"
@@ -176,15 +184,6 @@ def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Datase
             f"{len(dataset)} rows; change it or give eval_dataset_path"
         )
     return dataset.select(train), dataset.select(held_out)
-
-
-def _each(dataset: Dataset) -> Iterator[tuple[Comparison | RowError, str]]:
-    """Every row with the folder that its relative paths start from."""
-    folders = [rule.folder for rule in reader_of(dataset).rules]
-    numbers = _numbers(dataset, "source")
-    for start in range(0, len(dataset), CHUNK):
-        rows = dataset[start : start + CHUNK]["comparison"]
-        yield from zip(rows, [folders[i] for i in numbers[start : start + CHUNK]], strict=True)
 
 
 def _is_held(row: Comparison | RowError, folder: str, fraction: float, seed: int) -> bool:

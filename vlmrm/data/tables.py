@@ -10,12 +10,13 @@ import glob
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vlmrm.data.readers import recognise
-from vlmrm.errors import DataError
+from vlmrm.data.readers import LAYOUTS, Layout, recognise
+from vlmrm.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -50,7 +51,7 @@ def load_source(path: str, split: str = "train", streaming: bool = False) -> lis
     """
     sources = open_tables(path, split, streaming)
     for source in sources:
-        _check_layout(source)
+        check_layout(source)
     return sources
 
 
@@ -95,9 +96,7 @@ def unreadable(path: str, error: BaseException) -> DataError:
     """The error that says why a data file cannot be read; of a json file, on which line."""
     if os.path.isfile(path) and KINDS.get(Path(path).suffix) == "json" and (place := _broken_json(path)):
         return DataError(f"{path} is not valid json: {place}")
-    cause = error.__cause__ or error
-    first = str(cause).strip().split("\n")[0]
-    return DataError(f"{path} cannot be read as a table: {first or type(cause).__name__}")
+    return DataError(f"{path} cannot be read as a table: {first_line(error.__cause__ or error)}")
 
 
 def _broken_json(path: str) -> str | None:
@@ -198,13 +197,18 @@ def _undecoded(table: Any) -> Any:
     return table.cast(features)
 
 
-def _check_layout(source: Source) -> None:
+def check_layout(source: Source, layouts: Sequence[Layout] = LAYOUTS) -> None:
+    """Refuses a table that none of `layouts` reads.
+
+    Raises:
+        DataError: naming it and its columns, or saying why it cannot be read.
+    """
     try:
         columns = source.table.column_names or next(iter(source.table), {}).keys()
     except (ValueError, OSError) as error:  # the first block of a stream does not parse
         raise unreadable(source.path, error) from error
     try:
-        recognise(columns)
+        recognise(columns, layouts)
     except DataError as error:
         raise DataError(f"{source.name}: {error}") from error
 

@@ -13,7 +13,7 @@ from vlmrm.modeling.freezing import freeze
 from vlmrm.modeling.manifest import find_checkpoints, newest_complete, verify_complete, write_complete
 from vlmrm.modeling.reward_files import provenance, save_reward_files, template_hash
 from vlmrm.modeling.reward_model import RewardModel
-from vlmrm.modeling.tiny import make_tiny
+from vlmrm.modeling.tiny import make_tiny, make_tiny_reward_model
 
 __all__ = [
     "LoadedReward",
@@ -27,6 +27,7 @@ __all__ = [
     "load_processor",
     "lora_config",
     "make_tiny",
+    "make_tiny_reward_model",
     "merge",
     "newest_complete",
     "provenance",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.checkpoint import ADAPTER_CONFIG, load_for_training, load_scoring_files
 from vlmrm.modeling.freezing import language_model_path
-from vlmrm.modeling.manifest import COMPLETE, verify_complete, write_complete
+from vlmrm.modeling.manifest import verify_if_listed, write_complete
 from vlmrm.modeling.reward_files import find_file, read_json_of, save_reward_files
 from vlmrm.modeling.reward_model import RewardModel
 
@@ -131,20 +132,33 @@ def merge(
         raise ConfigError(f"{output_folder} is not empty: name a new folder for the merged model.")
     if not (adapter_folder / ADAPTER_CONFIG).exists():
         raise CheckpointError(f"{adapter_folder} is no adapter: there is no {ADAPTER_CONFIG} in it.")
-    manifest = verify_complete(adapter_folder) if (adapter_folder / COMPLETE).exists() else {}
+    manifest = verify_if_listed(adapter_folder) or {}
     processor, info = load_scoring_files(adapter_folder, base_model_path)
     merged = open_adapter(adapter_folder, base_model_path=base_model_path).merge_and_unload()
-    merged.save_pretrained(output_folder)
-    save_reward_files(
-        output_folder,
-        processor=processor,
-        head=merged.config.reward_head,
-        min_pixels=info.get("min_pixels"),
-        max_pixels=info.get("max_pixels"),
-        reward_mean=info.get("reward_mean"),
-        reward_std=info.get("reward_std"),
-        pinned=info.get("pinned"),
-        provenance={**info.get("provenance", {}), "merged_from": adapter_folder.name},
-    )
-    write_complete(output_folder, world_size=1, step=manifest.get("step"))
+    provenance = {**info.get("provenance", {}), "merged_from": adapter_folder.name}
+    write_full(output_folder, merged, processor, info | {"provenance": provenance}, step=manifest.get("step"))
     return output_folder
+
+
+def write_full(
+    folder: Path,
+    model: Any,
+    processor: Any,
+    info: Mapping[str, Any],
+    *,
+    step: int | None,
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a whole reward model with what its `reward_model.json` held in `info`, and `texts` by name beside it."""
+    model.save_pretrained(folder)
+    for name, text in (texts or {}).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    kept = ("min_pixels", "max_pixels", "reward_mean", "reward_std", "reward_count", "reward_data", "pinned")
+    save_reward_files(
+        folder,
+        processor=processor,
+        head=model.config.reward_head,
+        provenance=info["provenance"],
+        **{name: info.get(name) for name in kept},
+    )
+    write_complete(folder, world_size=1, step=step)

@@ -13,8 +13,6 @@ from vlmrm.modeling.shared_attention import SHARED_PREFIX
 
 logger = logging.getLogger("vlmrm")
 
-BATCHING = ("shared", "reference")
-
 
 def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatcher | PaddedBatcher:
     """The batcher for `batching`; for `shared`, also gives the language model the attention that goes with it.

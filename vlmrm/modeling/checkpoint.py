@@ -19,18 +19,12 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, ProcessorMixin
 from transformers.utils import logging as transformers_logging
 
-from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.devices import device_named
+from vlmrm.errors import CheckpointError, ConfigError, first_line
 from vlmrm.modeling.architectures import reward_model_class
 from vlmrm.modeling.attention import resolve_attention
-from vlmrm.modeling.manifest import (
-    COMPLETE,
-    verify_complete,
-)
-from vlmrm.modeling.reward_files import (
-    read_json_of,
-    read_reward_file,
-    template_hash,
-)
+from vlmrm.modeling.manifest import verify_if_listed
+from vlmrm.modeling.reward_files import read_json_of, read_reward_file, template_hash
 from vlmrm.modeling.reward_model import HEADS, RewardModel
 
 logger = logging.getLogger("vlmrm")
@@ -60,8 +54,7 @@ def load_for_training(
 ) -> RewardModel:
     """A vision-language checkpoint with a new head made from `seed`, or a reward model with the head that it has.
 
-    `dtype` is a torch type, its name, or `auto` for the stored one; the head is
-    float32 in any case.
+    `dtype` is a torch type, its name, or `auto` for the stored one; the head is float32 in any case.
 
     Raises:
         CheckpointError: when the checkpoint cannot be read, has another head, or other weights than it should.
@@ -69,8 +62,7 @@ def load_for_training(
     """
     if head not in HEADS:
         raise ConfigError(f"head is {head!r}: choose one of {', '.join(HEADS)}.")
-    if (Path(path) / COMPLETE).exists():
-        verify_complete(path)
+    verify_if_listed(path)
     if read_json_of(path, ADAPTER_CONFIG, revision) is not None:
         raise CheckpointError(f"{path} is an adapter: make a full checkpoint of it first, with `vlmrm merge`.")
     config = _read_config(path, revision, trust_remote_code)
@@ -114,9 +106,10 @@ def load_checkpoint(
     Raises:
         CheckpointError: when the checkpoint is incomplete, has no trained head, is of an unknown architecture, or its
             chat template is not the one that it was trained with.
+        ConfigError: when this machine has no such device.
     """
-    if (Path(path) / COMPLETE).exists():
-        verify_complete(path)
+    where = device_named(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    verify_if_listed(path)
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": attn_implementation,
@@ -133,7 +126,7 @@ def load_checkpoint(
             raise CheckpointError(f"{path} is a {named} and has no reward head: train it first, with train_rm.py.")
         model = _load(path, config, new_head=False, **options)
     processor, info = load_scoring_files(path, base_model_path, trust_remote_code)
-    model.to(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    model.to(where)
     model.eval()
     return LoadedReward(model, processor, info)
 
@@ -177,7 +170,7 @@ def load_processor(path: str | Path, revision: str | None = None, trust_remote_c
             path, revision=revision or "main", trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise CheckpointError(f"the processor of {path} cannot be read: {_first_line(error)}") from error
+        raise CheckpointError(f"the processor of {path} cannot be read: {first_line(error)}") from error
     template_hash(processor)
     return processor
 
@@ -216,7 +209,7 @@ def _load(
                 output_loading_info=True,
             )
     except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"the weights of {path} cannot be read: {_first_line(error)}") from error
+        raise CheckpointError(f"the weights of {path} cannot be read: {first_line(error)}") from error
     _check_weights(path, model, report, new_head)
     return model
 
@@ -248,7 +241,7 @@ def _read_config(path: str | Path, revision: str | None, trust_remote_code: bool
     try:
         return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise CheckpointError(f"{path} is no checkpoint that transformers can open: {_first_line(error)}") from error
+        raise CheckpointError(f"{path} is no checkpoint that transformers can open: {first_line(error)}") from error
 
 
 def _is_reward_model(config: PreTrainedConfig) -> bool:
@@ -272,7 +265,3 @@ def _quiet() -> Generator[None]:
 
 def _some(keys: set[str]) -> str:
     return ", ".join(sorted(keys)[:3]) + (", ..." if len(keys) > 3 else "")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]

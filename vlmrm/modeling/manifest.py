@@ -14,6 +14,8 @@ from vlmrm.errors import CheckpointError
 logger = logging.getLogger("vlmrm")
 
 COMPLETE = "COMPLETE.json"
+# Where in output_dir the trained model is: as the last step left it, or the best checkpoint if that was asked for.
+FINAL, BEST = "final", "best"
 
 
 def write_complete(folder: str | Path, world_size: int, step: int | None) -> None:
@@ -60,10 +62,24 @@ def verify_complete(folder: str | Path) -> dict[str, Any]:
     return manifest
 
 
+def verify_if_listed(folder: str | Path) -> dict[str, Any] | None:
+    """`verify_complete` of a folder with a `COMPLETE.json`; None for one without, such as a downloaded checkpoint.
+
+    Raises:
+        CheckpointError: as `verify_complete` does.
+    """
+    return verify_complete(folder) if (Path(folder) / COMPLETE).exists() else None
+
+
 def find_checkpoints(output_dir: str | Path, pattern: str = "checkpoint-*") -> list[Path]:
     """The folders of `output_dir` that match `pattern`, in natural order: checkpoint-9 before checkpoint-10."""
     folders = [path for path in Path(output_dir).glob(pattern) if path.is_dir()]
     return sorted(folders, key=lambda path: _natural(path.relative_to(output_dir).as_posix()))
+
+
+def is_finished(output_dir: str | Path) -> bool:
+    """Whether the training in `output_dir` has ended: what it trained is there, and whole."""
+    return any(Path(output_dir, name, COMPLETE).is_file() for name in (FINAL, BEST))
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:

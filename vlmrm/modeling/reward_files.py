@@ -13,7 +13,7 @@ from transformers import ProcessorMixin
 from transformers.utils import cached_file
 
 from vlmrm.errors import CheckpointError
-from vlmrm.modeling.manifest import write_json
+from vlmrm.modeling.manifest import COMPLETE, verify_if_listed, write_json
 
 REWARD_FILE = "reward_model.json"
 SCHEMA_VERSION = 1
@@ -30,13 +30,15 @@ def save_reward_files(
     provenance: dict[str, Any],
     reward_mean: float | None = None,
     reward_std: float | None = None,
+    reward_count: int | None = None,
+    reward_data: str | None = None,
     pinned: list[dict[str, Any]] | None = None,
 ) -> None:
     """Puts the processor and `reward_model.json` beside weights that are already in `folder`.
 
     `head` is `linear` or `mlp`; pixel limits are areas, None for the processor's own. `provenance` is what
-    the function of that name returns. `reward_mean` and `reward_std` are of raw scores on held-out data. `pinned` are
-    samples with their scores, to check a copy against.
+    the function of that name returns. `reward_mean` and `reward_std` are of `reward_count` raw scores on the data with
+    the fingerprint `reward_data`. `pinned` are samples with their scores, to check a copy against.
     """
     folder = Path(folder)
     processor.save_pretrained(folder)
@@ -51,10 +53,41 @@ def save_reward_files(
             "max_pixels": max_pixels,
             "reward_mean": reward_mean,
             "reward_std": reward_std,
+            "reward_count": reward_count,
+            "reward_data": reward_data,
             "pinned": pinned,
             "provenance": provenance,
         },
     )
+
+
+def save_normalization(folder: str | Path, *, mean: float, std: float, count: int, data: str) -> bool:
+    """Puts mean and standard deviation of `count` raw scores on `data`, a fingerprint, into `reward_model.json`.
+
+    The checkpoint is whole at any moment: first `COMPLETE.json` no longer lists the file, then the file is replaced,
+    then it is listed again. Nothing is written where the file says so already, or is not there: False.
+
+    Raises:
+        CheckpointError: when a file of the checkpoint cannot be read.
+        OSError: when one cannot be written.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint folder {folder}: it was moved or deleted.")
+    info = read_reward_file(folder)
+    found = {"reward_mean": mean, "reward_std": std, "reward_count": count, "reward_data": data}
+    manifest = verify_if_listed(folder)
+    if info is None or (found.items() <= info.items() and (manifest is None or REWARD_FILE in manifest["files"])):
+        return False
+    if manifest is None:
+        write_json(folder / REWARD_FILE, info | found)
+        return True
+    files = {name: size for name, size in manifest["files"].items() if name != REWARD_FILE}
+    write_json(folder / COMPLETE, manifest | {"files": files})
+    write_json(folder / REWARD_FILE, info | found)
+    size = (folder / REWARD_FILE).stat().st_size
+    write_json(folder / COMPLETE, manifest | {"files": files | {REWARD_FILE: size}})
+    return True
 
 
 def provenance(source: dict[str, Any]) -> dict[str, Any]:
@@ -62,13 +95,13 @@ def provenance(source: dict[str, Any]) -> dict[str, Any]:
     return {**source, "versions": _versions(), "git_commit": _git_commit()}
 
 
-def read_reward_file(path: str | Path, revision: str | None = None) -> dict[str, Any] | None:
+def read_reward_file(path: str | Path) -> dict[str, Any] | None:
     """What `reward_model.json` of a folder or hub checkpoint holds; None where there is none.
 
     Raises:
         CheckpointError: when it cannot be read or is of a newer schema.
     """
-    info = read_json_of(path, REWARD_FILE, revision)
+    info = read_json_of(path, REWARD_FILE)
     if info is not None and info.get("schema_version") != SCHEMA_VERSION:
         raise CheckpointError(
             f"{REWARD_FILE} of {path} has schema version {info.get('schema_version')}, this is version "

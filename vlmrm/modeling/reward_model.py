@@ -229,11 +229,11 @@ class QwenVLRewardModel(RewardModel):
         self.vision_cache = VisionCache(directory, gigabytes)
 
     def vision_features(self, pixels: torch.Tensor, grid: torch.Tensor) -> list[list[torch.Tensor]]:
-        """The features of `pixels[patches, numbers]`, by the cache where there is one.
+        """The features of `pixels[patches, numbers]`, by the cache where there is one and pixels need no gradient.
 
         For each row of `grid[N, 3]` the merger's features [tokens, H], then those of each deepstack layer.
         """
-        if self.vision_cache is None:
+        if self.vision_cache is None or pixels.requires_grad:
             return self.run_tower(pixels, grid)
         ran = False
 
@@ -251,7 +251,7 @@ class QwenVLRewardModel(RewardModel):
     def run_tower(self, pixels: torch.Tensor, grid: torch.Tensor) -> list[list[torch.Tensor]]:
         """As `vision_features`, by the tower itself."""
         # Adapters of the language model leave the whole tower frozen: then nothing of it need be kept.
-        with torch.set_grad_enabled(self.trains_vision() and torch.is_grad_enabled()):
+        with torch.set_grad_enabled((self.trains_vision() or pixels.requires_grad) and torch.is_grad_enabled()):
             output = self.model.get_image_features(pixels, grid, return_dict=True)
         layers = [output.pooler_output, *output.get("deepstack_features", [])]
         return [list(image) for image in zip(*layers, strict=True)]

@@ -7,6 +7,7 @@ template), so whatever trains it trains the real thing.
 from __future__ import annotations
 
 import json
+import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from transformers import (
 )
 
 from vlmrm.errors import ConfigError
+from vlmrm.modeling.checkpoint import load_for_training, load_processor
+from vlmrm.modeling.manifest import write_complete
+from vlmrm.modeling.reward_files import save_reward_files
 
 SPECIAL_TOKENS = [
     "<|endoftext|>",
@@ -96,6 +100,18 @@ def make_tiny(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Pa
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(_config(arch, tokenizer), dtype=torch.float32)
     model.save_pretrained(folder)
+    return folder
+
+
+def make_tiny_reward_model(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Path:
+    """Writes such a checkpoint with an untrained linear head, as training saves a reward model."""
+    folder = Path(folder)
+    with tempfile.TemporaryDirectory() as base:
+        make_tiny(base, arch, seed)
+        load_for_training(base, seed=seed, dtype=torch.float32).save_pretrained(folder)
+        processor = load_processor(base)
+    save_reward_files(folder, processor=processor, head="linear", min_pixels=None, max_pixels=None, provenance={})
+    write_complete(folder, world_size=1, step=0)
     return folder
 
 

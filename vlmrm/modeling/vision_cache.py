@@ -47,7 +47,7 @@ class VisionCache:
         ConfigError: when the folder cannot be made or written, or holds nothing.
     """
 
-    def __init__(self, directory: str | Path, gigabytes: float = 50.0):
+    def __init__(self, directory: str | Path, gigabytes: float):
         if not gigabytes > 0:
             raise ConfigError(f"vision_cache_gb is {gigabytes}: it must be more than 0.")
         self.directory = Path(directory)

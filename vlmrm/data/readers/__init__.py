@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from vlmrm.data.readers.text_to_image import HPSV3, IMAGE_PAIR, IMAGE_REWARD, PI
 from vlmrm.data.schema import Branch, Comparison, Messages
 from vlmrm.errors import DataError, RowError
 
-__all__ = ["LAYOUTS", "Layout", "read_row", "recognise"]
+__all__ = ["LAYOUTS", "Layout", "read_row", "recognise", "resolved", "with_row_id"]
 
 # The first that fits reads the row: the particular before the general.
 LAYOUTS = (PICK_A_PIC, IMAGE_REWARD, HPSV3, IMAGE_PAIR, RANKED, ALPACA, SHAREGPT, SWIFT, PAIR)
@@ -25,18 +26,18 @@ LAYOUTS = (PICK_A_PIC, IMAGE_REWARD, HPSV3, IMAGE_PAIR, RANKED, ALPACA, SHAREGPT
 SPECIAL = frozenset({"id", "margin", "weight", "tie", "category"})
 
 
-def recognise(columns: Iterable[str]) -> Layout:
-    """The layout that columns of these names are read by.
+def recognise(columns: Iterable[str], layouts: Sequence[Layout] = LAYOUTS) -> Layout:
+    """The one of `layouts` that columns of these names are read by.
 
     Raises:
         DataError: listing the columns, the nearest known layout and what it lacks.
     """
     names = frozenset(columns)
-    for layout in LAYOUTS:
+    for layout in layouts:
         if layout.matches(names):
             return layout
     # Near: few columns missing; among equals, many of its columns there.
-    nearest = min(LAYOUTS, key=lambda layout: (_missing(layout, names), -len(layout.known() & names)))
+    nearest = min(layouts, key=lambda layout: (_missing(layout, names), -len(layout.known() & names)))
     raise DataError(
         f"no known layout has the columns {', '.join(sorted(names)) or '(none)'}: the nearest is `{nearest.name}`, "
         f"which also needs {nearest.lacks(names)} (docs/data.md shows every layout)"
@@ -57,21 +58,28 @@ def read_row(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any])
     """
     cells = {name: value for name, value in row.items() if value is not None}
     row_id = str(cells.get("id", row_id))
-    try:
+    with with_row_id(row_id):
         layout = recognise(cells)
         reading = layout.read(cells)
-        branches = _checked([Branch(_resolved(b.messages, resolve), b.rating) for b in _tied(reading, cells)])
+        branches = _checked([Branch(resolved(b.messages, resolve), b.rating) for b in _tied(reading, cells)])
         other = {name: value for name, value in cells.items() if name not in layout.known() | SPECIAL}
         category = cells.get("category")
         return Comparison(
             id=row_id,
-            prompt=_resolved(reading.prompt(), resolve),
+            prompt=resolved(reading.prompt(), resolve),
             branches=branches,
             margin=_number(cells, "margin", None),
             weight=_number(cells, "weight", 1.0, least=0.0),
             category=None if category is None else str(category),
             columns={name: value for name, value in other.items() if isinstance(value, (str, int, float, bool))},
         )
+
+
+@contextmanager
+def with_row_id(row_id: str) -> Generator[None]:
+    """Makes every DataError raised inside a RowError that names the row."""
+    try:
+        yield
     except RowError as error:
         raise type(error)(error.reason, row_id) from error
     except DataError as error:
@@ -87,7 +95,8 @@ def _tied(reading: Reading, cells: Mapping[str, Any]) -> list[Branch]:
     return [replace(branch, rating=CHOSEN) for branch in branches] if tie else branches
 
 
-def _resolved(messages: Messages, resolve: Callable[[Any], Any]) -> list[dict[str, Any]]:
+def resolved(messages: Messages, resolve: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """The messages with each media reference as `resolve` turns it."""
     return [{**message, "content": [_part(part, resolve) for part in message["content"]]} for message in messages]
 
 

@@ -60,9 +60,9 @@ class Layout:
         return " and ".join(missing)
 
 
-def with_media(conversation: Sequence[Message], images: Sequence[Any], videos: Sequence[Any]) -> list[Message]:
+def with_media(row: Row, conversation: Sequence[Message]) -> list[Message]:
     """The conversation with the row's images and videos in their places."""
-    return place_media(list(conversation), images, videos)
+    return place_media(conversation, media_of(row, "image"), media_of(row, "video"))
 
 
 def media_of(row: Row, kind: str, prefix: str = "") -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vlmrm.data.messages import to_messages
-from vlmrm.data.readers.layout import CHOSEN, MEDIA, REJECTED, Layout, Reading, Row, media_of, turns, with_media
+from vlmrm.data.readers.layout import CHOSEN, MEDIA, REJECTED, Layout, Reading, Row, turns, with_media
 from vlmrm.errors import RowError
 
 
@@ -24,10 +24,8 @@ def _read_sharegpt(row: Row) -> Reading:
 
 
 def _pair(row: Row, prompt: list[dict[str, Any]]) -> Reading:
-    images, videos = media_of(row, "image"), media_of(row, "video")
-    conversations = [
-        with_media([*prompt, *to_messages(row[side], "assistant")], images, videos) for side in ("chosen", "rejected")
-    ]
+    answers = [to_messages(row[side], "assistant") for side in ("chosen", "rejected")]
+    conversations = [with_media(row, [*prompt, *answer]) for answer in answers]
     return Reading(conversations, [CHOSEN, REJECTED], len(prompt))
 
 

@@ -7,18 +7,7 @@ conversations ("implicit prompt"): the messages that they have in common are the
 from __future__ import annotations
 
 from vlmrm.data.messages import to_messages
-from vlmrm.data.readers.layout import (
-    CHOSEN,
-    MEDIA,
-    REJECTED,
-    Layout,
-    Reading,
-    Row,
-    common_turns,
-    media_of,
-    turns,
-    with_media,
-)
+from vlmrm.data.readers.layout import CHOSEN, MEDIA, REJECTED, Layout, Reading, Row, common_turns, turns, with_media
 from vlmrm.data.schema import text_of
 from vlmrm.errors import RowError
 
@@ -32,8 +21,7 @@ def _read(row: Row) -> Reading:
     if whole and isinstance(prompt, str) and prompt.strip() not in text_of(chosen):
         raise RowError("`chosen` is a whole conversation without the row's `prompt` in it: leave one of them out")
     before = [] if whole else turns(row, prompt)
-    images, videos = media_of(row, "image"), media_of(row, "video")
-    conversations = [with_media([*before, *answer], images, videos) for answer in (chosen, rejected)]
+    conversations = [with_media(row, [*before, *answer]) for answer in (chosen, rejected)]
     return Reading(conversations, [CHOSEN, REJECTED], common_turns(*conversations) if whole else len(before))
 
 

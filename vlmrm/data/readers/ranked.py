@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmrm.data.messages import to_messages
-from vlmrm.data.readers.layout import MEDIA, Layout, Reading, Row, listed, media_of, numbers, turns, with_media
+from vlmrm.data.readers.layout import MEDIA, Layout, Reading, Row, listed, numbers, turns, with_media
 from vlmrm.data.readers.text_to_image import images_for
 
 
@@ -14,8 +14,7 @@ def _read(row: Row) -> Reading:
     answers = listed(row["responses"], "responses")
     ratings = numbers(row["scores"], "scores", len(answers))
     prompt = turns(row, row["prompt"])
-    images, videos = media_of(row, "image"), media_of(row, "video")
-    conversations = [with_media([*prompt, *to_messages(answer, "assistant")], images, videos) for answer in answers]
+    conversations = [with_media(row, [*prompt, *to_messages(answer, "assistant")]) for answer in answers]
     return Reading(conversations, ratings, len(prompt))
 
 

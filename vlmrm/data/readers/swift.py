@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vlmrm.data.messages import to_messages
-from vlmrm.data.readers.layout import CHOSEN, MEDIA, REJECTED, Layout, Reading, Row, common_turns, media_of, with_media
+from vlmrm.data.messages import place_media, to_messages
+from vlmrm.data.readers.layout import CHOSEN, MEDIA, REJECTED, Layout, Reading, Row, common_turns, media_of
 from vlmrm.errors import RowError
 
 
@@ -20,8 +20,8 @@ def _read(row: Row) -> Reading:
     media = {kind: media_of(row, kind) for kind in ("image", "video")}
     other = {kind: media_of(row, kind, "rejected_") or media[kind] for kind in media}
     conversations = [
-        with_media(chosen, media["image"], media["video"]),
-        with_media(rejected, other["image"], other["video"]),
+        place_media(chosen, media["image"], media["video"]),
+        place_media(rejected, other["image"], other["video"]),
     ]
     return Reading(conversations, [CHOSEN, REJECTED], common_turns(*conversations))
 

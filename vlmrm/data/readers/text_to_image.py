@@ -14,7 +14,6 @@ from vlmrm.data.readers.layout import (
     Row,
     image_turn,
     listed,
-    media_of,
     numbers,
     turns,
     with_media,
@@ -24,7 +23,7 @@ from vlmrm.errors import RowError
 
 def images_for(row: Row, prompt: Any, images: Sequence[Any], ratings: Sequence[float]) -> Reading:
     """Images that answer a prompt; the row's own `images` (a picture to edit, say) belong to the prompt."""
-    before = with_media(turns(row, prompt), media_of(row, "image"), media_of(row, "video"))
+    before = with_media(row, turns(row, prompt))
     return Reading([[*before, image_turn(image)] for image in images], ratings, len(before))
 
 

@@ -1,0 +1,183 @@
+"""Exported models: opened by transformers without vlmrm, laid out as vLLM's classify route asks, with equal scores."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from safetensors import safe_open
+
+from vlmrm import cli, load_scorer
+from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.modeling import load_for_training, load_processor, make_tiny, save_reward_files, write_complete
+from vlmrm.modeling.export import export
+
+OTHERS = ("qwen2_vl", "qwen3_vl")
+
+# What a stranger runs: transformers alone, by the words of the folder's README.
+STRANGER = """
+import json, sys
+import torch
+from transformers import AutoModelForSequenceClassification, AutoProcessor
+model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+processor = AutoProcessor.from_pretrained(sys.argv[1])
+messages = json.loads(sys.argv[2])
+inputs = processor.apply_chat_template([messages], tokenize=True, return_dict=True, return_tensors="pt")
+longer = processor.apply_chat_template(
+    [messages, messages + messages], tokenize=True, return_dict=True, return_tensors="pt", padding=True
+)
+with torch.no_grad():
+    print(json.dumps([model(**inputs).logits.item(), *model(**longer).logits[:, 0].tolist()]))
+assert "vlmrm" not in sys.modules
+"""
+
+
+def reward_model(folder: Path, base: Path, head: str = "linear", **files) -> Path:
+    load_for_training(base, head=head).save_pretrained(folder)
+    limits = {"min_pixels": None, "max_pixels": None, "provenance": {"base_model": "Qwen/Qwen2.5-VL-3B-Instruct"}}
+    save_reward_files(folder, processor=load_processor(base), head=head, **{**limits, **files})
+    write_complete(folder, world_size=1, step=7)
+    return folder
+
+
+def about(image: Path) -> list[dict]:
+    question = [{"type": "image", "image": str(image)}, {"type": "text", "text": "Which digit is this?"}]
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": [{"type": "text", "text": "It is one."}]},
+    ]
+
+
+def strangers_scores(folder: Path, messages: list[dict], tmp_path: Path) -> list[float]:
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, str(folder), json.dumps(messages)],
+        cwd=tmp_path,
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", *(pytest.param(a, marks=pytest.mark.slow) for a in OTHERS)])
+def test_a_stranger_gets_the_scorer_s_score(arch, tmp_path):
+    """The image is larger than the checkpoint's limit, which only `reward_model.json` held."""
+    source = reward_model(tmp_path / "trained", make_tiny(tmp_path / "base", arch=arch), max_pixels=64 * 64)
+    Image.linear_gradient("L").convert("RGB").resize((160, 128)).save(tmp_path / "digit.png")
+    messages = about(tmp_path / "digit.png")
+    [expected] = load_scorer(source).score([messages])
+    folder = export(source, tmp_path / "exported")
+    alone, padded, twice = strangers_scores(folder, messages, tmp_path)
+    assert alone == pytest.approx(expected, abs=1e-5)
+    assert padded == pytest.approx(expected, abs=1e-5), "padding changes nothing"
+    assert abs(twice - expected) > 1e-4
+    assert load_scorer(folder).score([messages]) == pytest.approx([expected], abs=1e-5)
+
+
+def test_the_layout_is_what_vllm_s_classify_route_asks_for(tiny_reward_model, tmp_path):
+    folder = export(tiny_reward_model, tmp_path / "exported")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2_5_VLForSequenceClassification"]
+    assert config["problem_type"] == "regression" and len(config["id2label"]) == 1
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        assert file.get_slice("score.weight").get_shape()[0] == 1
+    assert {name.split(".")[0] for name in names} == {"model", "score"} and "score.bias" not in names
+    assert all(name.startswith(("model.language_model.", "model.visual.", "score.")) for name in names)
+
+
+def test_the_readme_says_how_to_serve_it_and_the_pinned_sample_checks_a_copy(tiny_checkpoint, tmp_path):
+    source = reward_model(tmp_path / "trained", tiny_checkpoint, reward_mean=0.25, reward_std=2.0)
+    folder = export(source, tmp_path / "my-reward")
+    readme = (folder / "README.md").read_text()
+    assert "vllm serve my-reward --runner pooling --convert classify" in readme
+    assert """--pooler-config '{"use_activation": false}'""" in readme
+    assert "base_model: Qwen/Qwen2.5-VL-3B-Instruct" in readme and "mean 0.2500" in readme
+    for program in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
+        ast.parse(program)
+    info = json.loads((folder / "reward_model.json").read_text())
+    [pinned] = info["pinned"]
+    assert load_scorer(folder).score([pinned["messages"]]) == pytest.approx([pinned["score"]], abs=1e-4)
+    assert f"{pinned['score']:.4f} in float32" in readme
+    assert (info["reward_mean"], info["reward_std"]) == (0.25, 2.0)
+    assert json.loads((folder / "COMPLETE.json").read_text())["step"] == 7
+
+
+def test_adapters_are_merged(adapter, tmp_path):
+    Image.new("RGB", (56, 56), "red").save(tmp_path / "red.png")
+    messages = about(tmp_path / "red.png")
+    folder = export(adapter, tmp_path / "exported")
+    assert not (folder / "adapter_config.json").exists()
+    expected = load_scorer(adapter).score([messages])
+    assert load_scorer(folder).score([messages]) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.fixture
+def adapter(tiny_checkpoint, tmp_path) -> Path:
+    """A LoRA checkpoint whose matrices have been moved from their start."""
+    import torch
+    from peft import get_peft_model
+
+    from vlmrm.modeling import ModelArguments, lora_config
+
+    model = load_for_training(tiny_checkpoint)
+    adapted = get_peft_model(model, lora_config(ModelArguments(use_peft=True, lora_r=4), model))
+    torch.manual_seed(1)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    folder = tmp_path / "adapter"
+    adapted.save_pretrained(folder)
+    processor = load_processor(tiny_checkpoint)
+    save_reward_files(folder, processor=processor, head="linear", min_pixels=None, max_pixels=None, provenance={})
+    return folder
+
+
+def test_an_mlp_head_and_a_filled_folder_are_refused(tiny_checkpoint, tiny_reward_model, tmp_path):
+    with pytest.raises(CheckpointError, match=r"has an mlp head, .*head: linear"):
+        export(reward_model(tmp_path / "mlp", tiny_checkpoint, head="mlp"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="is not empty"):
+        export(tiny_reward_model, tmp_path / "mlp")
+
+
+class FakeHub:
+    """Records what is asked of the hub."""
+
+    def __init__(self, refuse: bool = False):
+        self.asked: list[tuple] = []
+        self.refuse = refuse
+
+    def create_repo(self, repository, *, private, exist_ok):
+        if self.refuse:
+            raise OSError("401 Unauthorized\nsee the log")
+        self.asked.append(("create", repository, private, exist_ok))
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        self.asked.append(("upload", repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
+
+
+def test_the_command_pushes_the_whole_folder_to_the_hub(tiny_reward_model, tmp_path, monkeypatch, capsys):
+    hub = FakeHub()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    words = ["export", "--model", str(tiny_reward_model), "--output", str(tmp_path / "o"), "--push-to-hub", "me/it"]
+    cli.app(words, exit_on_error=False, result_action="return_value")
+    assert f"exported {tiny_reward_model} to {tmp_path / 'o'}" in capsys.readouterr().out
+    create, (_, repository, files) = hub.asked
+    assert create == ("create", "me/it", True, True) and repository == "me/it"
+    assert {"COMPLETE.json", "README.md", "config.json", "model.safetensors", "modeling_reward.py"} <= set(files)
+
+
+def test_a_refused_upload_says_what_to_do(tiny_reward_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(refuse=True))
+    with pytest.raises(ConfigError, match=r"me/it cannot be uploaded to \(401 Unauthorized\): .*hf upload me/it"):
+        export(tiny_reward_model, tmp_path / "o", push_to_hub="me/it")
+    assert (tmp_path / "o" / "COMPLETE.json").exists()

@@ -1,0 +1,65 @@
+"""The scale of a checkpoint's scores, saved with it: the checkpoint is whole before, after, and at every moment."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from vlmrm.errors import CheckpointError
+from vlmrm.modeling import reward_files, verify_complete
+from vlmrm.modeling.reward_files import save_normalization
+
+SCALE = {"mean": 0.25, "std": 1.5, "count": 12, "data": "abc"}
+
+
+@pytest.fixture
+def folder(tmp_path, tiny_reward_model) -> Path:
+    return Path(shutil.copytree(tiny_reward_model, tmp_path / "checkpoint-1"))
+
+
+def info(folder: Path) -> dict:
+    return json.loads((folder / "reward_model.json").read_text())
+
+
+def test_four_fields_change_and_nothing_else(folder):
+    before, manifest = info(folder), verify_complete(folder)
+    assert save_normalization(folder, **SCALE)
+    found = {"reward_mean": 0.25, "reward_std": 1.5, "reward_count": 12, "reward_data": "abc"}
+    assert info(folder) == before | found
+    size = (folder / "reward_model.json").stat().st_size
+    assert verify_complete(folder) == manifest | {"files": manifest["files"] | {"reward_model.json": size}}
+    written = (folder / "COMPLETE.json").stat().st_mtime_ns
+    assert not save_normalization(folder, **SCALE)
+    assert (folder / "COMPLETE.json").stat().st_mtime_ns == written, "what is there already is not written again"
+    assert save_normalization(folder, **SCALE | {"data": "other"}) and info(folder)["reward_data"] == "other"
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2])
+def test_a_kill_after_any_write_leaves_a_whole_checkpoint(folder, writes, monkeypatch):
+    write_json, done = reward_files.write_json, []
+
+    def killed(path, content):
+        if len(done) == writes:
+            raise KeyboardInterrupt
+        done.append(write_json(path, content))
+
+    monkeypatch.setattr(reward_files, "write_json", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_normalization(folder, **SCALE)
+    verify_complete(folder)
+    assert info(folder)["reward_mean"] in (None, 0.25)
+    monkeypatch.setattr(reward_files, "write_json", write_json)
+    assert save_normalization(folder, **SCALE) and "reward_model.json" in verify_complete(folder)["files"]
+
+
+def test_a_checkpoint_of_another_program_is_left_alone_and_a_missing_one_said(folder):
+    (folder / "COMPLETE.json").unlink()
+    assert save_normalization(folder, **SCALE) and info(folder)["reward_std"] == 1.5
+    assert not (folder / "COMPLETE.json").exists(), "it is not called whole by somebody who did not write it"
+    (folder / "reward_model.json").unlink()
+    assert not save_normalization(folder, **SCALE)
+    with pytest.raises(CheckpointError, match="there is no checkpoint folder"):
+        save_normalization(folder / "absent", **SCALE)

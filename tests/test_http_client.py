@@ -1,0 +1,66 @@
+"""What a server's `Retry-After` asks for, when it is asked again, which hosts are this machine, what is said of it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import stamina
+
+from vlmrm.errors import RewardError
+from vlmrm.http_client import LONGEST_WAIT, Unavailable, Unreachable, ask_again, is_loopback, retry_after
+from vlmrm.logs import quiet_libraries
+
+
+def test_retry_after_is_seconds_or_a_date():
+    assert retry_after("3") == 3.0
+    assert retry_after("-5") == retry_after("Thu, 01 Jan 1970 00:00:00 GMT") == 0.0
+    assert retry_after("Fri, 01 Jan 2100 00:00:00 GMT") > 1e9
+
+
+@pytest.mark.parametrize("header", [None, "", "soon", "Fri, 01 Jan 2100 00:00:00 +9999999999999"])
+def test_a_retry_after_that_says_nothing_is_none(header):
+    assert retry_after(header) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "patience", "again"),
+    [
+        (Unavailable("starting"), 1.0, True),
+        (Unreachable("refused"), 1.0, True),
+        (Unavailable("busy", 0.0), 1.0, 0.0),
+        (Unavailable("busy", 7.0), 8.0, 7.0),
+        (Unavailable("busy", 7.0), 7.0, False),
+        (Unavailable("busy", LONGEST_WAIT + 1), 3600.0, False),
+        (Unavailable("starting"), 0.0, False),
+        (RewardError("no such model"), 3600.0, False),
+    ],
+)
+def test_a_server_is_asked_again_when_it_said_so_and_as_long_as_anyone_waits(error, patience, again):
+    asked = ask_again(error, patience)
+    assert (asked, type(asked)) == (again, type(again))
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        ("localhost", True),
+        ("127.0.0.2", True),
+        ("::1", True),
+        ("0.0.0.0", True),
+        ("judge", False),
+        ("10.0.0.1", False),
+    ],
+)
+def test_proxies_are_passed_by_for_this_machine_alone(host, here):
+    assert is_loopback(host) is here
+
+
+def test_the_terminal_says_why_a_request_is_sent_again(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("stamina"), "filters", [])
+    quiet_libraries()
+    for attempt in stamina.retry_context(on=RewardError, attempts=2, wait_initial=0, wait_jitter=0):
+        with attempt:
+            if attempt.num == 1:
+                raise RewardError("http://judge: connection refused")
+    assert "http://judge: connection refused" in caplog.text and "asking again in 0 s" in caplog.text

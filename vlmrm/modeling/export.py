@@ -1,0 +1,150 @@
+"""`vlmrm export`: a checkpoint as others open it: vLLM's classify route, and transformers without vlmrm.
+
+Both take a `<Arch>ForSequenceClassification` with one bias-free linear layer `score` at its top. transformers has no
+such class for the Qwen-VL family, so the folder carries a small one, which `trust_remote_code=True` runs; vLLM
+converts its own language model by the architecture's name. The image processor gets the checkpoint's pixel limits,
+which neither would find in `reward_model.json`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import Environment, PackageLoader
+from PIL import Image
+
+from vlmrm.batching import PaddedBatcher, to_device
+from vlmrm.data.messages import to_messages
+from vlmrm.errors import CheckpointError, ConfigError, first_line
+from vlmrm.modeling.adapters import open_adapter, write_full
+from vlmrm.modeling.architectures import KNOWN
+from vlmrm.modeling.checkpoint import ADAPTER_CONFIG, load_checkpoint, load_scoring_files
+from vlmrm.modeling.manifest import verify_if_listed
+from vlmrm.modeling.reward_files import read_json_of
+from vlmrm.rendering import Renderer
+
+CODE = "modeling_reward.py"
+
+
+def export(
+    model: str | Path,
+    output_folder: str | Path,
+    *,
+    base_model_path: str | Path | None = None,
+    push_to_hub: str | None = None,
+) -> Path:
+    """Writes a reward model, an adapter merged, with all that others need to serve it; returns the folder.
+
+    Args:
+        base_model_path: where the base of an adapter is now.
+        push_to_hub: a repository to upload the folder to; made private where there is none.
+
+    Raises:
+        ConfigError: when the output folder has something in it.
+        CheckpointError: when the model cannot be opened, or its head or architecture cannot be exported.
+    """
+    output_folder = Path(output_folder)
+    if output_folder.exists() and any(output_folder.iterdir()):
+        raise ConfigError(f"{output_folder} is not empty: name a new folder for the exported model.")
+    reward, processor, info = _open(model, base_model_path)
+    if reward.config.reward_head != "linear":
+        raise CheckpointError(
+            f"{model} has an {reward.config.reward_head} head, and others take a linear one alone: serve it with "
+            "vlmrm, or train with head: linear."
+        )
+    if type(reward.config) not in KNOWN:
+        raise CheckpointError(
+            f"{model} is a {type(reward).__name__}, which cannot be exported: Qwen2-VL, Qwen2.5-VL, MiMo-VL and "
+            "Qwen3-VL can."
+        )
+    name = type(reward).__name__
+    reward.config.architectures = reward.config.get_text_config().architectures = [name]
+    reward.config.auto_map = {"AutoModelForSequenceClassification": f"{CODE.removesuffix('.py')}.{name}"}
+    _set_pixel_limits(processor, info)
+    pinned = _pinned(reward, processor)
+    step = (verify_if_listed(model) or {}).get("step")
+    texts = {CODE: _code(name), "README.md": _readme(output_folder.name, info, pinned)}
+    provenance = {**info.get("provenance", {}), "exported_from": Path(model).name}
+    write_full(
+        output_folder, reward, processor, info | {"pinned": [pinned], "provenance": provenance}, step=step, texts=texts
+    )
+    if push_to_hub is not None:
+        _push(output_folder, push_to_hub)
+    return output_folder
+
+
+def _open(model: str | Path, base_model_path: str | Path | None) -> tuple[Any, Any, dict[str, Any]]:
+    if read_json_of(model, ADAPTER_CONFIG) is None:
+        loaded = load_checkpoint(model, base_model_path=base_model_path)
+        return loaded.model, loaded.processor, loaded.info
+    verify_if_listed(model)
+    processor, info = load_scoring_files(model, base_model_path)
+    return open_adapter(model, base_model_path=base_model_path).merge_and_unload(), processor, info
+
+
+def _set_pixel_limits(processor: Any, info: dict[str, Any]) -> None:
+    size = dict(processor.image_processor.size)
+    limits = {"shortest_edge": info.get("min_pixels"), "longest_edge": info.get("max_pixels")}
+    processor.image_processor.size = size | {name: area for name, area in limits.items() if area is not None}
+
+
+def _pinned(model: Any, processor: Any) -> dict[str, Any]:
+    """A conversation about a small image with its score, by the reference batch."""
+    levels = np.add.outer(np.arange(0, 168, 2), np.arange(84)).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(np.stack([levels, levels[::-1], 255 - levels], axis=-1)).save(file, "PNG")
+    uri = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    question = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "What is this?"}]
+    answer = [{"type": "text", "text": "A field of colours, lighter to the right."}]
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    rendered = Renderer(processor).render(to_messages(messages, "user"))
+    with torch.inference_mode():
+        inputs = to_device(PaddedBatcher.for_processor(processor)([rendered]), model.device)
+        score = model.eval()(**inputs).logits.item()
+    return {"messages": messages, "score": score, "dtype": str(model.dtype).removeprefix("torch.")}
+
+
+def _code(name: str) -> str:
+    base = name.replace("ForSequenceClassification", "PreTrainedModel")
+    return _templates().get_template("export_model.py.jinja").render(name=name, base=base)
+
+
+def _readme(title: str, info: dict[str, Any], pinned: dict[str, Any]) -> str:
+    base = info.get("provenance", {}).get("base_model")
+    return (
+        _templates()
+        .get_template("export_readme.md.jinja")
+        .render(
+            title=title,
+            base_model=None if base is None or Path(base).exists() else base,
+            mean=info.get("reward_mean"),
+            std=info.get("reward_std"),
+            code=CODE,
+            score=pinned["score"],
+            dtype=pinned["dtype"],
+        )
+    )
+
+
+def _templates() -> Environment:
+    return Environment(loader=PackageLoader("vlmrm.modeling", "."), trim_blocks=True, keep_trailing_newline=True)
+
+
+def _push(folder: Path, repository: str) -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export a reward model")
+    except (HfHubHTTPError, OSError) as error:
+        raise ConfigError(
+            f"{folder} is written, but {repository} cannot be uploaded to ({first_line(error)}): log in "
+            f"with `hf auth login`, then `hf upload {repository} {folder}`."
+        ) from error
