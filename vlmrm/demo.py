@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from vlmrm.data.digits import QUESTION, write_digits
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.sweep import SweepResult, sweep
+from vlmrm.logs import say
 from vlmrm.modeling import make_tiny
 from vlmrm.scoring import load_scorer
 from vlmrm.training.main import train
@@ -115,8 +115,3 @@ Next:
       --prompt "{QUESTION}" --response "It is three." --response "It is seven.\"
 """
     )
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

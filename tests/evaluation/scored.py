@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from PIL import Image, ImageDraw
+
+from vlmrm.evaluation.analysis import analyse
+from vlmrm.evaluation.results import table_figures
+from vlmrm.evaluation.schema import SCHEMA_VERSION
 
 CATEGORIES = ["chart", "counting", "document", "ocr", "scene"]
 
@@ -99,3 +104,42 @@ def picture(folder: Path, number: int) -> Path:
     path = folder / f"{number}.png"
     image.save(path)
     return path
+
+
+def results_of(frame: pd.DataFrame) -> Any:
+    """What a sweep's details would hold of the one checkpoint of `frame`."""
+    statistics: Any = analyse(frame)
+    model, checkpoint = (str(frame[name].iloc[0]) for name in ("model", "checkpoint"))
+    provenance = {
+        "date": "2026-11-21T03:00:00Z",
+        "git_commit": None,
+        "versions": {"torch": "2.15.0"},
+        "data": "0123abcd",
+        "device": "cpu",
+        "processes": 2,
+        "dtype": "float32",
+        "attention": "shared_prefix",
+        "chat_template_sha256": "4567ef",
+        "bootstrap_draws": 1000,
+        "bootstrap_seed": 0,
+        "checkpoint": {"base_model": "Qwen/Qwen2.5-VL-3B-Instruct", "base_revision": "main"},
+    }
+    row = {
+        "model": model,
+        "checkpoint": checkpoint,
+        "path": f"{model}/{checkpoint}",
+        "error": None,
+        **table_figures(statistics["overall"]),
+        "dropped_rows": 0,
+        "seconds": 1.5,
+        "statistics": statistics,
+        "provenance": provenance,
+    }
+    settings = {"data": provenance["data"]}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "settings": settings,
+        "leakage": None,
+        "best": None,
+        "results": [row],
+    }

@@ -12,11 +12,11 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import brier_score_loss, log_loss
 
 from vlmrm.evaluation.calibration import (
-    brier_score,
     expected_calibration_error,
     fitted_temperature,
     negative_log_likelihood,
     reliability,
+    squared_errors,
 )
 
 MARGINS = np.random.default_rng(0).normal(0.6, 1.5, 500)
@@ -33,14 +33,14 @@ def preferences(temperature: float, count: int = 20_000) -> np.ndarray:
 
 def test_loss_and_brier_are_those_of_both_directions():
     assert negative_log_likelihood(MARGINS) == pytest.approx(log_loss(HAPPENED, BOTH))
-    assert brier_score(MARGINS) == pytest.approx(brier_score_loss(HAPPENED, BOTH))
+    assert squared_errors(MARGINS).mean() == pytest.approx(brier_score_loss(HAPPENED, BOTH))
     assert negative_log_likelihood(np.zeros(3)) == pytest.approx(math.log(2))
-    assert brier_score(np.zeros(3)) == 0.25
+    assert squared_errors(np.zeros(3)).mean() == 0.25
 
 
 def test_large_margins_stay_finite():
     assert negative_log_likelihood(np.array([-1000.0])) == 1000
-    assert brier_score(np.array([-1000.0])) == 1
+    assert squared_errors(np.array([-1000.0])) == 1
 
 
 def test_reliability_is_the_loop_over_bins():
@@ -93,5 +93,5 @@ def test_temperature_of_extremes():
 
 def test_without_pairs_there_are_no_figures():
     none = np.zeros(0)
-    figures = [negative_log_likelihood(none), brier_score(none), fitted_temperature(none)]
+    figures = [negative_log_likelihood(none), fitted_temperature(none)]
     assert all(map(math.isnan, [*figures, expected_calibration_error(reliability(none))]))

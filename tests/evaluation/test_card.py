@@ -9,12 +9,13 @@ import shutil
 import pytest
 from huggingface_hub import ModelCard
 from PIL import Image
-from scored import scored
+from scored import results_of, scored
 
 from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.evaluation.analysis import figures
 from vlmrm.evaluation.card import write_card
+from vlmrm.evaluation.schema import dump_results
 from vlmrm.modeling import verify_complete, write_complete
 
 
@@ -95,4 +96,7 @@ def test_the_command_writes_it_from_a_sweep_s_results(checkpoint, tmp_path, caps
     words = ["card", str(checkpoint), str(tmp_path / "mine.csv"), "--data", "pairs"]
     cli.app(words, exit_on_error=False, result_action="return_value")
     assert capsys.readouterr().out == f"the model card is {checkpoint / 'README.md'}\n"
-    assert (checkpoint / "README.md").exists()
+    assert "Scored on" not in (checkpoint / "README.md").read_text()
+    (tmp_path / "mine.json").write_text(dump_results(results_of(scored(90))))
+    text = write_card(checkpoint, tmp_path / "mine.csv", data="pairs").read_text()
+    assert "Scored on 2026-11-21 on cpu in float32; the data have the fingerprint `0123abcd`." in text

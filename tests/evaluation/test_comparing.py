@@ -30,19 +30,19 @@ def test_mcnemar_is_the_exact_binomial_test():
 
 def test_difference_is_that_of_the_pairs_with_their_prompts_drawn_together():
     first, second = checkpoint(0.1), checkpoint(2.0)
-    [test] = compare({"a": first, "b": second}, seed=5)
+    [test] = compare({"a": first, "b": second})
     right = [(frame["chosen_score"] > 0).to_numpy(float) for frame in (first, second)]
     assert (test.first, test.second, test.pairs) == ("a", "b", 300)
     assert (test.first_accuracy, test.second_accuracy) == pytest.approx((right[0].mean(), right[1].mean()))
     assert (test.only_first, test.only_second) == ((right[0] > right[1]).sum(), (right[1] > right[0]).sum())
-    assert test.difference == pytest.approx(bootstrap({"d": Mean(right[0] - right[1])}, PROMPTS, seed=5)["d"])
+    assert test.difference == pytest.approx(bootstrap({"d": Mean(right[0] - right[1])}, PROMPTS)["d"])
     assert test.difference.low > 0 and test.p_value < 0.001
 
 
 def test_a_checkpoint_equals_itself():
     frame = checkpoint(1.0)
     [test] = compare({"a": frame, "b": frame.copy()})
-    assert test.difference == (0, 0, 0, 0) and test.p_value == 1
+    assert test.difference == (0, 0, 0, 0, len(frame)) and test.p_value == 1
 
 
 def test_every_two_of_several_are_compared_and_the_tests_adjusted_together():

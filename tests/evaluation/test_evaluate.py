@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,10 +17,10 @@ from vlmrm.data.sources import load_comparisons
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.evaluate import _Share, evaluate
-from vlmrm.evaluation.frame import scored_frame
+from vlmrm.evaluation.frame import scored_frame, scored_pairs
 from vlmrm.modeling import batcher_for, load_checkpoint
 from vlmrm.rendering import Renderer
-from vlmrm.scoring.scorer import Scorer
+from vlmrm.scoring.scorer import LocalScorer
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def run(loaded, rows, **options):
 
 
 def scored_alone(loaded, comparison) -> list[float]:
-    return Scorer(loaded, batching="shared").score(comparison.conversations())
+    return LocalScorer(loaded, batching="shared").score(comparison.conversations())
 
 
 def test_every_score_is_that_of_the_changed_conversation_alone(loaded, rows):
@@ -83,6 +84,14 @@ def test_donors_have_another_prompt_of_the_same_kind_and_depend_on_the_data_alon
                     assert bool(own) == bool(other) and not own & other
 
 
+def test_donors_are_of_the_same_batch(tmp_path):
+    rows = load_comparisons([str(colour_pairs(tmp_path, 12))], arguments=DataArguments())
+    share = _Share(rows, 4, 0, 1, with_donors=True)
+    for start in (0, 4, 8):
+        batch = share.__getitems__(range(start, start + 4))
+        assert {row["donor"].id for row in batch} == {row["comparison"].id for row in batch}
+
+
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 5))
 def test_ranks_share_every_row_exactly_once(count, block, ranks):
     shares = [_Share(range(count), block, rank, ranks, with_donors=False).places() for rank in range(ranks)]
@@ -92,9 +101,8 @@ def test_ranks_share_every_row_exactly_once(count, block, ranks):
 def test_the_table_has_a_row_for_each_pair_with_its_scores(loaded, rows):
     result = run(loaded, rows)
     frame = scored_frame(result, model="outputs/m", checkpoint="checkpoint-7", step=7, group_by=["source"])
-    pairs = result.pairs()
-    assert frame["chosen_score"].tolist() == pairs.chosen.tolist()
-    assert frame["rejected_score"].tolist() == pairs.rejected.tolist()
+    pairs = scored_pairs(result.comparisons, result.scores)
+    pd.testing.assert_frame_equal(frame[pairs.columns], pairs)
     assert len(frame) == sum(len(c.pairs()) for c in result.comparisons)
     first = frame.iloc[0]
     assert (first["comparison_id"], first["step"], first["by/source"], first["images"]) == ("pair-0", 7.0, "web", 1)

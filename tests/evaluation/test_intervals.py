@@ -48,7 +48,7 @@ def test_whole_clusters_are_drawn():
         rows = np.concatenate([np.flatnonzero(names == i) for i in rng.integers(40, size=40)])
         draws.append(np.average(values[rows], weights=weights[rows]))
     assert found == pytest.approx(
-        (np.average(values, weights=weights), *np.quantile(draws, [0.025, 0.975]), np.std(draws, ddof=1))
+        (np.average(values, weights=weights), *np.quantile(draws, [0.025, 0.975]), np.std(draws, ddof=1), len(values))
     )
     independent = bootstrap({"mean": Mean(values, weights)}, np.arange(len(values)))["mean"]
     assert found.standard_error > 1.2 * independent.standard_error
@@ -70,6 +70,7 @@ def test_correlation_is_spearmans():
     known = ~np.isnan(other)
     found = bootstrap({"rho": Correlation(values, other)}, names)["rho"]
     assert found.value == pytest.approx(spearmanr(values[known], other[known]).statistic)
+    assert found.n == known.sum()
     rng, draws = np.random.default_rng(11), []
     for _ in range(400):
         rows = np.concatenate([np.flatnonzero((names == i) & known) for i in rng.integers(200, size=200)])
@@ -100,10 +101,11 @@ def test_one_prompt_gives_no_interval():
         },
         ["a", "a", "b"],
     )
-    assert found["mean"].value == 0.5
+    assert (found["mean"].value, found["mean"].n) == (0.5, 2)
     assert math.isnan(found["mean"].low) and math.isnan(found["mean"].standard_error)
-    assert all(map(math.isnan, found["nothing"])) and math.isnan(found["constant"].value)
+    assert all(map(math.isnan, found["nothing"][:4])) and math.isnan(found["constant"].value)
 
 
 def test_figures_need_no_rows():
-    assert all(map(math.isnan, bootstrap({"mean": Mean(np.zeros(0))}, [])["mean"]))
+    *numbers, n = bootstrap({"mean": Mean(np.zeros(0))}, [])["mean"]
+    assert all(map(math.isnan, numbers)) and n == 0

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import time
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pandas as pd
 import pytest
 from pictures import picture
 from PIL import Image
+from runs import colour_pairs, words, write_rows
 
+from vlmrm import cli
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.schema import Branch, Comparison
 from vlmrm.data.sources import load_comparisons
 from vlmrm.errors import RowError
 from vlmrm.evaluation.leakage import Leakage, leakage, normalised
+from vlmrm.evaluation.sweep import sweep
 
 DATA = Path(os.environ.get("VLMRM_TEST_DATA", Path(__file__).parents[2] / "../shared/data"))
 
@@ -124,21 +128,75 @@ def test_rows_that_cannot_be_looked_at_are_named(tmp_path):
     assert found.exact["prompt"].pairs == [("t", "e3")]
 
 
-def test_twenty_pairs_are_named():
+def test_all_are_counted_and_twenty_named():
     train = [row(f"t{i}", f"Question {i}", "a", "b") for i in range(30)]
     found = leakage(train, [row(f"e{i}", f"Question {i}", "c", "d") for i in range(30)])
     assert found.exact["prompt"].rows == 30
-    assert found.exact["prompt"].pairs == [(f"t{i}", f"e{i}") for i in range(20)]
+    assert found.exact["prompt"].pairs == [(f"t{i}", f"e{i}") for i in range(30)]
+    assert found.block()["exact"]["prompt"]["pairs"] == [[f"t{i}", f"e{i}"] for i in range(20)]
 
 
-def test_many_rows_take_seconds():
+@pytest.fixture
+def two_files(tmp_path, monkeypatch) -> None:
+    """train.jsonl and eval.jsonl, whose rows are an old question, a new one with an old answer, one without image."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    picture(0).save("cat.png")
+    picture(0).resize((100, 80)).save("smaller.png")
+    pair = {"chosen": "Yes.", "rejected": "No."}
+    write_rows(Path("train.jsonl"), [{"prompt": "What is this?", "images": ["cat.png"], **pair}])
+    asked = [{"prompt": "what is this", "images": ["smaller.png"]}, {"prompt": "Why?", "images": []}]
+    write_rows(Path("eval.jsonl"), [{**row, **pair} for row in [*asked, {"prompt": "Q", "images": ["gone.png"]}]])
+
+
+def command(words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.app(["leakage", *words.split()], exit_on_error=False, result_action="return_value")
+    return int(ended.value.code or 0)
+
+
+def test_the_command_says_what_leaks(two_files, capsys):
+    assert command("--train train.jsonl --eval eval.jsonl") == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a prompt 0 of 2 1 of 2 an answer 2 of 2 2 of 2 an image 0 of 1 1 of 1" in said
+    assert "eval.jsonl:1 = train.jsonl:1" in said and "eval.jsonl:3: " in said
+    assert "1 of 3 evaluation rows have a prompt or image that was trained on; 1 could not be looked at" in said
+
+
+def test_the_command_s_json_has_the_same_and_its_status_tells_leaks(two_files, capsys):
+    assert command("--json --train train.jsonl --eval eval.jsonl train.jsonl") == 3
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["leaked_rows"], found["unreadable_rows"]) == (4, 2, 1)
+    assert found["exact"]["prompt"] == {
+        "rows": 1,
+        "total": 3,
+        "share": 1 / 3,
+        "pairs": [["train.jsonl:1", "train.jsonl:1"]],
+    }
+    write_rows(Path("new.jsonl"), [{"prompt": "Where?", "chosen": "Yes.", "rejected": "No."}])
+    assert command("--train train.jsonl --eval new.jsonl") == 0  # an equal answer is no leak
+
+
+def test_a_sweep_measures_leaked_and_new_rows_apart(tmp_path, monkeypatch, tiny_reward_model):
+    monkeypatch.chdir(tmp_path)
+    data = colour_pairs(tmp_path / "data", 6)
+    write_rows(data.parent / "train.jsonl", [json.loads(line) for line in data.read_text().splitlines()[:2]])
+    asked = {"model_dirs": tiny_reward_model, "dataset_path": data, "train_data": data.parent / "train.jsonl"}
+    result = sweep(words(**asked, output_file="results.csv", ablations="none", save_normalization=False))
+    found = json.loads(Path("results.json").read_text())["leakage"]
+    frame = pd.read_parquet(result.scores)
+    apart = frame.groupby("by/leaked").apply(lambda rows: (rows["chosen_score"] > rows["rejected_score"]).mean())
+    assert found["leaked_rows"] == (frame["by/leaked"] == "yes").sum() == 2
+    groups = result.rows[0]["statistics"]["by"]["leaked"]
+    assert {name: group["preference_accuracy"]["value"] for name, group in groups.items()} == apart.to_dict()
+
+
+def test_few_of_many_rows_are_found():
     rng = np.random.default_rng(0)
     numbers = rng.integers(0, 2**40, (10_000, 3))
     rows = [row(f"r{i}", f"What is {a}?", f"It is {b}.", f"It is {c}!") for i, (a, b, c) in enumerate(numbers)]
-    started = time.process_time()
     found = leakage(rows[:5_000], rows[4_990:])
     assert found.near["prompt"].rows == 10
-    assert time.process_time() - started < 5
 
 
 def test_photos_of_two_sets_split_by_photo_do_not_leak(tmp_path, monkeypatch):

@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 
 from vlmrm.data.schema import Branch, Comparison
-from vlmrm.evaluation.metrics import (
-    accuracy_half_ties,
-    distribution,
-    groupwise_accuracy,
-    scored_pairs,
-    summary,
-    summary_by_category,
-    trl_summary,
-    weighted_accuracy,
-)
+from vlmrm.evaluation.analysis import analyse, figures
+from vlmrm.evaluation.frame import scored_pairs
+from vlmrm.evaluation.metrics import distribution, groupwise_right, trl_summary
+from vlmrm.evaluation.results import table_figures
 
 
 def comparison(row_id: str, *ratings: float, category: str | None = None) -> Comparison:
@@ -37,15 +31,17 @@ PAIRS = scored_pairs(
 
 
 def test_every_pair_of_every_comparison_counts_the_better_first():
-    assert PAIRS.ids == ["a", "b", "c", "tie", "list", "list", "list"]
-    np.testing.assert_allclose(PAIRS.margins, [1.0, -1.0, 0.0, 0.2, 0.1, 0.1])
+    assert PAIRS["comparison_id"].tolist() == ["a", "b", "c", "tie", "list", "list", "list"]
+    margins = (PAIRS["chosen_score"] - PAIRS["rejected_score"])[~PAIRS["tie"]]
+    np.testing.assert_allclose(margins, [1.0, -1.0, 0.0, 0.2, 0.1, 0.1])
 
 
-def test_summary_counts_ties_of_people_and_of_scores_apart():
+def test_the_table_counts_ties_of_people_and_of_scores_apart():
     margins = [1.0, -1.0, 0.0, 0.2, 0.1, 0.1]
     mean = sum(margins) / 6
-    assert summary(PAIRS) == {
-        "preference_accuracy": 4 / 6,
+    found = figures(PAIRS)
+    assert table_figures(found) == {
+        "preference_accuracy": pytest.approx(4 / 6),
         "average_margin": pytest.approx(mean),
         "margin_std": pytest.approx(math.sqrt(sum((m - mean) ** 2 for m in margins) / 6)),
         "sample_count": 6,
@@ -53,38 +49,31 @@ def test_summary_counts_ties_of_people_and_of_scores_apart():
         "tied_pairs": 1,
         "loss": pytest.approx(sum(math.log1p(math.exp(-m)) for m in margins) / 6),
     }
-    assert accuracy_half_ties(PAIRS.margins) == pytest.approx(4.5 / 6)
+    assert found["accuracy_half_ties"]["value"] == pytest.approx(4.5 / 6)
 
 
 def test_categories_are_those_that_rows_have():
-    found = summary_by_category(PAIRS)
+    found = analyse(PAIRS)["category"]
     assert list(found) == ["x", "y"]
-    assert (found["x"]["sample_count"], found["x"]["preference_accuracy"]) == (2, 0.5)
+    assert (found["x"]["sample_count"], found["x"]["preference_accuracy"]["value"]) == (2, 0.5)
     assert (found["y"]["sample_count"], found["y"]["tied_pairs"]) == (1, 1)
 
 
 def test_trl_names_hold_the_same_figures():
-    ours, theirs = summary(PAIRS), trl_summary(PAIRS)
-    assert theirs["accuracy"] == ours["preference_accuracy"] and theirs["margin"] == ours["average_margin"]
+    ours, theirs = table_figures(figures(PAIRS)), trl_summary(PAIRS)
+    for name, other in {"accuracy": "preference_accuracy", "margin": "average_margin", "loss": "loss"}.items():
+        assert theirs[name] == pytest.approx(ours[other])
     assert (theirs["min_reward"], theirs["max_reward"], theirs["pairs"]) == (-0.5, 9.0, 6)
 
 
 def test_without_pairs_there_are_no_figures():
-    empty = summary(scored_pairs([], []))
-    assert empty["sample_count"] == 0 and math.isnan(empty["preference_accuracy"])
-
-
-def test_weights_say_how_much_a_pair_counts():
-    margins = np.array([1.0, -1.0, 0.0, 2.0])
-    assert weighted_accuracy(margins, np.array([3.0, 1.0, 1.0, np.nan])) == 3 / 5
-    assert weighted_accuracy(margins, np.ones(4)) == 0.5
-    assert math.isnan(weighted_accuracy(margins, np.full(4, np.nan)))
+    empty = trl_summary(scored_pairs([], []))
+    assert empty["pairs"] == 0 and math.isnan(empty["accuracy"]) and math.isnan(empty["mean_reward"])
 
 
 def test_a_comparison_is_right_when_every_pair_is():
     margins = np.array([1.0, 1.0, -1.0, 2.0, 0.0])
-    assert groupwise_accuracy(margins, np.array([0, 1, 1, 2, 3])) == 2 / 4
-    assert math.isnan(groupwise_accuracy(np.zeros(0), np.zeros(0)))
+    assert groupwise_right(margins, np.array([0, 1, 1, 2, 3])).tolist() == [True, False, True, False]
 
 
 def test_distribution_of_a_known_sample():

@@ -20,7 +20,9 @@ def as_jpeg(image: Image.Image, quality: int) -> Image.Image:
 
 
 def distance(one: Image.Image, other: Image.Image) -> int:
-    return (perceptual_hash(one) ^ perceptual_hash(other)).bit_count()
+    hashes = perceptual_hash(one), perceptual_hash(other)
+    assert None not in hashes
+    return (hashes[0] ^ hashes[1]).bit_count()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -38,8 +40,8 @@ def test_other_pictures_are_far():
     assert min(distances) > RADIUS
 
 
-def test_flat_pictures_of_any_grey_are_alike():
-    assert {perceptual_hash(Image.new("L", (64, 64), grey)) for grey in (1, 77, 255)} == {1 << 63}
+def test_flat_pictures_have_no_structure_to_compare():
+    assert {perceptual_hash(Image.new("L", (64, 64), grey)) for grey in (0, 1, 77, 255)} == {None}
 
 
 def changed(hashes: np.ndarray, bits: int, rng: np.random.Generator) -> np.ndarray:

@@ -10,8 +10,8 @@ from pair_frames import pair_frame
 from scipy.stats import spearmanr
 
 from vlmrm.errors import DataError
-from vlmrm.evaluation.intervals import Estimate
-from vlmrm.evaluation.shortcuts import shortcuts
+from vlmrm.evaluation.intervals import Estimate, bootstrap
+from vlmrm.evaluation.shortcuts import reliance_figures, shape_figures
 
 COUNT = 600
 RNG = np.random.default_rng(0)
@@ -28,6 +28,11 @@ def scored(margins, **ablations):
         values = np.asarray(values)
         columns |= {f"{name}_chosen": values, f"{name}_rejected": 0.0 * values}
     return pair_frame(margins, **columns)
+
+
+def shortcuts(frame) -> dict[str, Estimate]:
+    """Every figure of the module."""
+    return bootstrap({**shape_figures(frame), **reliance_figures(frame)}, frame["prompt_id"].to_numpy())
 
 
 def holds(estimate: Estimate, value: float) -> bool:
@@ -69,7 +74,7 @@ def test_length_baseline_gives_half_for_equal_lengths_and_nothing_for_images():
 
 def test_a_model_that_keeps_its_preference_under_other_prompts_does_not_rely_on_them():
     found = shortcuts(scored(MERIT, swapped_prompt=MERIT))
-    assert found["prompt_reliance"] == pytest.approx((0, 0, 0, 0))
+    assert found["prompt_reliance"] == pytest.approx((0, 0, 0, 0, len(MERIT)))
     assert found["swapped_prompt_margin"].value == pytest.approx(MERIT.mean())
     found = shortcuts(scored(MERIT, swapped_prompt=RNG.normal(0, 0.1, COUNT)))
     assert holds(found["prompt_reliance"], 1.0) and holds(found["swapped_prompt_margin"], 0.0)

@@ -13,10 +13,12 @@ from typing import Any
 
 from PIL import Image
 
+from vlmrm.data.irrelevant import prompts_differ
 from vlmrm.data.media import image_size
 from vlmrm.data.schema import Branch, Comparison, Message, Messages
 
 GREY = (128, 128, 128)
+NEAR = 64  # rows, from a multiple of it on, among which a donor is sought before doing without
 
 Ablation = Callable[[Comparison, Comparison | None], Comparison | None]
 Part = dict[str, Any]
@@ -60,6 +62,22 @@ ABLATIONS: Mapping[str, Ablation] = {
     "swapped_prompt": swapped_prompt,
     "response_only": response_only,
 }
+
+
+def donor_of(comparison: Any, place: int, dataset: Any) -> Comparison | None:
+    """A near row of `dataset` whose prompt differs and is of the same kind; None where there is none.
+
+    Of the row's pair (0 and 1, 2 and 3, ...) the other, else one of its four, of its eight and so on: rows of one
+    batch, where its prompt and images are computed anyway. It depends on the data set alone, not on batches and ranks.
+    A row that could not be read has none.
+    """
+    if not isinstance(comparison, Comparison) or not comparison.prompt:
+        return None
+    for other in (place ^ step for step in range(1, NEAR)):
+        donor = dataset[other]["comparison"] if other < len(dataset) else None
+        if isinstance(donor, Comparison) and donor.prompt and prompts_differ(donor.prompt, comparison.prompt):
+            return donor
+    return None
 
 
 def _images(messages: Messages) -> list[Any]:

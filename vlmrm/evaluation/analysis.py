@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from vlmrm.evaluation.calibration import (
     reliability,
     squared_errors,
 )
-from vlmrm.evaluation.intervals import DRAWS, Correlation, Mean, bootstrap, wilson
+from vlmrm.evaluation.intervals import Correlation, Mean, bootstrap, wilson
 from vlmrm.evaluation.metrics import distribution, groupwise_right
 from vlmrm.evaluation.pairs import candidates_of, check_pairs, comparison_numbers, credits_of, margins_of
 from vlmrm.evaluation.ranking import best_of_n, rank_correlations
@@ -42,36 +42,29 @@ NEEDS = {
 }
 
 
-def analyse(frame: pd.DataFrame, group_by: Sequence[str] = (), *, draws: int = DRAWS, seed: int = 0) -> dict[str, Any]:
+def analyse(frame: pd.DataFrame) -> dict[str, Any]:
     """`figures` of the scored pairs of one checkpoint.
 
     Returns:
-        `overall`: figures; `category`: figures by category; `by`: for each name in `group_by` (default: every by/NAME
-        column of the frame) figures by value. Rows without a value are in `overall` only.
+        `overall`: figures; `category`: figures by category; `by`: for every column by/NAME of the frame figures by
+        value. Rows without a value are in `overall` only.
 
     Raises:
-        ConfigError: naming a column of `group_by` that the frame does not have.
         DataError: for a frame that has no figures, or a score that is no number, naming its comparison.
     """
     check_pairs(frame)
-    names = list(group_by) or [name.removeprefix(GROUP) for name in frame if str(name).startswith(GROUP)]
-    for name in names:
-        if f"{GROUP}{name}" not in frame:
-            raise ConfigError(
-                f"group_by names {name}, but the scored pairs have no column {GROUP}{name}: add it to the "
-                "data and evaluate with it in group_by"
-            )
+    columns = [name for name in map(str, frame) if name.startswith(GROUP)]
     return {
-        "overall": figures(frame, draws=draws, seed=seed),
-        "category": _by_value(frame, "category", draws, seed) if "category" in frame else {},
-        "by": {name: _by_value(frame, f"{GROUP}{name}", draws, seed) for name in names},
+        "overall": figures(frame),
+        "category": _by_value(frame, "category") if "category" in frame else {},
+        "by": {name.removeprefix(GROUP): _by_value(frame, name) for name in columns},
     }
 
 
-def figures(frame: pd.DataFrame, *, draws: int = DRAWS, seed: int = 0) -> dict[str, Any]:
+def figures(frame: pd.DataFrame) -> dict[str, Any]:
     """Every figure of the pairs of `frame`, under one flat set of names; NaN where the rows do not allow it.
 
-    An estimate is {value, low, high, standard_error}. Pairs that people tied count in `tied_pairs`, `tied_margin`
+    An estimate is {value, low, high, standard_error, n}. Pairs that people tied count in `tied_pairs`, `tied_margin`
     (their mean absolute margin) and the scores; everything else is of the others.
     """
     margins = margins_of(frame)
@@ -81,8 +74,6 @@ def figures(frame: pd.DataFrame, *, draws: int = DRAWS, seed: int = 0) -> dict[s
     estimates = bootstrap(
         {**_pair_figures(frame, margins), **shape_figures(frame), **reliance_figures(frame)},
         frame["prompt_id"].to_numpy(),
-        draws=draws,
-        seed=seed,
     )
     low, high = wilson(int((decided > 0).sum()), len(decided))
     sizes = np.bincount(candidates.groups)
@@ -117,7 +108,7 @@ def metric(found: Mapping[str, Any], name: str) -> float:
         value = value.get("value")
     if not isinstance(value, (int, float)):
         known = ", ".join(n for n, v in found.items() if isinstance(v, (int, float)) or "value" in v)
-        raise ConfigError(f"there is no metric {name}: choose one of {known}")
+        raise ConfigError(f"there is no metric {name}: choose one of {known or 'another kind, the data give none'}")
     if math.isnan(value):
         reason = f"the pairs have nothing in column {NEEDS[name]}" if name in NEEDS else "no pair allows it"
         raise ConfigError(f"the metric {name} cannot be had, because {reason}: choose another or add it")
@@ -153,6 +144,5 @@ def _groupwise(frame: pd.DataFrame, margins: np.ndarray) -> np.ndarray:
     return right
 
 
-def _by_value(frame: pd.DataFrame, column: str, draws: int, seed: int) -> dict[str, dict[str, Any]]:
-    groups = frame.groupby(column, observed=True)
-    return {str(value): figures(rows, draws=draws, seed=seed) for value, rows in groups}
+def _by_value(frame: pd.DataFrame, column: str) -> dict[str, dict[str, Any]]:
+    return {str(value): figures(rows) for value, rows in frame.groupby(column, observed=True)}

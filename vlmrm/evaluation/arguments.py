@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.ablations import ABLATIONS
+from vlmrm.evaluation.choosing import BENCHMARK, Criterion
 from vlmrm.modeling.arguments import ComputeArguments
 
 
@@ -49,26 +50,84 @@ class EvaluationArguments(ComputeArguments):
     group_by: list[str] = field(
         default_factory=list, metadata={"help": "Columns of the data whose values get figures of their own."}
     )
-    fail_under: float | None = field(
-        default=None, metadata={"help": "Exit with status 6 when no checkpoint's accuracy reaches this."}
+    train_data: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "What the models were trained on, in any of the formats of `dataset_path`: the results then say "
+            "which evaluation rows are in it, and how good the models are on the others."
+        },
     )
+    metric_for_best: str = field(
+        default="preference_accuracy",
+        metadata={
+            "help": "The figure that chooses the best checkpoint: one of `statistics`, such as `loss`, "
+            "`image_reliance` or `groupwise_accuracy`; `accuracy/CATEGORY`; or `benchmark/NAME`."
+        },
+    )
+    one_standard_error: bool = field(
+        default=False,
+        metadata={
+            "help": "Choose the earliest checkpoint of the best one's training that is within one standard error of "
+            "it."
+        },
+    )
+    fail_under: float | None = field(
+        default=None, metadata={"help": "Exit with status 6 when the best checkpoint's `metric_for_best` is below."}
+    )
+    save_normalization: bool = field(
+        default=True,
+        metadata={
+            "help": "Save mean and spread of the scores with the best checkpoint, in its `reward_model.json`; nothing "
+            "else of it changes."
+        },
+    )
+    watch: bool = field(
+        default=False, metadata={"help": "Wait for checkpoints, and evaluate each as soon as a training has saved it."}
+    )
+    watch_timeout: float = field(
+        default=60.0, metadata={"help": "Minutes without a new checkpoint after which `watch` ends."}
+    )
+    keep_best: int | None = field(
+        default=None,
+        metadata={"help": "Mark so many of the best checkpoints, and delete the others, after asking."},
+    )
+    yes: bool = field(default=False, metadata={"help": "Delete what `keep_best` lists without asking."})
     dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that open and process images."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the checkpoint."})
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("model_dirs", "ablations", "group_by"):
+        for name in ("model_dirs", "ablations", "group_by", "train_data"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, [getattr(self, name)])
         self.ablations = [name for name in self.ablations if name != "none"]
         for name in self.ablations:
             if name not in ABLATIONS:
                 raise ConfigError(f"ablations names {name!r}: choose from {', '.join(ABLATIONS)}, or none.")
-        if self.fail_under is not None and not 0 <= self.fail_under <= 1:
-            raise ConfigError(f"fail_under is {self.fail_under}: it is an accuracy, from 0 to 1.")
+        self._check_choice()
         if not self.model_dirs:
             raise ConfigError("model_dirs is missing: name at least one training output folder or checkpoint.")
         if self.eval_batch_size < 1:
             raise ConfigError(f"eval_batch_size is {self.eval_batch_size}: it must be at least 1.")
         if not self.output_file.endswith(".csv"):
             raise ConfigError(f"output_file is {self.output_file}: it must end in .csv (the .json goes beside it).")
+
+    def _check_choice(self) -> None:
+        """What is wrong with choosing is said before anything is scored."""
+        criterion = Criterion(self.metric_for_best, self.one_standard_error)
+        if self.fail_under is not None:
+            if not criterion.higher_is_better:
+                raise ConfigError(
+                    f"fail_under needs a metric_for_best of which more is better, and of {criterion.metric} less is: "
+                    "choose another."
+                )
+            if "accuracy" in criterion.metric and not 0 <= self.fail_under <= 1:
+                raise ConfigError(f"fail_under is {self.fail_under}: it is an accuracy, from 0 to 1.")
+        if self.keep_best is not None and self.keep_best < 1:
+            raise ConfigError(f"keep_best is {self.keep_best}: it must be at least 1.")
+        if self.yes and self.keep_best is None:
+            raise ConfigError("yes answers keep_best, which is not given: add it, or leave yes out.")
+        if self.watch_timeout <= 0:
+            raise ConfigError(f"watch_timeout is {self.watch_timeout} minutes: it must be more than 0.")
+        if self.metric_for_best.startswith(BENCHMARK) and self.benchmark is None:
+            raise ConfigError(f"metric_for_best is {self.metric_for_best}, which needs a benchmark: name one.")

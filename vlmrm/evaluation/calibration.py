@@ -36,31 +36,26 @@ def negative_log_likelihood(margins: np.ndarray) -> float:
 
 
 def squared_errors(margins: np.ndarray) -> np.ndarray:
-    """(1 - σ(margin))² of each of margins[N]: the same in both directions."""
+    """(1 - σ(margin))² of each of margins[N], the same in both directions: their mean is the Brier score."""
     return expit(-margins) ** 2
 
 
-def brier_score(margins: np.ndarray) -> float:
-    """Mean squared error of σ(margin); 0.25 for a model without an opinion. NaN for no pairs."""
-    return float(np.mean(squared_errors(margins))) if len(margins) else float("nan")
-
-
-def reliability(margins: np.ndarray, bins: int = BINS) -> list[ReliabilityBin]:
-    """How often what was given a probability happened, by `bins` equally wide bins of that probability.
+def reliability(margins: np.ndarray) -> list[ReliabilityBin]:
+    """How often what was given a probability happened, by `BINS` equally wide bins of that probability.
 
     A probability on the border of two bins belongs to the upper one.
     """
     probabilities = np.concatenate([expit(margins), expit(-margins)])
     happened = np.repeat([1.0, 0.0], len(margins))
-    edges = np.linspace(0.0, 1.0, bins + 1)
+    edges = np.linspace(0.0, 1.0, BINS + 1)
     codes = np.digitize(probabilities, edges[1:-1])
-    counts = np.bincount(codes, minlength=bins)
+    counts = np.bincount(codes, minlength=BINS)
     with np.errstate(invalid="ignore"):
-        means = np.bincount(codes, weights=probabilities, minlength=bins) / counts
-        frequencies = np.bincount(codes, weights=happened, minlength=bins) / counts
+        means = np.bincount(codes, weights=probabilities, minlength=BINS) / counts
+        frequencies = np.bincount(codes, weights=happened, minlength=BINS) / counts
     return [
         ReliabilityBin(float(edges[i]), float(edges[i + 1]), int(counts[i]), float(means[i]), float(frequencies[i]))
-        for i in range(bins)
+        for i in range(BINS)
     ]
 
 

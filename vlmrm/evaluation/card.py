@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.report.checkpoints import Checkpoint, read_frames, split
-from vlmrm.evaluation.report.sections import ABLATIONS, headline, interval, number, percent
+from vlmrm.evaluation.report.parts import interval, number, percent
+from vlmrm.evaluation.report.reliance import ABLATIONS, headline
+from vlmrm.evaluation.report.sweeps import read_sweeps
 from vlmrm.evaluation.results import replace_file
+from vlmrm.evaluation.schema import Provenance, ResultsFile
 from vlmrm.modeling.manifest import verify_complete, write_complete
 from vlmrm.modeling.reward_files import read_reward_file
 
@@ -28,7 +32,7 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
 
     Raises:
         CheckpointError: when the checkpoint is not whole.
-        ConfigError: when the results do not hold it.
+        ConfigError: when the results do not hold it, or are of another version.
     """
     folder = Path(model_dir)
     manifest = verify_complete(folder)
@@ -49,6 +53,7 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
         headline=headline(measured),
         length=percent(measured.figures["length_baseline_accuracy"]["value"]),
         correlation=number(measured.figures["margin_length_correlation"]["value"], 2),
+        scored=_provenance(measured, read_sweeps([results])),
         info=info,
         provenance=info.get("provenance", {}),
     )
@@ -70,6 +75,13 @@ def _find(folder: Path, frame: pd.DataFrame) -> Checkpoint:
             "itself, and give those results."
         )
     return found[0]
+
+
+def _provenance(measured: Checkpoint, sweeps: Sequence[ResultsFile]) -> Provenance | None:
+    """Where the figures came from, if the results say so: scored pairs alone do not."""
+    rows = (row for sweep in sweeps for row in sweep["results"] if "provenance" in row)
+    named = (row for row in rows if (row["model"], row["checkpoint"]) == (measured.model, measured.name))
+    return next((row["provenance"] for row in named), None)
 
 
 def _rows(measured: Checkpoint) -> list[tuple[str, str, str, str]]:

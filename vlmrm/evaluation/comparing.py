@@ -37,7 +37,7 @@ class PairedTest(NamedTuple):
     adjusted_p_value: float
 
 
-def compare(frames: Mapping[str, pd.DataFrame], *, draws: int = DRAWS, seed: int = 0) -> list[PairedTest]:
+def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
     """Every two of `frames`, scored pairs by the name of their checkpoint, on the pairs that all of them have.
 
     Raises:
@@ -48,8 +48,8 @@ def compare(frames: Mapping[str, pd.DataFrame], *, draws: int = DRAWS, seed: int
     right, prompts = _right_of_shared_pairs(frames)
     count = len(right)
     sums = sums_by_cluster(np.concatenate([right, np.ones((count, 1))], axis=1), prompts)
-    drawn = resample(sums, draws=draws, seed=seed)
-    samples = drawn[:, :-1] / drawn[:, -1:] if len(sums) > 1 else np.full((draws, len(frames)), np.nan)
+    drawn = resample(sums)
+    samples = drawn[:, :-1] / drawn[:, -1:] if len(sums) > 1 else np.full((DRAWS, len(frames)), np.nan)
     accuracies = right.mean(axis=0)
     tests = []
     for (i, first), (j, second) in combinations(enumerate(frames), 2):
@@ -61,7 +61,7 @@ def compare(frames: Mapping[str, pd.DataFrame], *, draws: int = DRAWS, seed: int
                 pairs=count,
                 first_accuracy=float(accuracies[i]),
                 second_accuracy=float(accuracies[j]),
-                difference=estimate(float(accuracies[i] - accuracies[j]), samples[:, i] - samples[:, j]),
+                difference=estimate(float(accuracies[i] - accuracies[j]), samples[:, i] - samples[:, j], count),
                 only_first=only_first,
                 only_second=only_second,
                 p_value=mcnemar(only_first, only_second),

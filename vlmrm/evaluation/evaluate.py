@@ -13,13 +13,9 @@ from tqdm import tqdm
 
 from vlmrm.batching import ComparisonCollator, scores_by_ablation, to_device
 from vlmrm.batching.workers import plain_worker_errors
-from vlmrm.data.irrelevant import prompts_differ
 from vlmrm.data.schema import Comparison
-from vlmrm.evaluation.ablations import Ablation
-from vlmrm.evaluation.metrics import ScoredPairs, scored_pairs
+from vlmrm.evaluation.ablations import Ablation, donor_of
 from vlmrm.modeling import RewardModel
-
-NEIGHBOURS = 50  # rows looked at for a donor before doing without
 
 
 @dataclass
@@ -33,14 +29,6 @@ class Evaluation:
     scores: list[list[float]] = field(default_factory=list)
     ablated: list[dict[str, list[float]]] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
-
-    def pairs(self) -> ScoredPairs:
-        return scored_pairs(self.comparisons, self.scores)
-
-    def ablated_pairs(self, name: str) -> ScoredPairs:
-        """The pairs of the comparisons that the ablation meant something for."""
-        rows = [(c, scores[name]) for c, scores in zip(self.comparisons, self.ablated, strict=True) if name in scores]
-        return scored_pairs([c for c, _ in rows], [scores for _, scores in rows])
 
 
 @dataclass
@@ -76,17 +64,8 @@ class _Share:
         rows = [{"index": place, "comparison": c} for place, c in zip(places, comparisons, strict=True)]
         if self.with_donors:
             for row in rows:
-                row["donor"] = self._donor(row["index"], row["comparison"])
+                row["donor"] = donor_of(row["comparison"], row["index"], self.dataset)
         return rows
-
-    def _donor(self, place: int, comparison: Any) -> Comparison | None:
-        if not isinstance(comparison, Comparison) or not comparison.prompt:
-            return None
-        for step in range(1, min(NEIGHBOURS, len(self.dataset) - 1) + 1):
-            other = self.dataset[(place + step) % len(self.dataset)]["comparison"]
-            if isinstance(other, Comparison) and other.prompt and prompts_differ(other.prompt, comparison.prompt):
-                return other
-        return None
 
 
 @dataclass

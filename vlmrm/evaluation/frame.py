@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -15,39 +15,44 @@ from vlmrm.data.schema import Branch, Comparison, Messages, media_references, te
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.evaluate import Evaluation
+from vlmrm.evaluation.pairs import COLUMNS
 
 TEXT = 2000  # characters kept of a text, for the report
+
+
+def scored_pairs(comparisons: Sequence[Comparison], scores: Sequence[Sequence[float]]) -> pd.DataFrame:
+    """One row for each pair of each comparison, in order; `scores[i]` has one score a branch.
+
+    Columns: comparison_id, pair, prompt_id (what was asked, the cluster of the bootstrap), category, tie, weight;
+    chosen_ and rejected_ branch, rating, score. All statistics can be had from them.
+    """
+    rows = [row for each in zip(comparisons, scores, strict=True) for row in _pairs_of(*each)]
+    return pd.DataFrame(rows, columns=pd.Index(["category", *COLUMNS]))
 
 
 def scored_frame(
     result: Evaluation, *, model: str = "", checkpoint: str = "", step: int | None = None, group_by: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """One row for each pair of each comparison, in order.
+    """`scored_pairs` with all that the report shows of them.
 
-    Columns: model, checkpoint, step; comparison_id, pair, prompt_id (what was asked, the cluster of the bootstrap),
-    category, by/NAME for each of `group_by`; chosen_ and rejected_ branch, rating, score, length (characters), pixels,
-    text; tie, weight, margin_label, agreement, images; prompt_text, image_paths; and for each ablation its _chosen and
-    _rejected score, NaN where it means nothing.
+    Further columns: model, checkpoint, step; by/NAME for each of `group_by`; chosen_ and rejected_ length
+    (characters), pixels, text, image_paths; margin_label, agreement, images; prompt_text, image_paths; and for each
+    ablation its _chosen and _rejected score, NaN where it means nothing.
 
     Raises:
         ConfigError: when no row has a column named in `group_by`.
     """
-    for name in group_by:
-        if not any(name in comparison.columns for comparison in result.comparisons):
-            raise ConfigError(
-                f"group_by names {name}, which no row of the evaluation data has: check the column's name."
-            )
+    check_columns(result.comparisons, group_by)
     rows: list[dict[str, Any]] = []
     for comparison, scores, ablated in zip(result.comparisons, result.scores, result.ablated, strict=True):
         shared = {"model": model, "checkpoint": checkpoint, "step": step, **_of_comparison(comparison, group_by)}
         branches = [_of_branch(branch) for branch in comparison.branches]
-        for number, (chosen, rejected, tie) in enumerate(comparison.pairs()):
-            row = {**shared, "pair": number, "tie": tie}
-            for side, i in (("chosen", chosen), ("rejected", rejected)):
-                row |= {f"{side}_branch": i, f"{side}_score": scores[i]}
+        for row in _pairs_of(comparison, scores):
+            for side in ("chosen", "rejected"):
+                i = row[f"{side}_branch"]
                 row |= {f"{side}_{name}": value for name, value in branches[i].items()}
                 row |= {f"{name}_{side}": ablated[name][i] if name in ablated else None for name in ABLATIONS}
-            rows.append(row)
+            rows.append({**shared, **row})
     frame = pd.DataFrame(rows)
     numbers = [f"{name}_{side}" for name in ABLATIONS for side in ("chosen", "rejected")]
     for name in ("step", "margin_label", "agreement", *numbers):
@@ -56,14 +61,42 @@ def scored_frame(
     return frame
 
 
-def _of_comparison(comparison: Comparison, group_by: Sequence[str]) -> dict[str, Any]:
-    images = [r for r in media_references(comparison.prompt) if not isinstance(r, (list, tuple))]
-    return {
+def check_columns(comparisons: Iterable[Comparison], group_by: Sequence[str]) -> None:
+    """Refuses a column that no row has.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    absent = list(group_by)
+    for comparison in comparisons:
+        absent = [name for name in absent if name not in comparison.columns]
+        if not absent:
+            return
+    if absent:
+        raise ConfigError(
+            f"group_by names {absent[0]}, which no row of the evaluation data has: check the column's name."
+        )
+
+
+def _pairs_of(comparison: Comparison, scores: Sequence[float]) -> Iterator[dict[str, Any]]:
+    shared = {
         "comparison_id": comparison.id,
         "prompt_id": _prompt_id(comparison),
         "category": comparison.category,
-        **{f"by/{name}": comparison.columns.get(name) for name in group_by},
         "weight": comparison.weight,
+    }
+    for number, (chosen, rejected, tie) in enumerate(comparison.pairs()):
+        row = {**shared, "pair": number, "tie": tie}
+        for side, i in (("chosen", chosen), ("rejected", rejected)):
+            rating = float(comparison.branches[i].rating)
+            row |= {f"{side}_branch": i, f"{side}_rating": rating, f"{side}_score": scores[i]}
+        yield row
+
+
+def _of_comparison(comparison: Comparison, group_by: Sequence[str]) -> dict[str, Any]:
+    images = [r for r in media_references(comparison.prompt) if not isinstance(r, (list, tuple))]
+    return {
+        **{f"by/{name}": comparison.columns.get(name) for name in group_by},
         "margin_label": comparison.margin,
         "agreement": comparison.columns.get("agreement"),
         "images": len(images),
@@ -76,7 +109,6 @@ def _of_branch(branch: Branch) -> dict[str, Any]:
     images = [r for r in media_references(branch.messages) if not isinstance(r, (list, tuple))]
     text = text_of(branch.messages)
     return {
-        "rating": float(branch.rating),
         "length": len(text),
         "pixels": sum(map(_pixels, images)),
         "text": text[:TEXT],

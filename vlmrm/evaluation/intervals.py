@@ -15,17 +15,20 @@ import pandas as pd
 from scipy.stats import binomtest, rankdata
 
 DRAWS = 1000
+SEED = 0
 LEVEL = 0.95
 CELLS = 1 << 22  # draws x clusters held at a time: 32 MiB
 
 
 class Estimate(NamedTuple):
-    """A figure, the ends of its 95 % interval, and its standard error; NaN where they cannot be known."""
+    """A figure, the ends of its 95 % interval, its standard error (NaN where they cannot be known), and how many
+    values it is of."""
 
     value: float
     low: float
     high: float
     standard_error: float
+    n: int
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,13 @@ class Mean:
     values: np.ndarray
     weights: np.ndarray | None = None
 
-    def sums(self) -> np.ndarray:
-        """What a row adds: [N, 2]."""
+    def sums(self) -> tuple[np.ndarray, int]:
+        """What a row adds, [N, 2], and how many rows count."""
         weights = np.ones(len(self.values)) if self.weights is None else np.asarray(self.weights, dtype=np.float64)
         product = weights * self.values
         counts = ~np.isnan(product)
-        return np.stack([np.where(counts, product, 0.0), np.where(counts, weights, 0.0)], axis=1)
+        added = np.stack([np.where(counts, product, 0.0), np.where(counts, weights, 0.0)], axis=1)
+        return added, int(counts.sum())
 
     @staticmethod
     def of(sums: np.ndarray) -> np.ndarray:
@@ -59,12 +63,12 @@ class Correlation:
     x: np.ndarray
     y: np.ndarray
 
-    def sums(self) -> np.ndarray:
-        """What a row adds: [N, 6]."""
+    def sums(self) -> tuple[np.ndarray, int]:
+        """What a row adds, [N, 6], and how many places count."""
         x, y = (np.reshape(each, (len(each), -1)).astype(np.float64) for each in (self.x, self.y))
         counts = ~np.isnan(x) & ~np.isnan(y)
         a, b = _ranks(x, counts), _ranks(y, counts)
-        return np.stack([a, b, a * a, b * b, a * b, counts], axis=-1).sum(axis=1)
+        return np.stack([a, b, a * a, b * b, a * b, counts], axis=-1).sum(axis=1), int(counts.sum())
 
     @staticmethod
     def of(sums: np.ndarray) -> np.ndarray:
@@ -84,7 +88,7 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 
 
 def bootstrap(
-    figures: Mapping[str, Mean | Correlation], clusters: Sequence | np.ndarray, *, draws: int = DRAWS, seed: int = 0
+    figures: Mapping[str, Mean | Correlation], clusters: Sequence | np.ndarray, *, draws: int = DRAWS, seed: int = SEED
 ) -> dict[str, Estimate]:
     """Each figure with its percentile interval; clusters[N] names the cluster of every row.
 
@@ -92,16 +96,16 @@ def bootstrap(
     """
     if not figures:
         return {}
-    columns = [figure.sums() for figure in figures.values()]
+    columns, sizes = zip(*(figure.sums() for figure in figures.values()), strict=True)
     sums = sums_by_cluster(np.concatenate(columns, axis=1), clusters)
     drawn = resample(sums, draws=draws, seed=seed)
     total = sums.sum(axis=0)
     estimates, end = {}, 0
-    for (name, figure), own in zip(figures.items(), columns, strict=True):
+    for (name, figure), own, size in zip(figures.items(), columns, sizes, strict=True):
         start, end = end, end + own.shape[1]
         known = np.count_nonzero(sums[:, end - 1]) > 1  # the last sum is the count
         samples = figure.of(drawn[:, start:end]) if known else np.full(draws, np.nan)
-        estimates[name] = estimate(float(figure.of(total[start:end])), samples)
+        estimates[name] = estimate(float(figure.of(total[start:end])), samples, size)
     return estimates
 
 
@@ -112,7 +116,7 @@ def sums_by_cluster(columns: np.ndarray, clusters: Sequence | np.ndarray) -> np.
     return np.stack(summed, axis=1)
 
 
-def resample(sums: np.ndarray, *, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
+def resample(sums: np.ndarray, *, draws: int = DRAWS, seed: int = SEED) -> np.ndarray:
     """The sums [C, S] of as many clusters, drawn with replacement, added up: [draws, S]."""
     rng = np.random.default_rng(seed)
     count = len(sums)
@@ -127,13 +131,13 @@ def resample(sums: np.ndarray, *, draws: int = DRAWS, seed: int = 0) -> np.ndarr
     return drawn
 
 
-def estimate(value: float, samples: np.ndarray) -> Estimate:
-    """`value` with the spread of its bootstrap samples [draws]; draws in which it has no value are left out."""
+def estimate(value: float, samples: np.ndarray, n: int) -> Estimate:
+    """`value` of n with the spread of its bootstrap samples [draws]; draws in which it has no value are left out."""
     samples = samples[~np.isnan(samples)]
     if len(samples) < 2:
-        return Estimate(value, float("nan"), float("nan"), float("nan"))
+        return Estimate(value, float("nan"), float("nan"), float("nan"), n)
     low, high = np.quantile(samples, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(value, float(low), float(high), float(samples.std(ddof=1)))
+    return Estimate(value, float(low), float(high), float(samples.std(ddof=1)), n)
 
 
 def _ranks(values: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -3,8 +3,8 @@
 A prompt or answer is its text and its images together: "What is this?" about two photos is two prompts. *Exact* is the
 same text and the same pixels, whatever the file is called. *Near* is the same text but for case, width, white space
 and punctuation, with images whose perceptual hashes differ in at most 4 of 64 bits: re-encoded, resized or lightly
-retouched. Crops, mirror images and paraphrases are not found. A video file is the same where its path or its embedded
-bytes are; a list of frames is images.
+retouched. Crops, mirror images and paraphrases are not found; the hash does not see colour, and an image of one grey
+has none. A video file is the same where its path or its embedded bytes are; a list of frames is images.
 """
 
 from __future__ import annotations
@@ -31,28 +31,70 @@ CHUNK = 1000  # rows whose images are looked at together
 
 @dataclass(frozen=True)
 class Overlap:
-    """Of the `total` evaluation rows that have such a thing, `rows` have one that a training row has.
+    """The evaluation rows with something that a training row has, of the `total` that have such a thing at all.
 
-    `share` is rows / total, NaN where the total is 0; `pairs` are the first 20 as (training id, evaluation id).
+    `pairs` are (training id, evaluation id), one for each of them.
     """
 
-    rows: int
-    total: int
-    share: float
     pairs: list[tuple[str, str]]
+    total: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def share(self) -> float:
+        """NaN where there is nothing that could overlap."""
+        return self.rows / self.total if self.total else float("nan")
 
 
 @dataclass(frozen=True)
 class Leakage:
-    """Overlaps by kind (`prompt`, `answer`, `image`), and the rows that could not be looked at, as (id, reason)."""
+    """Overlaps by kind (`prompt`, `answer`, `image`); a row that is found exactly is found nearly, too.
+
+    `rows` is the number of evaluation rows, `unreadable` those of either side that could not be looked at, as (id,
+    reason).
+    """
 
     exact: Mapping[str, Overlap]
     near: Mapping[str, Overlap]
+    rows: int
     unreadable: list[tuple[str, str]]
+
+    @property
+    def leaked(self) -> set[str]:
+        """Ids of the evaluation rows whose prompt or an image was trained on, exactly or nearly.
+
+        An answer alone is no leak: that many questions are answered by "Yes." is no fault of the data.
+        """
+        return {row_id for kind in ("prompt", "image") for _, row_id in self.near[kind].pairs}
+
+    def block(self) -> dict[str, Any]:
+        """All of it as plain values for JSON; of pairs and reasons the first 20."""
+        overlaps = {
+            name: {
+                kind: {
+                    "rows": one.rows,
+                    "total": one.total,
+                    "share": one.share if one.total else None,
+                    "pairs": [list(pair) for pair in one.pairs[:SHOWN]],
+                }
+                for kind, one in by_kind.items()
+            }
+            for name, by_kind in (("exact", self.exact), ("near", self.near))
+        }
+        return {
+            "rows": self.rows,
+            "leaked_rows": len(self.leaked),
+            **overlaps,
+            "unreadable_rows": len(self.unreadable),
+            "unreadable": [list(row) for row in self.unreadable[:SHOWN]],
+        }
 
 
 class Looks(NamedTuple):
-    """What an image is compared by: a digest of its pixels and a perceptual hash; a video file has no such hash."""
+    """What an image is compared by: a digest of its pixels and a perceptual hash, None for one grey and for videos."""
 
     digest: str
     hash: int | None
@@ -79,10 +121,13 @@ def leakage(train: Iterable[Comparison | RowError], evaluation: Iterable[Compari
     """
     looks: dict[str, Looks | MediaError] = {}
     unreadable: list[tuple[str, str]] = []
-    known, asked = list(_rows(train, looks, unreadable)), list(_rows(evaluation, looks, unreadable))
+    known = list(_rows(train, looks, unreadable))
+    of_training = len(unreadable)
+    asked = list(_rows(evaluation, looks, unreadable))
     return Leakage(
         exact={kind: _overlap(known, asked, kind, _exact_finder) for kind in KINDS},
         near={kind: _overlap(known, asked, kind, _near_finder) for kind in KINDS},
+        rows=len(asked) + len(unreadable) - of_training,
         unreadable=unreadable,
     )
 
@@ -119,8 +164,7 @@ def _overlap(
         found = [train_id for piece in row.pieces[kind] if (train_id := find(piece)) is not None]
         if found:
             pairs.append((min(found), row.id))
-    share = len(pairs) / len(rows) if rows else float("nan")
-    return Overlap(len(pairs), len(rows), share, pairs[:SHOWN])
+    return Overlap(pairs, len(rows))
 
 
 def _exact_finder(known: dict[Piece, str], asked: set[Piece]) -> Finder:

@@ -35,16 +35,22 @@ def check_pairs(frame: pd.DataFrame) -> None:
         raise DataError(f"the scored pairs have no column {missing[0]}: evaluate the checkpoint again")
     if frame.empty:
         raise DataError("there are no scored pairs: check the evaluation data")
-    sources = frame[[name for name in ("model", "checkpoint") if name in frame]].drop_duplicates()
+    names = [name for name in ("model", "checkpoint") if name in frame]
+    sources = frame[names].drop_duplicates() if names else ()
     if len(sources) > 1:
         raise DataError(f"the scored pairs are of {len(sources)} checkpoints: take the rows of one")
-    bad = ~np.isfinite(frame[["chosen_score", "rejected_score"]].to_numpy(dtype=np.float64)).all(axis=1)
+    bad = not_finite(frame)
     if bad.any():
         first = frame["comparison_id"].to_numpy()[bad][0]
         raise DataError(
             f"{bad.sum()} scored pairs have a score that is no finite number, the first in comparison {first}: "
             "the checkpoint is broken or its dtype too narrow"
         )
+
+
+def not_finite(frame: pd.DataFrame) -> np.ndarray:
+    """Whether a score of the pair is no finite number: [N]."""
+    return ~np.isfinite(frame[["chosen_score", "rejected_score"]].to_numpy(dtype=np.float64)).all(axis=1)
 
 
 def margins_of(frame: pd.DataFrame) -> np.ndarray:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 
 from vlmrm.errors import ConfigError
+from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.public import table as published_table
+from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, Estimate, Figures, Row, dump_results, load_results
 
 COLUMNS = ["model", "checkpoint", "preference_accuracy", "average_margin", "margin_std", "sample_count"]
 
@@ -21,25 +22,22 @@ COLUMNS = ["model", "checkpoint", "preference_accuracy", "average_margin", "marg
 class Results:
     """The table (.csv), its details (.json) and all scored pairs (.scores.parquet), written after each checkpoint."""
 
-    def __init__(self, csv: Path, settings: dict[str, Any]):
+    def __init__(self, csv: Path, settings: dict[str, Any], leakage: dict[str, Any] | None = None):
         self.csv, self.json, self.parquet = csv, csv.with_suffix(".json"), csv.with_suffix(".scores.parquet")
-        self.settings = settings
-        self.rows: list[dict[str, Any]] = []
+        self.settings, self.leakage = settings, leakage
+        self.rows: list[Row] = []
+        self.best: Best | None = None
         self.frame: pd.DataFrame | None = None
         if self.json.exists():
             self._continue()
 
     def _continue(self) -> None:
-        try:
-            saved = json.loads(self.json.read_text(encoding="utf-8"))
-            same = digest(saved["settings"]) == digest(self.settings)
-            self.rows = saved["results"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{self.json} is not a results file of this program: choose another output_file."
-            ) from error
-        if not same:
+        saved = load_results(self.json)
+        if digest(saved["settings"]) != digest(self.settings):
+            if all(row["error"] for row in saved["results"]):
+                return  # nothing to lose, and maybe the settings were what was wrong
             raise ConfigError(f"{self.json} holds results of other data or settings: choose another output_file.")
+        self.rows, self.best = saved["results"], saved["best"]
         if self.parquet.exists():
             self.frame = pd.read_parquet(self.parquet)
 
@@ -47,8 +45,8 @@ class Results:
         """Paths of the checkpoints with figures; those that failed are tried again."""
         return {row["path"] for row in self.rows if not row["error"]}
 
-    def add(self, row: dict[str, Any], frame: pd.DataFrame | None, write: bool) -> None:
-        """Puts a checkpoint's row, and its scored pairs, in place of earlier ones; one process writes."""
+    def add(self, row: Row, frame: pd.DataFrame | None) -> None:
+        """Puts a checkpoint's row, and its scored pairs, in place of earlier ones."""
         self.rows = [other for other in self.rows if other["path"] != row["path"]] + [row]
         if frame is not None:
             earlier = self.frame
@@ -56,52 +54,77 @@ class Results:
                 same = (earlier["model"] == row["model"]) & (earlier["checkpoint"] == row["checkpoint"])
                 earlier = earlier[~same]
             self.frame = frame if earlier is None else pd.concat([earlier, frame], ignore_index=True)
-        if not write:
-            return
+
+    def write(self) -> None:
+        """All three files; one process calls it."""
         self.csv.parent.mkdir(parents=True, exist_ok=True)
         if self.frame is not None:
             # First: a row of the table without its pairs would not be evaluated again.
             temporary = self.parquet.with_name(self.parquet.name + ".tmp")
             self.frame.to_parquet(temporary, index=False)
             os.replace(temporary, self.parquet)
-        details = {"settings": self.settings, "results": self.rows}
-        replace_file(self.json, json.dumps(_plain(details), indent=2, default=str, allow_nan=False) + "\n")
-        replace_file(self.csv, table(self.rows).to_csv(index=False))
+        self.write_tables()
+
+    def write_tables(self) -> None:
+        """The table and its details: what `best` changes."""
+        replace_file(
+            self.json,
+            dump_results(
+                {
+                    "schema_version": SCHEMA_VERSION,
+                    "settings": self.settings,
+                    "leakage": self.leakage,
+                    "best": self.best,
+                    "results": self.rows,
+                }
+            ),
+        )
+        replace_file(self.csv, table(self.rows, self.best).to_csv(index=False))
 
 
-def _plain(value: Any) -> Any:
-    """The same with null for each number that is none: JSON has no NaN."""
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def table(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+def table(rows: Sequence[Row], best: Best | None) -> pd.DataFrame:
     """One line a checkpoint, one `accuracy/CATEGORY` column a category."""
     flat = []
     for row in rows:
-        line = {
-            key: value for key, value in row.items() if key not in ("categories", "statistics", "benchmark", "path")
-        }
-        for name, figures in row.get("categories", {}).items():
-            line[f"accuracy/{name}"] = figures["preference_accuracy"]
+        line = {name: value for name, value in row.items() if name != "path" and not isinstance(value, dict)}
+        if "statistics" in row:
+            for name, figures in row["statistics"]["category"].items():
+                line[f"accuracy/{name}"] = figures["preference_accuracy"]["value"]
         for name, value in row.get("benchmark", {}).items():
             line[f"benchmark/{name}"] = value
+        line["best"] = best is not None and row["path"] == best["path"]
+        if best is not None and best["kept"] is not None:
+            line["kept"] = row["path"] in best["kept"]
         flat.append(line)
     frame = pd.DataFrame(flat)
-    return frame.reindex(columns=[*COLUMNS, *[name for name in frame.columns if name not in COLUMNS]])
+    columns = [*COLUMNS, *(name for name in Row.__annotations__ if name in frame)]
+    return frame.reindex(columns=[*dict.fromkeys([*columns, *frame.columns])])
 
 
-def describe(row: dict[str, Any]) -> str:
+def table_figures(overall: Figures) -> dict[str, float]:
+    """The figures of the table: of the pairs as they are, and the accuracy under each ablation that was scored."""
+    figures: dict[str, float] = {
+        "preference_accuracy": overall["preference_accuracy"]["value"],
+        "average_margin": overall["average_margin"]["value"],
+        "margin_std": overall["margin_std"],
+        "sample_count": overall["sample_count"],
+        "score_ties": overall["score_ties"],
+        "tied_pairs": overall["tied_pairs"],
+        "loss": overall["loss"]["value"],
+    }
+    by_name = cast(Mapping[str, Estimate], overall)
+    ablated = {f"{name}_accuracy": by_name[f"{name}_accuracy"] for name in ABLATIONS}
+    return figures | {name: found["value"] for name, found in ablated.items() if found["n"]}
+
+
+def describe(row: Row) -> str:
     if row["error"]:
         return f"FAILED: {row['error']}"
     blank = f", with blank images {row['blank_image_accuracy']:.3f}" if "blank_image_accuracy" in row else ""
     return f"accuracy {row['preference_accuracy']:.3f}{blank}, margin {row['average_margin']:.3f}"
 
 
-def beside_published(name: str, row: dict[str, Any]) -> str:
+def beside_published(name: str, row: Row) -> str:
     """The checkpoint's figures on a public benchmark above those that others published, with their sources."""
     rows = published_table(name, row["benchmark"], f"{row['model']}/{row['checkpoint']}")
     return pd.DataFrame(rows).to_string(index=False, na_rep="", float_format="{:.3f}".format)

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from vlmrm.errors import DataError
-from vlmrm.evaluation.intervals import DRAWS, Correlation, Estimate, Mean, bootstrap
+from vlmrm.evaluation.intervals import Correlation, Mean
 from vlmrm.evaluation.pairs import credits_of, margins_of
 
 # The accuracy that an ablation takes away, by the name it is reported under.
@@ -25,12 +25,6 @@ RELIANCES = {
 }
 
 Figures = Mapping[str, Mean | Correlation]
-
-
-def shortcuts(frame: pd.DataFrame, *, draws: int = DRAWS, seed: int = 0) -> dict[str, Estimate]:
-    """Every figure of this file for the scored pairs of one checkpoint, NaN where its columns are absent."""
-    figures = {**shape_figures(frame), **reliance_figures(frame)}
-    return bootstrap(figures, frame["prompt_id"].to_numpy(), draws=draws, seed=seed)
 
 
 def shape_figures(frame: pd.DataFrame) -> Figures:

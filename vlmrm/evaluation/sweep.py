@@ -3,85 +3,46 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset
 
-from vlmrm.batching import ComparisonCollator
 from vlmrm.config import parse
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.fingerprint import data_fingerprint
-from vlmrm.data.sources import load_comparisons
-from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, DataError
-from vlmrm.evaluation.ablations import ABLATIONS
-from vlmrm.evaluation.analysis import analyse
+from vlmrm.data.schema import Comparison
+from vlmrm.data.sources import comparisons_of, load_comparisons
+from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.arguments import EvaluationArguments
-from vlmrm.evaluation.evaluate import evaluate
-from vlmrm.evaluation.frame import scored_frame
-from vlmrm.evaluation.metrics import accuracy_half_ties, summary, summary_by_category
+from vlmrm.evaluation.choosing import Criterion
+from vlmrm.evaluation.conclusion import SweepResult, conclude
+from vlmrm.evaluation.frame import check_columns
+from vlmrm.evaluation.leakage import Leakage, leakage
+from vlmrm.evaluation.leakage_text import open_rows, verdict
+from vlmrm.evaluation.measuring import Run, evaluate_checkpoint, row_of
 from vlmrm.evaluation.public import Benchmark, benchmark, load_benchmark
 from vlmrm.evaluation.results import Results, beside_published, describe
+from vlmrm.evaluation.rewardbench_files import write_rewardbench
+from vlmrm.evaluation.watching import watch
 from vlmrm.logs import start_log
-from vlmrm.media_store import MediaStore
-from vlmrm.modeling import LoadedReward, batcher_for, find_checkpoints, load_checkpoint, sequence_limit
-from vlmrm.rendering import MediaLimits, Renderer
+from vlmrm.modeling import find_checkpoints
 
 logger = logging.getLogger("vlmrm")
 
-IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a sweep
-
-
-@dataclass(frozen=True)
-class SweepResult:
-    """The table's rows, in the order evaluated, and where the best one is."""
-
-    rows: list[dict[str, Any]]
-    csv: Path
-    scores: Path  # every pair, as parquet
-
-    @property
-    def best(self) -> dict[str, Any] | None:
-        scored = [row for row in self.rows if not row.get("error")]
-        return max(scored, key=lambda row: row["preference_accuracy"], default=None)
-
-    def reaches(self, accuracy: float) -> bool:
-        return self.best is not None and self.best["preference_accuracy"] >= accuracy
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the evaluations of one sweep have in common. `images` is a folder for processed ones."""
-
-    args: EvaluationArguments
-    data_args: DataArguments
-    processes: PartialState
-    images: Path
-
-    def store(self, processor: Any, limits: MediaLimits) -> MediaStore:
-        """Processed images of the checkpoints before, of an equal processor and equal limits."""
-        name = f"{processor.image_processor.to_json_string()} {limits}"
-        # Each process has a folder of its own, which the checkpoints before have begun to fill.
-        left = IMAGES_LIMIT // self.processes.num_processes - sum(
-            file.stat().st_size for file in self.images.iterdir()
-        )
-        return MediaStore(self.images, left // max(self.args.dataloader_num_workers, 1), name)
-
 
 def sweep(argv: Sequence[str]) -> SweepResult:
-    """Evaluates every checkpoint that has no row in the results yet.
+    """Evaluates every checkpoint that has no row in the results yet, and chooses the best.
 
     Raises:
-        ConfigError: when there is nothing to evaluate, or the results are of other data or settings.
-        BelowThreshold: when every checkpoint is below `fail_under`.
+        ConfigError: when there is nothing to evaluate or to choose by, or the results are of other data or settings.
+        BelowThreshold: when the best checkpoint is below `fail_under`.
         DataError: when the data cannot be read. A checkpoint that cannot be is a row with its error.
     """
     args, data_args = parse((EvaluationArguments, DataArguments), argv, "eval_rm.py")
@@ -90,28 +51,62 @@ def sweep(argv: Sequence[str]) -> SweepResult:
     public = None if args.benchmark is None else benchmark(args.benchmark)
     if public is None and not data_args.dataset_path:
         raise ConfigError("dataset_path is missing: give the preferences to evaluate on, or a benchmark by name.")
-    checkpoints = [found for model_dir in args.model_dirs for found in checkpoints_of(model_dir, args)]
-    dataset = open_data(public, data_args)
     if public is not None:
         args.group_by = [*dict.fromkeys([*args.group_by, *public.columns])]
-    results = Results(Path(args.output_file), settings(args, data_args))
-    logger.info("Evaluating %d checkpoints on %d comparisons; log: %s", len(checkpoints), len(dataset), log_path)
+    checkpoints = asked_for(args)
+    try:
+        dataset = open_data(public, data_args)
+        if args.group_by:
+            check_columns((row for row in comparisons_of(dataset) if isinstance(row, Comparison)), args.group_by)
+    except (DataError, ConfigError) as error:
+        if processes.is_main_process and not args.watch:
+            write_failure(checkpoints, error, args, data_args)
+        raise
+    leaked = find_leakage(dataset, args.train_data, data_args, processes) if args.train_data else None
+    block = None if leaked is None else leaked.block()
+    results = Results(Path(args.output_file), settings(args, data_args), block)
+    count = f"{len(checkpoints)} checkpoints" if isinstance(checkpoints, list) else "checkpoints as they come"
+    logger.info("Evaluating %s on %d comparisons; log: %s", count, len(dataset), log_path)
     # Images are opened and processed for the first checkpoint and kept for the others.
     with TemporaryDirectory(prefix="vlmrm-images-") as images:
-        run = Run(args, data_args, processes, Path(images))
+        run = Run(args, data_args, processes, Path(images), results.settings["data"], leaked)
+        looked_at, stopped = evaluate_all(checkpoints, dataset, run, results)
+    return conclude(results, looked_at, args, main=processes.is_main_process, stopped=stopped)
+
+
+def asked_for(args: EvaluationArguments) -> Iterable[Path]:
+    """The checkpoints to evaluate; with `watch` they come while they are evaluated."""
+    if args.watch:
+        return watch(args.model_dirs, args.checkpoint_pattern, timeout=60 * args.watch_timeout)
+    return [found for model_dir in args.model_dirs for found in checkpoints_of(model_dir, args)]
+
+
+def evaluate_all(checkpoints: Iterable[Path], dataset: Dataset, run: Run, results: Results) -> tuple[list[Path], bool]:
+    """Brings every checkpoint into the results. Returns those looked at, and whether Ctrl-C ended a watch."""
+    criterion = Criterion(run.args.metric_for_best, run.args.one_standard_error)
+    looked_at: list[Path] = []
+    try:
         for folder in checkpoints:
+            looked_at.append(folder)
             if str(folder) in results.done():
-                logger.info("%s: already in %s", folder, args.output_file)
+                logger.info("%s: already in %s", folder, results.csv)
                 continue
             row, frame = evaluate_checkpoint(folder, dataset, run)
-            results.add(row, frame, write=processes.is_main_process)
+            results.add(row, frame)
+            results.best = criterion.best(results.rows)
+            if run.processes.is_main_process:
+                if frame is not None:
+                    write_rewardbench(results.csv.with_suffix(".rewardbench"), row, frame)
+                results.write()
             logger.info("%s: %s", folder, describe(row))
-            if public is not None and not row["error"]:
-                logger.info("%s", beside_published(public.name, row))
-    result = SweepResult(results.rows, results.csv, results.parquet)
-    if args.fail_under is not None and not result.reaches(args.fail_under):
-        raise BelowThreshold(f"no checkpoint reaches the accuracy {args.fail_under} of fail_under: see {results.csv}.")
-    return result
+            if run.args.benchmark is not None and not row["error"]:
+                logger.info("%s", beside_published(run.args.benchmark, row))
+    except KeyboardInterrupt:
+        if not run.args.watch:
+            raise
+        logger.warning("Stopped watching")
+        return looked_at, True
+    return looked_at, False
 
 
 def open_data(public: Benchmark | None, data_args: DataArguments) -> Any:
@@ -127,6 +122,31 @@ def open_data(public: Benchmark | None, data_args: DataArguments) -> Any:
     )
 
 
+def write_failure(
+    checkpoints: Iterable[Path], error: Exception, args: EvaluationArguments, data_args: DataArguments
+) -> None:
+    """Says in the rows of the checkpoints without figures why they have none."""
+    try:
+        results = Results(Path(args.output_file), settings(args, data_args))
+    except ConfigError:
+        return  # it holds the results of other data, which stay as they are
+    for folder in checkpoints:
+        if str(folder) not in results.done():
+            results.add(row_of(folder, str(error)), None)
+    results.write()
+
+
+def find_leakage(
+    dataset: Dataset, train_data: Sequence[str], data_args: DataArguments, processes: PartialState
+) -> Leakage:
+    """What of the evaluation data is in `train_data`: one process looks and tells the others."""
+    trained_on = open_rows(train_data, data_args)
+    shared = [leakage(trained_on, comparisons_of(dataset)) if processes.is_main_process else None]
+    [found] = broadcast_object_list(shared)
+    logger.info("Leakage: %s", verdict(found))
+    return found
+
+
 def checkpoints_of(model_dir: str, args: EvaluationArguments) -> list[Path]:
     """The checkpoints of one of `model_dirs`, in natural order; the folder itself where it is one."""
     folder = Path(model_dir)
@@ -139,100 +159,13 @@ def checkpoints_of(model_dir: str, args: EvaluationArguments) -> list[Path]:
     return found
 
 
-def evaluate_checkpoint(folder: Path, dataset, run: Run) -> tuple[dict[str, Any], pd.DataFrame | None]:
-    """One row of the table and the pairs behind it. What is wrong with a checkpoint is said in its row."""
-    row: dict[str, Any] = {"model": str(folder.parent), "checkpoint": folder.name, "path": str(folder), "error": None}
-    started = time.perf_counter()
-    loaded, error = None, None
-    try:
-        loaded = load_checkpoint(
-            folder,
-            dtype=run.args.dtype,
-            attn_implementation=run.args.attn_implementation,
-            trust_remote_code=run.args.trust_remote_code,
-            base_model_path=run.args.base_model_path,
-        )
-        if run.args.vision_cache_dir is not None:
-            loaded.model.requires_grad_(False)
-            loaded.model.use_vision_cache(run.args.vision_cache_dir, run.args.vision_cache_gb)
-    except (CheckpointError, torch.OutOfMemoryError) as failure:
-        error = " ".join(str(failure).split())
-    # A rank that cannot load must not leave the others waiting for its scores.
-    errors = [each for each in gather_object([error]) if each is not None]
-    frame = None
-    if loaded is not None and not errors:
-        figures, frame = measure(loaded, dataset, run, folder)
-        row |= figures
-    else:
-        row["error"] = errors[0]
-    row["seconds"] = round(time.perf_counter() - started, 3)
-    return row, frame
-
-
-def measure(loaded: LoadedReward, dataset, run: Run, folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
-    """The figures of one model on one data set, and the scored pairs."""
-    args, processes = run.args, run.processes
-    result = evaluate(
-        loaded.model,
-        collator_for(loaded, run),
-        dataset,
-        batch_size=args.eval_batch_size,
-        num_workers=args.dataloader_num_workers,
-        rank=processes.process_index,
-        ranks=processes.num_processes,
-        ablations={name: ABLATIONS[name] for name in args.ablations},
-        description=folder.name,
-    )
-    pairs = result.pairs()
-    if not len(pairs.chosen):
-        raise DataError(f"none of the {len(dataset)} rows could be scored: the first was {result.dropped[0]}.")
-    frame = scored_frame(
-        result, model=str(folder.parent), checkpoint=folder.name, step=step_of(folder), group_by=args.group_by
-    )
-    figures = {**summary(pairs), "categories": summary_by_category(pairs), "dropped_rows": len(result.dropped)}
-    not_finite = ~np.isfinite(frame[["chosen_score", "rejected_score"]]).all(axis=1)
-    if not_finite.any():
-        row_id = frame.loc[not_finite.idxmax(), "comparison_id"]
-        return {"error": f"{int(not_finite.sum())} pairs have a score that is no number, first of {row_id}."}, frame
-    for name in args.ablations:
-        ablated = result.ablated_pairs(name)
-        if len(ablated.margins):
-            figures[f"{name}_accuracy"] = accuracy_half_ties(ablated.margins)
-    if args.benchmark is not None:
-        figures["benchmark"] = benchmark(args.benchmark).score(frame)
-    return {**figures, "statistics": analyse(frame, args.group_by)}, frame
-
-
-def step_of(folder: Path) -> int | None:
-    """The training step in a checkpoint's name, such as checkpoint-500."""
-    number = folder.name.rpartition("-")[2]
-    return int(number) if number.isdigit() else None
-
-
-def collator_for(loaded: LoadedReward, run: Run) -> ComparisonCollator:
-    """Rows as this model was trained to see them; pixel limits of the data keys win where they are given."""
-    args, data_args = run.args, run.data_args
-    limits = MediaLimits(
-        data_args.min_pixels or loaded.info.get("min_pixels"),
-        data_args.max_pixels or loaded.info.get("max_pixels"),
-        data_args.video_fps,
-        data_args.video_max_frames,
-    )
-    return ComparisonCollator(
-        Renderer(loaded.processor, limits, run.store(loaded.processor, limits)),
-        batcher_for(loaded.model, loaded.processor, args.batching),
-        max_seq_length=sequence_limit(loaded.model, data_args.max_seq_length),
-        max_tokens_per_batch=args.max_tokens_per_batch,
-        overlong=data_args.overlong,
-        bad_rows=data_args.bad_rows,
-    )
-
-
 def settings(args: EvaluationArguments, data_args: DataArguments) -> dict[str, Any]:
     """What a row's figures depend on besides the checkpoint."""
     keys = ("dtype", "attn_implementation", "base_model_path", "batching", "benchmark", "ablations", "group_by")
+    hub = [] if args.benchmark is None else [benchmark(args.benchmark).source.hub]
     return {
-        "data": data_fingerprint(data_args.dataset_path),
+        "data": data_fingerprint(data_args.dataset_path or hub),
+        "train_data": data_fingerprint(args.train_data) if args.train_data else None,
         **{k: getattr(args, k) for k in keys},
         "reading": asdict(data_args),
     }

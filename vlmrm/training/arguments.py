@@ -30,6 +30,13 @@ class RewardTrainingArguments(RewardConfig):
             "half a win for either side."
         },
     )
+    probe_samples: int = field(
+        default=64,
+        metadata={
+            "help": "Rows of the evaluation set that each evaluation also scores with grey images and under other "
+            "prompts, to log how much the model looks at them. 0: none."
+        },
+    )
     # TRL's text-only key; conversations are measured by max_seq_length (DataArguments).
     max_length: int | None = field(default=None, metadata={"help": "Not used: see max_seq_length."})
     remove_unused_columns: bool = field(
@@ -63,6 +70,8 @@ class RewardTrainingArguments(RewardConfig):
             raise ConfigError(f"irrelevant_loss_weight is {self.irrelevant_loss_weight}: it must not be negative.")
         if self.tie_threshold < 0:
             raise ConfigError(f"tie_threshold is {self.tie_threshold}: it must not be negative.")
+        if self.probe_samples < 0:
+            raise ConfigError(f"probe_samples is {self.probe_samples}: it is a number of rows, 0 for none.")
         if self.activation_offloading and self.use_cpu:
             raise ConfigError("activation_offloading moves activations to the CPU: without a GPU, remove it.")
         if (

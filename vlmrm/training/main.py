@@ -34,11 +34,13 @@ from vlmrm.modeling import (
     sequence_limit,
 )
 from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.modeling.manifest import BEST, FINAL
 from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.checks import check_engine, check_launch, check_required
-from vlmrm.training.resume import BEST, FINAL, checkpoint_to_resume
+from vlmrm.training.probe import ProbedDataset
+from vlmrm.training.resume import checkpoint_to_resume
 from vlmrm.training.trainer import RewardTrainer
 
 logger = logging.getLogger("vlmrm")
@@ -70,7 +72,7 @@ def train(argv: Sequence[str]) -> TrainingResult:
     model = build_model(model_args, args)
     batcher = batcher_for(model, processor, model_args.batching)
     collator = ComparisonCollator(
-        Renderer(processor, limits_of(data_args)),
+        Renderer(processor, MediaLimits.of(data_args)),
         batcher,
         max_seq_length=sequence_limit(model, data_args.max_seq_length),
         max_tokens_per_batch=model_args.max_tokens_per_batch,
@@ -90,7 +92,7 @@ def train(argv: Sequence[str]) -> TrainingResult:
         processor=processor,
         collator=collator,
         train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
+        eval_dataset=probed(eval_dataset, args, data_args),
         peft_config=lora_config(model_args, model) if model_args.use_peft else None,
         save_extras=partial(
             save_reward_files,
@@ -173,16 +175,19 @@ def weight_dtype(model_args: ModelArguments, args: RewardTrainingArguments) -> t
     return half if args.deepspeed or model_args.use_peft else torch.float32
 
 
-def limits_of(data_args: DataArguments) -> MediaLimits:
-    return MediaLimits(data_args.min_pixels, data_args.max_pixels, data_args.video_fps, data_args.video_max_frames)
-
-
 def irrelevant_queries(args: RewardTrainingArguments, data_args: DataArguments, train_dataset) -> Any:
     if not args.use_irrelevant_queries:
         return None
     if data_args.streaming:
         return irrelevant.for_stream(args.num_irrelevant_pairs, args.seed)
     return irrelevant.for_dataset(args.num_irrelevant_pairs, args.seed, train_dataset)
+
+
+def probed(eval_dataset: Any, args: RewardTrainingArguments, data_args: DataArguments) -> Any:
+    """The evaluation set with its probe, where it is to have one."""
+    if eval_dataset is None or not args.probe_samples:
+        return eval_dataset
+    return ProbedDataset(eval_dataset, args.probe_samples, data_args.split_seed)
 
 
 def report_start(trainer: RewardTrainer, log_path: Path | None) -> None:

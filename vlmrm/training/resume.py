@@ -7,12 +7,10 @@ from pathlib import Path
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling import find_checkpoints, newest_complete, verify_complete
+from vlmrm.modeling.manifest import BEST, FINAL
 from vlmrm.training.arguments import RewardTrainingArguments
 
 logger = logging.getLogger("vlmrm")
-
-# Where in output_dir the trained model is: as the last step left it, or the best checkpoint if that was asked for.
-FINAL, BEST = "final", "best"
 
 
 def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:

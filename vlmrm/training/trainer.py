@@ -19,15 +19,17 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
-from vlmrm.batching import Batch, ComparisonCollator, Part, scores_by_row
+from vlmrm.batching import Batch, ComparisonCollator, Part, scores_by_ablation
 from vlmrm.batching.balance import BalancedBatches, estimated_costs
-from vlmrm.errors import TrainingError
-from vlmrm.evaluation.metrics import scored_pairs, trl_summary
+from vlmrm.errors import TrainingError, first_line
+from vlmrm.evaluation.frame import scored_pairs
+from vlmrm.evaluation.metrics import trl_summary
 from vlmrm.modeling import write_complete
 from vlmrm.modeling.manifest import COMPLETE
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import EpochCallback, PreemptionCallback
 from vlmrm.training.losses import PreferenceLoss, weights
+from vlmrm.training.probe import PROBED, ProbedDataset
 from vlmrm.training.step_figures import StepFigures
 from vlmrm.training.streams import EndlessStream
 
@@ -61,13 +63,13 @@ class RewardTrainer(trl.RewardTrainer):
         )
         self.processing_class = self.callback_handler.processing_class = processor
         self.collator = collator
-        self.eval_collator = dataclasses.replace(collator, irrelevant=None)
+        self.eval_collator = dataclasses.replace(collator, irrelevant=None, ablations=PROBED)
         self.loss_function = PreferenceLoss(
             args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient
         )
         self.save_extras = save_extras
         self._figures = StepFigures()
-        self._evaluated: list[tuple[int, list[float]]] = []
+        self._evaluated: list[tuple[int, str | None, list[float]]] = []
 
     # Data -----------------------------------------------------------------------------------------------------------
 
@@ -195,7 +197,7 @@ class RewardTrainer(trl.RewardTrainer):
         for part in self._as_many_as_any_rank(cast(Batch, self._prepare_inputs(inputs))["parts"]):
             with torch.no_grad(), self.compute_loss_context_manager():
                 scores = model(**part["inputs"]).logits.squeeze(-1).float().tolist()
-            self._evaluated += scores_by_row(part, scores)
+            self._evaluated += scores_by_ablation(part, scores)
         self._report_dropped(inputs["dropped"])
         return None, None, None
 
@@ -203,10 +205,15 @@ class RewardTrainer(trl.RewardTrainer):
         """Every row once, whatever the number of ranks: the samplers' repeats are dropped by row index."""
         self._evaluated = []
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        scores = dict(gather_object(self._evaluated))
+        scores: dict[int, dict[str | None, list[float]]] = {}
+        for index, ablation, values in gather_object(self._evaluated):
+            scores.setdefault(index, {})[ablation] = values
         rows = [row for row in dataloader.dataset if row["index"] in scores]
-        pairs = scored_pairs([row["comparison"] for row in rows], [scores[row["index"]] for row in rows])
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in trl_summary(pairs).items()}
+        pairs = scored_pairs([row["comparison"] for row in rows], [scores[row["index"]][None] for row in rows])
+        figures = trl_summary(pairs)
+        if isinstance(dataloader.dataset, ProbedDataset):
+            figures |= dataloader.dataset.figures(scores)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         return output._replace(metrics={**(output.metrics or {}), **metrics}, num_samples=len(rows))
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
@@ -247,7 +254,7 @@ class RewardTrainer(trl.RewardTrainer):
 
 def _save_error(error: Exception, folder: Path) -> TrainingError:
     full = "No space left" in str(error) or shutil.disk_usage(folder.parent).free < 2**20
-    reason = "the disk is full" if full else str(error).strip().splitlines()[0]
+    reason = "the disk is full" if full else first_line(error)
     return TrainingError(
         f"{folder} could not be saved: {reason}; earlier checkpoints are untouched, free space and resume."
     )

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from vlmrm.data.readers import read_row
+from vlmrm.data.readers import read_row, with_row_id
 from vlmrm.data.schema import Comparison
 from vlmrm.errors import DataError, RowError
+from vlmrm.evaluation.pairs import not_finite
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,8 @@ class Benchmark:
         if missing := [name for name in self.required if name not in cells]:
             raise RowError(f"{', '.join(missing)} is empty, which {self.title} needs: check the copy", row_id)
         expand = self.expand
-        try:
+        with with_row_id(row_id):
             translated = self.translate(cells)
-        except RowError as error:
-            raise RowError(error.reason, row_id) from error
         return read_row(translated, row_id, resolve if expand is None else lambda media: expand(resolve(media)))
 
     def score(self, frame: pd.DataFrame) -> dict[str, float]:
@@ -105,8 +103,9 @@ class Benchmark:
             raise DataError(f"{self.title} cannot be scored: there are no scored pairs")
         if missing := [name for name in self.columns if f"by/{name}" not in frame]:
             raise DataError(f"{self.title} cannot be scored without {', '.join(missing)}: group by it")
-        if not np.isfinite(frame[["chosen_score", "rejected_score"]].to_numpy(dtype=float)).all():
-            first = frame.loc[~np.isfinite(margins(frame)), "comparison_id"].iloc[0]
+        bad = not_finite(frame)
+        if bad.any():
+            first = frame["comparison_id"].to_numpy()[bad][0]
             raise DataError(f"{self.title} cannot be scored: the model's score of {first} is not finite")
         return {name: float(value) for name, value in self.rule(frame).items()}
 

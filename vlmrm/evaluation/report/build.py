@@ -11,9 +11,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import vlmrm
 from vlmrm.evaluation.report import style
-from vlmrm.evaluation.report.checkpoints import best_of, read_frames, split
+from vlmrm.evaluation.report.checkpoints import read_frames, split
 from vlmrm.evaluation.report.examples import galleries
-from vlmrm.evaluation.report.sections import Section, headline, interval, number, percent, sections
+from vlmrm.evaluation.report.parts import Section, interval, number, percent
+from vlmrm.evaluation.report.reliance import headline
+from vlmrm.evaluation.report.sections import sections
+from vlmrm.evaluation.report.sweeps import choose, read_sweeps
 from vlmrm.evaluation.results import replace_file
 
 PAGE = "report.html"
@@ -26,22 +29,25 @@ def build_report(
 
     Args:
         sources: frames of scored pairs, `.scores.parquet` files, or the results (.csv, .json) that they lie beside.
+            Where the .json is there, its best checkpoint is the report's; else that is the most accurate one.
 
     Raises:
         ConfigError: when a source does not exist, or a checkpoint is in two of them.
         DataError: when a source cannot be read or holds nothing that can be shown.
     """
     checkpoints, left_out = split(read_frames(sources))
-    best = best_of(checkpoints)
+    choice = choose(checkpoints, read_sweeps(sources))
+    best = choice.best
     folder = Path(output_dir)
     with style.drawing():
-        shown = sections(checkpoints, best)
+        shown = sections(checkpoints, choice)
         drawn = _save_drawings(shown, folder / "plots")
     page = _environment().get_template("page.html.jinja")
     html = page.render(
         title=title,
         best=best,
-        several=len(checkpoints) > 1,
+        reason=choice.reason if len(checkpoints) > 1 else None,
+        leakage=choice.leakage,
         accuracy=percent(best.accuracy.value),
         interval=interval(best.accuracy),
         blank_accuracy=percent(best.ablated("blank_image").value) if best.ablated("blank_image").n else "not measured",

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.evaluation.analysis import figures
-from vlmrm.evaluation.pairs import COLUMNS, margins_of
+from vlmrm.evaluation.analysis import analyse, figures
+from vlmrm.evaluation.pairs import COLUMNS, margins_of, not_finite
 from vlmrm.evaluation.report.figures import Share
 
 NEEDED = ("model", "checkpoint", *COLUMNS)
@@ -41,9 +41,16 @@ class Checkpoint:
         """What `vlmrm.evaluation.analysis.figures` says of all its pairs."""
         return figures(self.rows)
 
+    @cached_property
+    def groups(self) -> dict[str, Any]:
+        """The same by category and by each column of `group_by`."""
+        return analyse(self.rows)
+
     @property
     def accuracy(self) -> Share:
-        return self.share("preference_accuracy", len(self.pairs))
+        found, wilson = self.share("preference_accuracy", len(self.pairs)), self.figures["preference_accuracy_wilson"]
+        # Pairs that are all right, or all wrong, are so in every resample: these say nothing of the others.
+        return found if found.low < found.high else found._replace(**wilson)
 
     def ablated(self, ablation: str) -> Share:
         """Accuracy under the ablation; n is 0 where it was not scored."""
@@ -106,9 +113,9 @@ def split(frames: Sequence[pd.DataFrame]) -> tuple[list[Checkpoint], list[str]]:
     shown, left_out = [], []
     for key, rows in found.items():
         one = Checkpoint(*key, labels[key], rows)
-        not_finite = ~np.isfinite(rows[["chosen_score", "rejected_score"]].to_numpy(dtype=np.float64)).all(axis=1)
-        if not_finite.any():
-            left_out.append(f"{labels[key]} is left out: {int(not_finite.sum()):,} of its pairs have no finite score.")
+        bad = not_finite(rows)
+        if bad.any():
+            left_out.append(f"{labels[key]} is left out: {int(bad.sum()):,} of its pairs have no finite score.")
         elif not len(one.pairs):
             left_out.append(f"{labels[key]} is left out: it has no pair with a preference.")
         else:
@@ -118,11 +125,6 @@ def split(frames: Sequence[pd.DataFrame]) -> tuple[list[Checkpoint], list[str]]:
     models = list(dict.fromkeys(one.model for one in shown))
     shown.sort(key=lambda one: (models.index(one.model), one.step if one.step == one.step else np.inf))
     return shown, left_out
-
-
-def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint:
-    """The one with the highest accuracy; of equals the first."""
-    return max(checkpoints, key=lambda one: one.accuracy.value)
 
 
 def _labels(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,20 +34,23 @@ class Curve(NamedTuple):
     accuracies: Sequence[Share]
 
 
-def accuracy_by_step(curves: Sequence[Curve], best: tuple[float, float]) -> Figure:
-    """A line with its band for each model; `best` is the (step, accuracy) to mark."""
-    figure, axes = canvas()
+def accuracy_by_step(curves: Sequence[Curve], best: tuple[float, float] | None) -> Figure:
+    """A line with its band for each model; `best` is the (step, accuracy) to mark, None where that has no step."""
+    figure, axes = canvas(height=3.1 + 0.2 * len(curves))
     dashes = ["-", "--", ":", "-."]
     for number, (label, steps, accuracies) in enumerate(curves):
         colour = SERIES[number % len(SERIES)]
         values, lows, highs, _ = zip(*accuracies, strict=True)
         axes.fill_between(steps, lows, highs, color=colour, alpha=0.16, linewidth=0)
-        axes.plot(steps, values, dashes[number // len(SERIES) % 4], color=colour, marker="o", ms=4, label=label)
-    axes.plot(*best, marker="o", ms=11, mfc="none", mec=INK, mew=1.6, linestyle="none", label="best")
+        axes.plot(
+            steps, values, dashes[number // len(SERIES) % 4], color=colour, marker="o", ms=4, label=_short(label, 56)
+        )
+    if best is not None:
+        axes.plot(*best, marker="o", ms=11, mfc="none", mec=INK, mew=1.6, linestyle="none", label="best")
     axes.set(xlabel="training step", ylabel="accuracy")
     fine = axes.get_ylim()[1] - axes.get_ylim()[0] < 0.05
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=int(fine)))
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside upper left")  # names of trainings are long
     return figure
 
 
@@ -59,6 +63,7 @@ def score_histograms(chosen: np.ndarray, rejected: np.ndarray) -> Figure:
         axes.hist(scores, edges, color=colour, histtype="step", linewidth=1.6)
         axes.axvline(float(scores.mean()), color=colour, linestyle="--", linewidth=1.2)
     axes.set(xlabel="score (dashed: mean)", ylabel="answers")
+    axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.legend()
     return figure
 
@@ -76,6 +81,7 @@ def margin_distribution(margins: np.ndarray, below: float) -> Figure:
     axes.hist(shown[margins <= 0], edges, color=REJECTED, label=f"not right, {below:.1%}")
     axes.axvline(0, color=INK, linewidth=1)
     axes.set(xlabel="score of the chosen − score of the rejected", ylabel="pairs")
+    axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.legend()
     return figure
 
@@ -114,21 +120,27 @@ def intervals(estimates: Mapping[str, Share], overall: float | None = None) -> F
     return figure
 
 
-def length_bias(differences: np.ndarray, margins: np.ndarray) -> Figure:
-    """Margins[N] against length differences[N] in characters: some points, and the mean of each tenth."""
+def bias(differences: np.ndarray, margins: np.ndarray, label: str) -> Figure:
+    """Margins[N] against differences[N] of what should not matter: some points, and the mean of each tenth.
+
+    Differences of at most ten values, as of images in a few sizes, have the mean of each instead.
+    """
     figure, axes = canvas()
     order = np.argsort(differences, kind="stable")
+    values, starts = np.unique(differences[order], return_index=True)
+    few = len(values) <= 10
     some = np.linspace(0, len(order) - 1, min(POINTS, len(order))).astype(int)
     axes.scatter(differences[order][some], margins[order][some], s=7, color=MUTED, alpha=0.35, linewidth=0)
-    tenths = [part for part in np.array_split(order, 10) if len(part)]
-    x = [float(np.median(differences[part])) for part in tenths]
-    y = [float(np.mean(margins[part])) for part in tenths]
-    axes.plot(x, y, color=REJECTED, marker="o", ms=5, mec=PAPER, label="mean margin of each tenth")
+    parts = np.split(order, starts[1:]) if few else [part for part in np.array_split(order, 10) if len(part)]
+    x = [float(np.median(differences[part])) for part in parts]
+    y = [float(np.mean(margins[part])) for part in parts]
+    label_of_means = "mean margin of each difference" if few else "mean margin of each tenth"
+    axes.plot(x, y, color=REJECTED, marker="o", ms=5, mec=PAPER, label=label_of_means)
     axes.axhline(0, color=INK, linewidth=1)
     axes.axvline(0, color=GRID, linewidth=1.4)
     low, high = np.quantile(differences, [0.005, 0.995])
-    room = 0.05 * max(high - low, 1)
-    axes.set(xlabel="chosen longer than rejected by (characters)", ylabel="margin", xlim=(low - room, high + room))
+    room = 0.05 * (high - low) or 1.0
+    axes.set(xlabel=label, ylabel="margin", xlim=(low - room, high + room))
     axes.legend()
     return figure
 
@@ -157,4 +169,6 @@ def _percent_axis(axes: Axes, low: float, high: float) -> None:
 
 
 def _short(name: str, most: int = 28) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"
+    """What of `name` fits `most` letters; Chinese characters, and emoji, are as wide as two."""
+    width = np.cumsum([2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in name])
+    return name if not name or width[-1] <= most else name[: int((width < most).sum())] + "…"

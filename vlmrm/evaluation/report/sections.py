@@ -3,70 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from vlmrm.errors import DataError
-from vlmrm.evaluation.analysis import analyse
 from vlmrm.evaluation.comparing import PairedTest, compare
 from vlmrm.evaluation.report import figures
 from vlmrm.evaluation.report.checkpoints import Checkpoint
 from vlmrm.evaluation.report.figures import Share
+from vlmrm.evaluation.report.parts import Drawing, Section, Table, interval, number, percent, points, wilson_share
+from vlmrm.evaluation.report.reliance import ABLATIONS, LEAKED, of_leakage, of_reliance, of_shortcuts
+from vlmrm.evaluation.report.sweeps import Choice
 
 CATEGORIES = 40  # in one figure; the table of a sweep has them all
 COMPARED = 8  # checkpoints of the matrix
 
-# What each ablation shows the model, and which figure says how much accuracy it takes away.
-ABLATIONS = {
-    "blank_image": ("images painted grey", "image_reliance"),
-    "swapped_image": ("another row's image", "swapped_image_reliance"),
-    "swapped_prompt": ("another row's prompt", "swapped_prompt_reliance"),
-    "response_only": ("no prompt at all", "response_only_reliance"),
-}
 
-
-@dataclass(frozen=True)
-class Drawing:
-    """A figure with its file name, what is to be seen in it, and the caption below."""
-
-    name: str
-    figure: Figure
-    alt: str
-    caption: str
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of texts; the first of each names it."""
-
-    caption: str
-    head: list[str]
-    rows: list[list[str]]
-
-
-@dataclass(frozen=True)
-class Section:
-    """One heading of the page. Without drawings and tables, `text` says why there is nothing to show."""
-
-    id: str
-    title: str
-    text: str
-    drawings: list[Drawing] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
-
-
-def sections(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> list[Section]:
-    """All of them, in the order of the page; those after the first are of the best checkpoint."""
+def sections(checkpoints: Sequence[Checkpoint], choice: Choice) -> list[Section]:
+    """All of them, in the order of the page; most are of the best checkpoint."""
+    best = choice.best
     return [
         of_checkpoints(checkpoints, best),
         of_reliance(best),
         of_categories(best),
         of_scores(best),
         of_calibration(best),
-        of_length(best),
+        of_shortcuts(best),
+        of_leakage(best, choice.leakage),
         of_comparison(checkpoints),
         of_best_of_n(best),
     ]
@@ -76,24 +39,26 @@ def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Secti
     curves = []
     for model in dict.fromkeys(one.model for one in checkpoints):
         stepped = [one for one in checkpoints if one.model == model and not np.isnan(one.step)]
-        if len(stepped) > 1:
+        if stepped:
             label = stepped[0].label.rpartition("/")[0] or "accuracy"
             curves.append(figures.Curve(label, [one.step for one in stepped], [one.accuracy for one in stepped]))
     drawings = []
-    if curves:
+    drawn = any(len(curve.steps) > 1 for curve in curves)
+    if drawn:
         alt = "; ".join(
             f"{c.label}: from {percent(c.accuracies[0].value)} at step {c.steps[0]:,.0f} "
             f"to {percent(c.accuracies[-1].value)} at step {c.steps[-1]:,.0f}"
             for c in curves
         )
-        figure = figures.accuracy_by_step(curves, (best.step, best.accuracy.value))
-        caption = "Accuracy of each checkpoint. Bands are 95 % intervals; the ring marks the best."
+        ring = None if np.isnan(best.step) else (best.step, best.accuracy.value)
+        figure = figures.accuracy_by_step(curves, ring)
+        caption = "Accuracy of each checkpoint. Bands are 95% intervals; the ring marks the best."
         drawings.append(Drawing("accuracy_by_step", figure, f"Accuracy by training step. {alt}.", caption))
-    head = ["checkpoint", "accuracy", "95 % interval", "pairs", "mean margin", "loss"]
+    head = ["checkpoint", "accuracy", "95% interval", "pairs", "mean margin", "loss"]
     ablated = [name for name in ABLATIONS if any(one.ablated(name).n for one in checkpoints)]
     rows = [
         [
-            one.label + (" (best)" if one is best else ""),
+            one.label + (" (best)" if one is best and len(checkpoints) > 1 else ""),
             percent(one.accuracy.value),
             interval(one.accuracy),
             f"{one.accuracy.n:,}",
@@ -105,32 +70,18 @@ def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Secti
     ]
     table = Table("Every checkpoint", [*head, *[name.replace("_", " ") for name in ablated]], rows)
     text = "How much of the difference between checkpoints is noise: bands and intervals that overlap widely say so."
-    if not curves:
+    if not drawn:
         text = "One checkpoint a model: there is no curve over steps to draw."
     return Section("checkpoints", "Checkpoints", text, drawings, [table])
 
 
-def of_reliance(best: Checkpoint) -> Section:
-    title = "Does it look at the image, and at the question?"
-    found = {name: best.ablated(name) for name in ABLATIONS if best.ablated(name).n}
-    if not found:
-        return Section("reliance", title, "Not measured: evaluate with ablations (blank_image, swapped_prompt, ...).")
-    plain = best.share("accuracy_half_ties", len(best.pairs))
-    named = {"as it is": plain, **{ABLATIONS[name][0]: one for name, one in found.items()}}
-    alt = "Accuracy " + ", ".join(f"{name} {percent(one.value)}" for name, one in named.items()) + "."
-    caption = "Accuracy with something taken away or exchanged, equal scores at half, with 95 % intervals."
-    drawing = Drawing("reliance", figures.intervals(named, plain.value), alt, caption)
-    rows = [[what, *_lost(best, figure)] for what, figure in (ABLATIONS[name] for name in found)]
-    table = Table("Points of accuracy lost", ["what the model saw", "lost", "95 % interval"], rows)
-    text = "A model that judges what it sees falls towards 50 % when it sees nothing, or something else."
-    return Section("reliance", title, text, [drawing], [table])
-
-
 def of_categories(best: Checkpoint) -> Section:
-    found = analyse(best.rows)
+    found = best.groups
     drawings = []
     for name, groups in {"category": found["category"], **found["by"]}.items():
-        shares = {value: _wilson(group) for value, group in groups.items() if group["sample_count"]}
+        if name == LEAKED:
+            continue
+        shares = {value: wilson_share(group) for value, group in groups.items() if group["sample_count"]}
         if shares:
             drawings.append(_by_value(name, shares, best.accuracy.value))
     text = "An interval that reaches past another's is no ranking."
@@ -142,7 +93,7 @@ def _by_value(name: str, shares: dict[str, Share], overall: float) -> Drawing:
     shown = {value: shares[value] for value in sorted(largest, key=lambda value: -shares[value].value)}
     weakest = list(shown)[-1]
     alt = f"Accuracy by {name}, {len(shown)} values; the weakest is {weakest} with {percent(shown[weakest].value)}."
-    caption = f"Accuracy by {name}, with 95 % intervals (Wilson); dashed: all pairs."
+    caption = f"Accuracy by {name}, with 95% intervals (Wilson); dashed: all pairs."
     if len(shares) > len(shown):
         caption += f" The {CATEGORIES} largest of {len(shares)}."
     return Drawing(f"accuracy_by_{_slug(name)}", figures.intervals(shown, overall), alt, caption)
@@ -188,36 +139,6 @@ def of_calibration(best: Checkpoint) -> Section:
     return Section("calibration", "Is σ(margin) a probability?", text, [drawing])
 
 
-def of_length(best: Checkpoint) -> Section:
-    title = "Does it prefer length?"
-    if not {"chosen_length", "rejected_length"} <= set(best.pairs):
-        return Section("length", title, "Not measured: the scored pairs have no lengths.")
-    differences = (best.pairs["chosen_length"] - best.pairs["rejected_length"]).to_numpy(dtype=np.float64)
-    if not differences.any():
-        return Section("length", title, "Both answers of every pair are equally long: there is nothing to show.")
-    correlation = number(best.figures["margin_length_correlation"]["value"], 2)
-    text = (
-        f"Always taking the longer answer would be right in "
-        f"{percent(best.figures['length_baseline_accuracy']['value'])}. Margin and length difference have a rank "
-        f"correlation of {correlation}."
-    )
-    bias = Drawing(
-        "length",
-        figures.length_bias(differences, best.margins),
-        f"Margin against length difference, rank correlation {correlation}.",
-        f"Margins of {min(figures.POINTS, len(differences)):,} of {len(differences):,} pairs, and means over all.",
-    )
-    sides = {
-        "chosen longer": best.share("accuracy_chosen_longer", int((differences > 0).sum())),
-        "chosen shorter": best.share("accuracy_chosen_shorter", int((differences < 0).sum())),
-    }
-    sides = {name: one for name, one in sides.items() if one.n}
-    alt = "Accuracy where " + ", ".join(f"{name}: {percent(one.value)}" for name, one in sides.items()) + "."
-    caption = "A model that prefers length is right where the chosen answer is longer, and wrong where it is shorter."
-    split = Drawing("length_accuracy", figures.intervals(sides, best.accuracy.value), alt, caption)
-    return Section("length", title, text, [bias, split])
-
-
 def of_comparison(checkpoints: Sequence[Checkpoint]) -> Section:
     title = "Are the differences real?"
     if len(checkpoints) < 2:
@@ -256,51 +177,6 @@ def of_best_of_n(best: Checkpoint) -> Section:
     )
     drawing = Drawing("best_of_n", figures.best_of_n(curve), alt, caption)
     return Section("best_of_n", title, "What choosing with this model is worth.", [drawing])
-
-
-def headline(best: Checkpoint) -> str:
-    """One plain sentence on whether the model looks at the image."""
-    blank = best.ablated("blank_image")
-    if not blank.n:
-        return "Whether it looks at the image was not measured: evaluate with the blank_image ablation."
-    lost = best.share("image_reliance", blank.n)
-    if not lost.low > 0:
-        return "There is no sign that it looks at the image: with every picture painted grey it does as well."
-    if blank.low <= 0.5:
-        return "It looks at the image: with every picture painted grey it does no better than chance."
-    return (
-        f"It looks at the image, but not only: with every picture painted grey it loses {points(lost.value)} points "
-        f"and stays {points(blank.value - 0.5)} above chance, which it takes from the texts."
-    )
-
-
-def percent(value: float) -> str:
-    return "–" if np.isnan(value) else f"{value:.1%}"
-
-
-def interval(share: Share) -> str:
-    return "–" if np.isnan(share.low) else f"{share.low:.1%} to {share.high:.1%}"
-
-
-def points(value: float) -> str:
-    return number(100 * value, 1)
-
-
-def number(value: float, digits: int = 3) -> str:
-    """With a true minus, and none before zero."""
-    text = f"{abs(value):.{digits}f}"
-    return f"−{text}" if value < 0 and float(text) else text
-
-
-def _lost(best: Checkpoint, figure: str) -> list[str]:
-    lost = best.figures[figure]
-    known = not np.isnan(lost["low"])
-    return [points(lost["value"]), f"{points(lost['low'])} to {points(lost['high'])}" if known else "–"]
-
-
-def _wilson(group: dict[str, Any]) -> Share:
-    found = group["preference_accuracy_wilson"]
-    return Share(group["preference_accuracy"]["value"], found["low"], found["high"], group["sample_count"])
 
 
 def _compared(test: PairedTest, sign: int) -> str:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import io
 import re
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import get_font_names
 
 # name: (light, dark). Text and lines keep a contrast of at least 4.5 to their paper; grid and band are decoration.
 COLOURS = {
@@ -35,9 +38,10 @@ INK, MUTED, GRID, CHOSEN, REJECTED, PAPER = (
 SERIES = [COLOURS[name][0] for name in ("chosen", "rejected", "second", "third", "fourth", "fifth")]
 
 WIDTH = 5.0  # inches: on a phone the text of a figure is about as large as that of the page
+OTHER_SCRIPTS = ("Noto Sans CJK SC", "Noto Sans Arabic", "Noto Sans Devanagari", "Noto Emoji")  # where installed
 RC: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: small files, and the page's own font
-    "font.family": "sans-serif",
+    "font.family": ["DejaVu Sans"],
     "font.size": 10.5,
     "legend.fontsize": 9.5,
     "text.parse_math": False,  # a category named "$5" is no formula
@@ -60,15 +64,22 @@ RC: dict[Any, Any] = {
 }
 
 
-def canvas(height: float = 3.1, width: float = WIDTH) -> tuple[Figure, Axes]:
-    """An empty figure of that many inches; drawn inside `drawing()`, it has the report's style."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+def canvas(height: float = 3.1) -> tuple[Figure, Axes]:
+    """An empty figure of `WIDTH` by that many inches; drawn inside `drawing()`, it has the report's style."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def drawing() -> AbstractContextManager[None]:
-    """The style, for all figures drawn and saved inside."""
-    return mpl.rc_context(RC)
+@contextmanager
+def drawing() -> Generator[None]:
+    """The style, for all figures drawn and saved inside.
+
+    Characters that no font here has are boxes in the PNG; in the page they are text, which the browser draws.
+    """
+    fonts = [*RC["font.family"], *(name for name in OTHER_SCRIPTS if name in get_font_names())]
+    with mpl.rc_context({**RC, "font.family": fonts}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
+        yield
 
 
 def save(figure: Figure, folder: Path, name: str) -> str:

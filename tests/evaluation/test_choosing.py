@@ -1,0 +1,116 @@
+"""Choosing a checkpoint: by any figure that has a better end, and the earliest within one standard error."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from pair_frames import list_frame
+
+from vlmrm.errors import ConfigError
+from vlmrm.evaluation.analysis import figures
+from vlmrm.evaluation.arguments import EvaluationArguments
+from vlmrm.evaluation.choosing import HIGHER, HIGHER_ALONE, LOWER, LOWER_ALONE, Criterion
+
+
+def row(step: int | str, model: str = "run", error: str | None = None, **overall: Any) -> Any:
+    """A row with figures: numbers, or (value, standard error)."""
+    found = {
+        name: {"value": value[0], "standard_error": value[1]} if isinstance(value, tuple) else value
+        for name, value in overall.items()
+    }
+    name = f"checkpoint-{step}" if isinstance(step, int) else step
+    statistics = {"overall": found, "category": {"hard": found} if found else {}}
+    path = f"{model}/{name}"
+    return {"model": model, "checkpoint": name, "path": path, "error": error, "statistics": statistics}
+
+
+def names(rows) -> list[str]:
+    return [each["path"].removeprefix("run/checkpoint-") for each in rows]
+
+
+def test_every_figure_that_can_be_chosen_by_is_there_with_the_error_it_is_said_to_have():
+    found = figures(list_frame([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]], [[3, 1, 2], [3, 1, 2]]))
+    for name in HIGHER | LOWER:
+        assert "standard_error" in found[name], name
+    for name in HIGHER_ALONE | LOWER_ALONE:
+        assert isinstance(found[name], float), name
+
+
+def test_more_is_better_or_less_is():
+    rows = [row(n, preference_accuracy=(v, 0.1), loss=(v, 0.1), ece=v) for n, v in ((1, 0.5), (2, 0.9), (3, 0.7))]
+    assert names(Criterion().ranked(rows)) == ["2", "3", "1"]
+    assert names(Criterion("loss").ranked(rows)) == names(Criterion("ece").ranked(rows)) == ["1", "3", "2"]
+    assert names(Criterion("accuracy/hard").ranked(rows)) == ["2", "3", "1"]
+    best = Criterion("loss").best(rows)
+    assert best is not None and (best["path"], best["value"]) == ("run/checkpoint-1", 0.5)
+    scored = [each | {"benchmark": {"macro": value}} for each, value in zip(rows, (0.3, 0.1, 0.2), strict=True)]
+    assert names(Criterion("benchmark/macro").ranked(scored)) == ["1", "3", "2"]
+
+
+def test_of_equals_the_earlier_is_better_whatever_the_order():
+    rows = [row(n, preference_accuracy=(0.9, 0.1)) for n in (30, 4, 200)]
+    assert names(Criterion().ranked(rows)) == ["4", "30", "200"]
+
+
+def test_rows_without_the_figure_are_left_out_and_no_figure_at_all_is_explained():
+    rows = [row(1, error="broken"), row(2, agreement_accuracy=(math.nan, math.nan), preference_accuracy=(0.5, 0.1))]
+    by_agreement = Criterion("agreement_accuracy")
+    assert names(Criterion().ranked(rows)) == ["2"]
+    assert by_agreement.best(rows) is None
+    with pytest.raises(ConfigError, match=r"agreement_accuracy cannot be had, .* nothing in column agreement"):
+        by_agreement.require(rows)
+    with pytest.raises(ConfigError, match="no metric accuracy/easy: choose one of accuracy/hard"):
+        Criterion("accuracy/easy").require([row(2, preference_accuracy=(0.5, 0.1))])
+    by_agreement.require([row(1, error="broken")])  # the error is what there is to say
+
+
+@pytest.mark.parametrize(("metric", "sign"), [("preference_accuracy", 1), ("loss", -1)])
+def test_within_one_standard_error_the_earliest_is_best(metric, sign):
+    values = {10: 0.70, 20: 0.79, 30: 0.82, 40: 0.80}
+    rows = [row(step, **{metric: (sign * value, 0.03)}) for step, value in values.items()]
+    assert names(Criterion(metric, one_standard_error=True).ranked(rows)) == ["20", "30", "40", "10"]
+    # A plain oracle over random curves.
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        curve, errors = rng.normal(size=8), rng.uniform(0, 1, size=8)
+        rows = [row(i, **{metric: (sign * v, e)}) for i, (v, e) in enumerate(zip(curve, errors, strict=True))]
+        top = int(np.argmax(curve))
+        expected = next(i for i in range(8) if curve[i] >= curve[top] - errors[top])
+        assert names(Criterion(metric, one_standard_error=True).ranked(rows))[0] == str(expected)
+
+
+def test_the_earlier_one_is_of_the_same_training():
+    rows = [row(1, model="other", preference_accuracy=(0.8, 0.1)), row(9, preference_accuracy=(0.81, 0.1))]
+    assert names(Criterion(one_standard_error=True).ranked(rows))[0] == "9"
+
+
+def test_an_unknown_standard_error_chooses_nothing():
+    rows = [row(1, preference_accuracy=(0.5, math.nan))]
+    criterion = Criterion(one_standard_error=True)
+    assert criterion.ranked(rows) == []
+    with pytest.raises(ConfigError, match="fewer than two prompts"):
+        criterion.require(rows)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"metric_for_best": "acuracy"}, "metric_for_best is acuracy, .* choose .*preference_accuracy"),
+        ({"metric_for_best": "temperature"}, "tells no better checkpoint"),
+        ({"metric_for_best": "ece", "one_standard_error": True}, "standard error, which ece has not"),
+        ({"metric_for_best": "benchmark/macro", "one_standard_error": True, "benchmark": "hpdv3"}, "which benchmark"),
+        ({"metric_for_best": "benchmark/macro"}, "needs a benchmark: name one"),
+        ({"metric_for_best": "loss", "fail_under": 0.5}, "of loss less is"),
+        ({"fail_under": 75}, "it is an accuracy, from 0 to 1"),
+        ({"keep_best": 0}, "keep_best is 0"),
+        ({"yes": True}, "yes answers keep_best"),
+        ({"watch_timeout": 0}, "watch_timeout is 0"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_is_scored(keys, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        EvaluationArguments(model_dirs=["run"], **keys)
+    assert EvaluationArguments(model_dirs=["run"], metric_for_best="average_margin", fail_under=2.0).fail_under == 2

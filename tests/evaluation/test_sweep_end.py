@@ -1,0 +1,277 @@
+"""The end of a sweep: which checkpoint is best, what is saved with it, what is deleted, and what bad input leaves."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import colour_pairs, finish, start, words, write_rows
+from safetensors.torch import load_file, save_file
+
+from vlmrm import cli, load_scorer
+from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, DataError, VlmrmError
+from vlmrm.evaluation import conclusion, measuring
+from vlmrm.evaluation import sweep as sweep_module
+from vlmrm.evaluation.schema import load_results
+from vlmrm.evaluation.sweep import sweep
+from vlmrm.evaluation.watching import watch
+from vlmrm.modeling import verify_complete, write_complete
+
+
+def scaled(model: Path, folder: Path, factor: float) -> Path:
+    """A checkpoint of the model with its scores times `factor`."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["score.weight"] = weights["score.weight"] * factor
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    write_complete(folder, world_size=1, step=1)
+    return folder
+
+
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch, tiny_reward_model) -> Path:
+    """A finished training: checkpoint-1 prefers the opposite of the others, of which -2 is as sure as -3 is not."""
+    monkeypatch.chdir(tmp_path)
+    for step, factor in {1: -1.0, 2: 3.0, 3: 1.0}.items():
+        scaled(tiny_reward_model, Path("run", f"checkpoint-{step}"), factor)
+    scaled(tiny_reward_model, Path("run", "final"), 1.0)
+    return Path("run")
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    return colour_pairs(tmp_path / "data", 6, category=["plain", "hard"] * 3)
+
+
+def asked(run_folder, data, **keys) -> list[str]:
+    keys = {"output_file": "results.csv", "ablations": "none", **keys}
+    return words(model_dirs=run_folder, dataset_path=data, **keys)
+
+
+def column(name: str) -> dict[str, str]:
+    with open("results.csv", newline="") as file:
+        return {row["checkpoint"]: row[name] for row in csv.DictReader(file)}
+
+
+def steps(folder: Path = Path("run")) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# Choosing ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_is_by_the_metric_that_was_asked_for(run_folder, data, monkeypatch, capsys):
+    first = sweep(asked(run_folder, data))
+    assert first.choice and first.choice["value"] == max(row["preference_accuracy"] for row in first.rows)
+    monkeypatch.setattr(sweep_module, "evaluate_checkpoint", lambda *_: pytest.fail("everything has its row"))
+    by_loss = sweep(asked(run_folder, data, metric_for_best="loss"))
+    least = min(by_loss.rows, key=lambda row: row["loss"])
+    assert by_loss.best is least
+    written = load_results("results.json")["best"]
+    assert written == {
+        "metric": "loss",
+        "one_standard_error": False,
+        "value": least["loss"],
+        "model": "run",
+        "checkpoint": least["checkpoint"],
+        "path": least["path"],
+        "kept": None,
+    }
+    assert [name for name, best in column("best").items() if best == "True"] == [least["checkpoint"]]
+    cli.evaluate(*asked(run_folder, data, metric_for_best="accuracy/hard"))
+    hard = max(row["statistics"]["category"]["hard"]["preference_accuracy"]["value"] for row in first.rows)
+    assert f"with accuracy/hard {hard:.4f}" in capsys.readouterr().out
+
+
+def test_the_earliest_as_good_one_may_be_asked_for(run_folder, data):
+    result = sweep(asked(run_folder, data, metric_for_best="average_margin", one_standard_error=True))
+    found = [row["statistics"]["overall"]["average_margin"] for row in result.rows]
+    top = max(found, key=lambda each: each["value"])
+    first = next(i for i, each in enumerate(found) if each["value"] >= top["value"] - top["standard_error"])
+    assert result.best is result.rows[first]
+
+
+def test_fail_under_is_of_the_metric(run_folder, data):
+    margin = max(row["average_margin"] for row in sweep(asked(run_folder, data)).rows)
+    keys = {"metric_for_best": "average_margin"}
+    assert sweep(asked(run_folder, data, **keys, fail_under=margin)).best is not None
+    with pytest.raises(BelowThreshold, match=r"average_margin is below .* fail_under: see results\.csv"):
+        sweep(asked(run_folder, data, **keys, fail_under=margin + 0.1, keep_best=1, yes=True))
+    assert len(steps()) == 4, "nothing is deleted for a model that is not good enough"
+
+
+def test_a_metric_without_its_column_is_a_sentence_after_the_sweep(run_folder, data):
+    with pytest.raises(ConfigError, match=r"results\.csv has every .* agreement_accuracy cannot be had, .* agreement"):
+        sweep(asked(run_folder, data, metric_for_best="agreement_accuracy"))
+    saved = load_results("results.json")
+    assert saved["best"] is None and [row["error"] for row in saved["results"]] == [None] * 3
+    assert set(column("best").values()) == {"False"}
+
+
+# The scale of scores -------------------------------------------------------------------------------------------------
+
+
+def test_mean_and_spread_of_all_scores_are_saved_with_the_best(run_folder, data):
+    before = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
+    result = sweep(asked(run_folder, data))
+    assert result.choice is not None
+    best = Path(result.choice["path"])
+    groups = []
+    for row in map(json.loads, data.read_text().splitlines()):
+        image = {"type": "image", "image": data.parent / row["images"][0]}
+        question = {"role": "user", "content": [image, {"type": "text", "text": row["prompt"]}]}
+        groups.append(([question], [row["chosen"], row["rejected"]]))
+    scores = np.array(load_scorer(best).score_groups(groups))
+    info = json.loads((best / "reward_model.json").read_text())
+    assert info["reward_mean"] == pytest.approx(scores.mean(), abs=1e-5)
+    assert info["reward_std"] == pytest.approx(scores.std(), abs=1e-5)
+    assert (info["reward_count"], info["reward_data"]) == (12, load_results("results.json")["settings"]["data"])
+    assert set(verify_complete(best)["files"]) == {
+        path.relative_to(best).as_posix() for path in before if path.parent == best and path.name != "COMPLETE.json"
+    }
+    after = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
+    changed = {path for path in after if after[path] != before.get(path)}
+    assert changed == {best / "reward_model.json", best / "COMPLETE.json"} and after.keys() == before.keys()
+
+
+def test_a_checkpoint_may_be_left_as_it_is(run_folder, data, monkeypatch, capsys):
+    before = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
+    sweep(asked(run_folder, data, save_normalization=False))
+
+    def read_only(*_, **__):
+        raise PermissionError(30, "Read-only file system")
+
+    monkeypatch.setattr(conclusion, "save_normalization", read_only)
+    assert sweep(asked(run_folder, data)).best is not None
+    assert "not saved with the best checkpoint: [Errno 30] Read-only file system" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()} == before
+
+
+# Deleting ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_are_marked_and_the_others_deleted_after_a_yes(run_folder, data):
+    with pytest.raises(ConfigError, match="nothing was deleted, because there is no terminal"):
+        sweep(asked(run_folder, data, keep_best=2))  # pytest's stdin is no terminal
+    assert len(steps()) == 4
+    ranked = sorted(load_results("results.json")["results"], key=lambda row: -row["preference_accuracy"])
+    kept = {name for name, mark in column("kept").items() if mark == "True"}
+    assert kept == {row["checkpoint"] for row in ranked[:2]}
+    result = sweep(asked(run_folder, data, keep_best=2, yes=True))
+    assert steps() == sorted([*kept, "final"])
+    assert len(result.rows) == 3, "what was measured of the deleted stays"
+
+
+def test_nothing_is_deleted_while_a_checkpoint_could_not_be_evaluated(run_folder, data, capsys):
+    (run_folder / "checkpoint-1" / "model.safetensors").write_bytes(b"broken")
+    sweep(asked(run_folder, data, keep_best=1, yes=True))
+    assert len(steps()) == 4 and "keep_best deletes nothing" in capsys.readouterr().err
+
+
+def test_results_of_another_training_do_not_crowd_out_this_one_s(run_folder, data, tiny_reward_model):
+    best = sweep(asked(run_folder, data)).best
+    assert best is not None
+    factor = {"checkpoint-1": 1.0}.get(best["checkpoint"], -1.0)  # always wrong where the other is right
+    for step in (5, 6):
+        scaled(tiny_reward_model, Path("worse", f"checkpoint-{step}"), factor * step)
+    scaled(tiny_reward_model, Path("worse", "final"), 1.0)
+    sweep(asked("worse", data, keep_best=1, yes=True))
+    assert len(steps(Path("worse"))) == 2 and len(steps()) == 4
+
+
+# Watching ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_watched_training_is_evaluated_to_its_end(run_folder, data, monkeypatch, capsys):
+    late = Path("checkpoint-3").resolve()
+    (run_folder / "checkpoint-3").rename(late)
+    (run_folder / "final").rename("final")
+    later = [lambda: late.rename(run_folder / late.name), lambda: Path("final").rename(run_folder / "final")]
+    monkeypatch.setattr(sweep_module, "watch", partial(watch, wait=lambda _: later.pop(0)()))
+    result = sweep(asked(run_folder, data, watch=True))
+    assert [row["checkpoint"] for row in result.rows] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert not later and result.best is not None
+
+
+def test_ctrl_c_ends_a_watch_with_the_table_as_it_stands(run_folder, data, monkeypatch):
+    shutil.rmtree(run_folder / "final")
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep_module, "watch", partial(watch, wait=interrupt))
+    result = sweep(asked(run_folder, data, watch=True, keep_best=1, yes=True))
+    assert len(result.rows) == len(steps()) == len(column("best")) == 3 and result.best is not None
+    with pytest.raises(ConfigError, match="watch saw no checkpoint in absent"):
+        sweep(asked("absent", data, watch=True, output_file="absent.csv"))
+
+
+@pytest.mark.slow
+def test_two_processes_watch_the_same_checkpoints(run_folder, data, tmp_path):
+    done = start(
+        ["eval_rm.py"], *asked(run_folder, data, watch=True, keep_best=1, yes=True), cwd=tmp_path, processes=2
+    )
+    finish(done)
+    saved = load_results("results.json")
+    assert saved["best"] is not None and len(saved["results"]) == 3
+    assert steps() == [saved["best"]["checkpoint"], "final"]
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "code", "sentence"),
+    [
+        ({"dataset_path": "empty.jsonl"}, 3, "has no rows"),
+        ({"dataset_path": "absent.jsonl"}, 3, "absent.jsonl"),
+        ({"dataset_path": "absent.jsonl", "benchmark": "vl-rewardbench"}, 3, "absent.jsonl does not exist"),
+        ({"group_by": "language"}, 2, "group_by names language, which no row"),
+    ],
+)
+def test_data_that_cannot_be_used_are_a_sentence_and_every_row_s_error(run_folder, data, capsys, keys, code, sentence):
+    write_rows(Path("empty.jsonl"), [])
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(lambda: cli.evaluate(*asked(run_folder, **{"data": data, **_renamed(keys)})))
+    said = capsys.readouterr().err
+    assert stopped.value.code == code and sentence in said and "Traceback" not in said
+    errors = column("error")
+    assert len(errors) == 3 and all(sentence in error for error in errors.values())
+    assert len(sweep(asked(run_folder, data)).rows) == 3, "what was mended is evaluated into the same file"
+    before = Path("results.json").read_bytes()
+    with pytest.raises(VlmrmError, match=sentence):
+        sweep(asked(run_folder, **{"data": data, **_renamed(keys)}))
+    assert Path("results.json").read_bytes() == before, "figures are never replaced by an error"
+
+
+def _renamed(keys):
+    return {("data" if name == "dataset_path" else name): value for name, value in keys.items()}
+
+
+def test_a_score_that_is_no_number_is_a_row(run_folder, data, tiny_reward_model, capsys):
+    shutil.rmtree(run_folder / "checkpoint-2")
+    scaled(tiny_reward_model, run_folder / "checkpoint-2", math.nan)
+    with pytest.raises(CheckpointError, match="1 of 3 checkpoints could not be evaluated"):
+        cli.evaluate(*asked(run_folder, data))
+    errors = column("error")
+    assert "6 pairs have a score that is no number, first of pair-0" in errors.pop("checkpoint-2")
+    assert set(errors.values()) == {""} and "best: run/checkpoint-" in capsys.readouterr().out
+
+
+def test_figures_that_a_checkpoint_does_not_have_are_its_row_s_error(run_folder, data, monkeypatch):
+    """Such as an ablation whose scores are no numbers: the others are evaluated all the same."""
+    measure = measuring.measure
+
+    def measured(loaded, dataset, run, folder):
+        if folder.name == "checkpoint-2":
+            raise DataError("6 scored pairs have a blank_image score that is no finite number")
+        return measure(loaded, dataset, run, folder)
+
+    monkeypatch.setattr(measuring, "measure", measured)
+    assert [bool(row["error"]) for row in sweep(asked(run_folder, data)).rows] == [False, True, False]

@@ -1,0 +1,88 @@
+"""Watching trainings: each whole checkpoint once, until they have finished or nothing comes any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from vlmrm.evaluation.watching import INTERVAL, watch
+from vlmrm.modeling import write_complete
+
+
+def checkpoint(folder: Path, complete: bool = True) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    if complete:
+        write_complete(folder, world_size=1, step=1)
+
+
+class Time:
+    """A clock that moves only by waiting; what `later` lists happens during its waits, one entry each."""
+
+    def __init__(self, *later: Callable[[], None]):
+        self.now, self.later = 0.0, list(later)
+
+    def clock(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        if self.later:
+            self.later.pop(0)()
+
+
+def watched(time: Time, *model_dirs: Path, timeout: float = 3 * INTERVAL):
+    dirs = [str(folder) for folder in model_dirs]
+    return watch(dirs, "checkpoint-*", timeout=timeout, wait=time.wait, clock=time.clock)
+
+
+def test_checkpoints_come_once_each_when_they_are_whole_until_the_training_has_finished(tmp_path):
+    run = tmp_path / "run"
+    first, second, third = (run / f"checkpoint-{step}" for step in (9, 10, 100))
+    time = Time(
+        lambda: checkpoint(first, complete=False),
+        lambda: checkpoint(first),
+        partial(checkpoint, second),
+        lambda: [checkpoint(run / "final", complete=False), checkpoint(third), checkpoint(run / "final")],
+    )
+    assert list(watched(time, run)) == [first, second, third]
+    assert time.now == 4 * INTERVAL, "it ends with the training"
+
+
+def test_every_training_must_have_finished(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    checkpoint(one / "checkpoint-1")
+    checkpoint(one / "best")
+    time = Time(lambda: checkpoint(other / "checkpoint-5"), lambda: checkpoint(other / "best"))
+    assert list(watched(time, one, other)) == [one / "checkpoint-1", other / "checkpoint-5"]
+
+
+def test_a_checkpoint_itself_is_no_training_to_wait_for(tmp_path):
+    checkpoint(tmp_path / "best")
+    time = Time()
+    assert list(watched(time, tmp_path / "best")) == [tmp_path / "best"] and time.now == 0
+
+
+def test_nothing_new_for_long_ends_it_and_says_so(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("vlmrm.evaluation.watching.logger.propagate", True)
+    run = tmp_path / "run"
+    time = Time(lambda: checkpoint(run / "checkpoint-1"))
+    found = watched(time, run)
+    assert next(found) == run / "checkpoint-1"
+    time.now += 100 * INTERVAL  # evaluating it takes long, which is no waiting
+    time.later = [lambda: None, lambda: checkpoint(run / "checkpoint-2")]
+    assert next(found) == run / "checkpoint-2"
+    assert list(found) == []
+    assert "No new checkpoint for 0.75 minutes" in caplog.text
+
+
+def test_a_checkpoint_that_the_training_deletes_meanwhile_is_not_waited_for(tmp_path):
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        checkpoint(run / f"checkpoint-{step}")
+    checkpoint(run / "final")
+    found = watched(Time(), run)
+    assert next(found).name == "checkpoint-1"
+    (run / "checkpoint-2" / "COMPLETE.json").unlink()
+    assert [folder.name for folder in found] == ["checkpoint-3"]

@@ -1,0 +1,144 @@
+"""Which checkpoint of a sweep is best: by any figure, or the earliest that is as good within one standard error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from vlmrm.errors import ConfigError
+from vlmrm.evaluation.analysis import metric as figure_of
+from vlmrm.evaluation.ranking import RankCorrelations
+from vlmrm.evaluation.schema import Best, Row
+from vlmrm.evaluation.shortcuts import RELIANCES
+
+# Figures that have a better end. Those of the first line are estimates with a standard error, those of the second are
+# not; others, such as the temperature or a correlation with length, are best neither high nor low.
+HIGHER = {
+    *("preference_accuracy", "accuracy_half_ties", "weighted_accuracy", "agreement_accuracy", "groupwise_accuracy"),
+    *("average_margin", "accuracy_chosen_longer", "accuracy_chosen_shorter", *RELIANCES, "prompt_reliance"),
+}
+LOWER = {"loss", "brier", "tied_margin"}
+HIGHER_ALONE, LOWER_ALONE = set(RankCorrelations._fields), {"ece"}
+CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
+
+
+def step_of(checkpoint: str) -> int | None:
+    """The training step in a checkpoint's name, such as checkpoint-500."""
+    number = checkpoint.rpartition("-")[2]
+    return int(number) if number.isdigit() else None
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """By what the rows of a sweep are compared.
+
+    `metric` is a figure of `vlmrm.evaluation.analysis`, `accuracy/CATEGORY` or `benchmark/NAME`. With
+    `one_standard_error` the best is the checkpoint with the fewest steps among those of the same training that are
+    within one standard error of the highest: where the data cannot tell them apart, the one that was trained least
+    (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3).
+
+    Raises:
+        ConfigError: for a figure that does not exist, has no better end, or has no standard error if one is needed.
+    """
+
+    metric: str = "preference_accuracy"
+    one_standard_error: bool = False
+
+    def __post_init__(self):
+        named = self.metric.startswith((CATEGORY, BENCHMARK))
+        if not named and self.metric not in HIGHER | LOWER | HIGHER_ALONE | LOWER_ALONE:
+            raise ConfigError(
+                f"metric_for_best is {self.metric}, which tells no better checkpoint: choose accuracy/CATEGORY, "
+                f"benchmark/NAME, {', '.join(sorted(HIGHER | LOWER | HIGHER_ALONE | LOWER_ALONE))}."
+            )
+        with_error = self.metric.startswith(CATEGORY) or self.metric in HIGHER | LOWER
+        if self.one_standard_error and not with_error:
+            raise ConfigError(
+                f"one_standard_error needs a metric with a standard error, which {self.metric} has not: choose "
+                f"accuracy/CATEGORY, {', '.join(sorted(HIGHER | LOWER))}."
+            )
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.metric not in LOWER | LOWER_ALONE
+
+    def value(self, row: Row) -> float:
+        """The row's figure.
+
+        Raises:
+            ConfigError: when the row does not have it, saying what it lacks.
+        """
+        return figure_of(self._figures(row), self.metric)
+
+    def ranked(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows that have the figure, the best first; of equals that with fewer steps.
+
+        Empty where none has it, and where the standard error that is needed is unknown: `require` says why.
+        """
+        having = [row for row in rows if not row["error"] and not math.isnan(self._number(row, "value"))]
+        ranked = sorted(having, key=lambda row: (self._loss(row), _steps(row)))
+        if not self.one_standard_error or not ranked:
+            return ranked
+        best = ranked[0]
+        error = self._number(best, "standard_error")
+        if math.isnan(error):
+            return []
+        close = [r for r in ranked if r["model"] == best["model"] and self._loss(r) <= self._loss(best) + error]
+        first = min(close, key=_steps)
+        return [first, *(row for row in ranked if row is not first)]
+
+    def best(self, rows: Sequence[Row]) -> Best | None:
+        """The first of `ranked` as the results file has it."""
+        ranked = self.ranked(rows)
+        if not ranked:
+            return None
+        row = ranked[0]
+        return {
+            "metric": self.metric,
+            "one_standard_error": self.one_standard_error,
+            "value": self.value(row),
+            "model": row["model"],
+            "checkpoint": row["checkpoint"],
+            "path": row["path"],
+            "kept": None,
+        }
+
+    def require(self, rows: Sequence[Row]) -> None:
+        """Says what is missing where there are figures, but nothing to choose by.
+
+        Raises:
+            ConfigError: then.
+        """
+        measured = [row for row in rows if not row["error"]]
+        if not measured or self.ranked(rows):
+            return
+        self.value(measured[0])
+        raise ConfigError(
+            f"one_standard_error cannot be had, because the standard error of {self.metric} is unknown with fewer "
+            "than two prompts: evaluate on more."
+        )
+
+    def _figures(self, row: Row) -> Mapping[str, Any]:
+        """Those of the row that the metric is one of, by their names."""
+        if self.metric.startswith(CATEGORY):
+            categories = row["statistics"]["category"]
+            return {f"{CATEGORY}{name}": figures["preference_accuracy"] for name, figures in categories.items()}
+        if self.metric.startswith(BENCHMARK):
+            return {f"{BENCHMARK}{name}": value for name, value in row.get("benchmark", {}).items()}
+        return cast(Mapping[str, Any], row["statistics"]["overall"])
+
+    def _number(self, row: Row, part: str) -> float:
+        """`value` or `standard_error` of the row's figure, NaN where there is none."""
+        found = self._figures(row).get(self.metric, math.nan)
+        return float(found[part] if isinstance(found, Mapping) else found)
+
+    def _loss(self, row: Row) -> float:
+        value = self._number(row, "value")
+        return -value if self.higher_is_better else value
+
+
+def _steps(row: Row) -> float:
+    step = step_of(row["checkpoint"])
+    return math.inf if step is None else step

@@ -1,0 +1,57 @@
+"""What sweeps wrote beside the scored pairs of a report: which checkpoint they chose, and what they found leaked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from vlmrm.evaluation.report.checkpoints import Checkpoint, scores_path
+from vlmrm.evaluation.schema import Best, ResultsFile, load_results
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint that the report is about, in words why, and what of its data was trained on (None: unknown)."""
+
+    best: Checkpoint
+    reason: str
+    leakage: dict[str, Any] | None
+
+
+def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:
+    """The results (.json) beside each path that has them: frames have none, nor have pairs that came alone.
+
+    Raises:
+        ConfigError: when they cannot be read, or are of another version.
+    """
+    pairs = [scores_path(Path(source)) for source in sources if not isinstance(source, pd.DataFrame)]
+    beside = [path.with_name(path.name.removesuffix(".parquet").removesuffix(".scores") + ".json") for path in pairs]
+    return [load_results(path) for path in beside if path.is_file()]
+
+
+def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> Choice:
+    """The checkpoint that the sweep chose; of those that several sweeps chose, or without any, the most accurate."""
+    chosen = {(best["model"], best["checkpoint"]): best for sweep in sweeps if (best := sweep["best"])}
+    named = [one for one in checkpoints if (one.model, one.name) in chosen]
+    best = max(named or checkpoints, key=lambda one: one.accuracy.value)  # of equals the first
+    reason = _reason(chosen.get((best.model, best.name)))
+    if len(named) > 1:
+        reason = f"the most accurate of {len(named)} that are {reason} in their results"
+    leakage = next((sweep["leakage"] for sweep in sweeps if _holds(sweep, best)), None)
+    return Choice(best, reason, leakage)
+
+
+def _reason(best: Best | None) -> str:
+    if best is None:
+        return "best by preference accuracy"
+    metric = best["metric"].replace("_", " ")
+    within = "the earliest within one standard error of the " if best["one_standard_error"] else ""
+    return f"{within}best by {metric}"
+
+
+def _holds(sweep: ResultsFile, one: Checkpoint) -> bool:
+    return any((row["model"], row["checkpoint"]) == (one.model, one.name) for row in sweep["results"])

@@ -1,0 +1,87 @@
+"""The probe: a small fixed share of the evaluation set, which every evaluation also scores with its images painted
+grey and under other prompts. So a run shows, while it trains, whether the model looks at what it is asked about."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vlmrm.data.sources import sample
+from vlmrm.evaluation.ablations import ABLATIONS, Ablation, donor_of
+from vlmrm.evaluation.evaluate import Evaluation
+from vlmrm.evaluation.frame import scored_frame
+from vlmrm.evaluation.intervals import bootstrap
+from vlmrm.evaluation.shortcuts import reliance_figures
+
+logger = logging.getLogger("vlmrm")
+
+# By ablation: what is logged, and the figure of `reliance_figures` that it is.
+LOGGED = {
+    "blank_image": {"probe_image_reliance": "image_reliance", "probe_blank_image_accuracy": "blank_image_accuracy"},
+    "swapped_prompt": {"probe_irrelevant_margin": "swapped_prompt_margin", "probe_prompt_reliance": "prompt_reliance"},
+}
+NEEDED = {"blank_image": "an image to paint grey", "swapped_prompt": "another prompt of its kind to be shown under"}
+PROBED: Mapping[str, Ablation] = {name: ABLATIONS[name] for name in LOGGED}
+
+
+class ProbedDataset:
+    """The rows of an evaluation set (of `load_comparisons`); those of its probe have a `donor` beside them.
+
+    The collator ablates rows with a donor. The probe is drawn as `max_eval_samples` draws, and its donors are of the
+    probe, so a sweep with `max_eval_samples` = `samples` and an equal `split_seed` has the same figures.
+    """
+
+    def __init__(self, dataset: Any, samples: int, seed: int):
+        self.dataset = dataset
+        self.probe = sample(dataset, None, samples, seed)
+        self._places = {row["index"]: place for place, row in enumerate(self.probe)}
+        self._said: set[str] = set()  # ablations without figures, once the log says so
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        columns = self.dataset[numbers]
+        rows = [{"index": i, "comparison": c} for i, c in zip(columns["index"], columns["comparison"], strict=True)]
+        for row in rows:
+            if row["index"] in self._places:
+                row["donor"] = donor_of(row["comparison"], self._places[row["index"]], self.probe)
+        return rows
+
+    def figures(self, scores: Mapping[int, Mapping[str | None, Sequence[float]]]) -> dict[str, float]:
+        """What `LOGGED` names, from the scores of each row's branches by `index` and ablation (None: as it is).
+
+        Figures that no row allows are left out, and named in the log the first time.
+        """
+        result = Evaluation()
+        for row in self.probe:
+            if row["index"] in scores:
+                ablated = dict(scores[row["index"]])
+                result.comparisons.append(row["comparison"])
+                result.scores.append(list(ablated.pop(None)))
+                result.ablated.append({str(name): list(values) for name, values in ablated.items()})
+        found = _reliances(result)
+        figures: dict[str, float] = {}
+        for ablation, names in LOGGED.items():
+            figures |= {name: found[figure] for name, figure in names.items() if not math.isnan(found[figure])}
+            if not names.keys() <= figures.keys() and ablation not in self._said:
+                self._said.add(ablation)
+                logger.info(
+                    "No row with a preference among the %d of the probe has %s: %s are not logged",
+                    len(self.probe), NEEDED[ablation], " and ".join(names),
+                )  # fmt: skip
+        return figures
+
+
+def _reliances(result: Evaluation) -> dict[str, float]:
+    """`reliance_figures` of what was scored; NaN where nothing allows them."""
+    if not result.comparisons:
+        return {figure: math.nan for names in LOGGED.values() for figure in names.values()}
+    frame = scored_frame(result)
+    estimates = bootstrap(reliance_figures(frame), frame["prompt_id"].to_numpy(), draws=0)
+    return {name: estimate.value for name, estimate in estimates.items()}
