@@ -127,6 +127,45 @@ def test_a_conversation_that_cannot_be_scored_is_named_by_its_place(scorer, tmp_
         scorer.score([good, conversation("red", tmp_path / "text.png")])
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda scorer: scorer.score(conversation("red")),
+            "conversation 0: it is a single dict: a conversation is a l",
+        ),
+        (lambda scorer: scorer.score("Red?"), "conversation 0: it is a single str"),
+        (lambda scorer: scorer.score_groups(("Red?", ["Yes."])), r"group 0: it is no pair: give \(prompt, candidates"),
+        (lambda scorer: scorer.score_groups([("Red?", ["Yes."]), ("Red?", "No.")]), "group 1: its candidates are a s"),
+        (lambda scorer: scorer.score_groups([("Red?", [None])]), "group 0: expected a text or a list of messages"),
+    ],
+)
+def test_what_was_not_meant_is_not_scored(scorer, call, message):
+    with pytest.raises(RowError, match=message):
+        call(scorer)
+
+
+def test_a_score_that_is_no_number_is_an_error(tiny_reward_model):
+    broken = load_scorer(tiny_reward_model, device="cpu")
+    for weight in broken.model.parameters():
+        weight.data.fill_(float("nan"))
+    with pytest.raises(RowError, match="conversation 0: its score is nan: look for broken weights"):
+        broken.score([conversation("red")])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"dtype": "fp32"}, "dtype is 'fp32': choose from auto, bfloat16"),
+        ({"device": "gpu"}, "device is 'gpu': write cuda"),
+        ({"device": "cuda:99"}, "device is cuda:99, which this machine has not"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(tiny_reward_model, option, message):
+    with pytest.raises(ConfigError, match=message):
+        load_scorer(tiny_reward_model, **option)
+
+
 @pytest.fixture
 def vlmrm(capsys):
     """`vlmrm(*words)` runs the command line in this process and returns what it printed."""

@@ -1,5 +1,20 @@
-"""Trained reward models as functions."""
+"""Trained reward models as functions. Only what opens a model imports torch, and only when it is asked for."""
 
-from vlmrm.scoring.scorer import Scorer, load_scorer
+from typing import TYPE_CHECKING
 
-__all__ = ["Scorer", "load_scorer"]
+from vlmrm.scoring.loading import load_scorer
+from vlmrm.scoring.protocol import Conversation, Group, Scorer
+from vlmrm.scoring.remote import AsyncRemoteScorer, RemoteScorer
+
+if TYPE_CHECKING:
+    from vlmrm.scoring.scorer import LocalScorer
+
+__all__ = ["AsyncRemoteScorer", "Conversation", "Group", "LocalScorer", "RemoteScorer", "Scorer", "load_scorer"]
+
+
+def __getattr__(name: str):
+    if name == "LocalScorer":
+        from vlmrm.scoring.scorer import LocalScorer
+
+        return LocalScorer
+    raise AttributeError(f"module 'vlmrm.scoring' has no attribute {name!r}")

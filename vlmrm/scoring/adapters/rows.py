@@ -1,0 +1,156 @@
+"""What every adapter does: makes a framework's row a conversation, and has it scored by a scorer of this process."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vlmrm.data.messages import PLACEHOLDER, place_media, to_messages
+from vlmrm.data.schema import Message, media_references
+from vlmrm.errors import ConfigError, RewardError, RowError
+from vlmrm.scoring.adapters.micro_batch import MicroBatcher
+from vlmrm.scoring.loading import load_scorer
+from vlmrm.scoring.protocol import Conversation, Scorer, finite
+from vlmrm.scoring.remote import RemoteScorer
+
+
+class SharedScorer:
+    """A scorer that is opened when it is first used, once a process however many adapters name it.
+
+    It can be pickled: what travels is the path. It can be called from several threads; with a model in this process
+    they take turns.
+
+    Args:
+        model: the folder of a checkpoint, or the address of a service; or a `Scorer`, which travels as it is.
+        options: keywords of `vlmrm.load_scorer`.
+    """
+
+    def __init__(self, model: str | Path | Scorer, **options: Any):
+        self.model = str(model) if isinstance(model, (str, Path)) else model
+        self.options = options
+        # Said here: where it is loaded may be another process, and later.
+        if options and not isinstance(self.model, str):
+            raise ConfigError(f"{min(options)} is for load_scorer, and this scorer is loaded already: leave it out.")
+        unknown = options.keys() - inspect.signature(load_scorer).parameters
+        if unknown:
+            raise ConfigError(f"load_scorer takes no {min(unknown)}: docs/scoring.md has its keywords.")
+
+    def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
+        """The raw logit of each conversation, or why it has none."""
+        shared = self._shared()
+        with shared.turn:
+            shared.scorer = shared.scorer or self._open()
+            if not isinstance(shared.scorer, RemoteScorer):
+                return _scored(shared.scorer, conversations)
+        return _scored(shared.scorer, conversations)
+
+    def score_rows(
+        self,
+        prompts: Sequence[Any],
+        answers: Sequence[Any],
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+    ) -> list[float | RowError]:
+        """The raw logit of each row, or why it has none; see `conversation`.
+
+        Raises:
+            RewardError: when the columns differ in length.
+        """
+        scores: list[float | RowError] = []
+        rows: dict[int, Conversation] = {}
+        for place, row in enumerate(table(prompts, answers, images, videos)):
+            try:
+                rows[place] = conversation(*row)
+                scores.append(0.0)
+            except RowError as error:
+                scores.append(error)
+        for place, score in zip(rows, self.score_each(list(rows.values())), strict=True):
+            scores[place] = score
+        return scores
+
+    @property
+    def micro_batcher(self) -> MicroBatcher:
+        """What gathers the single calls of all threads and tasks of the process. It waits for nothing."""
+        shared = self._shared()
+        with _registering:
+            shared.micro_batcher = shared.micro_batcher or MicroBatcher(self.score_each)
+            return shared.micro_batcher
+
+    def _shared(self) -> _Shared:
+        key = (self.model, *sorted(self.options.items())) if isinstance(self.model, str) else id(self.model)
+        with _registering:
+            return _of_this_process.setdefault(key, _Shared(None if isinstance(self.model, str) else self.model))
+
+    def _open(self) -> Scorer:
+        return load_scorer(str(self.model), **self.options)
+
+
+@dataclass
+class _Shared:
+    """What the adapters of one process that name one scorer have in common."""
+
+    scorer: Scorer | None
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    micro_batcher: MicroBatcher | None = None
+
+
+_registering = threading.Lock()
+_of_this_process: dict[Hashable, _Shared] = {}
+
+
+def table(prompts: Sequence[Any], *columns: Sequence[Any] | None) -> list[tuple[Any, ...]]:
+    """Prompts and what belongs to them as rows; None is a column of None.
+
+    Raises:
+        RewardError: when a column is no list, or has another length than the prompts.
+    """
+    for column in (prompts, *columns):
+        if isinstance(column, (str, bytes)):
+            raise RewardError(f"a column is a single {type(column).__name__}: give a list with one of each a row.")
+        if column is not None and len(column) != len(prompts):
+            raise RewardError(
+                f"there are {len(prompts)} prompts, but a column of {len(column)}: give one of each a row."
+            )
+    filled = ([None] * len(prompts) if column is None else column for column in columns)
+    return list(zip(prompts, *filled, strict=True))
+
+
+def conversation(prompt: Any, answer: Any, images: Any = None, videos: Any = None) -> list[Message]:
+    """A row as messages that end with the answer.
+
+    Args:
+        prompt: a text or messages. Where the messages have media, the row's columns of them are the same ones.
+        images, videos: one or a list; they go where the prompt has places for them, else before the first text.
+
+    Raises:
+        RowError: when a place stays empty, or an image has no place.
+    """
+    messages = to_messages(prompt, "user")
+    if not any(reference is not None for reference in media_references(messages)):
+        messages = place_media(messages, _listed(images), _listed(videos))
+    elif any(reference is None for reference in media_references(messages)):
+        raise RowError("its prompt has places for media with nothing in them: fill all of them or none")
+    if not media_references(messages):
+        asked = [text for text in _user_texts(messages) if PLACEHOLDER.search(text)]
+        if asked:
+            raise RowError(f"its prompt has a place for media and the row has none: {asked[0]!r:.60}")
+    return [*messages, *to_messages(answer, "assistant")]
+
+
+def _listed(media: Any) -> list[Any]:
+    return [] if media is None else list(media) if isinstance(media, (list, tuple)) else [media]
+
+
+def _user_texts(messages: Sequence[Message]) -> list[str]:
+    turns = [message for message in messages if message["role"] != "assistant"]
+    return [part["text"] for message in turns for part in message["content"]]
+
+
+def _scored(scorer: Scorer, conversations: Sequence[Conversation]) -> list[float | RowError]:
+    """A scorer of one's own may answer NaN."""
+    scores = scorer.score_each(conversations)
+    return [score if isinstance(score, RowError) else finite(score) for score in scores]

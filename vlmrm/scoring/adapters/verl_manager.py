@@ -1,0 +1,50 @@
+"""verl: a reward manager, which sees a sample's messages and images. Importing this needs verl.
+
+reward.reward_manager.source=importlib
+reward.reward_manager.name=VlmrmRewardManager
+reward.reward_manager.module.path=pkg://vlmrm.scoring.adapters.verl_manager
++reward.custom_reward_function.reward_kwargs.model=outputs/best
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase  # ty: ignore[import-not-found]
+
+from vlmrm.scoring.adapters.rows import SharedScorer
+from vlmrm.scoring.adapters.verl_reward import score_one
+
+
+class VlmrmRewardManager(RewardManagerBase):
+    """The raw logit of each response, to the prompt that the policy was shown."""
+
+    def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **_: Any):
+        super().__init__(config, tokenizer, compute_score)
+        given = dict(config.reward.custom_reward_function.reward_kwargs)
+        self.scorer = SharedScorer(given["model"], **given.get("load", {}))
+
+    async def run_single(self, data: Any) -> dict[str, Any]:
+        """`{"reward_score": the raw logit, "reward_extra_info"}` of one sample; of several turns, of the last.
+
+        Raises:
+            RewardError: when the response cannot be scored.
+        """
+        item = data[-1]
+        ids = item.batch["responses"]
+        length = int(item.batch["attention_mask"][-len(ids) :].sum())
+        answer = await self.loop.run_in_executor(None, self._decoded, ids[:length])
+        prompt = [_without_sources(message) for message in item.non_tensor_batch["raw_prompt"]]
+        score = await score_one(self.scorer, prompt, answer)
+        return {"reward_score": score, "reward_extra_info": {"raw_score": score}}
+
+    def _decoded(self, ids: Any) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _without_sources(message: dict[str, Any]) -> dict[str, Any]:
+    """verl leaves the `bytes` and `path` of an opened image beside it."""
+    if isinstance(message["content"], str):
+        return message
+    parts = [{"type": "image", "image": part["image"]} if "image" in part else part for part in message["content"]]
+    return {**message, "content": parts}

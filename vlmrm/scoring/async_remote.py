@@ -1,0 +1,186 @@
+"""The service's scores as coroutines: requests in pieces, several at a time, asked again where that is safe."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+from vlmrm.errors import ConfigError, RewardError, RowError
+from vlmrm.http_client import (
+    BUSY,
+    CONNECT_TIMEOUT,
+    Address,
+    Unavailable,
+    Unreachable,
+    address_of,
+    ask_again,
+    busy,
+    import_httpx,
+    said_by,
+    unreachable,
+)
+from vlmrm.scoring.protocol import Conversation, Group, all_scores, conversations_of, regrouped
+from vlmrm.scoring.remote_wire import Chunk, chunks, scores_of
+
+ROUTE = "/v1/rewards"
+UNREACHABLE_S = 30.0  # seconds for which a server that does not answer at all is asked again
+
+
+class AsyncRemoteScorer:
+    """The methods of `Scorer` as coroutines, for one event loop. Close it with `aclose`, or use it by `async with`.
+
+    What can be asked again is: no connection or a broken one, and the statuses 429, 502, 503 and 504, after as long as
+    the server asks for. The service computes equal requests once, so none of it is done twice.
+
+    Args:
+        base_url: `http://[user:password@]host:port[/path]`.
+        model: the name of the reward; may be left out where the service has one.
+        token: default: VLMRM_TOKEN of the environment, where it is set.
+        timeout: seconds for each request, its repetitions included.
+        concurrency: requests at the same time; a long list of conversations becomes many.
+        transport: of httpx2, for tests.
+
+    Raises:
+        ConfigError: for what is no address.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,
+        token: str | None = None,
+        timeout: float = 600.0,
+        concurrency: int = 8,
+        transport: Any = None,
+    ):
+        self.address: Address = address_of(base_url, "base_url")
+        self.model, self.timeout, self.concurrency = model, timeout, concurrency
+        httpx = import_httpx()
+        token = os.environ.get("VLMRM_TOKEN") if token is None else token
+        self._client = httpx.AsyncClient(
+            base_url=self.address.url,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            auth=None if token else self.address.auth,
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            trust_env=self.address.trust_env,
+            transport=transport,
+        )
+
+    async def score(self, conversations: Sequence[Conversation]) -> list[float]:
+        """The raw logit of each conversation, in order.
+
+        Raises:
+            RowError: naming the place of a conversation that cannot be scored.
+            RewardError: when the service fails, or cannot be asked in time.
+            ConfigError: when it wants a token, or has no such reward.
+        """
+        return all_scores(await self.score_each(conversations))
+
+    async def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
+        """The raw logit of each conversation, in order, or why it cannot be scored."""
+        return await self._score([[one] for one in enumerate(conversations)], grouped=False)
+
+    async def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
+        """For each (prompt, candidates), the raw logit of each candidate. A group is sent in one request."""
+        conversations = conversations_of(groups)
+        places = count()
+        numbered = [[(next(places), each) for each in group] for group in conversations]
+        return regrouped(all_scores(await self._score(numbered, grouped=True)), conversations)
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+    async def __aenter__(self) -> AsyncRemoteScorer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _score(
+        self, groups: Sequence[Sequence[tuple[int, Conversation]]], *, grouped: bool
+    ) -> list[float | RowError]:
+        """Requests are made as there is room for them, so that a long list is not in memory twice."""
+        found: dict[int, float | RowError] = {}
+        failures: dict[int, RowError] = {}
+        requests = chunks(groups, failures, grouped)
+        asking: set[asyncio.Task[dict[int, float | RowError]]] = set()
+        try:
+            while (chunk := await asyncio.to_thread(_next, requests)) is not None:
+                asking.add(asyncio.create_task(self._ask(chunk)))
+                if len(asking) == self.concurrency:
+                    done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+                    for part in await asyncio.gather(*done):
+                        found.update(part)
+            for part in await asyncio.gather(*asking):
+                found.update(part)
+        finally:
+            for one in asking:
+                one.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        found.update(failures)
+        return [found[place] for place in range(len(found))]
+
+    async def _ask(self, chunk: Chunk) -> dict[int, float | RowError]:
+        import stamina
+
+        started = time.monotonic()
+
+        def again(error: Exception) -> bool | float:
+            patience = min(self.timeout, UNREACHABLE_S) if isinstance(error, Unreachable) else self.timeout
+            return ask_again(error, started + patience - time.monotonic())
+
+        try:
+            async for attempt in stamina.retry_context(on=again, attempts=None, timeout=self.timeout, wait_max=10.0):
+                with attempt:
+                    answer = await self._post(chunk, started + self.timeout - time.monotonic())
+        except Unavailable as error:
+            raise RewardError(f"{error} (asked for {time.monotonic() - started:.0f} s)") from None
+        return dict(zip(chunk.places, scores_of(answer, len(chunk.places)), strict=True))
+
+    async def _post(self, chunk: Chunk, seconds: float) -> Any:
+        httpx = import_httpx()
+        where = f"{self.address.name}{ROUTE}"
+        late = RewardError(f"{where} did not answer in {self.timeout:g} s: raise timeout, or send less at a time")
+        if seconds <= 0:
+            raise late
+        limits = httpx.Timeout(seconds, connect=min(seconds, CONNECT_TIMEOUT), pool=None)
+        try:
+            answer = await self._client.post(ROUTE, **chunk.content(self.model, seconds), timeout=limits)
+        except (httpx.ReadTimeout, httpx.WriteTimeout):
+            raise late from None
+        except httpx.TransportError as error:
+            raise unreachable(error, where) from None
+        if answer.is_success:
+            return _json(answer, where)
+        raise _refusal(answer, where)
+
+
+def _refusal(answer: Any, where: str) -> Exception:
+    """What a status that is no success means."""
+    status, said = answer.status_code, said_by(answer)
+    if status in BUSY:
+        return busy(answer, where)
+    if status == 401:
+        return ConfigError(f"{where} wants another token: set VLMRM_TOKEN, or give the token it was started with.")
+    if status == 404 and "reward" in said:
+        return ConfigError(f"{where}: {said}")
+    if status == 404 or answer.is_redirect:
+        return ConfigError(f"{where} answered {status}: give the address of a vlmrm service.")
+    return RewardError(f"{where} answered {status}: {said}")
+
+
+def _json(answer: Any, where: str) -> Any:
+    try:
+        return answer.json()
+    except ValueError:
+        raise RewardError(f"{where} answered what is no JSON: {said_by(answer)}") from None
+
+
+def _next(requests: Iterator[Chunk]) -> Chunk | None:
+    return next(requests, None)

@@ -1,0 +1,91 @@
+"""What every scorer can do, wherever the model runs, and what they share. Importing it needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from vlmrm.data.messages import to_messages
+from vlmrm.data.schema import Message
+from vlmrm.errors import RowError
+
+# OpenAI-style messages ending in the assistant's answer; images as PIL, path, bytes or data URI.
+Conversation = Sequence[Message]
+# A prompt (a text or messages) and its candidate answers (texts or messages).
+Group = tuple[Any, Sequence[Any]]
+
+Value = TypeVar("Value")
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Conversations in, raw logits out, in request order. Transforms of them are in `vlmrm.scoring.transforms`."""
+
+    def score(self, conversations: Sequence[Conversation]) -> list[float]:
+        """The raw logit of each conversation.
+
+        Raises:
+            RowError: naming the place of a conversation that cannot be scored.
+        """
+        ...
+
+    def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
+        """The raw logit of each conversation, or why it cannot be scored: one that is bad does not stop the others."""
+        ...
+
+    def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
+        """For each (prompt, candidates), the raw logit of each candidate."""
+        ...
+
+
+def all_scores(scores: Sequence[float | RowError]) -> list[float]:
+    """What `score_each` answers as what `score` answers.
+
+    Raises:
+        RowError: of the first conversation that has no score, naming its place.
+    """
+    for place, score in enumerate(scores):
+        if isinstance(score, RowError):
+            raise type(score)(f"conversation {place}: {score.reason}") from score
+    return [score for score in scores if not isinstance(score, RowError)]
+
+
+def finite(score: float) -> float | RowError:
+    """A score, or that it is none: NaN would go through means and advantages unseen."""
+    return score if math.isfinite(score) else RowError(f"its score is {score}: look for broken weights")
+
+
+def conversations_of(groups: Iterable[Group]) -> list[list[list[Message]]]:
+    """For each (prompt, candidates), the conversation of each candidate.
+
+    Raises:
+        RowError: naming the place of a group that is none.
+    """
+    found = []
+    for place, group in enumerate(groups):
+        try:
+            found.append(_conversations(*_pair(group)))
+        except RowError as error:
+            raise type(error)(f"group {place}: {error.reason}") from error
+    return found
+
+
+def _pair(group: Any) -> Group:
+    if not isinstance(group, Sequence) or isinstance(group, str) or len(group) != 2:
+        raise RowError("it is no pair: give (prompt, candidates)")
+    prompt, candidates = group
+    if isinstance(candidates, (str, Mapping)) or not isinstance(candidates, Sequence):
+        raise RowError(f"its candidates are a single {type(candidates).__name__}: give a list")
+    return prompt, candidates
+
+
+def _conversations(prompt: Any, candidates: Sequence[Any]) -> list[list[Message]]:
+    start = to_messages(prompt, "user")
+    return [[*start, *to_messages(candidate, "assistant")] for candidate in candidates]
+
+
+def regrouped(values: Iterable[Value], groups: Iterable[Sequence[Any]]) -> list[list[Value]]:
+    """`values`, one for each member of all groups in order, as lists of the sizes of the groups."""
+    rest = iter(values)
+    return [[next(rest) for _ in group] for group in groups]

@@ -1,0 +1,115 @@
+"""A folder of scores as parquet shards, each whole or absent, beside the settings that they were made with.
+
+Names that begin with `_` or `.` are passed over by what reads a folder of parquet files (pandas, datasets, Spark).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vlmrm.errors import ConfigError
+
+SETTINGS = "_settings.json"
+SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("scores", pa.list_(pa.float32())),
+        pa.field("error", pa.string()),
+    ]
+)
+
+
+class Scored(NamedTuple):
+    """A row with the raw score of each answer, or the reason why it has none."""
+
+    row: int
+    id: str
+    scores: list[float] | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished folder holds."""
+
+    rows: int
+    errors: int
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Rows k·size to (k+1)·size - 1 of the input are shard k."""
+
+    folder: Path
+    size: int
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"scores-{number:06d}.parquet"
+
+    def is_done(self, number: int) -> bool:
+        return self.path(number).exists()
+
+    def count(self, rows: int) -> int:
+        """How many shards `rows` rows make."""
+        return -(-rows // self.size)
+
+    def write(self, number: int, scored: Sequence[Scored]) -> None:
+        """Puts a shard in its place at once, whole."""
+        path = self.path(number)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        table = pa.Table.from_pylist([row._asdict() for row in scored], schema=SCHEMA)
+        with open(temporary, "wb") as file:
+            pq.write_table(table, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    def summary(self, rows: int) -> Summary | None:
+        """Of all shards of an input of `rows` rows, from their footers; None while one is absent."""
+        paths = [self.path(number) for number in range(self.count(rows))]
+        if not all(path.exists() for path in paths):
+            return None
+        return Summary(rows, sum(_errors(path) for path in paths))
+
+    def check_settings(self, settings: dict[str, Any]) -> None:
+        """Writes the settings, or compares them with those of the shards that are there; `model` may have moved.
+
+        Processes may come at the same time: one of them writes.
+
+        Raises:
+            ConfigError: naming what differs.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / SETTINGS
+        temporary = file.with_name(f".{SETTINGS}.{os.getpid()}")
+        temporary.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        try:
+            os.link(temporary, file)  # fails where it is there already
+        except FileExistsError:
+            there = json.loads(file.read_text(encoding="utf-8"))
+            names = [n for n in settings | there if n != "model" and there.get(n) != settings.get(n)]
+            if names:
+                raise ConfigError(
+                    f"{self.folder} holds scores of other settings ({', '.join(names)}): name a new output folder, or "
+                    "score as before."
+                ) from None
+        finally:
+            temporary.unlink()
+
+
+def _errors(path: Path) -> int:
+    """Rows with an error, from the statistics of the file's footer."""
+    footer = pq.read_metadata(path)
+    column = SCHEMA.get_field_index("error")
+    groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+    # Columns of a file are its leaves, and each of ours is one.
+    return sum(group.num_rows - group.column(column).statistics.null_count for group in groups)
