@@ -1,0 +1,75 @@
+"""The reward of a classifier of frames, through a RewardSet."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from vlmrm.errors import CheckpointError, ConfigError, RewardError
+from vlmrm.frames.checkpoint import read_config, save_classifier
+from vlmrm.frames.classifier import build_classifier
+from vlmrm.frames.classifier_config import classifier_config
+from vlmrm.rewards import RewardSet
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return saved(tmp_path, image_keys=("base_camera",))
+
+
+def saved(folder, **changes):
+    torch.manual_seed(0)
+    config = classifier_config(image_size=(3, 32, 48), hidden_dim=16, num_spatial_blocks=2, **changes)
+    save_classifier(folder / "model.safetensors", build_classifier(config), config)
+    return folder / "model.safetensors"
+
+
+def reward_set(checkpoint, **changes) -> RewardSet:
+    given = {"name": "done", "reward_model": "frame_success", "checkpoint_path": str(checkpoint), "dtype": "float32"}
+    return RewardSet([{**given, "device": "cpu", "batch_size": 2, **changes}])
+
+
+def pictures(*sizes) -> list[Image.Image]:
+    generator = np.random.default_rng(0)
+    return [Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+
+
+def test_it_is_the_classifiers_probability_or_its_verdict(checkpoint, tmp_path):
+    images = pictures(*[(32, 48)] * 5)
+    found = reward_set(checkpoint, reward_type="continuous")(prompt=[""] * len(images), image=images).rewards["done"]
+    model = build_classifier(read_config(checkpoint))
+    model.load_state_dict(load_file(checkpoint))
+    frames = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 for image in images])
+    with torch.no_grad():
+        expected = torch.sigmoid(model.eval()({"base_camera": frames}))
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4)
+    config = model.config.model_copy(update={"threshold": float(np.median(found))})
+    save_classifier(tmp_path / "other", model, config)
+    verdicts = reward_set(tmp_path / "other")(prompt=[""] * len(images), image=images).rewards["done"]
+    assert verdicts.tolist() == (found > np.median(found)).astype(float).tolist()
+
+
+def test_an_image_of_another_size_fails_by_itself(checkpoint):
+    images = pictures((32, 48), (48, 32), (32, 48))
+    with pytest.raises(RewardError, match=r"\[3, 48, 32\], and the classifier is for \[3, 32, 48\]"):
+        reward_set(checkpoint)(prompt=[""] * len(images), image=images)
+    masked = reward_set(checkpoint, on_failure="mask", reward_type="continuous")(
+        prompt=[""] * len(images), image=images
+    ).rewards["done"]
+    assert np.isnan(masked).tolist() == [False, True, False]
+
+
+def test_what_cannot_be_is_refused(tmp_path, checkpoint):
+    with pytest.raises(CheckpointError, match="there is no reward model"):
+        reward_set(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="reward done: reward_type"):
+        reward_set(checkpoint, reward_type="both")
+    with pytest.raises(ConfigError, match="no checkpoint_path"):
+        RewardSet([{"name": "done", "reward_model": "frame_success"}])
+    with pytest.raises(ConfigError, match=r"image_size is \[3, 64, 64\] in the configuration and \[3, 32, 48\] in"):
+        reward_set(checkpoint, image_size=[3, 64, 64])
+    with pytest.raises(ConfigError, match="looks at front, wrist at once"):
+        reward_set(saved(tmp_path, image_keys=("front", "wrist")))

@@ -1,0 +1,160 @@
+"""GenEval's rules over objects written down by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from vlmrm.errors import RewardError
+from vlmrm.rewards.built_in.geneval_rules import (
+    Detection,
+    conditions,
+    graded,
+    objects_that_count,
+    relations,
+    requirements,
+    strict,
+)
+
+LABELS = ["dog", "cat", "apple", "car", "bench"]
+
+
+def at(x: float, y: float, size: float = 20) -> tuple[float, float, float, float]:
+    return (x - size / 2, y - size / 2, x + size / 2, y + size / 2)
+
+
+@dataclass(frozen=True)
+class Seen(Detection):
+    color: str = ""
+
+
+def seen(name: str, x: float = 50, y: float = 50, score: float = 0.95) -> Seen:
+    """An object with its colour, if any, in its name: `red dog`."""
+    color, _, label = name.rpartition(" ")
+    return Seen(label, score, at(x, y), color=color)
+
+
+def judged(metadata: dict, *found: Detection):
+    asked = requirements(metadata, LABELS)
+    return conditions(asked, objects_that_count(found, asked.task), lambda found: [each.color for each in found])
+
+
+def row(tag: str, *include: dict, exclude: tuple = ()) -> dict:
+    return {"tag": tag, "include": list(include), "exclude": list(exclude), "prompt": "a photo"}
+
+
+def some(label: str, count: int = 1, **more) -> dict:
+    return {"class": label, "count": count, **more}
+
+
+DOG = row("single_object", some("dog"))
+TWO = row("two_object", some("dog"), some("cat"))
+APPLES = row("counting", some("apple", 3), exclude=(some("apple", 4),))
+RED = row("colors", some("car", color="red"))
+LEFT = row("position", some("dog"), some("cat", position=["left of", 0]))
+BOTH = row("color_attr", some("car", color="red"), some("bench", color="blue"))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "found", "verdict", "grade"),
+    [
+        (DOG, [seen("dog")], 1, 1),
+        (DOG, [seen("dog"), seen("dog"), seen("cat")], 1, 1),
+        (DOG, [seen("cat")], 0, 0),
+        (DOG, [], 0, 0),
+        (DOG, [seen("dog", score=0.3)], 0, 0),
+        (DOG, [seen("dog", score=0.31)], 1, 1),
+        (TWO, [seen("dog"), seen("cat")], 1, 1),
+        (TWO, [seen("cat")], 0, 1 / 2),
+        (APPLES, [seen("apple")] * 3, 1, 1),
+        (APPLES, [seen("apple")] * 2, 0, (2 / 3 + 1) / 2),
+        (APPLES, [seen("apple")] * 4, 0, (1 + 0) / 2),
+        (APPLES, [seen("apple")] * 3 + [seen("apple", score=0.9)], 1, 1),
+        (APPLES, [seen("apple", score=0.8)] * 3, 0, (0 + 1) / 2),
+        (RED, [seen("red car")], 1, 1),
+        (RED, [seen("blue car")], 0, 1 / 2),
+        (RED, [seen("blue car"), seen("red car", score=0.5)], 0, 1 / 2),
+        (RED, [seen("red car"), seen("blue car", score=0.5)], 1, 1),
+        (RED, [], 0, 0),
+        (LEFT, [seen("dog", 80), seen("cat", 20)], 1, 1),
+        (LEFT, [seen("dog", 20), seen("cat", 80)], 0, 2 / 3),
+        (LEFT, [seen("cat", 20)], 0, 1 / 3),
+        (LEFT, [seen("dog", 80)], 0, 1 / 3),
+        (LEFT, [seen("dog", 80), seen("cat", 90, score=0.5), seen("cat", 20, score=0.9)], 1, 1),
+        (BOTH, [seen("red car"), seen("blue bench")], 1, 1),
+        (BOTH, [seen("blue car"), seen("red bench")], 0, 1 / 2),
+        (BOTH, [seen("red car")], 0, 1 / 2),
+    ],
+)
+def test_verdicts(metadata, found, verdict, grade):
+    result = judged(metadata, *found)
+    assert strict(result) == verdict
+    assert graded(result) == pytest.approx(grade)
+
+
+def test_a_position_needs_the_colour_of_what_it_is_seen_from():
+    metadata = row("position", some("dog", color="red"), some("cat", position=["left of", 0]))
+    result = judged(metadata, seen("blue dog", 80), seen("cat", 20))
+    assert [(each.text, each.met) for each in result] == [
+        ("1 dog", 1),
+        ("red dog", 0),
+        ("1 cat", 1),
+        ("cat left of dog", 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (at(10, 50), at(90, 50), {"left of"}),
+        (at(90, 50), at(10, 50), {"right of"}),
+        (at(50, 10), at(50, 90), {"above"}),
+        (at(50, 90), at(50, 10), {"below"}),
+        (at(10, 10), at(90, 90), {"left of", "above"}),
+        (at(10, 40), at(90, 60), {"left of"}),
+        (at(48, 50), at(52, 50), set()),  # centres 4 apart, 0.1 of the sizes
+        (at(46, 50), at(54.1, 50), {"left of"}),  # (8.1 - 4) / 8.1 is above a half
+        (at(46, 50), at(53.9, 50), set()),
+        (at(50, 50), at(50, 50), set()),
+        (at(40, 50, 100), at(60, 50, 100), set()),
+    ],
+)
+def test_where_one_box_is_from_another(one, other, expected):
+    assert relations(Detection("a", 1, one), Detection("b", 1, other)) == expected
+
+
+def test_at_most_sixteen_objects_of_a_class_count():
+    objects = objects_that_count([seen("dog", score=0.5 + n / 100) for n in range(20)], "two_object")
+    assert len(objects["dog"]) == 16
+    assert objects["dog"][0].score == pytest.approx(0.69)
+    assert objects["dog"][-1].score == pytest.approx(0.54)
+
+
+def test_a_row_may_be_json_text():
+    assert requirements(json.dumps(LEFT), LABELS) == requirements(LEFT, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ("{", "its metadata is no JSON"),
+        (None, "its metadata is NoneType: give a mapping"),
+        ({"include": [some("dog")]}, "its metadata has tag: None: choose from single_object"),
+        (row("colours", some("dog")), "tag: 'colours': did you mean colors?"),
+        (row("colors"), "its metadata has no include"),
+        (row("colors", "dog"), r"include\[0\]: 'dog': write class and count"),
+        (row("colors", some("dog", size=3)), r"include\[0\]: .*write class and count"),
+        (row("colors", some("dgo")), r"include\[0\].class: 'dgo': did you mean dog?"),
+        (row("colors", some("dog", 0)), r"include\[0\].count: 0: write a whole number, at least 1"),
+        (row("colors", some("dog", color="rde")), "color: 'rde': did you mean red?"),
+        (row("position", some("dog", position=["left of", 0])), "position: .* with n an earlier clause"),
+        (row("position", some("cat"), some("dog", position=["left", 0])), "position: 'left': did you mean left of?"),
+        (row("position", some("cat"), some("dog", position="left of")), "with n an earlier clause"),
+        (row("counting", some("cat"), exclude=(some("cow"),)), r"exclude\[0\].class: 'cow'"),
+    ],
+)
+def test_what_is_no_row_of_geneval_is_refused(metadata, message):
+    with pytest.raises(RewardError, match=message):
+        requirements(metadata, LABELS)

@@ -1,0 +1,185 @@
+"""`vlm_reward`: the scores of the scorer, of the conversations of training, by sample and by group."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vlmrm.data.readers.pairs import PAIR
+from vlmrm.data.readers.text_to_image import IMAGE_PAIR
+from vlmrm.errors import CheckpointError, ConfigError, RewardError
+from vlmrm.modeling.reward_files import save_normalization
+from vlmrm.rewards import RewardSet
+from vlmrm.scoring import load_scorer
+
+COLOURS = ("red", "green", "blue", "white")
+PROMPT = "Draw the digit 3 {not} 4"  # braces are no places
+
+
+@pytest.fixture(scope="module")
+def scorer(tiny_reward_model):
+    return load_scorer(tiny_reward_model, device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def reward(tiny_reward_model):
+    def make(model: str = "vlm_reward", path=tiny_reward_model, **settings) -> RewardSet:
+        common = {"reward_model": model, "model_path": str(path), "dtype": "float32", "device": "cpu"}
+        return RewardSet({"name": "vlm", **common, **settings})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[Image.Image]:
+    return [Image.new("RGB", (56, 56), colour) for colour in COLOURS]
+
+
+def turn(role: str, *parts) -> dict:
+    kinds = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
+    return {"role": role, "content": kinds}
+
+
+def test_a_picture_is_the_answer_to_its_prompt(reward, scorer, pictures):
+    found = reward(batch_size=3)(prompt=[PROMPT] * 4, image=pictures)
+    [expected] = scorer.score_groups([(PROMPT, [[turn("assistant", picture)] for picture in pictures])])
+    assert np.allclose(found.rewards["vlm"], expected, atol=1e-5)
+    assert len({round(value, 4) for value in expected}) == 4
+    assert found.info["vlm"][2]["score"] == pytest.approx(expected[2], abs=1e-5)
+
+
+def test_a_response_is_the_answer_about_the_picture(reward, scorer, pictures):
+    found = reward()(prompt=["Which digit is this?"] * 2, image=pictures[:2], response=["It is one.", "It is two."])
+    groups = [([turn("user", picture, "Which digit is this?")], [answer]) for picture, answer in
+              zip(pictures[:2], ["It is one.", "It is two."], strict=True)]  # fmt: skip
+    assert np.allclose(found.rewards["vlm"], np.concatenate(scorer.score_groups(groups)), atol=1e-5)
+
+
+def test_conditions_come_before_the_picture_that_is_asked_about(reward, scorer, pictures):
+    found = reward()(
+        prompt=[[turn("user", "What changed?")]],
+        image=pictures[:1],
+        condition_images=[pictures[1:3]],
+        response=[[turn("assistant", "It is blue.")]],
+    )
+    shown = turn("user", pictures[1], pictures[2], pictures[0], "What changed?")
+    assert found.rewards["vlm"][0] == pytest.approx(
+        scorer.score([[shown, turn("assistant", "It is blue.")]])[0], abs=1e-5
+    )
+
+
+def test_a_video_is_the_answer_to_its_prompt(reward, scorer, pictures):
+    found = reward()(prompt=["A digit"], video=[pictures])
+    answer = {"role": "assistant", "content": [{"type": "video", "video": pictures}]}
+    assert found.rewards["vlm"][0] == pytest.approx(scorer.score([[turn("user", "A digit"), answer]])[0], abs=1e-5)
+
+
+def test_words_around_the_prompt_are_those_of_the_training_rows(reward, scorer, pictures):
+    words, system = "Judge this: {prompt} {with care}", "You are a critic."
+    row = {
+        "prompt": words.replace("{prompt}", PROMPT),
+        "system": system,
+        "images": [pictures[2]],
+        "chosen_image": pictures[0],
+        "rejected_image": pictures[1],
+    }
+    found = reward(custom_prompt=words, system=system)(
+        prompt=[PROMPT] * 2, image=pictures[:2], condition_images=[[pictures[2]]] * 2
+    )
+    assert np.allclose(found.rewards["vlm"], scorer.score(IMAGE_PAIR.read(row).conversations), atol=1e-5)
+
+
+def test_text_answers_are_placed_as_in_training_rows(reward, scorer, pictures):
+    row = {
+        "prompt": "Look at <image> and say which.",
+        "images": [pictures[0]],
+        "chosen": "It is six.",
+        "rejected": "x",
+    }
+    found = reward()(prompt=[row["prompt"]] * 2, image=[pictures[0]] * 2, response=["It is six.", "x"])
+    assert np.allclose(found.rewards["vlm"], scorer.score(PAIR.read(row).conversations), atol=1e-5)
+
+
+def test_transforms_of_a_sample(reward, tiny_reward_model, pictures, tmp_path):
+    columns = {"prompt": [PROMPT] * 4, "image": pictures}
+    raw = reward()(**columns).total()
+    assert np.allclose(reward(transform="sigmoid")(**columns).total(), 1 / (1 + np.exp(-raw)), atol=1e-6)
+    with pytest.raises(CheckpointError, match="no reward_mean and reward_std"):
+        reward(transform="normalized")
+    measured = shutil.copytree(tiny_reward_model, tmp_path / "measured")
+    save_normalization(measured, mean=0.5, std=2.0, count=9, data="some")
+    found = reward(path=measured, transform="normalized")(**columns).total()
+    assert np.allclose(found, (raw - 0.5) / 2.0, atol=1e-5)
+
+
+def test_transforms_of_a_group(reward, pictures):
+    groups = [7, 8, 7, 7, 8, 8]
+    columns = {"prompt": [PROMPT] * 6, "image": [pictures[0], *pictures, pictures[0]]}
+    raw = reward()(**columns).total()
+    oracles = {
+        "win_rate": lambda s: [np.mean([1 / (1 + np.exp(b - a)) for j, b in enumerate(s) if j != i])
+                               for i, a in enumerate(s)],
+        "zscore": lambda s: (s - s.mean()) / s.std(),
+        "rank": lambda s: [((s < a).sum() + ((s == a).sum() - 1) / 2) / len(s) for a in s],
+    }  # fmt: skip
+    for name, oracle in oracles.items():
+        found = reward("vlm_reward_group", transform=name)(**columns, groups=groups).total()
+        for members in ([0, 2, 3], [1, 4, 5]):
+            # In group 8 two pictures are the same one, and tie.
+            assert np.allclose(found[members], oracle(raw[members]), atol=1e-3), name
+
+
+def test_a_group_is_computed_in_one_batch_that_shares_its_prompt(reward, pictures, monkeypatch):
+    rewards = reward("vlm_reward_group")
+    model = rewards.rewards[0].model.loaded.scorer.model
+    sizes = []
+    model.register_forward_pre_hook(
+        lambda _, args, inputs: sizes.append(inputs["input_ids"].numel()), with_kwargs=True
+    )
+    prompt = "Which digit is this? " * 20
+    rewards(prompt=[prompt] * 8, response=[f"It is {i}." for i in range(8)], groups=[0] * 8)
+    together = sizes.copy()
+    sizes.clear()
+    reward()(prompt=[prompt], response=["It is 0."])
+    assert len(together) == 1
+    assert together[0] < 3 * sizes[0]
+
+
+def test_what_cannot_be_scored_fails_alone(reward, pictures):
+    answers = ["It is one.", None, "<|image_pad|> is two.", "It is three."]
+    columns = {"prompt": ["Which?"] * 4, "response": answers, "image": [None] * 4, "groups": [0] * 4}
+    found = reward(on_failure="mask")(**columns)
+    assert np.isnan(found.rewards["vlm"]).tolist() == [False, True, True, False]
+    assert "neither a response, an image nor a video" in found.failures["vlm"][1]
+    assert "<|image_pad|>" in found.failures["vlm"][2]
+    wins = reward("vlm_reward_group", on_failure="mask")(**columns).rewards["vlm"]
+    assert wins[0] + wins[3] == pytest.approx(1.0)
+    assert np.isnan(wins[1:3]).all()
+    with pytest.raises(RewardError, match="sample 0: it has both an image and a video"):
+        reward()(prompt=["A digit"], image=pictures[:1], video=[pictures])
+
+
+def test_rewards_of_one_checkpoint_have_one_copy_of_it(tiny_reward_model):
+    common = {"model_path": str(tiny_reward_model), "dtype": "bfloat16", "device": "cpu"}
+    rewards = RewardSet(
+        [{"name": "raw", "reward_model": "vlm_reward", **common},
+         {"name": "wins", "reward_model": "VLM_Reward_Group", "transform": "rank", **common}]
+    )  # fmt: skip
+    raw, wins = (each.model for each in rewards.rewards)
+    assert raw.model is wins.model
+    assert next(raw.model.parameters()).dtype == torch.bfloat16
+
+
+def test_settings_that_cannot_work(reward, tiny_reward_model):
+    with pytest.raises(ConfigError, match=r"custom_prompt has no \{prompt\} in it"):
+        reward(custom_prompt="Judge this")
+    with pytest.raises(ConfigError, match="transform is 'rank': choose from raw"):
+        reward(transform="rank")
+    with pytest.raises(ConfigError, match="give the checkpoint once"):
+        reward(model_name_or_path=str(tiny_reward_model))
+    with pytest.raises(RewardError, match="custom_prompt and system go around a text"):
+        reward(system="You are a critic.")(prompt=[[turn("user", "Which?")]], response=["It is one."])

@@ -1,0 +1,109 @@
+"""A small OpenAI-compatible server over real HTTP that answers as the test says, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answer = tuple[int, dict[str, str], str]  # status, headers, body
+HUNG = 20.0  # seconds until a server that holds its answer back gives up, should a test go wrong
+
+
+def completion(text: str | None, finish: str = "stop", tokens: list[tuple[str, float]] | None = None) -> Answer:
+    """A chat completion of `text`; `tokens` are the likeliest first ones with their log-probabilities."""
+    choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "message": {"role": "assistant", "content": text}}
+    if tokens is not None:
+        top = [{"token": token, "logprob": logprob, "bytes": None} for token, logprob in tokens]
+        choice["logprobs"] = {"content": [{**top[0], "top_logprobs": top}]}
+    usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+    return 200, {}, json.dumps({"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage})
+
+
+def error(status: int, message: str = "no", **headers: str) -> Answer:
+    body = json.dumps({"error": {"message": message}})
+    return status, {name.replace("_", "-"): value for name, value in headers.items()}, body
+
+
+class JudgeServer:
+    """Answers each request by `behave(body, number)`, numbers from 0; None cuts the connection.
+
+    `bodies` and `headers` (in lower case) are of the requests in their order; `waiting` is set to let held answers go.
+    """
+
+    def __init__(self) -> None:
+        self.behave: Callable[[dict[str, Any], int], Answer | None] = lambda body, number: completion("hello")
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.waiting = threading.Event()
+        self._lock = threading.Lock()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler(), bind_and_activate=False)
+        self._http.request_queue_size = 64
+        self._http.daemon_threads = True
+        self._http.server_bind()
+        self._http.server_activate()
+        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
+
+    @contextmanager
+    def running(self) -> Iterator[JudgeServer]:
+        thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.waiting.set()
+            self._http.shutdown()
+            self._http.server_close()
+            thread.join()
+
+    def hold(self) -> None:
+        """Keeps the caller waiting until the test is over."""
+        self.waiting.wait(HUNG)
+
+    @property
+    def texts(self) -> list[str]:
+        """All text of each request's last message."""
+        contents = [body["messages"][-1]["content"] for body in self.bodies]
+        return ["\n".join(part["text"] for part in content if part["type"] == "text") for content in contents]
+
+    def images(self, number: int = 0) -> list[str]:
+        """The data URIs of a request."""
+        content = self.bodies[number]["messages"][-1]["content"]
+        return [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+
+    def _take(self, body: dict[str, Any], headers: dict[str, str]) -> int:
+        with self._lock:
+            self.bodies.append(body)
+            self.headers.append(headers)
+            return len(self.bodies) - 1
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                assert self.path.endswith("/v1/chat/completions")
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                answer = server.behave(
+                    body, server._take(body, {name.lower(): value for name, value in self.headers.items()})
+                )
+                if answer is None:
+                    self.close_connection = True
+                    return
+                status, headers, text = answer
+                self.send_response(status)
+                sent = {"Content-Type": "application/json", "Content-Length": str(len(text.encode())), **headers}
+                for name, value in sent.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        return Handler

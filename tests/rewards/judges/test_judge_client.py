@@ -1,0 +1,383 @@
+"""Asking a judge's server: what is tried again, deadlines, threads and loops, the circuit, the cache, keys."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+
+import pytest
+from judge_server import completion, error
+
+from vlmrm.errors import ConfigError, RewardError
+from vlmrm.rewards import RewardSet
+from vlmrm.rewards.configuration import identity
+from vlmrm.rewards.contract import RewardArguments
+from vlmrm.rewards.judges.circuit import Circuit
+from vlmrm.rewards.judges.client import JudgeClient
+from vlmrm.rewards.judges.loop import run
+from vlmrm.rewards.judges.replies import Question, Reply
+from vlmrm.rewards.judges.settings import JudgeSettings
+
+
+@pytest.fixture
+def client(server, time):
+    def make(**settings) -> JudgeClient:
+        made = JudgeSettings(**{"api_base_url": server.url, "vlm_model": "m", **settings})
+        return JudgeClient(made, sleep=time.sleep, clock=time.clock, jitter=lambda: 0.0)
+
+    return make
+
+
+def asked(text: str = "hi", **parameters) -> Question:
+    return Question.of("m", [{"role": "user", "content": [{"type": "text", "text": text}]}], parameters)
+
+
+def one(client: JudgeClient, question: Question | None = None) -> Reply | RewardError:
+    [answer] = client.ask([question or asked()])
+    return answer
+
+
+def text_of(body: dict) -> str:
+    return body["messages"][0]["content"][0]["text"]
+
+
+# What is tried again -------------------------------------------------------------------------------------------------
+
+
+def test_a_busy_server_is_asked_again_when_it_says_so(server, client, time):
+    server.behave = lambda body, number: error(429, Retry_After="7") if number < 2 else completion("yes")
+    busy = client()
+    assert one(busy) == Reply(text="yes", finish_reason="stop", prompt_tokens=100, completion_tokens=10)
+    assert time.slept == [7.0, 7.0]
+    assert (busy.usage.calls, busy.usage.retries, busy.usage.failures) == (3, 2, 0)
+
+
+@pytest.mark.parametrize("status", [408, 409, 500, 503])
+def test_a_passing_fault_is_tried_again_after_waits_that_double(server, client, time, status):
+    server.behave = lambda body, number: error(status) if number < 3 else completion("yes")
+    assert one(client()).text == "yes"
+    assert time.slept == [0.25, 0.5, 1.0]
+
+
+def test_a_cut_connection_is_tried_again(server, client):
+    server.behave = lambda body, number: None if number == 0 else completion("yes")
+    assert one(client()).text == "yes"
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404])
+def test_what_no_retry_can_help_is_asked_once_and_the_server_s_words_are_kept(server, client, time, status):
+    server.behave = lambda body, number: error(status, "the model m is not served here")
+    answer = one(client())
+    assert f"it answered {status}" in str(answer) and "the model m is not served here" in str(answer)
+    assert len(server.bodies) == 1 and time.slept == []
+
+
+def test_tries_come_to_an_end(server, client):
+    server.behave = lambda body, number: error(500, "out of memory")
+    failing = client(max_retries=2)
+    assert "it answered 500" in str(one(failing))
+    assert (len(server.bodies), failing.usage.retries, failing.usage.failures) == (3, 2, 1)
+
+
+def test_a_server_that_is_not_there_is_an_error_with_its_address(client, time):
+    answer = one(client(api_base_url="http://127.0.0.1:9/v1", max_retries=1))
+    assert "the judge m at http://127.0.0.1:9/v1: it cannot be reached" in str(answer)
+    assert len(time.slept) == 1
+
+
+@pytest.mark.parametrize("body", ["<html>busy</html>", "[]", '{"choices": []}', '{"choices": [{"message": null}]}'])
+def test_what_is_no_completion_is_an_error_that_shows_it(server, client, body):
+    server.behave = lambda *_: (200, {}, body)
+    assert f"is no chat completion: {body!r}" in str(one(client()))
+    assert len(server.bodies) == 1
+
+
+# Deadlines -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_item_over_its_deadline_fails_and_the_others_do_not(server, client):
+    def behave(body, number):
+        if text_of(body) == "slow":
+            server.hold()
+        return completion("yes")
+
+    server.behave = behave
+    fast, slow = client(deadline=0.2).ask([asked("fast"), asked("slow")])
+    assert fast.text == "yes"
+    assert "no answer within the deadline of 0.2 s" in str(slow)
+
+
+def test_one_call_that_hangs_is_tried_again(server, client):
+    def behave(body, number):
+        if number == 0:
+            server.hold()
+        return completion("yes")
+
+    server.behave = behave
+    assert one(client(timeout=0.2)).text == "yes"
+
+
+def test_a_wait_beyond_the_deadline_is_not_begun(server, client, time):
+    server.behave = lambda *_: error(429, Retry_After="3600")
+    assert "waiting 3600 s for another try would pass the deadline of 60 s" in str(one(client(deadline=60.0)))
+    assert time.slept == []
+
+
+# Threads and loops ---------------------------------------------------------------------------------------------------
+
+
+def test_items_are_with_the_server_together_and_never_too_many(server, client):
+    together, inside, most = threading.Barrier(3), [], []
+
+    def behave(body, number):
+        inside.append(number)
+        most.append(len(inside))
+        together.wait(20)
+        inside.remove(number)
+        return completion(text_of(body))
+
+    server.behave = behave
+    answers = client(max_concurrent=3).ask([asked(str(i)) for i in range(12)])
+    assert [answer.text for answer in answers] == [str(i) for i in range(12)]
+    assert max(most) <= 3
+
+
+def test_every_thread_and_every_batch_can_ask_also_from_within_a_running_loop(server, client):
+    server.behave = lambda body, number: completion(text_of(body))
+    shared = client(max_concurrent=2)
+    answers: dict[int, list[str]] = {}
+
+    def ask(thread: int) -> None:
+        for batch in range(2):
+            found = shared.ask([asked(f"{thread} {batch} {i}") for i in range(6)])
+            answers.setdefault(thread, []).extend(answer.text for answer in found)
+
+    async def nested() -> None:
+        ask(2)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    asyncio.run(nested())
+    for thread in threads:
+        thread.join()
+    assert answers == {t: [f"{t} {batch} {i}" for batch in range(2) for i in range(6)] for t in range(3)}
+
+
+def test_a_forked_process_says_what_is_wrong_instead_of_waiting_for_ever():
+    async def nothing() -> None:
+        pass
+
+    run(nothing())
+    child = os.fork()
+    if child == 0:
+        try:
+            run(nothing())
+        except RewardError as refused:
+            os._exit(7 if "forked" in str(refused) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+# The circuit ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_circuit_opens_and_items_fail_at_once_with_the_reason(server, client, time):
+    server.behave = lambda *_: error(500, "out of memory")
+    failing = client(max_retries=0, breaker_failures=3, breaker_seconds=30.0, max_concurrent=1)
+    answers = failing.ask([asked(str(i)) for i in range(6)])
+    assert len(server.bodies) == 3
+    for answer in answers[3:]:
+        assert "not asked, since 3 items in a row failed" in str(answer) and "out of memory" in str(answer)
+    time.now += 29
+    one(failing)
+    assert len(server.bodies) == 3
+
+
+def test_after_the_cool_down_one_probe_decides_for_all_that_wait(server, client, time):
+    server.behave = lambda *_: error(500)
+    failing = client(max_retries=4, breaker_failures=2, breaker_seconds=30.0, max_concurrent=4)
+    failing.ask([asked("a"), asked("b")])
+    asked_so_far = len(server.bodies)
+
+    time.now += 31
+    failing.ask([asked(str(i)) for i in range(4)])
+    assert len(server.bodies) == asked_so_far + 1  # the probe, tried once
+
+    time.now += 31
+    server.behave = lambda body, number: completion(text_of(body))
+    assert [answer.text for answer in failing.ask([asked(str(i)) for i in range(4)])] == ["0", "1", "2", "3"]
+
+
+def test_a_probe_that_is_cancelled_leaves_its_place_to_the_next(time):
+    async def scenario() -> list[bool]:
+        circuit = Circuit(failures=1, cool_down=30.0, clock=time.clock)
+        circuit.failed("it is down")
+        time.now += 31
+        first = await circuit.enter()
+        waiting = asyncio.ensure_future(circuit.enter())
+        await asyncio.sleep(0)
+        circuit.abandoned()
+        return [first, await waiting]
+
+    assert asyncio.run(scenario()) == [True, True]
+
+
+def test_successes_and_refused_items_keep_the_circuit_closed(server, client):
+    server.behave = lambda body, number: {"bad": error(500), "long": error(400)}.get(text_of(body), completion("yes"))
+    mixed = client(max_retries=0, breaker_failures=2, max_concurrent=1)
+    for text in ("bad", "long", "bad", "good", "bad"):
+        one(mixed, asked(text))
+    assert one(mixed, asked("good")).text == "yes"
+
+
+# The cache -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_reply_that_was_kept_is_not_asked_for_again(server, client):
+    caching = client()
+    caching.keep(asked("a"), one(caching, asked("a")))
+    assert one(caching, asked("a")).text == "hello"
+    assert len(server.bodies) == 1 and caching.usage.cache_hits == 1
+    for other in (asked("b"), asked("a", temperature=1.0)):
+        one(caching, other)
+    assert len(server.bodies) == 3
+
+
+def test_equal_questions_of_one_batch_are_asked_once(server, client):
+    assert [answer.text for answer in client().ask([asked("a"), asked("a")])] == ["hello", "hello"]
+    assert len(server.bodies) == 1
+
+
+def test_the_one_unused_for_longest_leaves_memory_first(server, client):
+    small = client(max_cache_size=2)
+    for text in ("a", "b", "a", "c"):
+        small.keep(asked(text), one(small, asked(text)))
+    assert small.usage.cache_hits == 1
+    kept = [small.cache.get(asked(text).key) is not None for text in ("a", "b", "c")]
+    assert kept == [True, False, True]
+
+
+def test_a_folder_outlives_the_process_and_heals_a_broken_file(server, client, tmp_path, caplog):
+    first = client(cache_dir=str(tmp_path))
+    first.keep(asked(), one(first))
+    assert one(client(cache_dir=str(tmp_path))).text == "hello" and len(server.bodies) == 1
+
+    [file] = tmp_path.rglob("*.json")
+    file.write_text("half a rep")
+    healed = client(cache_dir=str(tmp_path))
+    healed.keep(asked(), one(healed))
+    assert len(server.bodies) == 2 and "is no reply of a judge" in caplog.text
+    assert one(client(cache_dir=str(tmp_path))).text == "hello" and len(server.bodies) == 2
+
+
+def test_a_folder_that_fails_costs_no_reply(server, client, tmp_path, caplog):
+    failing = client(cache_dir=str(tmp_path / "cache"))
+    (tmp_path / "cache" / asked().key[:2]).write_text("a file where a folder should be")
+    failing.keep(asked(), one(failing))
+    assert one(failing).text == "hello" and len(server.bodies) == 1
+    assert caplog.text.count("replies are kept in memory alone from now on") == 1
+    with pytest.raises(ConfigError, match=r"cache_dir .* cannot be made"):
+        client(cache_dir=str(tmp_path / "cache" / asked().key[:2]))
+
+
+# Structured replies --------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_refuses_response_format_is_asked_without_and_it_is_said_once(server, client, caplog):
+    server.behave = lambda body, number: error(400, "unknown field") if "response_format" in body else completion("ok")
+    structured = {"response_format": {"type": "json_schema"}}
+    refusing = client()
+    assert [one(refusing, asked(str(i), **structured)).text for i in range(3)] == ["ok"] * 3
+    assert ["response_format" in body for body in server.bodies] == [True, False, False, False]
+    assert caplog.text.count("does not take response_format") == 1
+
+
+def test_an_item_that_is_refused_either_way_does_not_blame_response_format(server, client):
+    server.behave = lambda body, number: error(400, "too long") if text_of(body) == "long" else completion("ok")
+    taking = client()
+    structured = {"response_format": {"type": "json_schema"}}
+    assert "too long" in str(one(taking, asked("long", **structured)))
+    one(taking, asked("short", **structured))
+    assert "response_format" in server.bodies[-1]
+
+
+# Keys, addresses, cost -----------------------------------------------------------------------------------------------
+
+
+def test_the_key_reaches_the_server_and_nobody_else(server, picture, monkeypatch, tmp_path, caplog):
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("MY_KEY", "sk-secret-1")
+    server.behave = lambda body, number: error(401, f"{'x' * 260} {server.headers[number]['authorization']}")
+    config = [
+        {
+            "name": name,
+            "reward_model": "unified_reward",
+            "api_base_url": server.url,
+            "on_failure": "mask",
+            "max_retries": 0,
+            **key,
+        }
+        for name, key in {"a": {"api_key_env": "MY_KEY"}, "b": {"api_key": "sk-secret-2"}}.items()
+    ]
+    rewards = RewardSet(config, audit_log=tmp_path / "audit.jsonl")
+    scored = rewards(prompt=["a cat"], image=[picture])
+    sent = sorted(headers["authorization"] for headers in server.headers)
+    assert sent == ["Bearer sk-secret-1", "Bearer sk-secret-2"]
+    assert "it answered 401" in scored.failures["a"][0]
+    told = [(tmp_path / "audit.jsonl").read_text(), caplog.text, repr(scored)]
+    told += [f"{each.arguments!r} {each.model.settings!r} {vars(each.model.client)!r}" for each in rewards.rewards]
+    assert "sk-s" not in "".join(told)
+
+
+def test_two_keys_are_two_models():
+    keys = ("one", "two", "one")
+    one, two, again = (RewardArguments(reward_model="unified_reward", extra_kwargs={"api_key": key}) for key in keys)
+    assert identity(one) == identity(again) != identity(two)
+
+
+def test_a_proxy_is_for_other_machines(server, client, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY", "all_proxy", "ALL_PROXY", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for url in (server.url, server.url.replace("127.0.0.1", "localhost")):
+        assert one(client(api_base_url=url)).text == "hello"
+    monkeypatch.setenv("http_proxy", server.url.removesuffix("/v1"))
+    assert one(client(api_base_url="http://judge.invalid/v1")).text == "hello"
+    assert server.headers[-1]["host"] == "judge.invalid"
+
+
+def test_tokens_are_counted_and_priced(server, client):
+    priced = client(prompt_price=2.0, completion_price=10.0)
+    priced.ask([asked("a"), asked("b")])
+    assert (priced.usage.prompt_tokens, priced.usage.completion_tokens) == (200, 20)
+    assert priced.usage.cost == pytest.approx((200 * 2 + 20 * 10) / 1e6)
+
+
+def test_without_the_package_it_is_said_how_to_get_it(judge, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ConfigError, match=r"pip install 'vlmrm\[rewards\]'"):
+        judge()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_concurrent": 0}, "max_concurrent: Input should be greater than or equal to 1"),
+        ({"timeout": "60"}, "timeout: Input should be a valid number"),
+        ({"api_base_url": "localhost:8000/v1"}, "api_base_url is no http address"),
+        ({"api_base_url": "http://me:key@host/v1"}, "give the key by api_key_env"),
+        ({"api_key": "a", "api_key_env": "B"}, "keep api_key_env"),
+        ({"api_key_env": "NO_SUCH_VARIABLE"}, "there is no such environment variable"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(judge, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        judge(**settings)
+
+
+def test_a_setting_that_is_missing_is_asked_for(judge):
+    with pytest.raises(ConfigError, match="reward it has no rubric: give it in the configuration"):
+        judge("rubric", vlm_model="m")

@@ -1,0 +1,64 @@
+"""Pictures on their way to a judge: encoded once, remembered within limits."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlmrm.rewards.judges import pictures
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The pictures that were encoded, in order, from an empty memory on."""
+    seen: list[Image.Image] = []
+    encode = pictures._encode
+    monkeypatch.setattr(pictures, "_encoded", type(pictures._encoded)())
+    monkeypatch.setattr(pictures, "_characters", 0)
+    monkeypatch.setattr(pictures, "_encode", lambda image: (seen.append(image), encode(image))[1])
+    return seen
+
+
+def noise(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+
+
+def test_threads_with_the_same_picture_share_one_encoding(encoded, monkeypatch):
+    found, started = [], threading.Barrier(4)
+
+    def work():
+        started.wait(20)
+        found.append(pictures.data_uri(noise(0)))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1 and len(encoded) == 1
+
+
+def test_what_was_not_shown_for_longest_is_forgotten_first(encoded, monkeypatch):
+    size = len(pictures.data_uri(noise(0)))
+    monkeypatch.setattr(pictures, "MOST", 2 * size + 100)
+    for seed in (1, 0, 2, 0, 1):
+        pictures.data_uri(noise(seed))
+    assert len(encoded) == 4  # 0, 1, 2, and 1 again
+
+
+def test_a_picture_that_cannot_be_encoded_fails_anew_each_time(encoded, monkeypatch):
+    def broken(image):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(pictures, "_encode", broken)
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk full"):
+            pictures.data_uri(noise(0))
+
+
+def test_a_transparent_picture_is_shown_on_white(encoded):
+    clear, white = Image.new("RGBA", (32, 32), (0, 0, 0, 0)), Image.new("RGB", (32, 32), "white")
+    assert pictures.data_uri(clear) == pictures.data_uri(white)

@@ -1,0 +1,153 @@
+"""Judges by a rubric of one's own: the file and its errors, what the server is asked, and how replies are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from judge_server import completion, error
+
+from vlmrm.errors import ConfigError
+from vlmrm.rewards.judges.rubric_file import load_rubric
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples/rubric.yaml"
+RUBRIC = """question: How good is the poster for {prompt}?
+scale: [1, 5]
+aggregation: mean
+aspects:
+  - name: content
+    description: Does it show it?
+  - name: flaws
+    description: Is it clean?
+    scale: [0, 10]
+"""
+
+
+@pytest.fixture
+def rubric(judge, tmp_path):
+    """Makes a judge by the text of a rubric's file."""
+
+    def make(text: str = RUBRIC):
+        path = tmp_path / "rubric.yaml"
+        path.write_text(text)
+        return judge("rubric", vlm_model="m", rubric=str(path))
+
+    return make
+
+
+def scores(content, flaws) -> str:
+    return json.dumps(
+        {"content": {"justification": "{so}", "score": content}, "flaws": {"justification": "", "score": flaws}}
+    )
+
+
+def weighted(first: float, second: float) -> str:
+    text = RUBRIC.replace("mean", "weighted").replace("show it?\n", f"show it?\n    weight: {first}\n")
+    return text + f"    weight: {second}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        (RUBRIC, (0.75 + 0.3) / 2),
+        (RUBRIC.replace("mean", "min"), 0.3),
+        (RUBRIC.replace("mean", "product"), 0.75 * 0.3),
+        (weighted(3, 1), (3 * 0.75 + 0.3) / 4),
+    ],
+)
+def test_scores_are_moved_to_0_to_1_and_put_together(server, rubric, picture, text, reward):
+    server.behave = lambda *_: completion(scores(4, 3))
+    output = rubric(text)(prompt=["a fair"], image=[picture])
+    assert output.rewards == [pytest.approx(reward)]
+    assert output.extra_info["aspects"] == [{"content": 4.0, "flaws": 3.0}]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        scores(4, 3),
+        scores("4/5", "3 out of 10"),
+        f"Here it is:\n```json\n{scores(4, 3)}\n```\nAnything else?",
+        f"<think>{scores(1, 1)}</think>{scores(4, 3)}",
+        f"A draft: {scores(1, 1)} but finally {scores(4, 3)}",
+        '{"Content": 4, "Flaws": "3"}',
+        "{not json} {broken\n- **Content**: 4/5\n- **Flaws:** 3",
+        "1. content: **4** (fine)\n2. flaws: 3",
+    ],
+)
+def test_every_form_of_a_reply(server, rubric, picture, reply):
+    server.behave = lambda *_: completion(reply)
+    assert rubric()(prompt=["a fair"], image=[picture]).extra_info["aspects"] == [{"content": 4.0, "flaws": 3.0}]
+
+
+def test_what_does_not_apply_stands_back(server, rubric, picture):
+    server.behave = lambda *_: completion(scores(4, "N/A"))
+    assert rubric()(prompt=["a fair"], image=[picture]).rewards == [0.75]
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        ("It is a fine poster.", "the reply has no score for content"),
+        ('{"content": {"score": 4}}', "the reply has no score for flaws"),
+        (scores(True, 3), "the reply has no score for content"),
+        (scores(6, 3), "its score for content is 6, which is not from 1 to 5"),
+        (scores(4, -1), "its score for flaws is -1, which is not from 0 to 10"),
+        (scores("N/A", "N/A"), "the reply says of every aspect that it does not apply"),
+    ],
+)
+def test_a_reply_that_does_not_follow_the_rubric_is_a_failure(server, rubric, picture, reply, said):
+    server.behave = lambda *_: completion(reply)
+    output = rubric()(prompt=["a fair"], image=[picture])
+    assert said in output.failures[0] and output.extra_info["reply"] == [reply]
+
+
+def test_the_server_is_asked_for_json_of_the_rubric_s_form_where_it_can(server, rubric, picture):
+    server.behave = lambda body, number: (
+        error(400) if "response_format" in body else completion("content: 4\nflaws: 3")
+    )
+    assert rubric()(prompt=["{prompt} a fair"], image=[picture]).rewards == [pytest.approx(0.525)]
+    schema = server.bodies[0]["response_format"]["json_schema"]["schema"]
+    assert schema["required"] == ["content", "flaws"] and schema["additionalProperties"] is False
+    assert "content, from 1 (worst) to 5 (best): Does it show it?" in server.texts[0]
+    assert "flaws, from 0 (worst) to 10 (best)" in server.texts[0]
+    assert ">\n{prompt} a fair\n</data-" in server.texts[0]
+
+
+def test_sources_are_shown_before_the_picture(server, rubric, picture):
+    rubric()(prompt=["a fair"], image=[picture], condition_images=[[picture.rotate(90), picture.rotate(180)]])
+    assert len(server.images()) == 3 and server.texts[0].startswith("Made from:\nMade from:\n")
+
+
+def test_the_example_is_a_rubric():
+    rubric = load_rubric(EXAMPLE)
+    assert [aspect.name for aspect in rubric.aspects] == ["content", "lettering", "composition", "flaws"]
+    assert rubric.scale_of(rubric.aspects[3]) == (0, 10)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ("scale: [1, 5]", "scales: [1, 5]", 2, "scales: extra inputs are not permitted"),
+        ("scale: [1, 5]", "scale: [5, 1]", 2, "scale: the worst score comes first"),
+        ("scale: [1, 5]", "scale: [1, 3, 5]", 2, "scale: list should have at most 2"),
+        ("mean", "median", 3, "aggregation: input should be 'mean', 'weighted', 'min' or 'product'"),
+        ("{prompt}", "{promt}", 1, "question: there is no {promt}"),
+        ("{prompt}", "{prompt", 1, "question: "),
+        ("{prompt}", "{}", 1, "question: there is no {}"),
+        ("name: flaws", "name: content", 7, "aspects.2.name: there is another aspect content"),
+        ("name: flaws", "nmae: flaws", 7, "aspects.2.name: field required"),
+        ("description: Is it clean?", "description: 7", 8, "aspects.2.description: input should be a valid string"),
+        ("    scale: [0, 10]", "    weight: 2", 9, "aspects.2.weight: aggregation is mean, which takes no weights"),
+        ("    scale: [0, 10]", "    weight: -1", 9, "aspects.2.weight: input should be greater than 0"),
+        ("question: How good is the poster for {prompt}?\n", "", 1, "question: field required"),
+        ("name: flaws", "name: flaws\n    name: again", 8, "key 'name' is on line 7 and on line 8"),
+    ],
+)
+def test_errors_in_the_file_are_told_with_their_line(tmp_path, old, new, line, said):
+    path = tmp_path / "rubric.yaml"
+    path.write_text(RUBRIC.replace(old, new))
+    with pytest.raises(ConfigError) as refused:
+        load_rubric(path)
+    assert f"line {line}" in str(refused.value) and said in str(refused.value)

@@ -1,0 +1,90 @@
+"""Small rewards whose values can be told by hand."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from vlmrm.errors import RewardError
+from vlmrm.rewards import GroupwiseRewardModel, PointwiseRewardModel, RewardModelOutput
+
+
+class Length(PointwiseRewardModel):
+    """The number of characters of the prompt; `calls` has the sizes of the batches."""
+
+    required_fields = ("prompt",)
+    options = ("offset",)
+
+    def __init__(self, config, accelerator):
+        super().__init__(config, accelerator)
+        self.calls: list[int] = []
+
+    def __call__(self, prompt, **kwargs):
+        self.calls.append(len(prompt))
+        offset = self.config.extra_kwargs.get("offset", 0.0)
+        return RewardModelOutput(rewards=[len(text) + offset for text in prompt])
+
+
+class Rank(GroupwiseRewardModel):
+    """The rank of each prompt's length in its group, from 0."""
+
+    required_fields = ("prompt",)
+
+    def __call__(self, prompt, **kwargs):
+        return torch.tensor([len(text) for text in prompt]).argsort().argsort().float()
+
+
+class Answers(PointwiseRewardModel):
+    """Whatever `rewards` of its configuration says, whatever is asked."""
+
+    required_fields = ("prompt",)
+    options = ("rewards",)
+
+    def __call__(self, prompt, **kwargs):
+        return self.config.rewards
+
+
+class Down(PointwiseRewardModel):
+    """A judge that cannot be reached when the prompt says so; `error` says how."""
+
+    required_fields = ("prompt",)
+    options = ("error",)
+
+    def __call__(self, prompt, **kwargs):
+        if any("down" in text for text in prompt):
+            raise {"reward": RewardError, "bug": TypeError}[self.config.extra_kwargs.get("error", "reward")](
+                "the judge cannot be reached"
+            )
+        return [1.0] * len(prompt)
+
+
+class Meeting(PointwiseRewardModel):
+    """Answers once three calls are inside at a time, so it can only answer when they run together."""
+
+    required_fields = ("prompt",)
+    barrier = threading.Barrier(3)
+
+    def __call__(self, prompt, **kwargs):
+        self.barrier.wait(timeout=20)
+        return [float(text) for text in prompt]
+
+
+class Brightness(PointwiseRewardModel):
+    """The mean of the image as a tensor; of its condition images, where there are any, taken away."""
+
+    use_tensor_inputs = True
+
+    def __call__(self, prompt, image=None, condition_images=None):
+        means = torch.stack([one.mean() for one in image])
+        if condition_images is not None:
+            given = [torch.stack([each.mean() for each in images]).mean() for images in condition_images]
+            means = means - torch.stack(given)
+        return RewardModelOutput(rewards=means)
+
+
+class Same(PointwiseRewardModel):
+    """How many samples of the call show the very same picture."""
+
+    def __call__(self, prompt, image):
+        return [float(sum(other is one for other in image)) for one in image]

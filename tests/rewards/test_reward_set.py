@@ -1,0 +1,223 @@
+"""A reward set: batches, groups, order, threads, policies, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vlmrm.errors import ConfigError, RewardError
+from vlmrm.rewards import Models, RewardSet, samples
+
+HERE = "reward_examples"
+PICTURE = Image.new("RGB", (28, 28))
+
+
+def one(model: str, **settings) -> dict:
+    return {"name": settings.pop("name", "one"), "reward_model": f"{HERE}.{model}", **settings}
+
+
+def test_pointwise_rewards_come_in_order_and_in_batches_of_the_name():
+    rewards = RewardSet([one("Length", batch_size=2), one("Length", name="two", batch_size=3)])
+    scored = rewards(prompt=["a", "bbb", "cc", "", "eeeee"])
+    assert scored.rewards["one"].tolist() == scored.rewards["two"].tolist() == [1, 3, 2, 0, 5]
+    assert len(rewards.models) == 1
+    assert rewards.rewards[0].model.calls == [2, 2, 1, 3, 2]
+
+
+def test_equal_settings_share_a_model_over_both_blocks_and_others_do_not():
+    models = Models()
+    blocks = {"rewards": [one("Length", offset=1.0)], "eval_rewards": [one("Length", extra_kwargs={"offset": 1.0})]}
+    train, evaluation = RewardSet(blocks, models=models), RewardSet(blocks, block="eval_rewards", models=models)
+    assert len(models) == 1
+    assert train(prompt=["a"]).total().tolist() == evaluation(prompt=["a"]).total().tolist() == [2.0]
+    RewardSet([one("Length", offset=2.0)], models=models)
+    assert len(models) == 2
+
+
+def test_an_evaluation_without_rewards_of_its_own_has_those_of_training():
+    blocks = {"rewards": [one("Length")], "eval_rewards": None}
+    assert [each.arguments.name for each in RewardSet(blocks, block="eval_rewards").rewards] == ["one"]
+    with pytest.raises(ConfigError, match="eval_rewards must hold one or more rewards"):
+        RewardSet({**blocks, "eval_rewards": []}, block="eval_rewards")
+
+
+def test_groups_are_scored_whole_wherever_their_samples_are():
+    scored = RewardSet(one("Rank", batch_size=1))(
+        prompt=["aaa", "x", "a", "yyy", "aa", "zz"], groups=torch.tensor([7, 8, 7, 8, 7, 8])
+    )
+    assert scored.rewards["one"].tolist() == [2, 0, 0, 2, 1, 1]
+
+
+def test_groups_are_asked_for():
+    with pytest.raises(RewardError, match="reward one is of groups: give groups="):
+        RewardSet(one("Rank"))(prompt=["a"])
+
+
+def test_asynchronous_calls_run_together_and_come_in_order():
+    rewards = RewardSet(one("Meeting", batch_size=1, async_reward=True, num_workers=3))
+    assert rewards(prompt=["3", "1", "2"]).rewards["one"].tolist() == [3, 1, 2]
+    rewards.close()
+
+
+def test_what_is_ready_is_computed_while_samples_still_come():
+    rewards = RewardSet([one("Length", batch_size=2, async_reward=True), one("Rank", name="rank", async_reward=True)])
+    pending = rewards.start(group_size=2)
+    pending.add(prompt=["a", "bb", "ccc"], groups=["p", "p", "q"])
+    for work in pending.work:
+        [future] = work.futures
+        future.result(timeout=20)
+    pending.add(prompt=["d"], groups=["q"])
+    scored = pending.finish()
+    assert scored.rewards["one"].tolist() == [1, 2, 3, 1]
+    assert scored.rewards["rank"].tolist() == [0, 1, 1, 0]
+
+
+def test_media_arrive_as_the_model_wants_them_and_only_where_they_are():
+    white, grey = Image.new("RGB", (32, 28), "white"), Image.new("RGB", (28, 32), (51, 51, 51))
+    scored = RewardSet(one("Brightness"))(
+        prompt=["a", "b", "c"],
+        image=[white, np.zeros((3, 40, 40), np.float32), torch.full((3, 28, 28), 51, dtype=torch.uint8)],
+        condition_images=[[grey, white], None, [grey, grey]],
+    )
+    np.testing.assert_allclose(scored.rewards["one"], [1 - 0.6, 0.0, 0.0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (None, "reward one: sample 1 has no image, which this reward needs"),
+        ("nowhere.png", "sample 1: nowhere.png does not exist"),
+        (torch.full((3, 32, 32), -1.0), "sample 1: a float tensor has values from -1 to -1: scale it to"),
+        (torch.zeros(32, 32, 3), r"sample 1: a tensor has the shape \(32, 32, 3\)"),
+    ],
+)
+def test_a_sample_that_cannot_be_rewarded_is_named(image, message):
+    with pytest.raises(RewardError, match=message):
+        RewardSet(one("Brightness"))(prompt=["a", "b"], image=[Image.new("RGB", (28, 28)), image])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "image", "message"),
+    [
+        (["a", "b"], [PICTURE], "there are 2 of prompt but 1 of image"),
+        ("ab", [PICTURE, PICTURE], "prompt is a single str: give a list"),
+        (["a"], PICTURE, "image is a single Image: give a list"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(prompt, image, message):
+    with pytest.raises(RewardError, match=message):
+        RewardSet(one("Brightness"))(prompt=prompt, image=image)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([1.0], r"answered \[1\] rewards for 2 samples"),
+        (1.0, r"answered \[\] rewards for 2 samples"),
+        ([1.0, float("nan")], "failed for 1 samples, first sample 1: its reward is nan"),
+        ([1.0, float("inf")], "first sample 1: its reward is inf"),
+        ([1.0, None], "first sample 1: its reward is nan"),
+        (["good", 1], "return one number a sample"),
+    ],
+)
+def test_what_is_no_reward_is_an_error_and_never_shifted_or_broadcast(answer, message):
+    with pytest.raises(RewardError, match=message):
+        RewardSet(one("Answers", rewards=answer))(prompt=["a", "b"])
+
+
+def test_a_judge_that_is_down_is_an_error_with_the_rewards_name():
+    with pytest.raises(RewardError, match="reward one: the judge cannot be reached"):
+        RewardSet([one("Length", name="other"), one("Down", async_reward=True)])(prompt=["up", "down"])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_masked_rewards_are_missing_and_counted(asynchronous, caplog):
+    rewards = RewardSet(one("Down", batch_size=1, on_failure="mask", async_reward=asynchronous))
+    with caplog.at_level("WARNING", "vlmrm"):
+        scored = rewards(prompt=["up", "down", "up"])
+    np.testing.assert_array_equal(scored.rewards["one"], [1.0, np.nan, 1.0])
+    assert scored.failures == {"one": {1: "the judge cannot be reached"}}
+    assert scored.metrics()["rewards/one/failures"] == 1
+    assert scored.metrics()["rewards/one/mean"] == 1.0
+
+
+def test_a_fallback_is_what_was_asked_for_and_counted():
+    settings = {"batch_size": 1, "on_failure": "fallback", "fallback_reward": -1.0}
+    scored = RewardSet(one("Down", **settings))(prompt=["up", "down"])
+    assert scored.rewards["one"].tolist() == [1.0, -1.0]
+    assert list(scored.failures["one"]) == [1]
+
+
+def test_a_mistake_in_a_program_is_never_masked():
+    with pytest.raises(RewardError, match="reward one: TypeError: the judge"):
+        RewardSet(one("Down", error="bug", on_failure="mask"))(prompt=["down"])
+
+
+def test_a_broken_picture_costs_its_own_sample_alone():
+    scored = RewardSet(one("Brightness", on_failure="mask"))(
+        prompt=["a", "b"], image=["nowhere.png", Image.new("RGB", (28, 28), "white")]
+    )
+    np.testing.assert_array_equal(scored.rewards["one"], [np.nan, 1.0])
+
+
+def test_the_audit_log_has_every_reward(tmp_path):
+    path = tmp_path / "logs" / "rewards.jsonl"
+    rewards = RewardSet([one("Length"), one("Down", name="judge", batch_size=1, on_failure="mask")], audit_log=path)
+    rewards(prompt=["up", "down"], groups=[1, 1])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["sample"], line["reward_name"], line["reward"]) for line in lines] == [
+        (0, "one", 2.0), (0, "judge", 1.0), (1, "one", 4.0), (1, "judge", None),
+    ]  # fmt: skip
+    assert lines[-1]["error"] == "the judge cannot be reached"
+    assert lines[-1]["group"] == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([one("Length"), one("Rank")], "2 rewards are called one"),
+        ([], "must hold one or more rewards"),
+        (one("Length", batchsize=2), "unknown key 'batchsize': did you mean batch_size"),
+        (one("Length", offsets=2), "unknown key 'offsets': did you mean offset"),
+        (one("Length", colour=2), "unknown key 'colour': .* takes offset"),
+        (one("Rank", async_rewards=True), "unknown key 'async_rewards': did you mean async_reward"),
+        (one("Length", batch_size=0), "batch_size is 0: it must be a whole number"),
+        (one("Length", dtype="int8"), "dtype is 'int8'"),
+        (one("Length", on_failure="ignore"), "on_failure is 'ignore'"),
+        (one("Length", on_failure="fallback"), "go together"),
+        (
+            one("Length", on_failure="fallback", fallback_reward=float("nan")),
+            "fallback_reward is nan: it must be a fin",
+        ),
+        (one("Length", weight="2"), "weight is '2': it must be a finite number"),
+        (one("Length", async_reward="yes"), "async_reward is 'yes': write true or false"),
+        (one("Length", device="gpu"), "device is 'gpu': write cuda"),
+        (one("Length", device="cuda:99"), "reward one: device is cuda:99, which this machine has not"),
+        ({"name": "x"}, "reward x has no reward_model"),
+        ({"name": "x", "reward_model": "lenght"}, "there is no reward lenght"),
+        ({"name": "x", "reward_model": "nowhere.Model"}, "there is no module nowhere"),
+        ({"name": "x", "reward_model": f"{HERE}.Nothing"}, f"module {HERE} has no Nothing"),
+        ({"name": "x", "reward_model": "pathlib.Path"}, "neither a PointwiseRewardModel nor"),
+        ({"reward": [one("Length")]}, "unknown key 'reward': did you mean rewards"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        RewardSet(config)
+
+
+def test_a_picture_that_many_samples_show_is_opened_once(monkeypatch):
+    opened = []
+
+    def open_image(reference):
+        opened.append(reference)
+        return Image.new("RGB", (32, 32))
+
+    monkeypatch.setattr(samples, "open_image", open_image)
+    scored = RewardSet([one("Same")])(prompt=["a"] * 4, image=[b"this", b"this", b"other", b"this"])
+    assert opened == [b"this", b"other"]
+    assert scored.rewards["one"].tolist() == [3, 3, 1, 3]

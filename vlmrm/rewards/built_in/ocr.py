@@ -1,0 +1,102 @@
+"""`ocr`: does the image show the text that the prompt quotes?"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator, PartialState
+from PIL import Image
+
+from vlmrm.errors import ConfigError
+from vlmrm.rewards.built_in.weights import choice
+from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
+
+# A " after a digit is inches. Each pattern has one group, the quoted text.
+DOUBLE = (r'(?<!\d)["“”„]([^"“”„]*)["“”]', "«([^»]*)»", "「([^」]*)」")
+# A ' inside or after a word is an apostrophe, so a quotation starts after and ends before what is no letter.
+SINGLE = (r"(?<!\w)['‘](?!\s)(.*?)(?<!\s)['’](?!\w)",)
+WITHOUT_QUOTES = ("error", "prompt")
+
+
+class OCR(PointwiseRewardModel):
+    """How much of the text that the prompt quotes is read in the image, in [0, 1].
+
+    With the target t and the text r that is read in the image, both without white space and case:
+
+        1                                            where t is in r
+        1 - min(levenshtein(t, r), len(t)) / len(t)  else
+
+    the rule of Flow-GRPO (Liu et al. 2025, arXiv:2505.05470), whose target is the text between the first pair of
+    double quotes. Here a prompt may quote several texts: the first line holds where each is in r, else they are one
+    target in their order. Straight and curly quotes count, single ones where there are no double ones; apostrophes do
+    not. An image in which nothing is read has the reward 0. A prompt that quotes nothing has no target and fails; with
+    `without_quotes: prompt` all of it is the target, as in Flow-Factory.
+
+    It reads with RapidOCR's PP-OCR models, which are in its package: nothing is downloaded. They know Latin letters
+    and Chinese, and run on the CPU, whatever `device` and `dtype` say. Published figures are with PaddleOCR, whose
+    mistakes are others.
+    """
+
+    required_fields = ("prompt", "image")
+    text_prompts = True
+    options = ("without_quotes",)
+
+    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+        super().__init__(config, accelerator)
+        self.whole_prompt = choice(config, "without_quotes", "error", WITHOUT_QUOTES) == "prompt"
+        try:
+            import rapidfuzz  # noqa: F401
+            from rapidocr import RapidOCR
+        except ImportError:
+            raise ConfigError("the reward ocr needs rapidocr and onnxruntime: pip install 'vlmrm[rewards]'.") from None
+        self.reader = RapidOCR(params={"Global.log_level": "error"})
+
+    def __call__(  # ty: ignore[incompatible-method-override]
+        self, prompt: list[str], image: list[Image.Image]
+    ) -> RewardModelOutput:
+        rewards, failures, read = [], {}, []
+        for number, (text, picture) in enumerate(zip(prompt, image, strict=True)):
+            targets = quoted(text) or ([text] if self.whole_prompt else [])
+            wanted = [normalised(target) for target in targets if normalised(target)]
+            read.append(self._read(picture) if wanted else None)
+            rewards.append(likeness(wanted, normalised(read[-1])) if wanted else 0.0)
+            if not wanted:
+                failures[number] = f"there is no text between quotes in its prompt, {_start(text)}, to look for"
+        return RewardModelOutput(rewards, extra_info={"read": read}, failures=failures)
+
+    def _read(self, image: Image.Image) -> str:
+        """The lines of text in the image, from the top."""
+        found: Any = self.reader(np.ascontiguousarray(np.asarray(image)[:, :, ::-1]))  # OpenCV's order of colours
+        return "\n".join(found.txts or ())
+
+
+def quoted(prompt: str) -> list[str]:
+    """The texts that the prompt quotes, in order; empty ones too."""
+    for patterns in (DOUBLE, SINGLE):
+        found = [match for pattern in patterns for match in re.finditer(pattern, prompt, re.DOTALL)]
+        if found:
+            return [match.group(1) for match in sorted(found, key=lambda match: match.start())]
+    return []
+
+
+def normalised(text: str) -> str:
+    """The text without what OCR and spelling leave open: case, white space, width and shape of a character."""
+    text = unicodedata.normalize("NFKC", text).replace("’", "'").replace("‘", "'")
+    return "".join(text.casefold().split())
+
+
+def likeness(targets: list[str], read: str) -> float:
+    """How much of the `targets` is in `read`, in [0, 1]; all are normalised and no target is empty."""
+    from rapidfuzz.distance import Levenshtein
+
+    if all(target in read for target in targets):
+        return 1.0
+    target = "".join(targets)
+    return 1.0 - min(Levenshtein.distance(target, read), len(target)) / len(target)
+
+
+def _start(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")

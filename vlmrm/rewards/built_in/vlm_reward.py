@@ -1,0 +1,201 @@
+"""`vlm_reward` and `vlm_reward_group`: a model trained with vlmrm, of samples by themselves or among their group.
+
+What is scored is the conversation of the training data, made by the same functions:
+
+- The prompt is a text or messages. A text goes into `custom_prompt`, in place of `{prompt}`, where the training rows
+  had words around it; `system` is what they had in their column of that name.
+- `condition_images` and `condition_videos` belong to the prompt.
+- With a `response`, a text or messages, that is the answer, and `image` and `video` belong to the prompt, after the
+  conditions. Without one, the `image`, or the `video`, is the answer: the assistant's turn, as in text-to-image rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator, PartialState
+
+from vlmrm.data.media import media_key
+from vlmrm.data.messages import to_messages
+from vlmrm.data.readers.layout import image_turn, turns, with_media
+from vlmrm.data.schema import Message
+from vlmrm.errors import ConfigError, RowError
+from vlmrm.modeling.reward_files import read_reward_file
+from vlmrm.rewards.built_in.weights import choice, shared
+from vlmrm.rewards.contract import (
+    BaseRewardModel,
+    GroupwiseRewardModel,
+    PointwiseRewardModel,
+    RewardArguments,
+    RewardModelOutput,
+)
+from vlmrm.scoring.loading import load_local_scorer
+from vlmrm.scoring.transforms import transform_named
+
+PLACE = "{prompt}"
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What stood around the prompts of the training rows: a `system` turn, and words with `{prompt}` in them."""
+
+    custom_prompt: str = PLACE
+    system: Any = None
+
+    def __post_init__(self):
+        if PLACE not in self.custom_prompt:
+            raise ConfigError(f"custom_prompt has no {PLACE} in it: write where the prompt goes.")
+
+    def conversation(
+        self,
+        prompt: Any,
+        image: Any = None,
+        video: Any = None,
+        condition_images: Any = None,
+        condition_videos: Any = None,
+        response: Any = None,
+    ) -> list[Message]:
+        """A sample as the messages that are scored, the answer last; see the top of this file.
+
+        Raises:
+            RowError: when the sample has no answer or two of them.
+        """
+        images, videos = list(condition_images or ()), list(condition_videos or ())
+        if response is not None:
+            images += [] if image is None else [image]
+            videos += [] if video is None else [video]
+            answer = to_messages(response, "assistant")
+        elif (image is None) == (video is None):
+            given = "both an image and a video" if image is not None else "neither a response, an image nor a video"
+            raise RowError(f"it has {given}, and one of them is the answer: give one")
+        elif image is not None:
+            answer = [image_turn(image)]
+        else:
+            answer = [{"role": "assistant", "content": [{"type": "video", "video": video}]}]
+        row = {"system": self.system, "images": images, "videos": videos}
+        return with_media(row, [*turns(row, self._wrapped(prompt)), *answer])
+
+    def _wrapped(self, prompt: Any) -> Any:
+        if isinstance(prompt, str):
+            return self.custom_prompt.replace(PLACE, prompt)
+        if self != Wording():
+            raise RowError("custom_prompt and system go around a text, and this prompt is messages: put them in there")
+        return prompt
+
+
+class _Model:
+    """A loaded scorer, and the lock of whoever uses it: rewards on several threads may share one."""
+
+    def __init__(self, path: str, dtype: str, device: str):
+        self.scorer = load_local_scorer(path, dtype=dtype, device=device)
+        self.lock = threading.Lock()
+
+    def score_each(self, conversations: Sequence[list[Message]]) -> list[float | RowError]:
+        with self.lock:
+            return self.scorer.score_each(conversations)
+
+
+class _TrainedReward(BaseRewardModel):
+    """What both kinds share: the model, the conversation of a sample, and what becomes of the scores.
+
+    Settings:
+        model_path (or model_name_or_path): the checkpoint of a reward model.
+        transform: one of `transforms`.
+        custom_prompt: words around the prompt, with `{prompt}` where it goes.
+        system: a system turn before it.
+    """
+
+    required_fields = ("prompt",)
+    options = ("model_path", "model_name_or_path", "transform", "custom_prompt", "system")
+    transforms: tuple[str, ...]
+
+    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+        super().__init__(config, accelerator)
+        extra = config.extra_kwargs
+        paths = [extra[name] for name in ("model_path", "model_name_or_path") if name in extra]
+        if len(paths) != 1:
+            raise ConfigError(f"reward {config.name}: give the checkpoint once, as model_path.")
+        try:
+            self.wording = Wording(extra.get("custom_prompt", PLACE), extra.get("system"))
+        except ConfigError as error:
+            raise ConfigError(f"reward {config.name}: {error}") from None
+        path = str(paths[0])
+        name = choice(config, "transform", self.transforms[0], self.transforms)
+        self.transform = transform_named(name, read_reward_file(path), path)
+        self.loaded = shared(_Model, path, str(self.dtype).removeprefix("torch."), str(self.device))
+        self.model = self.loaded.scorer.model
+
+    # Without **kwargs: other columns are not brought together from other ranks.
+    def __call__(  # ty: ignore[incompatible-method-override]
+        self,
+        prompt: list[Any],
+        image: list[Any] | None = None,
+        video: list[Any] | None = None,
+        condition_images: list[Any] | None = None,
+        condition_videos: list[Any] | None = None,
+        response: list[Any] | None = None,
+    ) -> RewardModelOutput:
+        columns = (prompt, image, video, condition_images, condition_videos, response)
+        keys: dict[int, str] = {}
+        distinct: dict[str, list[Message]] = {}  # equal samples are scored once, so that they tie exactly
+        scores: dict[int, float] = {}
+        failures: dict[int, str] = {}
+        for place, sample in enumerate(zip(*(column or [None] * len(prompt) for column in columns), strict=True)):
+            try:
+                conversation = self.wording.conversation(*sample)
+                keys[place] = _key(conversation)
+                distinct[keys[place]] = conversation
+            except RowError as error:
+                failures[place] = error.reason
+        found = dict(zip(distinct, self.loaded.score_each(list(distinct.values())), strict=True))
+        for place, key in keys.items():
+            score = found[key]
+            if isinstance(score, RowError):
+                failures[place] = score.reason
+            else:
+                scores[place] = score
+        rewards = dict(zip(scores, self.transform(list(scores.values())).tolist(), strict=True))
+        places = range(len(prompt))
+        return RewardModelOutput(
+            rewards=[rewards.get(place, float("nan")) for place in places],
+            extra_info={"score": [scores.get(place) for place in places]},
+            failures=failures,
+        )
+
+
+class VlmReward(_TrainedReward, PointwiseRewardModel):
+    """The raw logit s; by `transform` σ(s), or (s - mean) / std by the held-out scores that the checkpoint carries.
+
+    Of logits only differences within a prompt mean something (Bradley and Terry 1952).
+    """
+
+    transforms = ("raw", "sigmoid", "normalized")
+
+
+class VlmRewardGroup(_TrainedReward, GroupwiseRewardModel):
+    """What the logits of a group say among themselves: one prompt's candidates, whose prompt is computed once.
+
+    `transform`: `win_rate`, the mean over the others j of σ(s_i - s_j), what the Bradley-Terry model says of winning
+    against one of them; `zscore`; `rank`, the share of the group below, ties sharing their mean. A candidate that
+    cannot be scored is in no statistic.
+    """
+
+    transforms = ("win_rate", "zscore", "rank")
+
+
+def _key(conversation: list[Message]) -> str:
+    """Equal for conversations that say and show the same."""
+    return repr(
+        [
+            (message["role"], [(part["type"], _content(part)) for part in message["content"]])
+            for message in conversation
+        ]
+    )
+
+
+def _content(part: dict[str, Any]) -> str:
+    value = part[part["type"]]
+    return value if part["type"] == "text" else media_key(value)

@@ -1,0 +1,125 @@
+"""One call of a reward model: what it asks for is there, and what it answers is checked before anyone relies on it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from vlmrm.errors import RewardError, RowError
+from vlmrm.rewards.contract import BaseRewardModel, RewardModelOutput
+from vlmrm.rewards.samples import Samples
+
+
+@dataclass
+class Answer:
+    """What a call made of its samples, by their places: rewards, why there is none, and what else was said."""
+
+    rewards: dict[int, float] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    info: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def update(self, other: Answer) -> None:
+        self.rewards |= other.rewards
+        self.failures |= other.failures
+        self.info |= other.info
+
+
+def call(model: BaseRewardModel, samples: Samples) -> Answer:
+    """Calls `model` with samples that have the same fields. One whose media or prompt cannot be read fails alone.
+
+    Raises:
+        RewardError: when a required field is missing, or the answer has another length than the samples.
+    """
+    names = _fields(model, samples)
+    answer, given, read = Answer(), {name: [] for name in names}, []
+    ready: dict[tuple[str, int], Any] = {}  # a picture that many samples show is opened once
+    for number, place in enumerate(samples.places):
+        try:
+            values = {}
+            for name in names:
+                key = name, id(samples.columns[name][number])
+                if key not in ready:
+                    ready[key] = samples.value(name, number, model.use_tensor_inputs)
+                values[name] = ready[key]
+            if model.text_prompts and not isinstance(values.get("prompt", ""), str):
+                raise RowError(
+                    f"its prompt is a {type(values['prompt']).__name__}, and this reward takes texts: render it"
+                )
+        except RowError as error:
+            answer.failures[place] = error.reason
+            continue
+        read.append(place)
+        for name, value in values.items():
+            given[name].append(value)
+    if read:
+        answer.update(_checked(model(**given), read))
+    return answer
+
+
+def _checked(output: Any, places: Sequence[int]) -> Answer:
+    """The answer about the samples at `places`; a bare tensor or list is taken as rewards."""
+    if not isinstance(output, RewardModelOutput):
+        output = RewardModelOutput(rewards=getattr(output, "rewards", output))
+    rewards = _as_array(output.rewards)
+    if rewards.shape != (len(places),):
+        raise RewardError(f"it answered {list(rewards.shape)} rewards for {len(places)} samples: return one a sample.")
+    answer = Answer(info=_info_by_place(output.extra_info or {}, places))
+    for number, (place, reward) in enumerate(zip(places, rewards.tolist(), strict=True)):
+        if number in output.failures:
+            answer.failures[place] = output.failures[number]
+        elif not np.isfinite(reward):
+            answer.failures[place] = f"its reward is {reward}"
+        else:
+            answer.rewards[place] = reward
+    return answer
+
+
+def _fields(model: BaseRewardModel, samples: Samples) -> list[str]:
+    """The columns that `model` is called with: those required, and those it accepts that are there."""
+    for name in model.required_fields:
+        for number, place in enumerate(samples.places):
+            if not samples.has(name, number):
+                raise RewardError(f"sample {place} has no {name}, which this reward needs: give it one.")
+    return [name for name in accepted_fields(model, samples) if samples.has(name, 0)]
+
+
+def alike(model: BaseRewardModel, samples: Samples, numbers: Sequence[int], size: int) -> Iterator[list[int]]:
+    """`numbers` in batches of at most `size` whose samples have the same fields, in order within each kind."""
+    accepted = accepted_fields(model, samples)
+    kinds: dict[tuple[bool, ...], list[int]] = {}
+    for number in numbers:
+        kinds.setdefault(tuple(samples.has(name, number) for name in accepted), []).append(number)
+    for of_kind in kinds.values():
+        yield from (of_kind[start : start + size] for start in range(0, len(of_kind), size))
+
+
+def accepted_fields(model: BaseRewardModel, samples: Samples) -> list[str]:
+    """The columns that `__call__` names; with `**kwargs`, any."""
+    parameters = inspect.signature(type(model).__call__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return list(samples.columns)
+    return [name for name in samples.columns if name in parameters]
+
+
+def _as_array(rewards: Any) -> np.ndarray:
+    if isinstance(rewards, torch.Tensor):
+        rewards = rewards.detach().double().cpu().numpy()
+    try:
+        return np.array(rewards, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"it answered {rewards!r}: return one number a sample.") from error
+
+
+def _info_by_place(info: dict[str, Any], places: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """What is said of each sample; a value that is no list of one a sample is said of every one."""
+    found: dict[int, dict[str, Any]] = {place: {} for place in places} if info else {}
+    for name, value in info.items():
+        each = isinstance(value, (list, tuple)) and len(value) == len(places)
+        for number, place in enumerate(places):
+            found[place][name] = value[number] if each else value
+    return found

@@ -1,0 +1,186 @@
+"""What a reward is: its settings, its two kinds, what it is called with and what it returns.
+
+The names, fields, defaults and call signature are Flow-Factory's, so that a reward written for it runs after its
+import line is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from accelerate import Accelerator, PartialState
+from pydantic import SecretStr
+
+from vlmrm.devices import device_named
+from vlmrm.errors import ConfigError
+
+DTYPES = {
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16,
+    "float32": torch.float32, "fp32": torch.float32,
+}  # fmt: skip
+ON_FAILURE = ("raise", "mask", "fallback")
+CREDENTIALS = re.compile(r"://[^/?#\s'\"]*@")  # of an address
+
+
+@dataclass
+class RewardArguments:
+    """The settings of one reward.
+
+    What a model takes beyond these (`server_url`, `aspects`, ...) is in `extra_kwargs`, and readable as an attribute.
+
+    Args:
+        name: what the reward is called in results, metrics and errors; each must have its own.
+        reward_model: a registered name, in any case, or the dotted path of a class.
+        weight: factor in the aggregation.
+        dtype: of the weights: bfloat16, float16 or float32.
+        device: `cuda` stands for the process's own device, whatever it is; anything else is taken as it is.
+        batch_size: samples a call of a pointwise model, and of a groupwise model's own batches.
+        async_reward: compute while samples are still being made, on threads.
+        num_workers: calls at a time of an asynchronous reward.
+        on_failure: `raise`; `mask`: the reward is missing, NaN, and stands back in the aggregation; `fallback`: it is
+            `fallback_reward`, and counted.
+        fallback_reward: needed for `fallback`, whatever it means in the run.
+    """
+
+    name: str = "default"
+    reward_model: str | None = None
+    weight: float = 1.0
+    dtype: str | torch.dtype = "bfloat16"
+    device: str | torch.device = "cuda"
+    batch_size: int = 16
+    async_reward: bool = False
+    num_workers: int = 1
+    on_failure: str = "raise"
+    fallback_reward: float | None = None
+    extra_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        where = f"reward {self.name}"
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"a reward has the name {self.name!r}: give it a text.")
+        if not isinstance(self.dtype, torch.dtype):
+            if self.dtype not in DTYPES:
+                raise ConfigError(f"{where}: dtype is {self.dtype!r}: choose from {', '.join(DTYPES)}.")
+            self.dtype = DTYPES[self.dtype]
+        try:
+            self.device = torch.device(self.device)
+        except RuntimeError:
+            raise ConfigError(f"{where}: device is {self.device!r}: write cuda, cuda:1 or cpu.") from None
+        for name in ("batch_size", "num_workers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{where}: {name} is {value!r}: it must be a whole number, at least 1.")
+        if not isinstance(self.async_reward, bool):
+            raise ConfigError(f"{where}: async_reward is {self.async_reward!r}: write true or false.")
+        for name in ("weight", "fallback_reward"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and np.isfinite(value)
+            if not number and not (name == "fallback_reward" and value is None):
+                raise ConfigError(f"{where}: {name} is {value!r}: it must be a finite number.")
+        if self.on_failure not in ON_FAILURE:
+            raise ConfigError(f"{where}: on_failure is {self.on_failure!r}: choose from {', '.join(ON_FAILURE)}.")
+        if (self.on_failure == "fallback") != (self.fallback_reward is not None):
+            raise ConfigError(f"{where}: on_failure: fallback and fallback_reward go together: give both or neither.")
+        if isinstance(self.extra_kwargs.get("api_key"), str):  # configurations are printed, logged and uploaded
+            self.extra_kwargs = {**self.extra_kwargs, "api_key": SecretStr(self.extra_kwargs["api_key"])}
+
+    def __repr__(self) -> str:
+        """Without the credentials in addresses, such as `server_url` may have."""
+        shown = ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in fields(self))
+        return CREDENTIALS.sub("://***@", f"RewardArguments({shown})")
+
+    def __getattr__(self, name: str) -> Any:
+        extra = self.__dict__.get("extra_kwargs", {})
+        if name in extra:
+            return extra[name]
+        raise AttributeError(f"reward {self.__dict__.get('name')} has no setting {name}: give it in its configuration")
+
+
+@dataclass
+class RewardModelOutput:
+    """The rewards of one call, in the order of the samples.
+
+    Args:
+        rewards: one finite number a sample: [N].
+        extra_info: anything worth keeping; a list with one item a sample goes to the audit log sample by sample.
+        failures: why a sample has no reward, by its place in the call; its number in `rewards` means nothing.
+    """
+
+    rewards: torch.Tensor | np.ndarray | list[float]
+    extra_info: dict[str, Any] | None = None
+    failures: Mapping[int, str] = field(default_factory=dict)
+
+
+class BaseRewardModel(ABC):
+    """What the two kinds have in common: `config`, `device`, `dtype`, `accelerator`, and what they ask for.
+
+    `required_fields` must be there for every sample; other media that `__call__` names are given where they are. With
+    `text_prompts` a sample whose prompt is messages fails. `options` are the names of the extra settings that the
+    class takes; None accepts any.
+    """
+
+    required_fields: tuple[str, ...] = ("prompt", "image")
+    use_tensor_inputs: bool = False
+    text_prompts: ClassVar[bool] = False
+    options: ClassVar[tuple[str, ...] | None] = None
+
+    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+        self.config = config
+        self.accelerator = accelerator
+        device: Any = accelerator.device if config.device == torch.device("cuda") else config.device
+        try:
+            self.device = device_named(device)
+        except ConfigError as error:
+            raise ConfigError(f"reward {config.name}: {error}") from None
+        self.dtype = config.dtype
+        self.model: Any = None
+
+    def to(self, device: str | torch.device) -> BaseRewardModel:
+        """Moves `model`, where there is one."""
+        self.device = torch.device(device)
+        if self.model is not None:
+            self.model.to(self.device)
+        return self
+
+    def with_config(self, config: RewardArguments) -> BaseRewardModel:
+        """The same model, weights and all, under the settings of another name: `batch_size` may differ."""
+        other = copy.copy(self)
+        other.config = config
+        return other
+
+    def counters(self) -> dict[str, float]:
+        """Figures of all that the model has done so far, for a tracker, by names of their own."""
+        return {}
+
+    @abstractmethod
+    def __call__(
+        self,
+        prompt: list[str],
+        image: list[Any] | None = None,
+        video: list[Any] | None = None,
+        condition_images: list[Any] | None = None,
+        condition_videos: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> RewardModelOutput:
+        """The rewards of N samples; every argument is a list of N.
+
+        Images are PIL, videos lists of PIL frames, conditions lists of those. With `use_tensor_inputs` an image is a
+        float tensor (C, H, W) in [0, 1], a video (T, C, H, W), and conditions are (N, C, H, W) or (N, T, C, H, W)
+        where they have one size, else a list.
+        """
+
+
+class PointwiseRewardModel(BaseRewardModel):
+    """A reward of each sample by itself; it is called with at most `batch_size` of them."""
+
+
+class GroupwiseRewardModel(BaseRewardModel):
+    """A reward of samples among their group; it is called with one whole group, and batches itself."""

@@ -1,0 +1,91 @@
+"""Replies by their question's key: the last ones in memory, all of them in a folder where there is one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from vlmrm.errors import ConfigError
+from vlmrm.rewards.judges.replies import Reply
+
+logger = logging.getLogger("vlmrm")
+
+
+class ReplyCache:
+    """Any thread may use it. In the folder a reply is a file of JSON, whole or absent, which nothing ever removes.
+
+    Args:
+        size: replies in memory; the one that was not used for longest leaves first.
+        folder: kept over runs, and shared by processes; left alone, with a warning, once its disk fails.
+
+    Raises:
+        ConfigError: when the folder cannot be made.
+    """
+
+    def __init__(self, size: int, folder: str | Path | None = None):
+        self.size = size
+        self.folder = None if folder is None else Path(folder)
+        self.replies: OrderedDict[str, Reply] = OrderedDict()
+        self.lock = threading.Lock()
+        if self.folder is not None:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"cache_dir {folder} cannot be made ({error.strerror}): name another.") from error
+
+    def get(self, key: str) -> Reply | None:
+        with self.lock:
+            if key in self.replies:
+                self.replies.move_to_end(key)
+                return self.replies[key]
+        reply = self._read(key)
+        if reply is not None:
+            self._remember(key, reply)
+        return reply
+
+    def put(self, key: str, reply: Reply) -> None:
+        self._remember(key, reply)
+        path = self._path(key)
+        if path is None:
+            return
+        part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            part.write_text(reply.model_dump_json(), encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            self._give_up(error)
+
+    def _remember(self, key: str, reply: Reply) -> None:
+        with self.lock:
+            self.replies[key] = reply
+            self.replies.move_to_end(key)
+            while len(self.replies) > self.size:
+                self.replies.popitem(last=False)
+
+    def _read(self, key: str) -> Reply | None:
+        path = self._path(key)
+        if path is None:
+            return None
+        try:
+            return Reply.model_validate_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            pass
+        except (ValidationError, UnicodeDecodeError):
+            logger.warning("%s is no reply of a judge; it is asked again and the file replaced", path)
+        except OSError as error:
+            self._give_up(error)
+        return None
+
+    def _give_up(self, error: OSError) -> None:
+        logger.warning("cache_dir %s fails (%s); replies are kept in memory alone from now on", self.folder, error)
+        self.folder = None
+
+    def _path(self, key: str) -> Path | None:
+        folder = self.folder  # another thread may give it up meanwhile
+        return None if folder is None else folder / key[:2] / f"{key}.json"

@@ -1,0 +1,194 @@
+"""A client of one judge's server: bounded, patient where that helps, and quick to give up where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+
+from vlmrm.errors import ConfigError, RewardError
+from vlmrm.http_client import Unavailable, Unreachable, is_loopback, retry_after, shortened
+from vlmrm.rewards.judges.cache import ReplyCache
+from vlmrm.rewards.judges.circuit import Circuit
+from vlmrm.rewards.judges.loop import run
+from vlmrm.rewards.judges.replies import Question, Reply, read_completion
+from vlmrm.rewards.judges.retrying import Refused, failed_call, wait
+from vlmrm.rewards.judges.settings import NO_KEY, JudgeSettings
+from vlmrm.rewards.judges.usage import Usage
+
+logger = logging.getLogger("vlmrm")
+
+
+class JudgeClient:
+    """Asks the server of `settings`; any number of threads may use it at a time.
+
+    Args:
+        sleep, clock, jitter: time and chance, for tests; the deadline's own clock is the event loop's.
+    """
+
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        *,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ):
+        self.settings = settings
+        self.sleep, self.clock, self.jitter = sleep, clock, jitter
+        self.cache = ReplyCache(settings.max_cache_size, settings.cache_dir)
+        self.usage = Usage(settings.prompt_price, settings.completion_price)
+        self.circuit = Circuit(settings.breaker_failures, settings.breaker_seconds, clock)
+        self.slots = asyncio.Semaphore(settings.max_concurrent)
+        self.takes_structure = True  # until the server refuses it
+        self._key = SecretStr(settings.key())
+        self._server = _connect(settings, self._key)
+
+    def ask(self, questions: Sequence[Question]) -> list[Reply | RewardError]:
+        """A reply to each question, in order, or why there is none. Equal questions are asked once.
+
+        A reply is only found again when it was handed to `keep`.
+        """
+        answers: dict[str, Reply | RewardError] = {}
+        missing: dict[str, Question] = {}
+        for question in questions:
+            reply = self.cache.get(question.key)
+            if reply is None:
+                missing[question.key] = question
+            else:
+                answers[question.key] = reply
+                self.usage.add(cache_hits=1)
+        if missing:
+            answers |= zip(missing, run(self._ask_all(list(missing.values()))), strict=True)
+        return [answers[question.key] for question in questions]
+
+    def keep(self, question: Question, reply: Reply) -> None:
+        """Puts a reply that turned out to be of use into the cache, unless it is from there."""
+        if self.cache.get(question.key) is None:
+            self.cache.put(question.key, reply)
+
+    async def _ask_all(self, questions: list[Question]) -> list[Reply | RewardError]:
+        return await asyncio.gather(*map(self._ask, questions))
+
+    async def _ask(self, question: Question) -> Reply | RewardError:
+        async with self.slots:
+            try:
+                return await self._through_circuit(question)
+            except RewardError as error:
+                self.usage.add(failures=1)
+                server = f"the judge {self.settings.vlm_model} at {self.settings.api_base_url}"
+                return RewardError(f"{server}: {error}")
+
+    async def _through_circuit(self, question: Question) -> Reply:
+        probe = await self.circuit.enter()
+        try:
+            reply = await self._within_deadline(question, tries=1 if probe else 1 + self.settings.max_retries)
+        except Refused:
+            self.circuit.passed()
+            raise
+        except RewardError as error:
+            self.circuit.failed(str(error))
+            raise
+        except BaseException:
+            self.circuit.abandoned()
+            raise
+        self.circuit.passed()
+        return reply
+
+    async def _within_deadline(self, question: Question, tries: int) -> Reply:
+        try:
+            return await asyncio.wait_for(self._try(question, tries), self.settings.deadline)
+        except asyncio.TimeoutError:
+            raise RewardError(f"there was no answer within the deadline of {self.settings.deadline:g} s") from None
+
+    async def _try(self, question: Question, tries: int) -> Reply:
+        end = self.clock() + self.settings.deadline
+        for number in range(1, tries + 1):
+            try:
+                if number > 1:
+                    self.usage.add(retries=1)
+                return await self._call(question)
+            except Unavailable as error:
+                if number == tries:
+                    raise
+                pause = wait(error, number, self.jitter())
+                if self.clock() + pause > end:
+                    raise RewardError(
+                        f"{error}; waiting {pause:.0f} s for another try would pass the deadline of "
+                        f"{self.settings.deadline:g} s"
+                    ) from error
+                await self.sleep(pause)
+        raise AssertionError("there is always a last try")
+
+    async def _call(self, question: Question) -> Reply:
+        """One call; where the server refuses `response_format`, another one without it."""
+        if not question.structured:
+            return await self._post(question)
+        refusal = None
+        if self.takes_structure:
+            try:
+                return await self._post(question)
+            except Refused as error:
+                refusal = error
+        reply = await self._post(question.unstructured())
+        if self.takes_structure:
+            self.takes_structure = False
+            said = "the judge %s does not take response_format (%s); its replies are read as text from now on"
+            logger.warning(said, self.settings.vlm_model, refusal)
+        return reply
+
+    async def _post(self, question: Question) -> Reply:
+        """One HTTP request.
+
+        Raises:
+            Unavailable: when another one can help.
+            Refused: when the server does not take this question.
+            RewardError: when it takes none, or answers what is no completion.
+        """
+        import httpx2
+        import openai
+
+        self.usage.add(calls=1)
+        try:
+            response = await self._server.post("/chat/completions", cast_to=httpx2.Response, content=question.content)
+            reply = read_completion(self._redacted(response.text))
+        except openai.APIStatusError as error:
+            after = retry_after(error.response.headers.get("retry-after"))
+            said = shortened(self._redacted(error.response.text))
+            raise failed_call(error.status_code, said, after) from error
+        except openai.APITimeoutError as error:
+            raise Unavailable(f"it did not answer within {self.settings.timeout:g} s") from error
+        except openai.APIConnectionError as error:
+            cause = str(error.__cause__) or type(error.__cause__).__name__
+            raise Unreachable(f"it cannot be reached ({cause})") from error
+        self.usage.add(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
+        return reply
+
+    def _redacted(self, text: str) -> str:
+        """A server may send back the key that it was sent."""
+        key = self._key.get_secret_value()
+        return text if key == NO_KEY else text.replace(key, "<api key>")
+
+
+def _connect(settings: JudgeSettings, key: SecretStr) -> Any:
+    try:
+        import httpx2
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+    except ImportError as error:
+        raise ConfigError("judges need the package openai: pip install 'vlmrm[rewards]'.") from error
+    limits = httpx2.Limits(max_connections=settings.max_concurrent, max_keepalive_connections=settings.max_concurrent)
+    elsewhere = not is_loopback(urlsplit(settings.api_base_url).hostname or "")
+    http = DefaultAsyncHttpxClient(trust_env=elsewhere, limits=limits, timeout=settings.timeout)
+    return AsyncOpenAI(
+        api_key=key.get_secret_value(),
+        base_url=settings.api_base_url,
+        timeout=settings.timeout,
+        max_retries=0,  # ours know the deadline
+        http_client=http,
+    )

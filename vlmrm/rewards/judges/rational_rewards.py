@@ -1,0 +1,135 @@
+"""`rational_rewards_t2i` and `rational_rewards_edit`: the RationalRewards rubric for generated and edited images.
+
+The judges are TIGER-Lab/RationalRewards-8B-T2I and TIGER-Lab/RationalRewards-8B-Edit (TIGER-AI-Lab/RationalRewards),
+which argue about each aspect before they score it from 1 to 4. The rubric's wording here is our own; its aspects,
+their order, the scale and the form of the reply are those that the judges were trained on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from accelerate import Accelerator, PartialState
+from pydantic import Field
+
+from vlmrm.errors import ConfigError, RewardError
+from vlmrm.rewards.contract import RewardArguments
+from vlmrm.rewards.judges.judge import Judge, Sample, Verdict
+from vlmrm.rewards.judges.messages import fence, image_part, text_part
+from vlmrm.rewards.judges.rational_reply import aggregate, read_aspects
+from vlmrm.rewards.judges.replies import Reply
+from vlmrm.rewards.judges.settings import JudgeSettings
+from vlmrm.rewards.templates import read_template
+
+TITLES = {
+    "text_faithfulness": "Text Faithfulness",
+    "image_faithfulness": "Image Faithfulness",
+    "physical_quality": "Physical and Visual Quality",
+    "text_rendering": "Text Rendering",
+}
+MEANINGS = {
+    "text_faithfulness": "does the {image} show everything that the instruction asks for, and nothing against it: "
+    "objects, counts, attributes, relations, style?",
+    "image_faithfulness": "is everything that the instruction does not ask to change the same as in the source image: "
+    "identities, layout, background, style?",
+    "physical_quality": "are shapes, anatomy, light and perspective plausible, and is the picture clean, sharp and "
+    "free of artifacts?",
+    "text_rendering": "is the writing that was asked for legible, spelt right and well placed? N/A if the instruction "
+    "asks for no writing.",
+}
+RUBRIC = """Judge the {image} in the following aspects. Each gets a score from 1 to 4, decimals such as 2.7 allowed:
+4 is without fault, 3 has small faults, 2 clear ones, and 1 fails. Write N/A where an aspect does not apply.
+{aspects}
+
+Reply in exactly this form:
+# User Request Analysis:
+(what was asked for)
+# Detailed Judgement
+{form}
+# Summary:
+(the judgement in brief)
+# User Request Refinement:
+(how the instruction could be put better)"""
+
+
+class T2ISettings(JudgeSettings):
+    vlm_model: str = "RationalRewards-8B-T2I"
+    temperature: float = Field(0.1, ge=0)
+    aspects: list[str] | None = None
+    """Those that count; the judge is always asked about all."""
+    template_file: str | None = None
+    """The rubric, as it comes after the pictures: to ask in the published words."""
+
+
+class EditSettings(T2ISettings):
+    vlm_model: str = "RationalRewards-8B-Edit"
+
+
+class RationalRewardsT2I(Judge):
+    """(m - 1) / 3 with m the mean over text faithfulness, physical quality and text rendering: [N] in [0, 1].
+
+    An aspect that does not apply is left out of the mean. A reply that lacks an aspect is a failure; the published
+    code takes the mean of what is there, so that a reply that breaks off is scored on its first aspect alone.
+    """
+
+    Settings = T2ISettings
+    settings: T2ISettings
+    options = tuple(T2ISettings.model_fields)
+    aspects: ClassVar[tuple[str, ...]] = ("text_faithfulness", "physical_quality", "text_rendering")
+    subject: ClassVar[str] = "generated image"
+
+    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+        super().__init__(config, accelerator)
+        path = self.settings.template_file
+        self.rubric = self.own_rubric() if path is None else read_template(config, path)
+        self.counted = self.aspects if self.settings.aspects is None else tuple(self.settings.aspects)
+        unknown = sorted(set(self.counted) - set(self.aspects))
+        if unknown or not self.counted:
+            raise ConfigError(
+                f"reward {config.name}: aspects is {list(self.counted)}: choose from {', '.join(self.aspects)}."
+            )
+
+    def chat(self, sample: Sample) -> tuple[str, list[dict[str, Any]]]:
+        asked = text_part(f"User Instruction:\n{fence(sample.prompt)}")
+        return f"You are an expert judge of {self.subject}s.", [
+            asked,
+            *self.pictures(sample),
+            text_part(self.rubric),
+        ]
+
+    def pictures(self, sample: Sample) -> list[dict[str, Any]]:
+        return self.media(sample)
+
+    def own_rubric(self) -> str:
+        meanings = [f"{TITLES[name]}: {MEANINGS[name].format(image=self.subject)}" for name in self.aspects]
+        form = [f"{TITLES[name]}:\n## Justification: (why)\n## Score: (a number, or N/A)" for name in self.aspects]
+        return RUBRIC.format(image=self.subject, aspects=_numbered(meanings), form=_numbered(form))
+
+    def verdict(self, reply: Reply, sample: Sample) -> Verdict:
+        scores = read_aspects(reply.text, {name: TITLES[name] for name in self.aspects})
+        reward = aggregate({name: scores[name] for name in self.counted})
+        return Verdict(reward, {"aspects": scores})
+
+
+class RationalRewardsEdit(RationalRewardsT2I):
+    """The same of an edited image, beside its source: with image faithfulness as a fourth aspect."""
+
+    Settings = EditSettings
+    options = tuple(EditSettings.model_fields)
+    aspects = ("text_faithfulness", "image_faithfulness", "physical_quality", "text_rendering")
+    subject = "edited image"
+
+    def pictures(self, sample: Sample) -> list[dict[str, Any]]:
+        if not sample.sources or len(sample.sources) > 1:
+            count = len(sample.sources or ())
+            raise RewardError(f"the sample has {count} condition images, but an edit is judged beside one: its source")
+        return [
+            text_part("Source image:"),
+            image_part(sample.sources[0]),
+            text_part("Edited image:"),
+            *self.media(sample),
+        ]
+
+
+def _numbered(items: list[str]) -> str:
+    return "\n".join(f"{number}. {item}" for number, item in enumerate(items, start=1))

@@ -1,0 +1,76 @@
+"""`unified_reward`: pointwise scores of UnifiedReward for generated images and videos (Wang et al. 2025)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from accelerate import Accelerator, PartialState
+
+from vlmrm.errors import RewardError
+from vlmrm.rewards.contract import RewardArguments
+from vlmrm.rewards.judges.judge import Judge, Sample, Verdict
+from vlmrm.rewards.judges.messages import fence, text_part
+from vlmrm.rewards.judges.replies import Reply
+from vlmrm.rewards.judges.scores import read_score, without_thinking
+from vlmrm.rewards.judges.settings import JudgeSettings
+from vlmrm.rewards.templates import read_template
+
+IMAGE = """A text caption and an image that was generated from it are given. Evaluate the image by two criteria:
+1. Alignment with the Caption: are the objects, their attributes and their relations those of the caption?
+2. Overall Image Quality: is it clear and detailed, are its colours right, and does it please the eye?
+List the key elements of the caption in the format 'element (type): value', where value=1 means that the image shows
+the element and value=0 that it does not, and then assign a score from 1 to 5 after 'Final Score:'.
+Text Caption: [{prompt}]"""
+VIDEO = """As an expert judge of AI-generated videos, look at the frames of a video and at the text prompt that it was
+generated from. Score five dimensions by a number from 1 (bad) to 4 (perfect, like a real video), one a line:
+visual quality: (clearness, resolution, brightness, colour)
+temporal consistency: (do objects and people stay the same?)
+dynamic degree: (how much changes?)
+text-to-video alignment: (does it show what the prompt asks for?)
+factual consistency: (does it agree with common sense and facts?)
+Finally assign a score from 1 to 10 after 'Final Score:'.
+Text Prompt: [{prompt}]"""
+FINAL = re.compile(r"Final\s+Score[\s*_]*(?:\([^)]*\))?[\s*_]*(?::|：)(?P<value>.*)", re.IGNORECASE)
+LINE = re.compile(r"^[\s*_#-]*(?P<name>[^:\n]+?)[\s*_]*:(?P<value>[^:\n]*)$", re.MULTILINE)
+
+
+class UnifiedRewardSettings(JudgeSettings):
+    vlm_model: str = "UnifiedReward"
+    template_file: str | None = None
+    """The question, with `{prompt}` where the prompt goes: to ask in the published words."""
+
+
+class UnifiedReward(Judge):
+    """The judge's final score as it is: 1 to 5 for an image, 1 to 10 for a video: [N].
+
+    Made for CodeGoat24/UnifiedReward-* served by vLLM under the name `UnifiedReward`. The questions ask in our own
+    words for what the published ones of `inference_qwen/*/qwen_point_score_*_generation.py` ask for, in the same
+    forms; what that does to the scores was not measured, and `template_file` takes theirs.
+    """
+
+    Settings = UnifiedRewardSettings
+    settings: UnifiedRewardSettings
+    options = tuple(UnifiedRewardSettings.model_fields)
+
+    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+        super().__init__(config, accelerator)
+        path = self.settings.template_file
+        self.template = None if path is None else read_template(config, path, "{prompt}")
+
+    def chat(self, sample: Sample) -> tuple[str, list[dict[str, Any]]]:
+        template = self.template or (IMAGE if sample.video is None else VIDEO)
+        question = template.replace("{prompt}", fence(sample.prompt))
+        return "You are a helpful assistant.", [*self.media(sample), text_part(question)]
+
+    def verdict(self, reply: Reply, sample: Sample) -> Verdict:
+        best = 5.0 if sample.video is None else 10.0
+        text = without_thinking(reply.text)
+        said = [found["value"] for found in FINAL.finditer(text)]
+        if not said:
+            raise RewardError("the reply has no Final Score")
+        score = read_score(said[-1], best)
+        if not isinstance(score, float) or not 1 <= score <= best:
+            raise RewardError(f"its Final Score is {said[-1].strip()[:40]!r}, which is no number from 1 to {best:g}")
+        named = {found["name"]: read_score(found["value"], best) for found in LINE.finditer(text)}
+        return Verdict(score, {"aspects": {name: value for name, value in named.items() if value is not None}})
