@@ -1,0 +1,174 @@
+"""Rewards for workers, without vlmrm or torch: the length of a prompt, and whatever can go wrong."""
+
+import os
+import signal
+import sys
+import time
+from typing import ClassVar
+
+
+class Length:
+    """Scores the length of the prompt; `log` is a file that each batch's prompts are written to.
+
+    A prompt may say what happens instead: "die", "die once FILE", "hang", "raise", "refuse".
+    """
+
+    def __init__(self, log=None, info=None, seconds=0.0):
+        self.log, self.seconds = log, seconds
+        self.info = {"kind": "samples", "python": sys.executable, **(info or {})}
+
+    def __call__(self, items):
+        if self.log is not None:
+            with open(self.log, "a") as file:
+                file.write("|".join(item["prompt"] for item in items) + "\n")
+        time.sleep(self.seconds)
+        return [self.outcome(item["prompt"]) for item in items]
+
+    def outcome(self, prompt):
+        what, _, path = prompt.partition(" once ")
+        if path:
+            if os.path.exists(path):
+                return {"score": 1.0}
+            open(path, "w").close()
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "hang":
+            time.sleep(3600)
+        if what == "raise":
+            raise RuntimeError("out of memory")
+        return {"error": "it is refused"} if what == "refuse" else {"score": float(len(prompt))}
+
+
+class Broken:
+    """Cannot be loaded."""
+
+    def __init__(self):
+        raise FileNotFoundError("weights.bin")
+
+
+class GroupSize:
+    """Scores how many items are in the item's group."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds = seconds
+
+    def __call__(self, items):
+        time.sleep(self.seconds)
+        groups = [item.get("group") for item in items]
+        return [{"score": float(groups.count(group))} for group in groups]
+
+
+class NotANumber:
+    def __call__(self, items):
+        return [{"score": float("nan")} for _ in items]
+
+
+class Characters:
+    """A tenth for each character of a conversation, in whichever form it comes, and one for each picture."""
+
+    info: ClassVar = {"kind": "conversations"}
+
+    def __call__(self, items):
+        return [{"score": self.score(item)} for item in items]
+
+    def score(self, item):
+        if "messages" in item:
+            parts = [part for message in item["messages"] for part in message["content"]]
+            shown = sum(part["type"] == "image" for part in parts)
+            text = "".join(part.get("text", "") for part in parts)
+        else:
+            shown = len([item["image"]] if "image" in item else item.get("condition_images", []))
+            text = item["prompt"] + item.get("response", "")
+        return len(text) / 10 + shown
+
+
+class ImageBytes:
+    """Scores how many bytes the file of the image has."""
+
+    def __call__(self, items):
+        return [{"score": len(item["image"]["bytes"])} for item in items]
+
+
+class Leaky:
+    """Says its key and a path wherever it can."""
+
+    def __init__(self, api_key, folder):
+        self.text = f"cannot read {folder}/weights.bin with the key {api_key}"
+        self.info = {"model": self.text}
+
+    def __call__(self, items):
+        if items[0]["prompt"] == "raise":
+            raise RuntimeError(self.text)
+        return [{"error": self.text} if item["prompt"] == "item" else {"score": 1.0} for item in items]
+
+
+class Environment:
+    """Scores whether the variable that the prompt names is set."""
+
+    def __call__(self, items):
+        return [{"score": item["prompt"] in os.environ} for item in items]
+
+
+class Frames:
+    """Scores how many frames the video has."""
+
+    def __call__(self, items):
+        import io
+
+        import numpy as np
+
+        return [{"score": float(len(np.load(io.BytesIO(item["video"]["npy"]))))} for item in items]
+
+
+class Brightness:
+    """Scores the mean of the image's or video's values."""
+
+    def __call__(self, items):
+        import io
+
+        import numpy as np
+
+        media = [item.get("image") or item["video"] for item in items]
+        return [{"score": float(np.load(io.BytesIO(one["npy"])).mean())} for one in media]
+
+
+class ThreeQualities:
+    """What VideoAlign says of a video: how many frames it has, the length of the prompt, and 0.5."""
+
+    def __call__(self, items):
+        import io
+
+        import numpy as np
+
+        lengths = [(len(np.load(io.BytesIO(item["video"]["npy"]))), len(item["prompt"])) for item in items]
+        return [
+            {"score": 0, "VQ": one, "MQ": other, "TA": 0.5, "overall": one + other + 0.5} for one, other in lengths
+        ]
+
+
+class Anything:
+    """Scores whatever it is given, and says what metadata came with it."""
+
+    def __call__(self, items):
+        return [{"score": 1.0, "metadata": item.get("metadata")} for item in items]
+
+
+class LastText(Length):
+    """`Length` of the answers of conversations."""
+
+    def __call__(self, items):
+        return super().__call__([{"prompt": item["messages"][-1]["content"][0]["text"]} for item in items])
+
+
+class Answers:
+    """Scores the length of the answer; below zero where it holds a bracket."""
+
+    def __call__(self, items):
+        return [self.outcome(item["prompt"], item.get("response", "")) for item in items]
+
+    def outcome(self, prompt, answer):
+        if prompt == "raise":
+            raise RuntimeError("out of memory")
+        if answer == "refuse":
+            return {"error": "it is refused"}
+        return {"score": -len(answer) if "<" in answer else len(answer)}

@@ -1,0 +1,403 @@
+"""cosmos-rl's reward service: its trainer works against ours, and what it would lose is said."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import uuid
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from cosmos_client import CosmosClient
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from services import fake, in_loop, running
+
+from vlmrm.errors import MediaError
+from vlmrm.serving.protocols.cosmos.payload import media_of
+from vlmrm.serving.protocols.cosmos.scores import scores_of
+from vlmrm.serving.settings import Limits, RewardSettings
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+PROMPTS = ["a", "bbb"]
+NOISE = np.random.default_rng(0)
+IMAGES = NOISE.integers(0, 255, (2, 5, 4, 3), dtype=np.uint8)
+VIDEOS = NOISE.integers(0, 255, (2, 3, 6, 5, 4), dtype=np.uint8)
+SENT = npy(IMAGES)
+LENGTH = {"prompts": PROMPTS, "reward_fn": {"length": 1.0}, "media_type": "image"}
+
+
+def body(metadata, data=SENT):
+    return json.dumps(metadata).encode() + b"\n" + data
+
+
+async def enqueued(client, metadata=LENGTH, data=SENT, **options):
+    return await client.post("/api/reward/enqueue", content=body(metadata, data), **options)
+
+
+async def pulled(client, ticket, name="length"):
+    return await client.post("/api/reward/pull", data={"uuid": ticket, "type": name})
+
+
+@in_loop
+async def test_the_trainer_gets_its_rewards_in_the_order_of_its_samples():
+    async with running() as (_, http):
+        client = CosmosClient(http)
+        ticket = await client.enqueue(IMAGES, **LENGTH)
+        assert (await client.fetch(ticket, "length", "length")).tolist() == [1, 3]
+        assert (await client.fetch(ticket, "length", "length+length")).tolist() == [2, 6]
+    assert client.statuses == [200, 200, 200]  # waited for, not polled for
+
+
+@in_loop
+async def test_the_trainer_asks_again_until_a_reward_is_computed():
+    async with running(fake(options={"seconds": 0.1}), long_poll=0) as (_, http):
+        client = CosmosClient(http)
+        ticket = await client.enqueue(IMAGES, **LENGTH)
+        assert (await client.fetch(ticket, "length", "length")).tolist() == [1, 3]
+    assert client.statuses[1:] == [*[425] * (len(client.statuses) - 2), 200] and 425 in client.statuses
+
+
+@in_loop
+async def test_a_result_has_the_documented_form_and_stays():
+    async with running() as (_, client):
+        ticket = (await enqueued(client)).json()["uuid"]
+        first, again = (await pulled(client, ticket)).json(), (await pulled(client, ticket)).json()
+        by_json = await client.post("/api/reward/pull", json={"uuid": ticket})
+    assert str(uuid.UUID(ticket)) == ticket
+    assert first == again == by_json.json()
+    assert float(first.pop("duration")) >= 0
+    assert first == {
+        "scores": {"length": [1.0, 3.0]},
+        "input_info": {
+            "shape": [2, 5, 4, 3],
+            "dtype": "torch.uint8",
+            "min": f"{IMAGES.min():.3f}",
+            "max": f"{IMAGES.max():.3f}",
+        },
+        "decoded_duration": "0.00",
+        "type": "length",
+    }
+
+
+@in_loop
+async def test_one_request_has_several_rewards_whatever_they_weigh():
+    rewards = [fake("length"), fake("frames", "fake_reward.Frames")]
+    async with running(*rewards) as (_, client):
+        metadata = {
+            "prompts": PROMPTS,
+            "reward_fn": {"length": 0, "frames": -2.5},
+            "media_type": "Video",
+            "video_infos": [{"video_fps": 16.0}, {"fps": 8}],
+        }
+        ticket = (await enqueued(client, metadata, npy(VIDEOS))).json()["uuid"]
+        length, frames = [await pulled(client, ticket, name) for name in ("length", "frames")]
+    assert length.json()["scores"] == {"length": [1, 3]}
+    assert frames.json()["scores"] == {"frames": [6, 6]}
+    assert frames.json()["input_info"]["video_infos"] == [{"video_fps": 16.0}, {"fps": 8, "video_fps": 8.0}]
+
+
+@in_loop
+async def test_what_has_failed_for_good_is_said_at_once():
+    async with running(limits={"result_ttl": 0.3}) as (_, client):
+        metadata = {**LENGTH, "prompts": ["a", "refuse"]}
+        item = (await pulled(client, (await enqueued(client, metadata)).json()["uuid"])).json()
+        metadata = {**LENGTH, "prompts": ["raise", "b"]}
+        whole = (await pulled(client, (await enqueued(client, metadata)).json()["uuid"])).json()
+    assert (item["error"], item["scores"], item["state"]) == ("sample 1: it is refused.", None, "failed")
+    assert whole["scores"] is None and whole["error"].startswith("it could not be computed: RuntimeError")
+    assert {*item} == {"error", "scores", "input_info", "duration", "decoded_duration", "type", "state"}
+
+
+@in_loop
+async def test_a_newer_client_can_tell_what_is_queued_running_and_unknown():
+    async with running(fake(options={"seconds": 0.3}, batch_tokens=1), long_poll=0) as (_, client):
+        tickets = [(await enqueued(client, {**LENGTH, "prompts": [p, p]})).json()["uuid"] for p in ("a", "bb")]
+        states = set()
+        while (answer := await pulled(client, tickets[1])).status_code == 425:
+            states |= {(await pulled(client, ticket)).json().get("state") for ticket in tickets}
+            assert answer.json()["message"] == f"Not found scores for {tickets[1]}"
+        never = await pulled(client, str(uuid.uuid4()))
+        other = await pulled(client, tickets[0], "clip")
+    assert {"queued", "running"} <= states
+    assert (never.status_code, never.json()["state"]) == (400, "unknown")
+    assert other.status_code == 400 and "it was asked for length" in other.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "data", "status", "reason"),
+    [
+        ({"reward_fn": {"lenght": 1}}, npy(IMAGES), 404, "there is no reward lenght"),
+        ({"reward_fn": {"length": "1"}}, npy(IMAGES), 400, "reward_fn.length"),
+        ({"reward_fn": {}}, npy(IMAGES), 400, "reward_fn"),
+        ({"prompts": ["a"]}, npy(IMAGES), 400, "there are 1 prompts but 2 samples"),
+        ({"media_type": "audio"}, npy(IMAGES), 400, "media_type"),
+        ({"media_type": "video"}, npy(VIDEOS), 400, "video_infos is missing"),
+        (
+            {"media_type": "video", "video_infos": [{"video_fps": 1}]},
+            npy(VIDEOS),
+            400,
+            "2 prompts but 1 of video_infos",
+        ),
+        ({"media_type": "video", "video_infos": [{}, {}]}, npy(VIDEOS), 400, "video_fps is missing or wrong"),
+        (
+            {"media_type": "video", "video_infos": [{"fps": 10**400}, {"fps": 1}]},
+            npy(VIDEOS),
+            400,
+            "video_fps is missing or",
+        ),
+        ({"geneval_tags": ["colors", "colors"]}, npy(IMAGES), 400, "go together"),
+        ({}, npy(VIDEOS), 400, "images are uint8 [2, 3, 6, 5, 4]"),
+        ({}, npy(IMAGES / 255), 400, "images are float64"),
+        ({}, b"PK\x03\x04" + bytes(30), 400, "as torch.save writes it, which is a pickle and refused"),
+        ({}, b"", 400, "what follows the JSON is no tensor"),
+        ({"media_type": "latent", "video_infos": [{"fps": 1}] * 2}, npy(VIDEOS), 400, "has no decoder of latents"),
+    ],
+)
+def test_what_cannot_be_right_is_not_accepted(change, data, status, reason):
+    @in_loop
+    async def ask():
+        async with running() as (service, client):
+            answer = await enqueued(client, {**LENGTH, **change}, data)
+            assert await service.backend.depth("length") == (0, 0)
+        assert answer.status_code == status
+        assert reason in answer.json()["error"]["message"]
+
+    ask()
+
+
+@in_loop
+async def test_a_body_that_is_not_framed_and_a_pull_without_a_uuid_are_refused():
+    async with running() as (_, client):
+        framed = await client.post("/api/reward/enqueue", content=b"{}")
+        bare = await client.post("/api/reward/pull", data={"type": "length"})
+        head = json.dumps({**LENGTH, "seed": 1}).replace("1}", "1e999}").encode()
+        huge = await client.post("/api/reward/enqueue", content=head + b"\n" + SENT)
+    assert "no line end after its JSON" in framed.json()["error"]["message"]
+    assert (framed.status_code, bare.status_code, huge.status_code) == (400, 400, 400)
+    assert "1e999, which is too large" in huge.json()["error"]["message"]
+
+
+@in_loop
+async def test_where_a_queue_is_full_none_of_a_requests_rewards_is_accepted():
+    async with running(fake("one"), fake("two"), limits={"queue_items": 3}) as (service, client):
+        for name in ("one", "two"):  # nothing is taken from the queue any more
+            [replica] = service.replicas[name]
+            replica.closing = True
+        for task in service._loops:
+            task.cancel()
+        answer = await enqueued(client, {**LENGTH, "reward_fn": {"one": 1, "two": 1}})
+        assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+        assert await service.backend.depth("one") == (0, 0)
+
+
+@in_loop
+async def test_a_reward_needs_what_its_worker_says_it_needs():
+    geneval = fake("gen_eval", options={"info": {"required": ["prompt", "image", "metadata"]}})
+    async with running(geneval) as (service, client):
+        while not service.ready("gen_eval"):
+            await asyncio.sleep(0.01)
+        refused = await enqueued(client, {**LENGTH, "reward_fn": {"gen_eval": 1}})
+        alone = {
+            "prompt": "a dog",
+            "tag": "single_object",
+            "include": [{"class": "dog", "count": 1}],
+            "reward_fn": {"gen_eval": 1},
+            "media_type": "image",
+        }
+        accepted = await enqueued(client, alone, npy(IMAGES[:1]))
+    assert refused.status_code == 400
+    assert "needs geneval_tags and geneval_includes" in refused.json()["error"]["message"]
+    assert accepted.status_code == 200
+
+
+@in_loop
+async def test_a_reward_that_scores_videos_on_another_scale_is_not_asked_about_them():
+    async with running(fake("unified_reward")) as (_, client):
+        metadata = {
+            "prompts": PROMPTS,
+            "reward_fn": {"unified_reward": 1},
+            "media_type": "video",
+            "video_infos": [{"fps": 1}] * 2,
+        }
+        refused = await enqueued(client, metadata, npy(VIDEOS))
+    assert refused.status_code == 400 and "another scale" in refused.json()["error"]["message"]
+
+
+@in_loop
+async def test_ping_answers_whatever_it_is_sent_and_replicas_are_named(monkeypatch):
+    monkeypatch.setenv("LEPTON_REPLICA_ID", "replica-7")
+    async with running() as (_, client):
+        pings = [
+            await client.post("/api/reward/ping", data={"info_data": "{}"}),
+            await client.post("/api/reward/pin", content=body(LENGTH)),
+        ]
+        answer = await enqueued(client)
+    assert [(ping.status_code, ping.json()) for ping in pings] == [(200, {"message": "Ping request received"})] * 2
+    assert answer.json()["replica_id"] == "replica-7"
+
+
+@in_loop
+async def test_each_reward_is_opened_by_its_own_token():
+    async with running(fake("one", token="secret-1"), fake("two", token="secret-2"), token="all") as (_, client):
+        metadata = {**LENGTH, "reward_fn": {"one": 1}}
+        mine = {"Authorization": "Bearer secret-1"}
+        assert (await enqueued(client, metadata)).status_code == 401
+        assert (await enqueued(client, metadata, headers={"Authorization": "Bearer secret-2"})).status_code == 401
+        accepted = await enqueued(client, metadata, headers=mine)
+        assert accepted.status_code == 200
+        asked = {"uuid": accepted.json()["uuid"], "type": "one"}
+        other = {"Authorization": "Bearer secret-2"}
+        assert (await client.post("/api/reward/pull", json=asked, headers=other)).status_code == 401
+        assert (await client.post("/api/reward/pull", json={"uuid": asked["uuid"]}, headers=other)).status_code == 401
+        assert (await client.post("/api/reward/pull", json=asked, headers=mine)).status_code == 200
+
+
+VIDEO_ALIGN = {"score": -1.0, "VQ": 1.0, "MQ": -3.0, "TA": 1.0, "overall": -1.0}
+DOG = {"class": "dog", "count": 2, "color": "red"}
+CAT = {"class": "cat", "count": 1, "position": ["left of", 0]}
+OTHERS = {task: [-10.0, -10.0] for task in ("single_object", "two_object", "counting", "position", "color_attr")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcomes", "expected"),
+    [
+        (
+            "cosmos_reason1",
+            [{"score": 0.9, "logits": {"yes": 1.0, "no": 2.0}}, {"score": 0.2, "logits": {"yes": 2.0, "no": 1.0}}],
+            {
+                "prediction": ["Good", "Bad"],
+                "no_score": [0.9, 0.2],
+                "yes_logit": [1.0, 2.0],
+                "no_logit": [2.0, 1.0],
+            },
+        ),
+        (
+            "dance_grpo",
+            [VIDEO_ALIGN],
+            {"vq_reward": [1.0], "mq_reward": [-3.0], "ta_reward": [1.0], "overall_reward": [-1.0]},
+        ),
+        ("hpsv2", [{"score": 0.25}], {"hpsv2": [0.25]}),
+        ("hpsv3", [{"score": 7.5, "log_sigma": 0.1}], {"hpsv3": [7.5]}),
+        ("pickscore", [{"score": 0.9}], {"pickscore": [0.9]}),
+        ("image_reward", [{"score": -2.0}], {"image_reward": [-2.0]}),
+        ("ocr", [{"score": 0.5, "read": "x"}], {"ocr_reward": [0.5]}),
+        ("unified_reward", [{"score": 4.0}], {"unified_reward": [0.8]}),
+        ("vlm_reward", [{"score": 1.5}], {"mine": [1.5]}),
+    ],
+)
+def test_each_reward_has_its_documented_keys(kind, outcomes, expected):
+    assert scores_of(RewardSettings(reward_type=kind, name="mine"), outcomes, None) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "conditions", "graded", "met", "exact"),
+    [
+        ({"dog": 2, "cat": 1}, [["2 dog", 1], ["red dog", 1], ["1 cat", 1], ["cat left of dog", 1]], 1.0, 1, 1),
+        ({"dog": 3, "cat": 1}, [["2 dog", 1], ["red dog", 1], ["1 cat", 1], ["cat left of dog", 1]], 2.5 / 4, 1, 0),
+        ({"dog": 2, "cat": 1}, [["2 dog", 1], ["red dog", 0.5], ["1 cat", 1], ["cat left of dog", 0]], 2.5 / 4, 0, 0),
+        ({}, [["2 dog", 0], ["red dog", 0], ["1 cat", 0], ["cat left of dog", 0]], 0.0, 0, 0),
+    ],
+)
+def test_geneval_has_three_verdicts_and_one_for_its_task(found, conditions, graded, met, exact):
+    outcome = {"score": float(met), "found": found, "conditions": conditions}
+    asked = {"tags": ["colors"] * 2, "includes": [[DOG, CAT]] * 2, "only_strict": False}
+    reward = RewardSettings(reward_type="gen_eval")
+    assert scores_of(reward, [outcome] * 2, asked) == {
+        "gen_eval_score": [pytest.approx(graded)] * 2,
+        "gen_eval_reward": [met] * 2,
+        "gen_eval_strict": [exact] * 2,
+        "gen_eval_group": {**OTHERS, "colors": [met] * 2},
+    }
+    strict = scores_of(reward, [outcome] * 2, {**asked, "only_strict": True})
+    assert (strict["gen_eval_reward"], strict["gen_eval_strict"]) == ([0, 0], [exact] * 2)
+
+
+def test_pictures_come_out_as_they_went_in():
+    last = media_of(npy(IMAGES), "image", Limits())
+    first = media_of(npy(IMAGES.transpose(0, 3, 1, 2)), "image", Limits())
+    for number in range(2):
+        np.testing.assert_array_equal(last.samples[number], IMAGES[number].transpose(2, 0, 1))
+        np.testing.assert_array_equal(first.samples[number], last.samples[number])
+    videos = media_of(npy(VIDEOS), "video", Limits())
+    np.testing.assert_array_equal(videos.samples[1][4], VIDEOS[1, :, 4])
+    by_columns = media_of(npy(np.asfortranarray(IMAGES)), "image", Limits())
+    np.testing.assert_array_equal(by_columns.samples[1], last.samples[1])
+
+
+def test_latents_are_read_from_every_form_and_described_as_bfloat16():
+    import torch
+    from safetensors.torch import save
+
+    latents = torch.randn(1, 16, 2, 3, 4, generator=torch.Generator().manual_seed(0)) * 4
+    halves = latents.bfloat16()
+    forms = {
+        "float16": npy(latents.half().numpy()),
+        "safetensors": save({"latents": halves}),
+        "bytes": npy(halves.view(torch.uint8).numpy()),
+    }
+    for name, data in forms.items():
+        media = media_of(data, "latent", Limits())
+        oracle = latents.half().bfloat16() if name == "float16" else halves
+        kept = latents.half() if name == "float16" else halves
+        np.testing.assert_array_equal(media.samples[0].astype(np.float32), kept[0].float().numpy())
+        assert media.info == {
+            "shape": [1, 16, 2, 3, 4],
+            "dtype": "torch.bfloat16",
+            "min": f"{oracle.min():.3f}",
+            "max": f"{oracle.max():.3f}",
+        }
+
+
+@pytest.mark.parametrize(
+    ("array", "kind", "limits", "reason"),
+    [
+        (IMAGES, "image", {"max_pixels": 19}, "4x5 pixels, over the limit of 19"),
+        (VIDEOS, "video", {"max_frames": 5}, "6 frames, over the limit of 5"),
+        (IMAGES, "image", {"max_items": 1}, "2 samples, over the limit of 1"),
+        (np.zeros((1, 16, 3, 2, 2), np.float16), "latent", {"max_frames": 8}, "9 frames, over the limit of 8"),
+        (np.zeros((1, 16, 1, 2, 2), np.float16), "latent", {"max_pixels": 255}, "16x16 pixels"),
+        (np.full((1, 16, 1, 1, 1), np.nan, np.float16), "latent", {}, "not finite"),
+        (VIDEOS, "latent", {}, "send media_type video"),
+        (IMAGES[:0], "image", {}, "nothing in it"),
+    ],
+)
+def test_media_over_a_limit_or_of_another_kind_are_refused(array, kind, limits, reason):
+    with pytest.raises(MediaError, match=reason):
+        media_of(npy(array), kind, Limits(**limits))
+
+
+TENSORS = [npy(IMAGES[:1, :2, :2]), safetensors.numpy.save({"a": IMAGES[:1, :2, :2]})]
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(
+    data=st.sampled_from(TENSORS),
+    place=st.integers(0, 200),
+    new=st.binary(max_size=12),
+    kind=st.sampled_from(["image", "video", "latent"]),
+)
+def test_broken_tensors_are_media_errors(data, place, new, kind):
+    broken = data[:place] + new + data[place + len(new) :]
+    try:
+        media = media_of(broken, kind, Limits())
+    except MediaError:
+        return
+    assert all(sample.size for sample in media.samples)
+
+
+@in_loop
+async def test_a_request_is_pulled_from_another_process_that_shares_the_queue(redis_server):
+    shared = redis_server.settings
+    async with running(**shared) as (_, first), running(**shared) as (_, second):
+        ticket = (await enqueued(first)).json()["uuid"]
+        answer = await pulled(second, ticket)
+    assert (answer.status_code, answer.json()["scores"]) == (200, {"length": [1, 3]})

@@ -1,0 +1,94 @@
+"""Flow-Factory's own client and ours against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from flow_factory_client import FlowFactoryClient
+from PIL import Image
+from services import fake, running, served
+
+from vlmrm.errors import RewardError
+from vlmrm.rewards import RewardSet
+
+RED, BLUE = (Image.new("RGB", (32, 32), colour) for colour in ("red", "blue"))
+CHARACTERS, GROUP = fake("characters", "fake_reward.Characters"), fake("group", "fake_reward.GroupSize")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served(CHARACTERS, GROUP, fake("broken", "fake_reward.Length"), token="s3cret") as url:
+        yield url.replace("http://", "http://trainer:s3cret@")
+
+
+def test_the_client_has_its_rewards_in_order_and_may_ask_from_threads(server):
+    client = FlowFactoryClient(f"{server}/characters/")
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda n: client(["x" * n, "yy"], image=[RED, BLUE]), range(8)))
+    assert found == [[pytest.approx(1 + n / 10), 1.2] for n in range(8)]
+
+
+def test_videos_and_conditions_of_different_lengths_arrive(server):
+    client = FlowFactoryClient(f"{server}/characters")
+    conditions = [[RED], [RED, BLUE, RED], []]
+    assert client(["", "", ""], condition_images=conditions) == [1, 3, 0]
+    videos = [[[RED, BLUE]], [[RED], [BLUE]], []]
+    assert client(["a", "b", "c"], video=[[RED], [BLUE] * 3, [RED]], condition_videos=videos) == [0.1] * 3
+
+
+def test_a_request_is_one_group_to_a_reward_that_compares(server):
+    assert FlowFactoryClient(f"{server}/group")(["p"] * 5, image=[RED] * 5) == [5] * 5
+
+
+def test_what_will_fail_again_is_told_once_and_what_may_pass_is_not_lost(server, tmp_path):
+    client = FlowFactoryClient(f"{server}/broken")
+    for prompt, reason in ((["a", "refuse"], "item 1: it is refused"), (["raise"], "RuntimeError: out of memory")):
+        with pytest.raises(RuntimeError, match=f"Server error: .*{reason}"):
+            client(prompt)
+    assert client.posts == 2
+    assert client([f"die once {tmp_path / 'died'}", "aaa"]) == [1, 3]
+
+
+def test_a_request_that_is_sent_again_after_a_timeout_is_computed_once(tmp_path):
+    log = tmp_path / "batches"
+    with served(fake(options={"seconds": 0.6, "log": str(log)})) as url:
+        client = FlowFactoryClient(url, timeout=0.5)
+        assert client(["aaa"]) == [3] and client.posts == 2
+    assert log.read_text().split() == ["aaa"]
+
+
+def test_a_request_that_names_no_reward_where_there_are_several_is_told_so(server):
+    with pytest.raises(RuntimeError, match="Server error: a request names no reward: choose from characters, group"):
+        FlowFactoryClient(server)(["a"])
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/characters"])
+def test_a_wrong_name_or_token_ends_a_training_before_it_starts(server, path):
+    url = server.replace("s3cret", "wrong") if path == "/characters" else server
+    with pytest.raises(RuntimeError, match="Cannot connect"):
+        FlowFactoryClient(f"{url}{path}")
+
+
+def test_a_reward_that_is_not_loaded_is_not_healthy():
+    async def ask() -> tuple[int, int]:
+        async with running(fake("broken", "fake_reward.Broken")) as (_, client):
+            return (await client.get("/broken/health")).status_code, (await client.get("/health")).status_code
+
+    assert asyncio.run(ask()) == (503, 200)
+
+
+def test_our_client_speaks_it_pointwise_and_groupwise(server):
+    rewards = RewardSet(
+        [
+            {"name": "c", "reward_model": "remote_pointwise", "server_url": f"{server}/characters", "batch_size": 2},
+            {"name": "g", "reward_model": "remote_groupwise", "server_url": f"{server}/group"},
+        ]
+    )
+    found = rewards(prompt=["a", "bb", "ccc"], image=[RED, RED, BLUE], groups=[0, 1, 0])
+    assert found.rewards["c"].tolist() == pytest.approx([1.1, 1.2, 1.3]) and found.rewards["g"].tolist() == [2, 1, 2]
+    with pytest.raises(RewardError, match=r"the server says: .*it is refused"):
+        RewardSet({"name": "b", "reward_model": "remote_pointwise", "server_url": f"{server}/broken"})(
+            prompt=["refuse"], image=[RED]
+        )

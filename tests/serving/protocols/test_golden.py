@@ -1,0 +1,145 @@
+"""One request and its answer for each route, as the clients of each protocol send and read them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from services import fake, in_loop, rewards, running
+
+GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, tuple[int, Any]]:
+    """The status and answer to each golden request, all asked at once of one service."""
+
+    async def ask() -> list[tuple[int, Any]]:
+        async with running(fake("characters", "fake_reward.Characters")) as (_, client):
+
+            async def one(path: Path) -> tuple[int, Any]:
+                golden = json.loads(path.read_text())
+                answer = await client.post(golden["route"], json=golden["request"])
+                return answer.status_code, answer.json()
+
+            return await asyncio.gather(*map(one, GOLDEN))
+
+    return dict(zip([path.stem for path in GOLDEN], asyncio.run(ask()), strict=True))
+
+
+@pytest.mark.parametrize("name", [path.stem for path in GOLDEN])
+def test_the_answer_is_the_golden_one(answers, name):
+    golden = json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text())
+    status, answer = answers[name]
+    assert (status, known(answer, golden["answer"])) == (golden["status"], golden["answer"])
+
+
+def known(answer: Any, golden: Any) -> Any:
+    """The answer, with `*` where the golden one allows anything, and its numbers where they are as near as float64."""
+    if golden == "*":
+        return golden
+    if isinstance(golden, dict) and isinstance(answer, dict):
+        return {name: known(value, golden.get(name)) for name, value in answer.items()}
+    if isinstance(golden, list) and isinstance(answer, list) and len(answer) == len(golden):
+        return [known(*pair) for pair in zip(answer, golden, strict=True)]
+    return golden if isinstance(golden, float) and answer == pytest.approx(golden, abs=1e-12) else answer
+
+
+@in_loop
+async def test_routes_that_name_no_reward_are_below_its_name_where_there_are_several():
+    rewards = [fake("one", "fake_reward.Characters"), fake("two", "fake_reward.Characters")]
+    async with running(*rewards) as (_, client):
+        body = {"inputs": ["Why?", "So."], "raw_scores": True}
+        assert (await client.post("/two/predict", json=body)).json() == [{"score": 0.7, "label": "LABEL_0"}]
+        refused = await client.post("/predict", json=body)
+        assert refused.status_code == 404
+        assert refused.json()["error"]["message"] == "a request names no reward: choose from one, two."
+        assert (await client.post("/classify", json={"model": "two", "messages": []})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "reason"),
+    [
+        ("/predict", {"inputs": [["a", "b"], ["a", "b", "c"]]}, "item 1: an input has 3 texts"),
+        ("/predict", {"inputs": "Why? So."}, "item 0: it is no conversation"),
+        ("/get_reward", {"query": ["Why?So."], "labels": ["{"]}, "item 0: its label looks like JSON"),
+        (
+            "/get_reward",
+            {"query": ["<|im_start|>assistant\nSo."], "labels": [{"images": "a"}]},
+            "item 0: its images or videos are no",
+        ),
+        (
+            "/classify",
+            {"messages": [{"role": ["user"], "content": "a"}]},
+            "item 0: the role of a message must be a text",
+        ),
+        ("/classify", {"messages": [{"content": [{"text": 5}]}]}, "item 0: the text of a content part must be a text"),
+        ("/classify", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 3}]}]}, "item 0:"),
+    ],
+)
+def test_an_item_that_cannot_be_read_is_named(route, body, reason):
+    @in_loop
+    async def ask():
+        async with running(fake("characters", "fake_reward.Characters")) as (_, client):
+            answer = await client.post(route, json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(reason)
+
+    ask()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": "x", "truncate_prompt_tokens": 5},
+        {"input": "x", "add_generation_prompt": True},
+        {"input": "x", "messages": []},
+        {"input": "x", "use_actvation": False},
+        {"input": [1, 2, 3]},
+        {},
+    ],
+)
+def test_what_would_change_a_score_is_refused_by_vllms_routes(body):
+    @in_loop
+    async def ask():
+        async with running(fake("characters", "fake_reward.Characters")) as (_, client):
+            assert (await client.post("/classify", json=body)).status_code in (400, 422)
+
+    ask()
+
+
+@in_loop
+async def test_clients_that_do_not_come_again_wait_for_room_in_a_full_queue():
+    async with running(fake(options={"seconds": 0.1}, batch_tokens=1), limits={"queue_items": 2}) as (_, client):
+        five = {"image": None, "video": None, "condition_images": None, "condition_videos": None}
+        asked = [client.post("/compute", json={"prompt": ["x" * number], **five}) for number in range(5)]
+        answers = await asyncio.gather(*asked)
+    assert [answer.json() for answer in answers] == [{"rewards": [float(number)]} for number in range(5)]
+
+
+@in_loop
+async def test_one_item_that_fails_fails_a_request_that_cannot_say_so_and_no_other():
+    async with running(fake()) as (_, client):
+        five = {"image": None, "video": None, "condition_images": None, "condition_videos": None}
+        bad, good = await asyncio.gather(
+            client.post("/compute", json={"prompt": ["a", "refuse"], **five}),
+            client.post("/compute", json={"prompt": ["a"], **five}),
+        )
+    assert (bad.status_code, bad.json()) == (200, {"error": "item 1: it is refused"})
+    assert good.json() == {"rewards": [1.0]}
+
+
+@in_loop
+async def test_a_transform_that_a_reward_cannot_have_is_refused_before_anything_is_computed(tmp_path):
+    known = fake("known", options={"info": {"reward_mean": 1.0, "reward_std": 2.0}})
+    async with running(known, fake("unknown", options={"log": str(tmp_path / "log")})) as (_, client):
+        await rewards(client, "warm", model="unknown")
+        refused = await rewards(client, "abc", model="unknown", transform="normalized")
+        answer = await rewards(client, "abc", model="known", transform="normalized")
+    assert refused.status_code == 400 and "choose another transform" in refused.json()["error"]["message"]
+    assert (tmp_path / "log").read_text() == "warm\n"
+    [one] = answer.json()["data"]
+    assert (one["raw"], one["score"]) == (3.0, 1.0)

@@ -1,0 +1,169 @@
+"""A trained model behind every route and every client: the same conversation has the same raw score."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from functools import reduce
+from operator import getitem
+
+import httpx2 as httpx
+import pytest
+from flow_factory_client import FlowFactoryClient
+from PIL import Image
+from services import served
+
+from vlmrm import cli, load_scorer
+from vlmrm.errors import ConfigError, RowError
+from vlmrm.scoring import AsyncRemoteScorer, RemoteScorer
+from vlmrm.scoring.adapters.plain import Reward
+from vlmrm.scoring.adapters.trl_reward import TRLReward
+
+pytestmark = pytest.mark.slow  # a worker that loads torch
+TOKEN = "s3cret"
+QUESTION = "Which colour is this?"
+ANSWERS = ["It is red.", "It may be blue,\nI think."]
+PICTURE = Image.effect_noise((84, 56), 80).convert("RGB")
+file = io.BytesIO()
+PICTURE.save(file, "PNG")
+PNG = base64.b64encode(file.getvalue()).decode()
+URI = f"data:image/png;base64,{PNG}"
+
+
+def asked(answer: str, image=None) -> list[dict]:
+    shown = [] if image is None else [{"type": "image", "image": image}]
+    content = [*shown, {"type": "text", "text": QUESTION}]
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+
+
+def rendered(answer: str, image: bool = True) -> str:
+    shown = f"<|vision_start|>{'<|image_pad|>' * 6}<|vision_end|>" if image else ""
+    return (
+        f"<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{shown}{QUESTION}<|im_end|>\n"
+        f"<|im_start|>assistant\n{answer}<|im_end|>\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def local(tiny_reward_model):
+    return load_scorer(tiny_reward_model, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def url(tiny_reward_model):
+    reward = {"reward_type": "vlm_reward", "model_path": str(tiny_reward_model), "dtype": "float32", "device": "cpu"}
+    with served(reward, token=TOKEN) as address:
+        yield address
+
+
+@pytest.fixture
+def post(url):
+    def ask(route: str, body: dict) -> dict:
+        answer = httpx.post(f"{url}{route}", json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    return ask
+
+
+def chat(answer: str) -> list[dict]:
+    """As OpenAI's clients write it."""
+    messages = asked(answer, URI)
+    messages[0]["content"][0] = {"type": "image_url", "image_url": {"url": URI}}
+    return messages
+
+
+def as_json(answer: str) -> str:
+    return json.dumps({"messages": asked(answer), "images": [URI]})
+
+
+# Route, what it is sent for an answer, and where in its answer the raw score is.
+PICTURED = [
+    ("/v1/rewards", lambda a: {"items": [{"messages": chat(a)}]}, ("data", 0, "raw")),
+    ("/v1/rewards", lambda a: {"items": [{"prompt": QUESTION, "response": a, "image": URI}]}, ("data", 0, "raw")),
+    ("/classify", lambda a: {"messages": chat(a), "use_activation": False}, ("data", 0, "probs", 0)),
+    ("/pooling", lambda a: {"messages": chat(a), "activation": False}, ("data", 0, "data", 0)),
+    ("/v1/embeddings", lambda a: {"input": [{"text": rendered(a), "image": URI}]}, ("data", 0, "embedding", 0)),
+    ("/score", lambda a: {"queries": chat(a)[0], "documents": [a], "use_activation": False}, ("data", 0, "score")),
+    ("/get_reward", lambda a: {"query": [rendered(a)], "labels": [{"images": [URI]}]}, ("rewards", 0)),
+    ("/v1/score/evaluation", lambda a: {"messages": [as_json(a)]}, ("scores", 0)),
+    ("/predict", lambda a: {"inputs": [[as_json(a)]], "raw_scores": True}, (0, 0, "score")),
+]
+TEXTUAL = [
+    ("/classify", lambda a: {"input": rendered(a, False), "use_activation": False}, ("data", 0, "probs", 0)),
+    ("/get_reward", lambda a: {"query": [json.dumps(asked(a))]}, ("rewards", 0)),
+    ("/v1/score", lambda a: {"text_1": QUESTION, "text_2": a, "use_activation": False}, ("data", 0, "score")),
+    ("/v1/score/evaluation", lambda a: {"messages": [rendered(a, False)]}, ("scores", 0)),
+    ("/predict", lambda a: {"inputs": [QUESTION, a], "raw_scores": True}, (0, "score")),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "path"), PICTURED, ids=[one[0] for one in PICTURED])
+def test_every_route_scores_an_answer_about_a_picture_alike(local, post, route, body, path):
+    expected = local.score([asked(answer, PICTURE) for answer in ANSWERS])
+    found = [reduce(getitem, path, post(route, body(answer))) for answer in ANSWERS]
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert abs(expected[0] - expected[1]) > 1e-2
+
+
+@pytest.mark.parametrize(("route", "body", "path"), TEXTUAL, ids=[one[0] for one in TEXTUAL])
+def test_every_route_of_texts_scores_an_answer_alike(local, post, route, body, path):
+    expected = local.score([asked(answer) for answer in ANSWERS])
+    found = [reduce(getitem, path, post(route, body(answer))) for answer in ANSWERS]
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_flow_factory_s_pictures_are_answers_to_their_prompts(local, url):
+    conversations = [
+        [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": [{"type": "image", "image": image}]}]
+        for image in (PICTURE, PICTURE.rotate(180))
+    ]
+    client = FlowFactoryClient(f"{url.replace('//', f'//any:{TOKEN}@')}/vlm_reward")
+    found = client([QUESTION] * 2, image=[PICTURE, PICTURE.rotate(180)])
+    assert found == pytest.approx(local.score(conversations), abs=1e-4)
+
+
+def test_the_clients_are_the_scorer(local, url, monkeypatch, tmp_path):
+    monkeypatch.setenv("VLMRM_TOKEN", TOKEN)
+    PICTURE.save(tmp_path / "noise.png")
+    forms = [None, PICTURE, tmp_path / "noise.png", URI, PICTURE.convert("L")]
+    conversations = [asked(answer, image) for answer in ANSWERS for image in forms]
+    expected = pytest.approx(local.score(conversations), abs=1e-4)
+    with load_scorer(url) as scorer:
+        assert scorer.score(conversations) == expected
+        [group] = scorer.score_groups([(conversations[1][:1], ANSWERS)])
+        assert group == pytest.approx(local.score_groups([(conversations[1][:1], ANSWERS)])[0], abs=1e-4)
+        with pytest.raises(RowError, match=r"conversation 1: .*28"):
+            scorer.score([conversations[0], asked("x", Image.new("RGB", (5, 5)))])
+
+    async def ask() -> list[float]:
+        async with AsyncRemoteScorer(url) as scorer:
+            return await scorer.score(conversations)
+
+    assert asyncio.run(ask()) == expected
+
+
+def test_a_wrong_token_or_name_is_said_in_a_sentence(url):
+    with pytest.raises(ConfigError, match="wants another token: set VLMRM_TOKEN"):
+        RemoteScorer(url, token="wrong").score([asked("a")])
+    with pytest.raises(ConfigError, match="there is no reward people: choose from vlm_reward"):
+        RemoteScorer(url, token=TOKEN, model="people").score([asked("a")])
+    with pytest.raises(ConfigError, match="give the address of a vlmrm service"):
+        RemoteScorer(f"{url}/elsewhere", token=TOKEN).score([asked("a")])
+
+
+def test_adapters_and_the_command_line_take_the_address(local, url, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("VLMRM_TOKEN", TOKEN)
+    expected = pytest.approx(local.score([asked(answer, PICTURE) for answer in ANSWERS]), abs=1e-4)
+    assert Reward(url)([QUESTION] * 2, ANSWERS, [PICTURE] * 2) == expected
+    small = Image.new("RGB", (5, 5))
+    assert TRLReward(url)([QUESTION] * 3, [*ANSWERS, "x"], images=[PICTURE, PICTURE, small])[:2] == expected
+    assert TRLReward(url)([QUESTION], ["x"], images=[small]) == [None]
+    PICTURE.save(tmp_path / "noise.png")
+    shown = ["--prompt", QUESTION, "--image", str(tmp_path / "noise.png"), "--json"]
+    answers = [word for answer in ANSWERS for word in ("--response", answer)]
+    cli.app(["score", "--url", url, *shown, *answers], result_action="return_value")
+    found = json.loads(capsys.readouterr().out)["answers"]
+    assert [one["score"] for one in found] == expected

@@ -1,0 +1,81 @@
+"""`RemoteScorer` against a real server: many conversations, faults that it outlasts, other processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from PIL import Image
+from services import fake, served
+
+from vlmrm.errors import RowError
+from vlmrm.scoring import RemoteScorer
+
+CHARACTERS = fake("characters", "fake_reward.Characters")
+PICTURE = Image.effect_noise((64, 64), 50)
+
+
+def asked(answer: str, *images) -> list[dict]:
+    content = [*({"type": "image", "image": image} for image in images), {"type": "text", "text": ""}]
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+
+
+@pytest.fixture(scope="module")
+def url():
+    with served(CHARACTERS) as address:
+        yield address
+
+
+@pytest.fixture
+def scorer(url):
+    with RemoteScorer(url, timeout=30) as one:
+        yield one
+
+
+def test_many_conversations_from_many_threads_come_back_in_order(scorer):
+    rows = [asked("x" * (number % 13), *[PICTURE] * (number % 2)) for number in range(500)]
+    expected = [pytest.approx(number % 13 / 10 + number % 2) for number in range(500)]
+    with ThreadPoolExecutor(3) as threads:
+        assert all(found == expected for found in threads.map(scorer.score, [rows] * 3))
+
+
+def test_one_that_cannot_be_scored_is_named_and_the_others_are_not_lost(scorer):
+    rows = [asked("a"), asked("b", Image.new("RGB", (32, 32))), asked("c", b"no picture"), asked("dd")]
+    first, second, third, fourth = scorer.score_each(rows)
+    assert (first, second, fourth) == (0.1, 1.1, 0.2)
+    assert isinstance(third, RowError) and "is not an image" in third.reason
+    with pytest.raises(RowError, match=r"^conversation 2: "):
+        scorer.score(rows)
+
+
+def test_a_worker_that_dies_is_not_noticed(tmp_path):
+    with served(fake("last", "fake_reward.LastText")) as url, RemoteScorer(url) as scorer:
+        assert scorer.score([asked(f"die once {tmp_path / 'died'}"), asked("aaa")]) == [1, 3]
+
+
+def test_a_service_that_is_not_there_yet_is_waited_for():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    with RemoteScorer(f"http://127.0.0.1:{port}") as scorer, ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(scorer.score, [asked("aaa")])
+        with served(CHARACTERS, listen=port):
+            assert waiting.result(timeout=30) == [0.3]
+
+
+def _child(scorer: RemoteScorer, found) -> None:
+    found.put(scorer.score([asked("aaa")]))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes_ask_by_themselves(scorer, method):
+    assert scorer.score([asked("a")]) == [0.1]
+    context = multiprocessing.get_context(method)
+    found = context.SimpleQueue()
+    child = context.Process(target=_child, args=[scorer, found])
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0 and found.get() == [0.3]
+    assert scorer.score([asked("aa")]) == [0.2]

@@ -1,0 +1,75 @@
+"""Services for tests: settings around the fake rewards, the application without a network, or a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import uvicorn
+
+from vlmrm.serving.app import create_app
+from vlmrm.serving.service import Service
+from vlmrm.serving.settings import ServiceSettings, checked
+
+HERE = str(Path(__file__).parent)
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs an `async def` test, three minutes at most: the machine may be busy."""
+
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 180))
+
+    return run
+
+
+def fake(name: str = "length", engine: str = "fake_reward.Length", **settings: Any) -> dict[str, Any]:
+    """A `[[reward_args]]` block of a fake reward."""
+    return {"reward_type": name, "engine": engine, "import_from": [HERE], **settings}
+
+
+def settings_of(*rewards: dict[str, Any], **settings: Any) -> ServiceSettings:
+    return checked({"reward_args": list(rewards), **settings}, "test", {})
+
+
+@asynccontextmanager
+async def running(
+    *rewards: dict[str, Any], workers: bool = True, **settings: Any
+) -> AsyncGenerator[tuple[Service, httpx.AsyncClient]]:
+    """A started service and a client of its application."""
+    service = Service(settings_of(*(rewards or (fake(),)), **settings), workers=workers)
+    app = create_app(service)
+    async with app.router.lifespan_context(app):
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            yield service, client
+
+
+@contextmanager
+def served(*rewards: dict[str, Any], listen: int = 0, **settings: Any) -> Generator[str]:
+    """The address of a server with loaded rewards on a port of this machine, for clients that need a network."""
+    service = Service(settings_of(*(rewards or (fake(),)), **settings))
+    server = uvicorn.Server(uvicorn.Config(create_app(service), port=listen, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not (server.started and all(map(service.ready, service.rewards))):
+            assert thread.is_alive(), "the server ended"
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+async def rewards(client: httpx.AsyncClient, *prompts: str, **body: Any) -> httpx.Response:
+    """The answer to a native request for these prompts."""
+    return await client.post("/v1/rewards", json={"items": [{"prompt": prompt} for prompt in prompts], **body})

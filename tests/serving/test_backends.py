@@ -1,0 +1,295 @@
+"""Every sentence that `Backend` says, of each backend."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+from services import fake, in_loop, settings_of
+
+from vlmrm.serving.backend import Backend, Overloaded
+from vlmrm.serving.jobs import Job, State
+from vlmrm.serving.memory import MemoryBackend
+from vlmrm.serving.service import backend_of
+from vlmrm.serving.settings import Limits
+
+Backends = Callable[..., AbstractAsyncContextManager[Backend]]
+
+
+@pytest.fixture(params=["memory", "redis"])
+def backends(request) -> Backends:
+    """Makes a backend with the limits that it is given."""
+    server = request.getfixturevalue("redis_server") if request.param == "redis" else None
+
+    @asynccontextmanager
+    async def made(**limits: Any) -> AsyncGenerator[Backend]:
+        settings = {} if server is None else server.settings
+        backend = backend_of(settings_of(fake(), **settings, limits=limits))
+        await backend.start()
+        try:
+            yield backend
+        finally:
+            await backend.stop()
+
+    return made
+
+
+def job(prompt: str = "a", reward: str = "length", **settings: Any) -> Job:
+    return Job(reward, [{"prompt": prompt}], **settings)
+
+
+def prompts(jobs: list[Job]) -> list[str]:
+    return [item["prompt"] for one in jobs for item in one.items]
+
+
+async def is_waiting(task: asyncio.Task[Any]) -> bool:
+    done, _ = await asyncio.wait({task}, timeout=0.05)
+    return not done
+
+
+@in_loop
+async def test_a_job_goes_from_queued_over_running_to_done(backends):
+    async with backends() as backend:
+        given = Job("length", [{"prompt": "a", "image": {"bytes": b"\x00\xff"}}, {"prompt": "b"}], cost=7, priority=3)
+        assert await backend.put(given) == given.id
+        assert (await backend.status(given.id)).state is State.queued
+        [taken] = await backend.take("length", 1000)
+        for name in ("id", "reward", "items", "cost", "priority", "attempts", "size", "key"):
+            assert getattr(taken, name) == getattr(given, name), name
+        assert (await backend.status(given.id)).state is State.running
+        await backend.finish(taken, [{"score": 1.5, "why": "ü"}, {"error": "no"}], 0.25)
+        status = await backend.status(given.id)
+        assert (status.state, status.seconds) == (State.done, 0.25)
+        assert status.outcomes == [{"score": 1.5, "why": "ü"}, {"error": "no"}]
+        assert await backend.status(given.id) == status  # as often as one likes
+
+
+@in_loop
+async def test_an_equal_job_shares_the_result_unless_it_failed(backends):
+    async with backends() as backend:
+        first = await backend.put(job("a"))
+        assert await backend.put(job("a")) == first
+        assert await backend.put(job("a", reward="other")) != first
+        [taken] = await backend.take("length", 1000)
+        assert await backend.put(job("a")) == first
+        await backend.finish(taken, [{"score": 1.0}], 0.1)
+        assert await backend.put(job("a")) == first
+
+        failed = await backend.put(job("b"))
+        await backend.fail((await backend.take("length", 1000))[0], "it broke")
+        status = await backend.status(failed)
+        assert (status.state, status.error) == (State.failed, "it broke")
+        assert await backend.put(job("b")) != failed
+
+
+@in_loop
+async def test_the_queue_is_bounded_in_items_and_in_bytes(backends):
+    async with backends(queue_items=3) as backend:
+        await backend.put(Job("length", [{"prompt": "a"}, {"prompt": "b"}]))
+        with pytest.raises(Overloaded, match="the queue is full, with 2 items") as refused:
+            await backend.put(Job("other", [{"prompt": "c"}, {"prompt": "d"}]))
+        assert refused.value.retry_after >= 1
+        await backend.put(job("c"))
+        await backend.take("length", 1000)  # what runs does not wait
+        await backend.put(Job("other", [{"prompt": "c"}, {"prompt": "d"}]))
+    large = job("a" * 1000)
+    async with backends(queue_bytes=large.size + 10) as backend:
+        await backend.put(large)
+        with pytest.raises(Overloaded):
+            await backend.put(job("b"))
+
+
+@in_loop
+async def test_depth_counts_what_waits(backends):
+    async with backends() as backend:
+        jobs = [job("a"), job("bb"), job("ccc", reward="other")]
+        for one in jobs:
+            await backend.put(one)
+        assert await backend.depth("length") == (2, jobs[0].size + jobs[1].size)
+        await backend.cancel(jobs[1].id)
+        assert await backend.depth("length") == (1, jobs[0].size)
+        taken = await backend.take("length", 1000)
+        assert await backend.depth("length") == (0, 0)
+        await backend.give_back(taken, None)
+        assert await backend.depth("length") == (1, jobs[0].size)
+        assert await backend.depth("other") == (1, jobs[2].size)
+
+
+@in_loop
+async def test_take_waits_for_a_job(backends):
+    async with backends() as backend:
+        taking = asyncio.create_task(backend.take("length", 1000))
+        await backend.put(job(reward="other"))
+        assert await is_waiting(taking)
+        started = time.monotonic()
+        await backend.put(job("a"))
+        assert prompts(await taking) == ["a"]
+        assert time.monotonic() - started < 1
+
+
+@in_loop
+async def test_take_ends_at_the_budget_with_at_least_one(backends):
+    async with backends() as backend:
+        for prompt, cost in (("a", 9), ("b", 2), ("c", 2), ("d", 2)):
+            await backend.put(job(prompt, cost=cost))
+        assert prompts(await backend.take("length", 4)) == ["a"]
+        assert prompts(await backend.take("length", 4)) == ["b", "c"]
+        assert prompts(await backend.take("length", 4)) == ["d"]
+
+
+@in_loop
+async def test_the_higher_priority_goes_first_then_the_earlier(backends):
+    async with backends() as backend:
+        for prompt, priority in (("a", 0), ("b", -7), ("c", 100), ("d", 0), ("e", 100)):
+            await backend.put(job(prompt, priority=priority))
+        assert prompts(await backend.take("length", 1000)) == ["c", "e", "a", "d", "b"]
+
+
+@in_loop
+async def test_what_is_given_back_goes_before_others(backends):
+    async with backends() as backend:
+        for prompt in "abc":
+            await backend.put(job(prompt))
+        await backend.give_back(await backend.take("length", 1), None)
+        assert prompts(await backend.take("length", 1000)) == ["a", "b", "c"]
+
+
+@in_loop
+async def test_a_job_that_a_worker_died_with_comes_alone_and_is_failed_after_the_second_time(backends):
+    async with backends() as backend:
+        bad = await backend.put(job("bad"))
+        for prompt in "ab":
+            await backend.put(job(prompt))
+        await backend.give_back(await backend.take("length", 1), "the worker died")
+        alone = await backend.take("length", 1000)
+        assert prompts(alone) == ["bad"] and alone[0].attempts == 1
+        others = await backend.take("length", 1000)
+        assert prompts(others) == ["a", "b"]
+        await backend.give_back(alone, "the worker died")
+        status = await backend.status(bad)
+        assert status.state is State.failed
+        assert status.error == "the worker died, for the second time with this request: it is not tried again"
+
+
+@in_loop
+async def test_a_job_past_its_deadline_is_failed_instead_of_begun(backends):
+    async with backends() as backend:
+        late = await backend.put(job("late", deadline=time.time() - 1))
+        extended = await backend.put(job("extended", deadline=time.time() - 1))
+        assert await backend.put(job("extended", deadline=time.time() + 60)) == extended
+        assert prompts(await backend.take("length", 1000)) == ["extended"]
+        status = await backend.status(late)
+        assert (status.state, status.error) == (State.failed, "its deadline had passed before it was begun")
+
+
+@in_loop
+async def test_status_forgets_after_the_time_to_live(backends):
+    async with backends(result_ttl=0.2) as backend:
+        assert await backend.status("never") is None
+        first = await backend.put(job("a"))
+        [taken] = await backend.take("length", 1000)
+        await asyncio.sleep(0.3)
+        assert (await backend.status(first)).state is State.running  # it is not over
+        await backend.finish(taken, [{"score": 1.0}], 0.1)
+        assert (await backend.status(first)).state is State.done
+        await asyncio.sleep(0.3)
+        assert await backend.status(first) is None
+        assert await backend.put(job("a")) != first
+
+
+@in_loop
+async def test_a_result_is_kept_for_whoever_asked_for_it_last(backends):
+    async with backends(result_ttl=0.6) as backend:
+        first = await backend.put(job("a"))
+        [taken] = await backend.take("length", 1000)
+        await backend.finish(taken, [{"score": 1.0}], 0.1)
+        await asyncio.sleep(0.4)
+        assert await backend.put(job("a")) == first
+        await asyncio.sleep(0.4)
+        assert (await backend.status(first)).state is State.done
+
+
+@in_loop
+async def test_wait_ends_with_the_job_or_the_time(backends):
+    async with backends() as backend:
+        assert await backend.wait("never", 60) is None
+        first = await backend.put(job("a"))
+        assert (await backend.wait(first, 0.05)).state is State.queued
+        waiting = [asyncio.create_task(backend.wait(first, 60)) for _ in range(2)]
+        [taken] = await backend.take("length", 1000)
+        assert await is_waiting(waiting[0])
+        started = time.monotonic()
+        await backend.finish(taken, [{"score": 1.0}], 0.1)
+        assert [status.outcomes for status in await asyncio.gather(*waiting)] == [[{"score": 1.0}]] * 2
+        assert time.monotonic() - started < 1
+        assert (await backend.wait(first, 60)).state is State.done
+
+
+@in_loop
+async def test_cancel_ends_what_waits_once_nobody_wants_it(backends):
+    async with backends() as backend:
+        shared = await backend.put(job("a"))
+        await backend.put(job("a"))
+        assert not await backend.cancel(shared)
+        assert (await backend.status(shared)).state is State.queued
+        waiting = asyncio.create_task(backend.wait(shared, 60))
+        assert await backend.cancel(shared)
+        assert (await waiting).state is State.cancelled
+        assert await backend.put(job("a")) != shared
+
+        [running] = await backend.take("length", 1000)
+        assert not await backend.cancel(running.id)
+        assert not await backend.cancel("never")
+        assert (await backend.status(running.id)).state is State.running
+
+
+@in_loop
+async def test_a_taking_that_nobody_waits_for_loses_nothing(backends):
+    async with backends() as backend:
+        taking = asyncio.create_task(backend.take("length", 1000))
+        assert await is_waiting(taking)
+        putting = asyncio.create_task(backend.put(job("a")))
+        await asyncio.sleep(0)
+        taking.cancel()
+        await putting
+        assert prompts(await asyncio.wait_for(backend.take("length", 1000), 10)) == ["a"]
+
+
+@in_loop
+async def test_what_processes_say_of_themselves_is_known(backends):
+    async with backends() as backend:
+        await backend.announce("one", {"rewards": {}}, 60)
+        await backend.announce("two", {"rewards": {"length": {"ready": 1}}}, 60)
+        await backend.announce("one", {"rewards": {"ü": 1}}, 60)
+        assert await backend.announced() == {
+            "one": {"rewards": {"ü": 1}},
+            "two": {"rewards": {"length": {"ready": 1}}},
+        }
+
+
+@in_loop
+async def test_a_record_is_kept_for_its_time(backends):
+    async with backends() as backend:
+        assert await backend.kept("a") is None
+        await backend.keep("a", {"jobs": {"ü": "1"}}, 60)
+        await backend.keep("b", {}, 0.01)
+        await backend.keep("a", {"jobs": {"ü": "2"}}, 60)
+        await asyncio.sleep(0.05)
+        assert await backend.kept("b") is None
+        assert await backend.kept("a") == {"jobs": {"ü": "2"}}
+
+
+@in_loop
+async def test_the_memory_of_a_process_keeps_the_newest_results_and_records():
+    backend = MemoryBackend(Limits(max_results=2))
+    ids = [await backend.put(job("x" * number)) for number in range(3)]
+    for one in await backend.take("length", 1000):
+        await backend.finish(one, [{"score": 1.0}], 0.1)
+    assert [await backend.status(job_id) is None for job_id in ids] == [True, False, False]
+    for name in "abc":
+        await backend.keep(name, {}, 60)
+    assert [await backend.kept(name) is None for name in "abc"] == [True, False, False]

@@ -1,0 +1,151 @@
+"""Latents become the video that their autoencoder makes of them, once, before a reward sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from services import fake, in_loop, running
+
+from vlmrm.errors import CheckpointError
+from vlmrm.serving.wan import WanDecoder
+
+diffusers = pytest.importorskip("diffusers")
+
+
+def latents_of(seed=0, shape=(16, 2, 3, 4)):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def test_a_video_is_what_the_autoencoder_makes_of_the_latents_as_they_were(vae_folder):
+    decoder = WanDecoder(vae_folder, dtype="float32", device="cpu")
+    latents = latents_of()
+    [outcome] = decoder([{"latents": npy(latents)}])
+    video = np.load(io.BytesIO(outcome["video"]))
+
+    vae = diffusers.AutoencoderKLWan.from_pretrained(vae_folder).eval()
+    raw = torch.stack(
+        [torch.from_numpy(latents[c]) * vae.config.latents_std[c] + vae.config.latents_mean[c] for c in range(16)]
+    )
+    with torch.no_grad():
+        expected = vae.decode(raw[None]).sample[0]  # [3, T, H, W] in [-1, 1]
+    expected = ((expected + 1) / 2 * 255).numpy().astype(np.uint8).transpose(1, 0, 2, 3)
+    assert video.shape == (5, 3, 24, 32) and video.dtype == np.uint8
+    assert video.std() > 10
+    assert np.abs(video.astype(int) - expected).max() <= 1  # what is just below a whole number may be at it
+    assert decoder.info == {"kind": "latents", "channels": 16, "spatial": 8, "temporal": 4}
+
+
+def test_latents_that_no_video_is_made_of_are_told_apart(vae_folder):
+    decoder = WanDecoder(vae_folder, dtype="float32", device="cpu")
+    broken = latents_of()
+    broken[0, 0, 0, 0] = np.inf
+    wrong, infinite, good = decoder(
+        [{"latents": npy(one)} for one in (latents_of(shape=(48, 1, 2, 2)), broken, latents_of(shape=(16, 1, 1, 1)))]
+    )
+    assert wrong == {"error": "its latents are [48, 1, 2, 2], and the decoder's are [16, T, H, W]"}
+    assert infinite == {"error": "its latents have values that are not finite"}
+    assert np.load(io.BytesIO(good["video"])).shape == (1, 3, 8, 8)
+
+
+def test_a_folder_without_an_autoencoder_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="no AutoencoderKLWan in"):
+        WanDecoder(str(tmp_path))
+
+
+SHOWN = ("ready", "workers", "errors")
+
+
+def decode_args(**options):
+    """`[decode_args]`; what it decodes is in float32."""
+    return {"model_path": "", "dtype": "float32", **options}
+
+
+def sent(tensor, **metadata):
+    """The body of an enqueue of one sample."""
+    asked = {"prompts": ["a"], "reward_fn": {"length": 1.0}, "video_infos": [{"video_fps": 16.0}], **metadata}
+    return json.dumps(asked).encode() + b"\n" + npy(tensor)
+
+
+@pytest.mark.slow
+@in_loop
+async def test_rewards_get_videos_and_each_is_decoded_once(vae_folder):
+    rewards = [fake("frames", "fake_reward.Frames"), fake("frames too", "fake_reward.Frames")]
+    async with running(*rewards, decode_args=decode_args(model_path=vae_folder)) as (service, _):
+        items = [
+            {"prompt": "a", "latents": {"npy": npy(latents_of(shape=(16, 2, 1, 2)))}},
+            {"prompt": "a", "latents": {"npy": npy(latents_of(shape=(4, 1, 1, 1)))}},
+            {"prompt": "a", "video": {"npy": npy(np.zeros((7, 3, 8, 8), np.uint8))}},
+        ]
+        found = []
+        for name in ("frames", "frames too"):
+            status = await service.wait(await service.submit(name, items), 60)
+            found.append(status.outcomes)
+    first, second = found
+    assert [one.get("score") for one in first] == [5, None, 7]
+    assert first[1]["error"].startswith("its latents are [4, 1, 1, 1]")
+    assert first[0]["decode_seconds"] > 0 and "decode_seconds" not in first[2]
+    assert second[0]["decode_seconds"] == first[0]["decode_seconds"]  # the video was still there
+
+
+@pytest.mark.slow
+@in_loop
+async def test_latents_fail_where_the_decoder_cannot_be_loaded(tmp_path):
+    arguments = decode_args(model_path=str(tmp_path), timeout=0.1)
+    async with running(fake("frames", "fake_reward.Frames"), decode_args=arguments) as (service, _):
+        item = {"prompt": "a", "latents": {"npy": npy(latents_of())}}
+        status = await service.wait(await service.submit("frames", [item]), 60)
+    assert status.outcomes == [{"error": "its latents cannot be decoded: the decoder cannot be loaded"}]
+
+
+@in_loop
+async def test_a_decoder_that_cannot_be_loaded_is_seen_and_keeps_nobody_from_images(tmp_path, redis_server):
+    arguments = decode_args(venv_python=str(tmp_path / "python"))
+    shared = {"decode_args": arguments, "limits": {"silence": 1.0}, **redis_server.settings}
+    async with running(workers=False, **shared) as (api, client), running(**shared) as (_, worker):
+        while not (api.ready("length") and api.decoding().failing):
+            await asyncio.sleep(0.01)
+        for one in (client, worker):
+            ready = await one.get("/ready")
+            decoder = (await one.get("/v1/status")).json()["decoder"]
+            assert ready.status_code == 200 and ready.json()["decoder"] == {key: decoder[key] for key in SHOWN}
+            assert (decoder["ready"], decoder["workers"]) == (0, 1)
+            assert "cannot be started: python" in decoder["errors"][0]  # and not where that is
+            latents = await one.post("/api/reward/enqueue", content=sent(latents_of(shape=(1, 16, 1, 1, 1))))
+            assert latents.status_code == 503 and "see /ready" in latents.json()["error"]["message"]
+            pixels = np.zeros((1, 4, 5, 3), np.uint8)
+            assert (await one.post("/api/reward/enqueue", content=sent(pixels, media_type="image"))).status_code == 200
+
+
+@in_loop
+async def test_of_a_decoder_that_there_is_not_nothing_is_said():
+    async with running() as (_, client):
+        assert "decoder" not in (await client.get("/ready")).json()
+        assert (await client.get("/v1/status")).json()["decoder"] is None
+
+
+@pytest.mark.slow
+@in_loop
+async def test_a_trainer_may_send_latents(vae_folder):
+    arguments = decode_args(model_path=vae_folder)
+    async with running(fake("frames", "fake_reward.Frames"), decode_args=arguments, long_poll=30) as (_, client):
+        body = sent(latents_of(shape=(1, 16, 3, 1, 2)).astype(np.float16), reward_fn={"frames": 1.0})
+        ticket = (await client.post("/api/reward/enqueue", content=body)).json()["uuid"]
+        answer = (await client.post("/api/reward/pull", data={"uuid": ticket, "type": "frames"})).json()
+        decoder = (await client.get("/ready")).json()["decoder"]
+    assert decoder == {"ready": 1, "workers": 1, "errors": []}
+    assert answer["scores"] == {"frames": [9]}
+    assert float(answer["decoded_duration"]) > 0
+    assert answer["input_info"]["shape"] == [1, 16, 3, 1, 2]
+    assert answer["input_info"]["dtype"] == "torch.bfloat16"
+    assert answer["input_info"]["video_infos"] == [{"video_fps": 16.0}]

@@ -1,0 +1,212 @@
+"""Images by URL: from allowed hosts alone, from the address that was checked, and nothing but images."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import ipaddress
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+from PIL import Image
+from services import fake, in_loop, running
+
+from vlmrm.errors import ConfigError, MediaError
+from vlmrm.serving.fetch import AllowedHost, Fetcher, fetched, is_public
+from vlmrm.serving.settings import Limits
+
+
+@functools.cache
+def png(width: int = 40, height: int = 30) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+class Pictures(BaseHTTPRequestHandler):
+    """A server of pictures, and of what a picture's URL may turn out to be."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        port = self.server.server_address[1]
+        self.server.asked.append((self.headers["Host"], self.path))  # ty: ignore
+        redirects = {
+            "/moved": "/cat.png",
+            "/elsewhere": f"http://169.254.169.254:{port}/latest/meta-data",
+            "/loop": "/loop",
+            "/file": "file:///etc/passwd",
+        }
+        if self.path in redirects:
+            self.send_response(302)
+            self.send_header("Location", redirects[self.path])
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        body = {"/text": b"root:x:0:0", "/large": png() + bytes(5000), "/wide": png(400, 300)}.get(self.path, png())
+        self.send_response(404 if self.path == "/absent" else 200)
+        if self.path == "/packed":
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(body) + (self.path == "/slow")))
+        self.end_headers()
+        self.wfile.write(body)
+        if self.path == "/slow":
+            self.server.over.wait(10)  # ty: ignore
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def pictures() -> Generator[ThreadingHTTPServer]:
+    import threading
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
+    server.asked, server.over = [], threading.Event()  # ty: ignore
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.over.set()  # ty: ignore
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pictures() as server:
+        yield server
+
+
+def url(server: ThreadingHTTPServer, path: str, host: str = "pictures.test") -> str:
+    return f"http://{host}:{server.server_address[1]}{path}"
+
+
+def fetcher(server: ThreadingHTTPServer, host: str = "pictures.test", network: str = "@127.0.0.0/8") -> Fetcher:
+    limits = Limits(max_image_bytes=4000, max_pixels=10_000, fetch_timeout=0.5)
+    return Fetcher([f"{host}:{server.server_address[1]}{network}"], limits)
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch) -> list[str]:
+    """pictures.test is this machine, public.test an address of the internet; every look-up is noted."""
+    known = {"pictures.test": "127.0.0.1", "public.test": "93.184.216.34", "mapped.test": "::ffff:127.0.0.1"}
+    asked: list[str] = []
+
+    async def getaddrinfo(self, host, port, **_):
+        asked.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (known.get(host, host), port))]
+
+    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    return asked
+
+
+def get(one: Fetcher, where: str) -> bytes:
+    async def fetch():
+        return await one.image(one.remote(where))
+
+    return asyncio.run(fetch())["bytes"]
+
+
+def test_an_image_of_an_allowed_host_is_fetched_from_the_address_that_was_checked(server, names):
+    assert get(fetcher(server), url(server, "/cat.png")) == png()
+    assert server.asked[-1] == (f"pictures.test:{server.server_address[1]}", "/cat.png")
+    assert names == ["pictures.test"]  # once: a second answer cannot differ
+
+
+def test_a_redirect_within_the_allowed_hosts_is_followed(server):
+    assert get(fetcher(server), url(server, "/moved")) == png()
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/elsewhere", "not in allowed_hosts"),
+        ("/loop", "redirects more than 3 times"),
+        ("/file", "neither http nor https"),
+        ("/absent", "answers with status 404"),
+        ("/packed", "a compressed body"),
+        ("/text", "is not an image"),
+        ("/large", "over the limit of 4000 bytes"),
+        ("/wide", "400x300 pixels, over the limit of 10000"),
+        ("/slow", "did not come in 0.5 s"),
+    ],
+)
+def test_what_is_no_image_of_an_allowed_host_is_refused(server, path, reason):
+    with pytest.raises(MediaError, match=reason):
+        get(fetcher(server), url(server, path))
+
+
+@pytest.mark.parametrize("name", ["pictures.test", "mapped.test", "127.0.0.1", "localhost"])
+def test_a_name_does_not_lead_into_a_private_network_by_itself(server, name):
+    if name == "127.0.0.1":  # an address that is allowed as such is
+        assert get(fetcher(server, name, network=""), url(server, "/", name)) == png()
+        return
+    with pytest.raises(MediaError, match=r"leads to an address that is not allowed|cannot be fetched"):
+        get(fetcher(server, name, network=""), url(server, "/", name))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "http://other.test/", "https://pictures.test/", "http://pictures.test/", "http://pictures.test.evil.test/",
+        "http://pictures.test@evil.test/", "http://user:word@pictures.test/", "http:///", "http://[::1]/",
+        "http://2130706433/", "http://127.1/", "http://pictures.test:99999/", "http://\x00/", "http://pictures.test\\@x/",
+    ],
+)  # fmt: skip
+def test_other_hosts_ports_and_spellings_are_refused_before_anything_is_sent(server, names, where):
+    with pytest.raises(MediaError):
+        fetcher(server).remote(where)
+    assert names == []
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
+        "255.255.255.255", "192.0.2.1", "::1", "::", "fe80::1", "fc00::1", "ff02::1", "::ffff:10.0.0.1",
+        "64:ff9b::a00:1", "2002:a00:1::", "2001:db8::1", "::127.0.0.1",
+    ],
+)  # fmt: skip
+def test_addresses_that_are_not_of_the_internet(address):
+    assert not is_public(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize("address", ["93.184.216.34", "8.8.8.8", "2606:4700::6810:84e5", "::ffff:8.8.8.8"])
+def test_addresses_of_the_internet(address):
+    assert is_public(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize("entry", ["", "http://a.org", "a.org/x", "a.org:", "a.org@10.0.0.1/8", "a b", "*.a.org"])
+def test_entries_that_are_none_are_refused(entry):
+    with pytest.raises(ConfigError, match="allowed_hosts"):
+        AllowedHost.parse(entry)
+
+
+def test_each_image_of_an_item_is_fetched_once(server):
+    one = fetcher(server)
+    cat, dog = one.remote(url(server, "/cat.png")), one.remote(url(server, "/dog.png"))
+    before = len(server.asked)
+    whole = asyncio.run(fetched({"image": cat, "video": [cat, dog], "metadata": {"url": "http://evil.test"}}, one))
+    assert whole == {
+        "image": {"bytes": png()},
+        "video": [{"bytes": png()}] * 2,
+        "metadata": {"url": "http://evil.test"},
+    }
+    assert len(server.asked) == before + 2
+
+
+@in_loop
+async def test_a_request_with_urls_is_scored_and_one_that_fails_costs_no_other(server):
+    host = f"pictures.test:{server.server_address[1]}@127.0.0.0/8"
+    async with running(fake(), allowed_hosts=[host]) as (_, client):
+        items = [{"prompt": "aaa", "image": url(server, path)} for path in ("/cat.png", "/text")]
+        items.append({"prompt": "b", "image": "http://169.254.169.254/latest/meta-data"})
+        data = (await client.post("/v1/rewards", json={"items": items})).json()["data"]
+    assert [one["score"] for one in data] == [3, None, None]
+    assert "is not an image" in data[1]["error"] and "not in allowed_hosts" in data[2]["error"]

@@ -1,0 +1,134 @@
+"""`vlmrm serve prepare` does what the scripts say, once, and stops where one fails."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from vlmrm.cli import app
+from vlmrm.errors import ConfigError
+from vlmrm.rewards import reward_model_class
+from vlmrm.serving.preparing import prepare
+from vlmrm.serving.service import engine_of
+from vlmrm.serving.settings import load_settings
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "service.toml"
+
+SCRIPT = 'mkdir -p "$2/bin" && echo "$1|$2|$#" >> "$1/calls" && ln -sf /bin/true "$2/bin/python"\n'
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with a space in its name, and a `$(...)` that a shell would run."""
+    folder = tmp_path / "down loads $(touch ran)"
+    folder.mkdir()
+    return folder
+
+
+def write(place, *rewards, script=SCRIPT):
+    """A configuration of rewards that `script` prepares; keys beside its own are in `rewards`."""
+    (place / "setup.sh").write_text(script)
+    blocks = []
+    for number, keys in enumerate(rewards):
+        given = {
+            "reward_type": f"reward{number}",
+            "setup_script": str(place / "setup.sh"),
+            "download_path": str(place),
+            "venv_python": f"{place}/venv{number}/bin/python",
+            **keys,
+        }
+        blocks.append("[[reward_args]]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in given.items()))
+    (place / "service.toml").write_text("\n".join(blocks))
+    return place / "service.toml"
+
+
+def toml(value):
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def calls(place):
+    return (place / "calls").read_text().splitlines() if (place / "calls").exists() else []
+
+
+def test_each_script_gets_its_two_folders_and_no_shell_reads_them(place):
+    said = []
+    prepare(write(place, {}, {"enable": False}, {}), said.append)
+    assert calls(place) == [f"{place}|{place}/venv{number}|2" for number in (0, 2)]
+    assert said == ["reward0: preparing", "reward0: prepared", "reward2: preparing", "reward2: prepared"]
+    assert not (place / "ran").exists()
+
+
+def test_what_is_prepared_is_left_until_something_changes(place):
+    said = []
+    config = write(place, {})
+    for _ in range(2):
+        prepare(config, said.append)
+    assert said[1::2] == ["reward0: prepared", "reward0: is prepared already"]
+    prepare(write(place, {}, script=SCRIPT + "# newer\n"), said.append)
+    (place / "venv0" / "bin" / "python").unlink()
+    prepare(config, said.append)
+    assert said[5::2] == ["reward0: prepared", "reward0: prepared"]
+    assert len(calls(place)) == 3
+
+
+def test_a_script_that_fails_stops_all_and_is_run_again(place):
+    failing = SCRIPT + 'test -e "$1/good" || exit 3\n'
+    config = write(place, {}, {}, script=failing)
+    with pytest.raises(ConfigError, match=r"reward reward0: .* ended with status 3: see what it said above"):
+        prepare(config, print)
+    assert len(calls(place)) == 1
+    (place / "good").touch()
+    prepare(config, print)
+    assert len(calls(place)) == 3
+
+
+def test_a_script_that_makes_no_environment_has_failed(place):
+    with pytest.raises(ConfigError, match=r"made no .*venv0/bin/python"):
+        prepare(write(place, {}, script="exit 0\n"), print)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"setup_script": "missing.sh"}, "no setup_script missing.sh"),
+        ({"requirements": ["numpy"]}, "both say what to do"),
+        ({"setup_script": "", "requirements": ["numpy"], "venv_python": "python"}, "an environment of their own"),
+    ],
+)
+def test_what_cannot_be_prepared_is_said(place, keys, reason):
+    with pytest.raises(ConfigError, match=reason):
+        prepare(write(place, keys), print)
+
+
+def test_the_service_beyond_this_machine_is_prepared_without_its_token(place, capsys):
+    config = write(place, {"setup_script": ""})
+    config.write_text('host = "0.0.0.0"\n' + config.read_text())
+    app(["serve", "prepare", "--config", str(config)], result_action="return_value")
+    assert capsys.readouterr().out == "reward0: preparing\nreward0: nothing to prepare\n"
+
+
+@pytest.mark.slow
+def test_requirements_are_installed_into_an_environment_that_is_made(place):
+    wheel = place / "tiny_reward-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("tiny_reward.py", "")
+        file.writestr("tiny_reward-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-reward\nVersion: 1\n")
+        file.writestr(
+            "tiny_reward-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr("tiny_reward-1.dist-info/RECORD", "")
+    prepare(write(place, {"setup_script": "", "requirements": [str(wheel)]}), print)
+    assert list((place / "venv0" / "lib").glob("*/site-packages/tiny_reward.py"))
+
+
+def test_the_example_is_a_configuration_whose_rewards_all_exist(tmp_path):
+    everything = tmp_path / "service.toml"
+    everything.write_text(EXAMPLE.read_text().replace("enable = false", "enable = true"))
+    assert len(load_settings(EXAMPLE, {}).reward_args) == 4
+    for reward in load_settings(everything, {}).reward_args:
+        engine = engine_of(reward, reward.device, 30.0)
+        if "reward_model" in engine.options:
+            known = reward_model_class(engine.options["reward_model"]).options
+            assert set(reward.options) - {"batch_size"} <= set(known), reward.name

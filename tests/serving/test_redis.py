@@ -1,0 +1,268 @@
+"""The queue in Redis beyond what every backend does: several processes, lost answers, access, full memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.exceptions
+from services import fake, in_loop, rewards, running, settings_of
+
+from vlmrm.errors import ConfigError
+from vlmrm.serving import redis_backend
+from vlmrm.serving.backend import Overloaded, QueueAway
+from vlmrm.serving.command import serve
+from vlmrm.serving.jobs import Job, State
+from vlmrm.serving.redis_backend import RedisBackend
+from vlmrm.serving.service import Service, backend_of
+
+
+def job(prompt: str = "a", **settings: Any) -> Job:
+    return Job("length", [{"prompt": prompt}], **settings)
+
+
+@asynccontextmanager
+async def queues(count: int, settings: dict[str, Any], **limits: Any) -> AsyncGenerator[list[RedisBackend]]:
+    """As so many processes have them."""
+    async with AsyncExitStack() as stack:
+        made = []
+        for _ in range(count):
+            queue = backend_of(settings_of(fake(), **settings, limits=limits))
+            assert isinstance(queue, RedisBackend)
+            await queue.start()
+            stack.push_async_callback(queue.stop)
+            made.append(queue)
+        yield made
+
+
+@in_loop
+async def test_processes_share_jobs_results_and_wakeups(redis_server):
+    async with queues(2, redis_server.settings) as (api, host):
+        taking = asyncio.create_task(host.take("length", 1000))
+        first = await api.put(job("a"))
+        assert await host.put(job("a")) == first
+        waiting = asyncio.create_task(api.wait(first, 60))
+        [taken] = await asyncio.wait_for(taking, 2)
+        await host.finish(taken, [{"score": 2.0}], 0.1)
+        assert (await asyncio.wait_for(waiting, 2)).outcomes == [{"score": 2.0}]
+
+
+@in_loop
+async def test_the_bound_holds_for_all_processes_together(redis_server):
+    async with queues(3, redis_server.settings, queue_items=10) as some:
+        puts = [queue.put(job(f"{queue.name} {number}")) for queue in some for number in range(10)]
+        answers = await asyncio.gather(*puts, return_exceptions=True)
+        assert sum(isinstance(one, Overloaded) for one in answers) == 20
+        assert (await some[0].depth("length"))[0] == 10
+
+
+@pytest.mark.parametrize("rounds", range(4))
+@in_loop
+async def test_who_stops_taking_as_something_comes_does_not_take_it(redis_server, rounds):
+    async with queues(1, redis_server.settings) as [queue]:
+        taking = asyncio.create_task(queue.take("length", 1000))
+        while not queue._come or queue._takings:  # it has found nothing and waits
+            await asyncio.sleep(0.001)
+        queue._hear("come", "length")
+        for _ in range(rounds):  # of the event loop, until the wait is over
+            await asyncio.sleep(0)
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(taking, 1)
+
+
+@in_loop
+async def test_one_job_is_taken_by_one_process(redis_server):
+    async with queues(3, redis_server.settings) as some:
+        for number in range(60):
+            await some[0].put(job(str(number)))
+        batches = await asyncio.gather(*(queue.take("length", 2) for queue in some for _ in range(10)))
+        taken = [one.id for batch in batches for one in batch]
+        assert len(taken) == 60 == len(set(taken))
+
+
+@in_loop
+async def test_what_a_silent_process_had_is_queued_for_others(redis_server):
+    async with queues(2, redis_server.settings, silence=0.4) as (lost, other):
+        job_id = await lost.put(job("a"))
+        [held] = await lost.take("length", 1000)
+        for loop in lost._loops:
+            loop.cancel()  # as a process that was stopped
+        [again] = await asyncio.wait_for(other.take("length", 1000), 10)
+        assert (again.id, again.attempts) == (job_id, 1)
+        # Back again, it cannot take the job from who has it now; the result that it has is as good.
+        await lost.give_back([held], None)
+        await lost.fail(held, "it broke")
+        assert (await other.status(job_id)).state is State.running
+        await lost.finish(held, [{"score": 1.0}], 0.1)
+        await other.finish(again, [{"score": 1.0}], 0.1)
+        assert (await other.status(job_id)).outcomes == [{"score": 1.0}]
+        assert await other.depth("length") == (0, 0)
+
+
+@in_loop
+async def test_who_works_long_keeps_what_it_has(redis_server):
+    async with queues(2, redis_server.settings, silence=0.4) as (one, other):
+        await one.put(job("a"))
+        [held] = await one.take("length", 1000)
+        taking = asyncio.create_task(other.take("length", 1000))
+        await asyncio.wait({taking}, timeout=1.5)
+        assert not taking.done()
+        await one.finish(held, [{"score": 1.0}], 1.5)
+        taking.cancel()
+
+
+@in_loop
+async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
+    async with queues(1, redis_server.settings) as (queue,):
+        whole, lost = queue._link._script, []
+
+        async def losing(keys: Any, arguments: Any) -> Any:
+            answer = await whole(keys, arguments)
+            if arguments[0] not in lost:
+                lost.append(arguments[0])
+                raise redis.exceptions.ConnectionError("reset by peer")
+            return answer
+
+        monkeypatch.setattr(queue._link, "_script", losing)
+        first = await queue.put(job("a"))
+        assert await queue.depth("length") == (1, job("a").size)
+        [taken] = await queue.take("length", 1000)
+        assert taken.id == first
+        await queue.give_back([taken], "the worker died")
+        [taken] = await queue.take("length", 1000)
+        assert taken.attempts == 1
+        await queue.finish(taken, [{"score": 1.0}], 0.1)
+        assert (await queue.status(first)).outcomes == [{"score": 1.0}]
+        assert {"put", "take", "give_back", "finish"} <= set(lost)
+
+
+@in_loop
+async def test_nothing_is_left_behind(redis_server):
+    settings = redis_server.settings
+    async with queues(1, settings, result_ttl=0.2) as (queue,):
+        for number in range(5):
+            await queue.put(job(str(number), priority=number))
+        taken = await queue.take("length", 1000)
+        await queue.give_back(taken[:1], "the worker died")
+        for one in [*taken[1:4], *await queue.take("length", 1000)]:
+            await queue.finish(one, [{"score": 1.0}], 0.1)
+        await queue.fail(taken[4], "it broke")
+    await asyncio.sleep(0.3)
+    left = {key.decode().split(":")[1] for key in redis_server.client().keys(f"{settings['redis_prefix']}:*")}
+    assert left <= {"waiting", "pace", "taken"}  # counts, and what ends by itself
+
+
+@in_loop
+async def test_a_full_redis_refuses_jobs_and_finishes_those_it_has(start_redis, monkeypatch):
+    monkeypatch.setattr(redis_backend, "PATIENCE_S", 0.1)
+    server = start_redis()
+    async with queues(1, server.settings) as (queue,):
+        jobs = [await queue.put(job(f"{number}" + "x" * 100_000, cost=1)) for number in range(4)]
+        server.client().config_set("maxmemory", 1)
+        with pytest.raises(QueueAway, match="its memory is full"):
+            await queue.put(job("another"))
+        for _ in jobs:
+            [taken] = await queue.take("length", 1)
+            await queue.finish(taken, [{"score": 1.0}], 0.1)
+        assert all([(await queue.status(one)).state is State.done for one in jobs])
+
+
+@in_loop
+async def test_a_redis_that_may_lose_jobs_is_told_of(start_redis, caplog):
+    server = start_redis("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru", "--appendonly", "no")
+    with caplog.at_level(logging.INFO, "vlmrm"):
+        async with queues(1, server.settings):
+            while "connected to Redis" not in caplog.text:
+                await asyncio.sleep(0.01)
+    assert "set appendonly yes" in caplog.text and "set maxmemory-policy noeviction" in caplog.text
+
+
+@in_loop
+async def test_the_password_is_asked_for_and_not_told(start_redis, caplog, monkeypatch):
+    monkeypatch.setattr(redis_backend, "PATIENCE_S", 0.1)
+    server = start_redis("--requirepass", "right-secret")
+    async with queues(1, {**server.settings, "redis_password": "right-secret"}) as (queue,):
+        await queue.put(job("a"))
+    for given in ({}, {"redis_password": "wrong-secret"}):
+        async with queues(1, {**server.settings, **given}) as (queue,):
+            with pytest.raises(QueueAway, match="it refuses the password"):
+                await queue.put(job("a"))
+    assert "secret" not in caplog.text
+
+
+def certificates(folder: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1, which is its own authority, and its key."""
+    certificate, key = folder / "redis.crt", folder / "redis.key"
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    words += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=redis", "-days", "1"]
+    subprocess.run([*words, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    return certificate, key
+
+
+@in_loop
+async def test_tls_trusts_only_who_proves_who_it_is(tmp_path, start_redis, monkeypatch):
+    monkeypatch.setattr(redis_backend, "PATIENCE_S", 0.1)
+    certificate, key = certificates(tmp_path)
+    tls = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate)]
+    server = start_redis(*tls, "--tls-auth-clients", "no", tls=True)
+    settings = {**server.settings, "redis_tls": True}
+    async with queues(1, settings) as (queue,):
+        with pytest.raises(QueueAway):
+            await queue.put(job("a"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    async with queues(1, settings) as (queue,):
+        assert await queue.put(job("a"))
+
+
+@in_loop
+async def test_an_api_process_knows_from_others_what_is_served(redis_server):
+    shared = {**redis_server.settings, "limits": {"silence": 1.0}}
+    both = [fake("one", options={"info": {"revision": "r1"}}), fake("two")]
+    async with running(*both, workers=False, **shared) as (api, client):
+        ready = await client.get("/ready")
+        assert ready.status_code == 503 and ready.json()["rewards"]["one"]["workers"] == 0
+        async with running(both[0], **shared):
+            while not api.ready("one"):
+                await asyncio.sleep(0.01)
+            ready = (await client.get("/ready")).json()
+            assert (ready["ready"], ready["queue"]) == (False, "ok")
+            assert [ready["rewards"][name]["ready"] for name in ("one", "two")] == [1, 0]
+            assert (await client.get("/v1/models")).json()["data"][0]["revision"] == "r1"
+            assert (await rewards(client, "aaa", model="one")).json()["data"][0]["score"] == 3
+        while api.ready("one"):  # it has said that it leaves
+            await asyncio.sleep(0.01)
+
+
+@in_loop
+async def test_a_reward_that_loads_nowhere_is_refused(redis_server):
+    shared = {**redis_server.settings, "limits": {"silence": 1.0}}
+    broken = fake("broken", "fake_reward.Broken")
+    async with running(broken, workers=False, **shared) as (api, client), running(broken, **shared):
+        while not api.standing("broken").failing:
+            await asyncio.sleep(0.01)
+        assert "FileNotFoundError" in (await client.get("/ready")).json()["rewards"]["broken"]["errors"][0]
+        assert (await rewards(client, "a")).status_code == 503
+
+
+@pytest.mark.parametrize("role", ["api", "workers"])
+def test_roles_need_a_queue_that_they_share(tmp_path, role):
+    (tmp_path / "service.toml").write_text('[[reward_args]]\nreward_type = "length"\n')
+    with pytest.raises(ConfigError, match="set redis_host"):
+        serve(tmp_path / "service.toml", None, {"port": 0}, role)
+
+
+def test_settings_of_redis_reach_its_connection():
+    settings = settings_of(fake(), redis_host="redis.internal", redis_port=7000, redis_password="p", redis_tls=True)
+    queue = Service(settings, workers=False).backend
+    assert isinstance(queue, RedisBackend)
+    pool = queue._link.client.connection_pool
+    given = pool.connection_kwargs
+    assert (given["host"], given["port"], given["password"]) == ("redis.internal", 7000, "p")
+    assert pool.connection_class.__name__ == "SSLConnection"

@@ -1,0 +1,143 @@
+"""Media of requests: as data URIs, as files of a form, as files below media_root; and what is refused of them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from services import fake, in_loop, running
+from test_fetch import png
+
+from vlmrm.errors import MediaError
+from vlmrm.serving.intake import Intake
+from vlmrm.serving.settings import Limits
+
+
+@pytest.fixture(autouse=True)
+def pillow_limit(monkeypatch) -> None:
+    """Pillow's limit is the process's, and an `Intake` sets it."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
+
+
+def data_uri(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def form(*parts: tuple[str, bytes], boundary: str = "xx") -> dict:
+    """A multipart request; parts but `request` are files."""
+    body = b""
+    for name, content in parts:
+        file = "" if name == "request" else f'; filename="{name}.png"'
+        body += (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode() + content + b"\r\n"
+        )
+    body += f"--{boundary}--\r\n".encode()
+    return {"content": body, "headers": {"Content-Type": f"multipart/form-data; boundary={boundary}"}}
+
+
+def request(**item: object) -> bytes:
+    return json.dumps({"items": [{"prompt": "aaa", **item}]}).encode()
+
+
+@in_loop
+async def test_files_of_a_form_are_what_data_uris_are():
+    async with running(fake("size", "fake_reward.ImageBytes")) as (_, client):
+        sent = {"items": [{"prompt": "a", "image": data_uri(png())}]}
+        plain = (await client.post("/v1/rewards", json=sent)).json()["data"]
+        parts = [("request", request(image="attachment:cat")), ("cat", png())]
+        attached = (await client.post("/v1/rewards", **form(*parts))).json()["data"]
+    assert [one[0]["score"] for one in (plain, attached)] == [len(png())] * 2
+
+
+@in_loop
+async def test_forms_that_are_none_are_refused_in_a_sentence():
+    wrong = [
+        (form(("cat", png())), "the form has no part request: send the JSON as one."),
+        (form(("request", b"{}"), ("a", b"1"), ("a", b"2")), "the form has two parts called 'a'"),
+        (form(("request", b'{"items": [}')), "the JSON is broken at character 11"),
+        (form(("request", b"{}"), ("request", b"{}")), "the form cannot be read: Too many fields"),
+        ({"content": b"--", "headers": {"Content-Type": "multipart/form-data"}}, "Missing boundary"),
+        ({"content": b"junk", "headers": {"Content-Type": "multipart/form-data; boundary=x"}}, "the form"),
+    ]
+    async with running(fake()) as (_, client):
+        for sent, sentence in wrong:
+            answer = await client.post("/v1/rewards", **sent)
+            assert answer.status_code == 400 and sentence in answer.json()["error"]["message"], answer.text
+        absent = await client.post("/v1/rewards", **form(("request", request(image="attachment:dog"))))
+        assert "no file of the request is called so" in absent.json()["data"][0]["error"]
+
+
+def refused(reference: object, root: Path | None = None, **limits: int) -> str:
+    with pytest.raises(MediaError) as error:
+        Intake(Limits(**limits), root).image(reference)
+    return error.value.reason
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_images_over_the_limits_are_refused_by_their_headers():
+    assert refused(data_uri(png()), max_pixels=1000) == "an image is 40x30 pixels, over the limit of 1000"
+    assert "over the limit of 50" in refused(data_uri(png()), max_image_bytes=50)
+    bomb = bytearray(png())
+    bomb[16:24] = struct.pack(">II", 60_000, 60_000)
+    bomb[29:33] = struct.pack(">I", zlib.crc32(bomb[12:29]))
+    assert "60000x60000" in refused(data_uri(bytes(bomb))) or "too large" in refused(data_uri(bytes(bomb)))
+
+
+@pytest.mark.parametrize("text", [b"zTXt", b"iTXt"])
+def test_a_text_that_unpacks_to_a_gigabyte_is_not_unpacked(text):
+    packed = zlib.compress(bytes(200 * 2**20), 9)
+    content = b"Comment\0\0" + packed if text == b"zTXt" else b"Comment\0\1\0\0\0" + packed
+    chunk = struct.pack(">I", len(content)) + text + content + struct.pack(">I", zlib.crc32(text + content))
+    bomb = png()[:33] + chunk + png()[33:]
+    assert "Decompressed data too large" in refused(data_uri(bomb))
+
+
+@pytest.fixture
+def media(tmp_path) -> Path:
+    root = tmp_path / "media"
+    root.mkdir()
+    (root / "cat.png").write_bytes(png())
+    (tmp_path / "secret.png").write_bytes(png())
+    (root / "inside").symlink_to(root / "cat.png")
+    (root / "outside").symlink_to(tmp_path / "secret.png")
+    (root / "up").symlink_to(tmp_path)
+    os.mkfifo(root / "pipe")
+    return root
+
+
+def test_files_below_media_root_are_read(media):
+    intake = Intake(Limits(), media)
+    for path in (media / "cat.png", media / "inside", f"{media}/./x/../cat.png"):
+        assert intake.image(f"file://{path}") == {"bytes": png()}
+
+
+@pytest.mark.parametrize("path", ["outside", "up/secret.png", "../secret.png", "%2e%2e/secret.png", "up"])
+def test_files_outside_media_root_are_not(media, path):
+    assert refused(f"file://{media}/{path}", media) == "image is a file outside media_root"
+    assert refused("file:///etc/hostname", media) == refused("file:///no/such/file", media)
+
+
+def test_what_is_no_file_is_not_opened(media):
+    assert refused(f"file://{media}/pipe", media) == "image is not a regular file"
+    assert "cannot be read (Is a directory)" in refused(f"file://{media}", media)
+    assert "cannot be read (No such file or directory)" in refused(f"file://{media}/absent.png", media)
+    assert "path is broken" in refused(f"file://{media}/%00", media)
+    assert "reads none" in refused(f"file://{media}/cat.png")
+
+
+def test_a_link_that_is_put_there_after_the_check_is_seen(media, tmp_path, monkeypatch):
+    opened = os.open
+
+    def swapped(path, *flags, **options):
+        (media / "cat.png").unlink()
+        (media / "cat.png").symlink_to(tmp_path / "secret.png")
+        return opened(path, *flags, **options)
+
+    monkeypatch.setattr(os, "open", swapped)
+    assert refused(f"file://{media}/cat.png", media) == "image is a file outside media_root"

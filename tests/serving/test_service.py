@@ -1,0 +1,225 @@
+"""The core of the service with real worker processes: nothing accepted is lost, nothing is answered wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from services import fake, in_loop, rewards, running
+
+from vlmrm.serving.app import Serving
+from vlmrm.serving.backend import Overloaded
+from vlmrm.serving.jobs import Job
+from vlmrm.serving.service import LARGE_BYTES
+
+
+@in_loop
+async def test_scores_come_in_request_order():
+    async with running() as (_, client):
+        answer = (await rewards(client, "aaa", "", "bb")).json()
+    assert [one["score"] for one in answer["data"]] == [3, 0, 2]
+    assert [one["index"] for one in answer["data"]] == [0, 1, 2]
+
+
+@in_loop
+async def test_large_requests_are_made_into_jobs_elsewhere_and_scored_alike():
+    async with running() as (_, client):
+        answer = await rewards(client, "x" * (LARGE_BYTES + 1), "y")
+    assert [one["score"] for one in answer.json()["data"]] == [LARGE_BYTES + 1, 1]
+
+
+@in_loop
+async def test_an_item_that_cannot_be_scored_costs_no_other():
+    async with running() as (_, client):
+        answer = (await rewards(client, "aaa", "refuse", "bb")).json()
+    assert [(one["score"], one["error"]) for one in answer["data"]] == [(3, None), (None, "it is refused"), (2, None)]
+
+
+@in_loop
+async def test_requests_that_wait_are_scored_together_and_equal_ones_once(tmp_path):
+    log = tmp_path / "batches"
+    async with running(fake(options={"log": str(log), "seconds": 0.2})) as (_, client):
+        await rewards(client, "warm")
+        prompts = ["first", "a", "bb", "a", "ccc"]
+        answers = await asyncio.gather(*(rewards(client, prompt) for prompt in prompts))
+    assert [one.json()["data"][0]["score"] for one in answers] == [5, 1, 2, 1, 3]
+    batches = log.read_text().splitlines()[1:]
+    assert sorted("|".join(batches).split("|")) == ["a", "bb", "ccc", "first"]
+    assert len(batches) <= 2
+
+
+@in_loop
+async def test_a_batch_has_no_more_than_its_budget(tmp_path):
+    log = tmp_path / "batches"
+    async with running(fake(options={"log": str(log), "seconds": 0.1}, batch_tokens=4)) as (_, client):
+        await asyncio.gather(*(rewards(client, str(number)) for number in range(8)))
+    assert max(len(line.split("|")) for line in log.read_text().splitlines()) <= 4
+
+
+@in_loop
+async def test_a_worker_that_dies_is_replaced_and_its_requests_are_answered(tmp_path):
+    async with running() as (_, client):
+        answers = await asyncio.gather(rewards(client, f"die once {tmp_path / 'died'}"), rewards(client, "aaa"))
+        assert [one.json()["data"][0]["score"] for one in answers] == [1, 3]
+        assert 'vlmrm_worker_restarts_total{reward="length"} 1.0' in (await client.get("/metrics")).text
+
+
+@in_loop
+async def test_a_request_that_kills_two_workers_is_failed_and_the_others_are_not():
+    async with running() as (_, client):
+        guilty, innocent = await asyncio.gather(rewards(client, "die"), rewards(client, "aaa"))
+        assert guilty.status_code == 500
+        assert "ended by SIGKILL, for the second time with this request" in guilty.json()["error"]["message"]
+        assert innocent.json()["data"][0]["score"] == 3
+
+
+@in_loop
+async def test_a_worker_that_hangs_counts_as_dead():
+    async with running(fake(batch_timeout=0.3)) as (_, client):
+        answer = await rewards(client, "hang")
+    assert answer.status_code == 500
+    assert "hung for 0.3 s, for the second time" in answer.json()["error"]["message"]
+
+
+@in_loop
+async def test_an_error_in_a_batch_is_told_to_the_one_that_caused_it():
+    async with running(fake(options={"seconds": 0.05})) as (service, client):
+        first = asyncio.create_task(rewards(client, "first"))
+        bad, good = await asyncio.gather(rewards(client, "raise"), rewards(client, "aaa"))
+        await first
+        assert bad.status_code == 500 and "RuntimeError: out of memory" in bad.json()["error"]["message"]
+        assert good.json()["data"][0]["score"] == 3
+        assert all(one.ready for one in service.replicas["length"])  # the process went on
+
+
+@in_loop
+async def test_a_worker_that_dies_while_idle_is_replaced():
+    async with running() as (service, client):
+        await rewards(client, "a")
+        [replica] = service.replicas["length"]
+        os.kill(replica.process_id, signal.SIGKILL)
+        assert (await rewards(client, "ccc")).json()["data"][0]["score"] == 3
+
+
+@in_loop
+async def test_a_reward_that_cannot_be_loaded_is_said_and_refused():
+    async with running(fake("broken", "fake_reward.Broken")) as (service, client):
+        [replica] = service.replicas["broken"]
+        waiting = asyncio.create_task(rewards(client, "a", timeout=1))
+        while replica.error is None:
+            await asyncio.sleep(0.01)
+        ready = await client.get("/ready")
+        assert ready.status_code == 503
+        assert "FileNotFoundError: weights.bin" in ready.json()["rewards"]["broken"]["errors"][0]
+        refused = await rewards(client, "b")
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert (await client.get("/health")).status_code == 200
+        assert (await waiting).status_code == 504
+
+
+@in_loop
+async def test_a_full_queue_says_when_to_come_again():
+    limits = {"queue_items": 2}
+    async with running(fake(options={"seconds": 0.3}, batch_tokens=1), limits=limits) as (_, client):
+        await rewards(client, "warm")
+        answers = await asyncio.gather(*(rewards(client, str(number)) for number in range(8)))
+    codes = [one.status_code for one in answers]
+    assert codes.count(200) >= 2 and codes.count(503) >= 4
+    assert all(int(one.headers["retry-after"]) >= 1 for one in answers if one.status_code == 503)
+
+
+@in_loop
+async def test_those_that_wait_for_room_get_it_in_the_order_in_which_they_came(monkeypatch):
+    """And are made into jobs once, however often there is no room."""
+    made = []
+    monkeypatch.setattr("vlmrm.serving.service.Job", lambda *given, **more: made.append(1) or Job(*given, **more))
+    reward = fake(options={"seconds": 0.02}, batch_tokens=1)
+    async with running(reward, limits={"queue_items": 1}) as (service, _):
+        serving, ended = Serving(service), []
+
+        async def score(size):
+            _, [outcome] = await serving.score("length", [{"prompt": "x" * size}], patience=60)
+            assert outcome["score"] == size
+            ended.append(size)
+
+        await asyncio.gather(*map(score, range(1, 9)))
+    assert ended == sorted(ended)
+    assert len(made) == 8
+
+
+@in_loop
+async def test_who_waits_for_room_is_refused_once_patience_is_at_an_end():
+    async with running(workers=False, limits={"queue_items": 1}) as (service, _):
+        first = await service.submit("length", [{"prompt": "first"}])
+        with pytest.raises(Overloaded):
+            await Serving(service).score("length", [{"prompt": "second"}], patience=0.01)
+        await service.backend.cancel(first)
+
+
+@in_loop
+async def test_over_max_requests_one_is_told_to_come_again():
+    async with running(fake(options={"seconds": 0.2}), limits={"max_requests": 2}) as (_, client):
+        answers = await asyncio.gather(*(rewards(client, prompt) for prompt in "abcd"))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503]
+        assert all(answer.headers["Retry-After"] == "1" for answer in answers if answer.status_code == 503)
+        assert (await client.get("/health")).status_code == 200
+        assert (await rewards(client, "later")).status_code == 200
+
+
+@in_loop
+async def test_a_request_that_no_queue_would_hold_is_not_told_to_come_again():
+    async with running(limits={"queue_items": 2}) as (_, client):
+        items = await rewards(client, "a", "b", "c")
+        flow_factory = await client.post("/compute", json={"prompt": ["a", "b", "c"]})
+    async with running(limits={"queue_bytes": 100}) as (_, client):
+        size = await rewards(client, "a" * 100)
+    for answer in (items, size):
+        assert answer.status_code == 413 and "retry-after" not in answer.headers
+        assert "over what the queue ever holds" in answer.json()["error"]["message"]
+    assert flow_factory.status_code == 200 and "send fewer at a time" in flow_factory.json()["error"]
+
+
+@in_loop
+async def test_higher_priorities_go_first(tmp_path):
+    log = tmp_path / "batches"
+    async with running(fake(options={"log": str(log), "seconds": 0.2}, batch_tokens=1)) as (_, client):
+        await rewards(client, "warm")
+        tasks = [asyncio.create_task(rewards(client, "busy"))]
+        await asyncio.sleep(0.05)
+        tasks += [asyncio.create_task(rewards(client, "low")), asyncio.create_task(rewards(client, "hi", priority=5))]
+        await asyncio.gather(*tasks)
+    assert log.read_text().split() == ["warm", "busy", "hi", "low"]
+
+
+@in_loop
+async def test_what_was_accepted_is_finished_when_the_service_stops():
+    async with running(fake(options={"seconds": 0.1}, batch_tokens=1)) as (service, client):
+        await rewards(client, "warm")
+        jobs = [await service.submit("length", [{"prompt": "x" * n}]) for n in range(4)]
+    statuses = [await service.backend.status(job) for job in jobs]
+    assert [status.outcomes for status in statuses] == [[{"score": float(n)}] for n in range(4)]
+
+
+@in_loop
+async def test_rewards_have_their_own_workers_and_environments():
+    rewards_ = [fake("one", replicas=2), fake("two", options={"info": {"revision": "r2"}})]
+    async with running(*rewards_) as (service, client):
+        first, second = await asyncio.gather(rewards(client, "a", model="one"), rewards(client, "bb", model="two"))
+        assert (first.json()["model"], second.json()["revision"]) == ("one", "r2")
+        unknown = await rewards(client, "a", model="three")
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["message"] == "there is no reward three: choose from one, two."
+        assert (await rewards(client, "a")).status_code == 404
+        assert len(service.replicas["one"]) == 2
+
+
+@pytest.mark.parametrize("size", [0, 1, 70_000])
+def test_messages_with_bytes_survive_the_channel(size):
+    from vlmrm.serving.worker.channel import pack, unpack
+
+    message = {"a": [1, None, "ü", {"b": os.urandom(size)}], "c": b"", "d": 0.1}
+    assert unpack(pack(message)) == message
+    with pytest.raises(ValueError, match="cut off"):
+        unpack(pack(message)[:-1] if size else pack(message)[:5])

@@ -1,0 +1,59 @@
+"""The settings of a service: mistakes are said in a sentence that names the key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vlmrm.errors import ConfigError
+from vlmrm.serving.settings import DecodeSettings, Limits, RewardSettings, ServiceSettings, load_settings
+
+REWARD = '[[reward_args]]\nreward_type = "vlm_reward"\n'
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(content: str) -> Path:
+        path = tmp_path / "service.toml"
+        path.write_text(content)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (f"prot = 1\n{REWARD}", "unknown key prot (did you mean port?)."),
+        (f"{REWARD}modelpath = 'x'", "unknown key reward_args.0.modelpath (did you mean model_path?)."),
+        (f"{REWARD}[limits]\nmax_itens = 1", "unknown key limits.max_itens (did you mean max_items?)."),
+        (f"{REWARD}[decode_args]\nmodelpath = 'x'", "unknown key decode_args.modelpath (did you mean model_path?)."),
+        (f"{REWARD}[limits.queue]\nitems = 1", "unknown key limits.queue"),
+        (f"zzz = 1\n{REWARD}", "unknown key zzz."),
+        ("[[reward_args]]\nname = 'x'", "reward_args.0.reward_type is missing."),
+        (f"{REWARD}{REWARD}", "2 rewards are called vlm_reward: give each a name of its own."),
+        ("port = 1", "no reward is enabled: give at least one [[reward_args]]."),
+        (f"token = ['secret']\n{REWARD}", "token: "),
+        (f"host = '0.0.0.0'\n{REWARD}", "without a token: set VLMRM_TOKEN."),
+    ],
+)
+def test_a_mistake_is_named_and_no_value_told(written, content, said):
+    path = written(content)
+    with pytest.raises(ConfigError) as error:
+        load_settings(path, {})
+    assert str(error.value).startswith(f"{path}: ") and said in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+def test_what_is_given_beats_the_file_before_it_is_judged(written, tmp_path):
+    path = written(f"host = '0.0.0.0'\nport = 1\n{REWARD}")
+    settings = load_settings(path, {}, host="127.0.0.1", media_root=tmp_path)
+    assert (settings.host, settings.port, settings.media_root) == ("127.0.0.1", 1, tmp_path)
+
+
+def test_every_key_is_documented():
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    models = (ServiceSettings, RewardSettings, DecodeSettings, Limits)
+    assert {name for model in models for name in model.model_fields if not re.search(rf"\b{name}\b", page)} == set()

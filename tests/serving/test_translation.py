@@ -1,0 +1,69 @@
+"""Every reward can be asked in either form, and groups of one request are not those of another."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from services import fake, in_loop, rewards, running
+
+from vlmrm.errors import RowError
+from vlmrm.rewards.built_in.vlm_reward import Wording
+from vlmrm.serving.translation import conversation_of, sample_of
+
+RED, BLUE = {"bytes": b"red"}, {"bytes": b"blue"}
+FORMS = [
+    ({"prompt": "Why?", "response": "So."}, [("user", ["Why?"]), ("assistant", ["So."])]),
+    ({"prompt": "Why?", "response": "So.", "image": RED}, [("user", [RED, "Why?"]), ("assistant", ["So."])]),
+    ({"prompt": "A red one", "image": RED}, [("user", ["A red one"]), ("assistant", [RED])]),
+    (
+        {"prompt": "Paint it", "image": RED, "condition_images": [BLUE]},
+        [("user", [BLUE, "Paint it"]), ("assistant", [RED])],
+    ),
+    (
+        {"prompt": "Which?", "response": "Red.", "condition_images": [RED, BLUE]},
+        [("user", [RED, BLUE, "Which?"]), ("assistant", ["Red."])],
+    ),
+]
+
+
+def messages(turns):
+    return [{"role": role, "content": [part(one) for one in parts]} for role, parts in turns]
+
+
+def part(content):
+    return {"type": "text", "text": content} if isinstance(content, str) else {"type": "image", "image": content}
+
+
+@pytest.mark.parametrize(("sample", "turns"), FORMS)
+def test_each_form_becomes_the_other_and_comes_back(sample, turns):
+    assert conversation_of(sample, Wording()) == messages(turns)
+    assert sample_of({"messages": messages(turns)}) == sample
+
+
+def test_a_sample_is_worded_as_its_training_rows_were():
+    worded = conversation_of(FORMS[0][0], Wording("Q: {prompt}", "Be kind."))
+    assert worded == messages([("system", ["Be kind."]), ("user", ["Q: Why?"]), ("assistant", ["So."])])
+
+
+@pytest.mark.parametrize("item", [{"image": RED}, {"prompt": "Why?"}])
+def test_an_item_without_a_prompt_or_an_answer_is_refused(item):
+    with pytest.raises(RowError, match="neither"):
+        conversation_of(item, Wording())
+
+
+@in_loop
+async def test_groups_of_equal_names_in_two_requests_are_two_groups():
+    async with running(fake("group", "fake_reward.GroupSize", options={"seconds": 0.1})) as (_, client):
+        await rewards(client, "warm")
+        items = [{"prompt": "a", "group": "g"}, {"prompt": "b", "group": "g"}]
+        bodies = [{"items": items}, {"items": [*items, {"prompt": "c", "group": "g"}]}]
+        answers = await asyncio.gather(*(client.post("/v1/rewards", json=body) for body in bodies))
+    assert [[one["score"] for one in answer.json()["data"]] for answer in answers] == [[2, 2], [3, 3, 3]]
+
+
+@in_loop
+async def test_a_score_that_is_no_number_is_an_error_of_its_item():
+    async with running(fake("nan", "fake_reward.NotANumber")) as (_, client):
+        answer = (await rewards(client, "a")).json()
+    assert (answer["data"][0]["score"], answer["data"][0]["error"]) == (None, "its score is nan")

@@ -1,0 +1,1 @@
+"""The reward service: one server, many rewards, every trainer's protocol."""

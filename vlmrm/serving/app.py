@@ -1,0 +1,194 @@
+"""The HTTP application: every protocol over one `Service`, and what their routes have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+from anyio import move_on_after
+from fastapi import FastAPI, Request
+
+import vlmrm
+from vlmrm.errors import RowError
+from vlmrm.serving.access import check, opens, token_of
+from vlmrm.serving.backend import EXPIRED, QueueAway
+from vlmrm.serving.departure import Departures
+from vlmrm.serving.edge import Edge
+from vlmrm.serving.fetch import Fetcher, fetched
+from vlmrm.serving.intake import Intake
+from vlmrm.serving.jobs import Item, Outcome, State
+from vlmrm.serving.refusals import InvalidRequest, RewardFailed, TimedOut, add_error_answers
+from vlmrm.serving.service import Service, UnknownReward
+from vlmrm.serving.settings import RewardSettings, ServiceSettings
+from vlmrm.serving.turns import Turns
+
+ROOM_S = 0.02  # between two looks whether there is room
+DRAIN_S = 30.0  # for what is accepted when the service is told to stop
+
+
+class Serving:
+    """What routes use of the application: the service, the intake of media, the settings."""
+
+    def __init__(self, service: Service):
+        self.service = service
+        self.settings: ServiceSettings = service.settings
+        self.fetcher = Fetcher(self.settings.allowed_hosts, self.settings.limits)
+        self.intake = Intake(self.settings.limits, self.settings.media_root, self.fetcher)
+        self.turns = Turns()
+        self._lines: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by reward
+        # Where only rewards have tokens, each of them opens what is of the service as a whole.
+        rewards = [reward.token for reward in self.settings.reward_args]
+        self._tokens = [self.settings.token] if self.settings.token.get_secret_value() else rewards
+
+    def authorized_reward(self, request: Request, name: str | None) -> RewardSettings:
+        """The reward of that name, if the request's token opens it.
+
+        Raises:
+            UnknownReward, Unauthorized: otherwise.
+        """
+        try:
+            reward = self.service.reward(name)
+        except UnknownReward:
+            self.authorized(request)
+            raise
+        check(token_of(request), [self.settings.token, reward.token])
+        return reward
+
+    def authorized(self, request: Request) -> None:
+        """Raises Unauthorized unless the request's token is the service's."""
+        check(token_of(request), self._tokens)
+
+    def is_authorized(self, request: Request) -> bool:
+        """Whether the request's token is the service's."""
+        return opens(token_of(request), self._tokens)
+
+    def authorized_rewards(self, request: Request) -> list[str]:
+        """The names of those that the request's token opens; raises Unauthorized for none."""
+        given = token_of(request)
+        found = [name for name, one in self.service.rewards.items() if opens(given, [self.settings.token, one.token])]
+        if not found:
+            check(given, self._tokens)
+        return found
+
+    def check_count(self, count: int) -> None:
+        """Raises InvalidRequest unless so many items may be asked at once."""
+        if not 1 <= count <= self.settings.limits.max_items:
+            raise InvalidRequest(f"there are {count} items: send between 1 and {self.settings.limits.max_items}.")
+
+    async def score(
+        self,
+        reward: str,
+        items: Sequence[Item],
+        *,
+        priority: int = 0,
+        timeout: float = 600.0,
+        patience: float = 0.0,
+    ) -> tuple[str, list[Outcome]]:
+        """The outcomes of the items, in order, and the id of their job.
+
+        Args:
+            patience: seconds to wait for room in a full queue, for clients that do not come again later.
+
+        Raises:
+            TooLarge, Overloaded, NotServing: when they are not accepted.
+            RewardFailed, TimedOut: when they have no result, or not in time.
+        """
+        if not self.fetcher.allowed:
+            return await self._scored(reward, items, priority, timeout, patience)
+        found = await asyncio.gather(*(self._fetched(item) for item in items))
+        await self.turns.take()
+        whole = [item for item in found if not isinstance(item, RowError)]
+        job_id, outcomes = "", iter(())
+        if whole:
+            job_id, scored = await self._scored(reward, whole, priority, timeout, patience)
+            outcomes = iter(scored)
+        return job_id, [{"error": one.reason} if isinstance(one, RowError) else next(outcomes) for one in found]
+
+    async def _fetched(self, item: Item) -> Item | RowError:
+        try:
+            return await fetched(item, self.fetcher)
+        except RowError as error:
+            return error
+
+    async def _accepted(
+        self, reward: str, items: Sequence[Item], priority: int, timeout: float, patience: float
+    ) -> str:
+        """The id of their job. Those who wait for room stand in a line, of which the first alone asks again."""
+        job = await self.service.job(reward, items, priority)
+
+        async def accepted() -> str:
+            return await self.service.accept(job, time.time() + timeout)
+
+        line = self._lines[reward]
+        if patience:
+            if not line.locked():
+                with suppress(QueueAway):
+                    return await accepted()
+            with move_on_after(patience):
+                async with line:
+                    while True:
+                        with suppress(QueueAway):
+                            return await accepted()
+                        await asyncio.sleep(ROOM_S)
+        try:
+            return await accepted()
+        except QueueAway as full:
+            self.service.metrics.failed(reward, "refused", str(full))
+            raise
+
+    async def _scored(
+        self, reward: str, items: Sequence[Item], priority: int, timeout: float, patience: float
+    ) -> tuple[str, list[Outcome]]:
+        job_id = await self._accepted(reward, items, priority, timeout, patience)
+        try:
+            status = await self.service.wait(job_id, timeout)
+            await self.turns.take()
+        except asyncio.CancelledError:
+            await self.service.backend.cancel(job_id)  # the client has gone
+            raise
+        if status is None or not status.over or status.error == EXPIRED:
+            await self.service.backend.cancel(job_id)
+            self.service.metrics.failed(reward, "timeout", f"not computed in {timeout:g} s")
+            raise TimedOut(f"the reward {reward} was not computed in {timeout:g} s: ask again, with a longer timeout.")
+        if status.state is not State.done or status.outcomes is None:
+            self.service.metrics.failed(reward, "job", f"{status.error}")
+            raise RewardFailed(f"the reward {reward} could not be computed: {status.error}.")
+        return job_id, status.outcomes
+
+
+def serving(request: Request) -> Serving:
+    return request.app.state.serving
+
+
+def create_app(service: Service, *, requests: bool = True) -> FastAPI:
+    """The application. Its lifespan starts the service's workers and, at its end, drains and stops them.
+
+    Args:
+        requests: whether it has the routes of the protocols, and not only those that say how it does.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
+        await service.start()
+        yield
+        await service.drain(DRAIN_S)
+        await service.stop()
+
+    # They import `serving` from here.
+    from vlmrm.serving import probes, status
+    from vlmrm.serving.protocols import routers
+
+    # Its own /docs and /openapi.json would be open to everyone.
+    app = FastAPI(
+        title="vlmrm reward service", version=vlmrm.__version__, lifespan=lifespan, docs_url=None, openapi_url=None
+    )
+    app.state.serving = Serving(service)
+    app.add_middleware(Departures)
+    app.add_middleware(Edge, service=service, turns=app.state.serving.turns)
+    add_error_answers(app)
+    for router in (probes.router, status.router, *(routers() if requests else ())):
+        app.include_router(router)
+    return app

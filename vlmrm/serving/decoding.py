@@ -1,0 +1,100 @@
+"""Latents of items become videos before a reward sees them, in a worker of the host that computes the reward.
+
+So latents, which are small, are what waits in the queue, and a video is decoded once for all rewards of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vlmrm.errors import RowError
+from vlmrm.serving.jobs import Item, Job, Outcome, State
+from vlmrm.serving.memory import MemoryBackend
+from vlmrm.serving.metrics import Metrics
+from vlmrm.serving.replica import Engine, Replica
+from vlmrm.serving.settings import DecodeSettings, Limits
+
+WAN = "vlmrm.serving.wan.WanDecoder"
+NAME = "decoder"  # in metrics and logs, where rewards have theirs
+STANDING = "[decode_args]"  # among the standings of rewards, which are not called so
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An item with a video in place of its latents; `note` says in its outcome how many seconds that took."""
+
+    item: Item
+    note: dict[str, float]
+
+
+class Decoder:
+    """Has a worker decode latents while `run` runs; with the care that rewards have for theirs."""
+
+    def __init__(self, settings: DecodeSettings, metrics: Metrics, silence: float):
+        options = settings.model_dump(include={"model_path", "subfolder", "dtype", "device"})
+        engine = Engine(
+            WAN,
+            options,
+            python=settings.venv_python,
+            budget=1,
+            batch_timeout=settings.timeout,
+            silence=silence,
+        )
+        self._queue = MemoryBackend(Limits(result_ttl=0))  # a video is kept here alone, and by its size
+        self.replica = Replica(NAME, engine, self._queue, metrics)
+        self._timeout, self._cache_bytes = settings.timeout, settings.cache_bytes
+        self._cache: OrderedDict[str, Outcome] = OrderedDict()
+
+    async def run(self) -> None:
+        """Keeps the worker alive and fed, until it is cancelled."""
+        await self.replica.run()
+
+    @property
+    def failing(self) -> bool:
+        """Whether its worker cannot be loaded."""
+        return self.replica.error is not None and not self.replica.ready
+
+    async def decoded(self, items: Sequence[Item]) -> list[Decoded | RowError]:
+        """Each item with `video` in place of `latents`, or why it has none; those without latents as they are."""
+        return await asyncio.gather(*map(self._decoded, items))
+
+    async def _decoded(self, item: Item) -> Decoded | RowError:
+        if "latents" not in item:
+            return Decoded(item, {})
+        try:
+            found = await self._video({"latents": item["latents"]["npy"]})
+        except RowError as error:
+            return error
+        rest = {name: value for name, value in item.items() if name != "latents"}
+        return Decoded({**rest, "video": {"npy": found["video"]}}, {"decode_seconds": found["score"]})
+
+    async def _video(self, item: Item) -> Outcome:
+        job = Job(NAME, [item])
+        key = job.key
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        job_id = await self._queue.put(job)
+        while True:
+            status = await self._queue.wait(job_id, self._timeout)
+            assert status is not None  # it was put
+            if status.over:
+                break
+            if self.failing:
+                await self._queue.cancel(job_id)
+                raise RowError("its latents cannot be decoded: the decoder cannot be loaded")
+        if status.state is not State.done or not status.outcomes:
+            raise RowError(f"its latents cannot be decoded: {status.error}")
+        [outcome] = status.outcomes
+        if "error" in outcome:
+            raise RowError(outcome["error"])
+        self._keep(key, outcome)
+        return outcome
+
+    def _keep(self, key: str, outcome: Outcome) -> None:
+        self._cache[key] = outcome
+        while sum(len(one["video"]) for one in self._cache.values()) > self._cache_bytes:
+            self._cache.popitem(last=False)

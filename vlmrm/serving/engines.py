@@ -1,0 +1,112 @@
+"""What runs inside a worker of this project's own rewards: a trained model, or any reward of `vlmrm.rewards`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from vlmrm.data.schema import Message
+from vlmrm.errors import RowError
+from vlmrm.rewards.built_in.vlm_reward import PLACE, Wording
+from vlmrm.rewards.calling import Answer, alike, call
+from vlmrm.rewards.configuration import reward_arguments
+from vlmrm.rewards.contract import GroupwiseRewardModel
+from vlmrm.rewards.loading import Models
+from vlmrm.rewards.samples import MEDIA, Samples
+from vlmrm.scoring.loading import load_local_scorer
+from vlmrm.serving.arrays import array_of
+from vlmrm.serving.jobs import Item, Outcome
+from vlmrm.serving.translation import conversation_of, sample_of
+
+
+class ScorerEngine:
+    """A model trained here. An item is a conversation that ends with the answer, or a sample that becomes one.
+
+    `info` says what the model is. Conversations about the same prompt share its computation, in whichever order they
+    came: the scorer's batcher finds them.
+
+    Args:
+        custom_prompt, system: of `Wording`, what stood around the prompts of the training rows; for samples alone.
+        options: of `load_scorer`.
+    """
+
+    def __init__(self, *, custom_prompt: str = PLACE, system: Any = None, **options: Any):
+        self.scorer = load_local_scorer(**options)
+        self.wording = Wording(custom_prompt, system)
+        known = self.scorer.loaded.info
+        self.info = {
+            "kind": "conversations",
+            "model": str(options["model"]),
+            **{name: known.get(name) for name in ("reward_mean", "reward_std", "max_pixels", "chat_template_sha256")},
+            "revision": (known.get("provenance") or {}).get("git_commit"),
+        }
+
+    def __call__(self, items: Sequence[Item]) -> list[Outcome]:
+        outcomes: list[Outcome] = [{} for _ in items]
+        conversations: dict[int, list[Message]] = {}
+        for number, item in enumerate(items):
+            try:
+                conversations[number] = conversation_of(_opened(item), self.wording)
+            except RowError as error:
+                outcomes[number] = {"error": error.reason}
+        for number, score in zip(conversations, self.scorer.score_each(list(conversations.values())), strict=True):
+            outcomes[number] = {"error": score.reason} if isinstance(score, RowError) else {"score": score}
+        return outcomes
+
+
+class RewardEngine:
+    """A reward of `vlmrm.rewards` by its configuration. An item is a sample, or a conversation that becomes one.
+
+    A groupwise reward is asked of the items of one `group`; an item without one is a group of its own.
+    """
+
+    def __init__(self, **configuration: Any):
+        [arguments] = reward_arguments(configuration)
+        self.model = Models().reward(arguments).model
+        self.info = {"kind": "samples", "model": arguments.reward_model, "required": list(self.model.required_fields)}
+
+    def __call__(self, items: Sequence[Item]) -> list[Outcome]:
+        answer = Answer()
+        plain: list[Item] = []
+        for number, item in enumerate(items):
+            try:
+                plain.append(sample_of(_opened(item)))
+            except RowError as error:
+                answer.failures[number] = error.reason
+                plain.append({})
+        samples = _samples(plain, [item.get("group") for item in items])
+        numbers = [number for number in range(len(items)) if number not in answer.failures]
+        if isinstance(self.model, GroupwiseRewardModel):
+            parts = [[n for n in group if n in numbers] for group in samples.grouped().values()]
+        else:
+            parts = list(alike(self.model, samples, numbers, self.model.config.batch_size))
+        for part in filter(None, parts):
+            answer.update(call(self.model, samples.take(part)))
+        return [
+            {"error": answer.failures[n]}
+            if n in answer.failures
+            else {"score": answer.rewards[n], **_plain(answer.info.get(n, {}))}
+            for n in range(len(items))
+        ]
+
+
+def _samples(items: Sequence[Item], groups: Sequence[Any]) -> Samples:
+    names = dict.fromkeys(["prompt", *(name for item in items for name in item if name != "group")])
+    columns = {name: [item.get(name) for item in items] for name in names}
+    return Samples(columns, [("alone", n) if group is None else group for n, group in enumerate(groups)])
+
+
+def _opened(item: Item) -> Item:
+    """Arrays travel as the bytes of .npy files."""
+    return {name: _medium(value) if name in MEDIA else value for name, value in item.items()}
+
+
+def _medium(value: Any) -> Any:
+    if isinstance(value, dict) and "npy" in value:
+        return array_of(value["npy"])
+    return [_medium(one) for one in value] if isinstance(value, list) else value
+
+
+def _plain(info: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(info, default=str))

@@ -1,0 +1,172 @@
+"""An enqueue as one job for each reward that it asks for, and a job's end as the answer to a pull."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from anyio.to_thread import run_sync
+
+from vlmrm.serving.app import Serving
+from vlmrm.serving.jobs import Item, Outcome, State, Status
+from vlmrm.serving.protocols.cosmos.payload import Media, media_of, split
+from vlmrm.serving.protocols.cosmos.schema import Metadata
+from vlmrm.serving.protocols.cosmos.scores import scores_of
+from vlmrm.serving.refusals import InvalidRequest
+from vlmrm.serving.service import NotServing
+from vlmrm.serving.settings import RewardSettings
+from vlmrm.serving.strict_json import parsed
+from vlmrm.serving.worker.discretion import without_paths
+
+COLUMN = {"image": "image", "video": "video", "latent": "video"}  # what rewards see of each kind
+Record = dict[str, Any]  # what is kept of a request: `jobs` by reward, `input_info`, `geneval`
+
+
+async def read(app: Serving, body: bytes) -> tuple[Metadata, Media]:
+    """What was sent.
+
+    Raises:
+        InvalidRequest, MediaError: naming the first thing that is wrong.
+    """
+    head, data = split(body)
+    metadata = parsed(Metadata, head, app.settings.limits)
+    if metadata.media_type == "latent":
+        _check_decoder(app)
+    media = await run_sync(media_of, data, metadata.media_type, app.settings.limits)
+    if len(media.samples) != len(metadata.prompts):
+        raise InvalidRequest(f"there are {len(metadata.prompts)} prompts but {len(media.samples)} samples of media.")
+    return metadata, media
+
+
+async def enqueue(app: Serving, rewards: Sequence[RewardSettings], metadata: Metadata, media: Media) -> str:
+    """Accepts all of the rewards, or none, and returns the id by which they are pulled.
+
+    Raises:
+        InvalidRequest: when a reward needs what was not sent.
+        Overloaded, NotServing: as `Service.submit` does.
+    """
+    for reward in rewards:
+        _check_needs(app, reward, metadata)
+    asked = {reward.name: await run_sync(_items, reward, metadata, media) for reward in rewards}
+    jobs: dict[str, str] = {}
+    try:
+        for name, items in asked.items():
+            jobs[name] = await app.service.submit(name, items)
+    except BaseException:
+        for job_id in jobs.values():
+            await app.service.backend.cancel(job_id)
+        raise
+    geneval = None
+    if metadata.geneval_tags is not None:
+        geneval = {
+            "tags": metadata.geneval_tags,
+            "includes": metadata.geneval_includes,
+            "only_strict": metadata.geneval_only_strict,
+        }
+    info = media.info if media.kind == "image" else {**media.info, "video_infos": metadata.video_infos}
+    ticket = str(uuid.uuid4())
+    await _keep(app, ticket, {"jobs": jobs, "input_info": info, "geneval": geneval})
+    return ticket
+
+
+async def pull(app: Serving, ticket: str, name: str | None, patience: float) -> tuple[int, dict[str, Any]]:
+    """The status and the answer about one reward of a request, once it is over or after `patience` seconds.
+
+    425 has every client ask again; what has failed for good is a 200 without scores, lest it ask for an hour.
+    """
+    record = await app.service.backend.kept(_key(ticket))
+    if record is None:
+        return 400, _missing(ticket, "unknown")
+    jobs = record["jobs"]
+    if name is None and len(jobs) == 1:
+        [name] = jobs
+    if name is None or name not in jobs:
+        return 400, _missing(ticket, "unknown", f"it was asked for {', '.join(jobs)}: name one of them as type")
+    await _keep(app, ticket, record)
+    status = await app.service.wait(jobs[name], patience)
+    await app.turns.take()
+    if status is not None and not status.over:
+        return 425, _missing(ticket, status.state.value)
+    return 200, _answer(app.service.reward(name), status, record)
+
+
+def _check_decoder(app: Serving) -> None:
+    standing = app.service.decoding()
+    if standing is None:
+        raise InvalidRequest(
+            "this service has no decoder of latents: set [decode_args] model_path in its configuration, or send "
+            "frames with media_type video."
+        )
+    if standing.workers and standing.failing == standing.workers:
+        raise NotServing("the decoder of latents cannot be loaded now: see /ready.")
+
+
+def _check_needs(app: Serving, reward: RewardSettings, metadata: Metadata) -> None:
+    """What a reward needs is known once one of its workers has loaded; before that, its job fails with the reason."""
+    if reward.reward_type == "unified_reward" and metadata.media_type != "image":
+        raise InvalidRequest(f"the reward {reward.name} is of images here: its scores of videos have another scale.")
+    sent = {"prompt", COLUMN[metadata.media_type]}
+    if metadata.geneval_tags is not None:
+        sent.add("metadata")
+    for needed in app.service.info(reward.name).get("required", ()):
+        if needed not in sent:
+            what = "geneval_tags and geneval_includes" if needed == "metadata" else needed
+            raise InvalidRequest(f"the reward {reward.name} needs {what}, which the request has not.")
+
+
+def _items(reward: RewardSettings, metadata: Metadata, media: Media) -> list[Item]:
+    """The samples as a reward's own worker takes them. Answers to one prompt are one group."""
+    items: list[Item] = []
+    for place, prompt in enumerate(metadata.prompts):
+        item: Item = {"prompt": prompt, **media.columns[place], "group": prompt}
+        if media.kind != "image":
+            item["fps"] = (metadata.video_infos or [])[place]["video_fps"]
+        if reward.engine:  # a handler is asked about all samples of a request at once, with all that it says
+            item |= {"group": "request", "request": metadata.model_dump(exclude={"prompts", "reward_fn"})}
+        if reward.reward_type == "gen_eval" and metadata.geneval_tags and metadata.geneval_includes:
+            item["metadata"] = {"tag": metadata.geneval_tags[place], "include": metadata.geneval_includes[place]}
+        items.append(item)
+    return items
+
+
+def _answer(reward: RewardSettings, status: Status | None, record: Record) -> dict[str, Any]:
+    """The documented result; `scores` is null where `error` says why there are none."""
+    outcomes = (status.outcomes if status is not None else None) or []
+    decoded = sum(outcome.get("decode_seconds", 0.0) for outcome in outcomes)
+    answer = {
+        "scores": None,
+        "input_info": record["input_info"],
+        "duration": f"{(status.seconds if status is not None else None) or 0.0:.2f}",
+        "decoded_duration": f"{decoded:.2f}",
+        "type": reward.name,
+    }
+    error = _error(status, outcomes)
+    if error is None:
+        return {**answer, "scores": scores_of(reward, outcomes, record["geneval"])}
+    state = State.expired if status is None else State.failed
+    return {"error": without_paths(error), **answer, "state": state.value}
+
+
+def _error(status: Status | None, outcomes: Sequence[Outcome]) -> str | None:
+    if status is None:
+        return "its result is no longer kept: send it again."
+    if status.state is not State.done:
+        return f"it could not be computed: {status.error}."
+    failed = [f"sample {n}: {one['error']}" for n, one in enumerate(outcomes) if one.get("error") is not None]
+    if not failed:
+        return None
+    return failed[0] + (f" (and {len(failed) - 1} more)." if failed[1:] else ".")
+
+
+def _missing(ticket: str, state: str, why: str = "") -> dict[str, Any]:
+    return {"message": f"Not found scores for {ticket}" + (f": {why}" if why else ""), "state": state}
+
+
+async def _keep(app: Serving, ticket: str, record: Record) -> None:
+    """A request is known for as long as results are kept, counted from when it was last asked about."""
+    await app.service.backend.keep(_key(ticket), record, app.settings.limits.result_ttl)
+
+
+def _key(ticket: str) -> str:
+    return f"cosmos:{ticket}"

@@ -1,0 +1,121 @@
+"""`POST /v1/rewards` and what goes with it: the service's own protocol."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Request
+
+from vlmrm.data.messages import to_messages
+from vlmrm.errors import CheckpointError, RowError
+from vlmrm.scoring.transforms import Transform, transform_named, win_rate
+from vlmrm.serving.app import serving
+from vlmrm.serving.intake import Intake
+from vlmrm.serving.jobs import Item, Outcome
+from vlmrm.serving.protocols.native.multipart import DESCRIPTION, MultipartRoute
+from vlmrm.serving.protocols.native.schema import Reward, RewardAnswer, RewardItem, RewardRequest
+from vlmrm.serving.refusals import InvalidRequest
+
+router = APIRouter(route_class=MultipartRoute)
+
+
+@router.post("/v1/rewards", response_model=RewardAnswer, openapi_extra=DESCRIPTION)
+async def rewards(body: RewardRequest, request: Request) -> RewardAnswer:
+    """Scores of conversations or samples, in request order; one that cannot be scored has an error of its own."""
+    started = time.perf_counter()
+    app = serving(request)
+    reward = app.authorized_reward(request, body.model)
+    app.check_count(len(body.items))
+    if known := app.service.info(reward.name):  # before a worker has loaded, it is found out afterwards
+        _transform(body, known)
+    items, outcomes = await run_sync(_items, body.items, app.intake.with_attachments(request.state.attachments))
+    job_id = uuid.uuid4().hex  # of a request whose items are all wrong
+    if items:
+        job_id, found = await app.score(reward.name, items, priority=body.priority, timeout=body.timeout)
+        for place, outcome in zip([n for n, known in enumerate(outcomes) if known is None], found, strict=True):
+            outcomes[place] = outcome
+    info = app.service.info(reward.name)
+    data = _data(body, [outcome or {} for outcome in outcomes], info)
+    return RewardAnswer(
+        id=f"rw-{job_id}",
+        model=reward.name,
+        revision=info.get("revision"),
+        transform=body.transform,
+        data=data,
+        timing_ms={"total": round(1000 * (time.perf_counter() - started), 3)},
+    )
+
+
+def _items(given: Sequence[RewardItem], intake: Intake) -> tuple[list[Item], list[Outcome | None]]:
+    """What is scored, and by place the outcome of each that cannot be."""
+    items: list[Item] = []
+    outcomes: list[Outcome | None] = []
+    for one in given:
+        try:
+            items.append(_item(one, intake))
+            outcomes.append(None)
+        except RowError as error:
+            outcomes.append({"error": error.reason})
+    return items, outcomes
+
+
+def _item(one: RewardItem, intake: Intake) -> Item:
+    if one.messages is not None:
+        return {"messages": intake.messages(to_messages(one.messages, "user")), "group": one.group}
+    if one.prompt is None:
+        raise RowError("it has neither messages nor a prompt")
+    item: dict[str, Any] = {"prompt": one.prompt, "response": one.response, "metadata": one.metadata}
+    item |= {
+        "image": None if one.image is None else intake.image(one.image),
+        "video": None if one.video is None else intake.video(one.video),
+        "condition_images": one.condition_images and [intake.image(image) for image in one.condition_images],
+        "condition_videos": one.condition_videos and [intake.video(video) for video in one.condition_videos],
+    }
+    item = {name: value for name, value in item.items() if value is not None}
+    return {**item, "group": one.group}
+
+
+def _data(body: RewardRequest, outcomes: Sequence[Outcome], info: dict[str, Any]) -> list[Reward]:
+    """The answers, transformed within each group of those that have a score."""
+    transform = _transform(body, info)
+    groups: dict[Any, list[int]] = {}
+    for place, (item, outcome) in enumerate(zip(body.items, outcomes, strict=True)):
+        if outcome.get("error") is None:
+            groups.setdefault(("alone", place) if item.group is None else item.group, []).append(place)
+    found: dict[int, tuple[float, int, float]] = {}
+    for places in groups.values():
+        scores = np.array([outcomes[place]["score"] for place in places], dtype=np.float64)
+        order = (-scores).argsort(kind="stable").argsort()
+        for each in zip(places, transform(scores).tolist(), order.tolist(), win_rate(scores).tolist(), strict=True):
+            found[each[0]] = (each[1], each[2], each[3])
+    return [_reward(place, body.items[place], outcome, found.get(place)) for place, outcome in enumerate(outcomes)]
+
+
+def _transform(body: RewardRequest, info: dict[str, Any]) -> Transform:
+    """The transform of a group's scores; raises InvalidRequest where the reward has not what it needs."""
+    try:
+        return transform_named(body.transform, info)
+    except CheckpointError as error:
+        raise InvalidRequest(str(error)) from error
+
+
+def _reward(place: int, item: RewardItem, outcome: Outcome, found: tuple[float, int, float] | None) -> Reward:
+    score, rank, wins = found if found is not None else (None, None, None)
+    grouped = item.group is not None
+    details = {name: value for name, value in outcome.items() if name not in ("score", "error")}
+    return Reward(
+        index=place,
+        id=item.id,
+        score=score,
+        raw=outcome.get("score"),
+        group=item.group,
+        rank=rank if grouped else None,
+        win_rate=wins if grouped else None,
+        error=outcome.get("error"),
+        details=details or None,
+    )

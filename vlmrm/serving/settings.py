@@ -1,0 +1,156 @@
+"""The settings of the service: a TOML file, or what the command line says, checked key by key."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from vlmrm.errors import ConfigError
+from vlmrm.serving.validation import first_wrong
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class RewardSettings(Strict):
+    """One `[[reward_args]]`: a reward, where it runs, and with what.
+
+    `reward_type` names the reward: a model trained here (`vlm_reward`), any name or dotted path that `vlmrm.rewards`
+    knows, or with `engine` a class that a worker imports in its own environment.
+    """
+
+    reward_type: str
+    name: str = ""  # what requests call it; default: reward_type
+    model_path: str = ""
+    venv_python: str = sys.executable
+    download_path: str = ""
+    setup_script: str = ""  # run by `serve prepare` with download_path and the environment's folder
+    requirements: list[str] = Field(default_factory=list)  # or what pip installs into an environment it makes
+    dtype: str = "auto"
+    device: str = ""
+    enable: bool = True
+    endpoint_url: str = ""
+    endpoint_api_key: SecretStr = SecretStr("")
+    engine: str = ""
+    import_from: list[str] = Field(default_factory=list)  # folders where a worker looks for it
+    options: dict[str, Any] = Field(default_factory=dict, repr=False)  # may hold keys
+    replicas: int = Field(1, ge=1)
+    devices: list[str] = Field(default_factory=list)  # of the replicas in turn, such as cuda:0
+    batch_tokens: int = Field(65536, ge=1)  # estimated, of one batch
+    batch_timeout: float = Field(600.0, gt=0)
+    load_timeout: float = Field(3600.0, gt=0)
+    token: SecretStr = SecretStr("")  # besides the service's, one for this reward alone
+
+    @model_validator(mode="after")
+    def _named(self) -> RewardSettings:
+        self.name = self.name or self.reward_type
+        return self
+
+
+class Limits(Strict):
+    """What a request may ask for, and what may wait."""
+
+    max_body_bytes: int = 256 * 2**20
+    max_items: int = 1024
+    max_requests: int = 8192  # without an answer yet, over which others are refused
+    max_pixels: int = 64 * 2**20  # of one image
+    max_frames: int = 1024  # of one video
+    max_image_bytes: int = 64 * 2**20  # of one image as a file
+    max_json_depth: int = 32
+    max_json_values: int = 1_000_000
+    body_timeout: float = 120.0  # seconds until a request is whole
+    fetch_timeout: float = 20.0  # seconds for one image of an allowed host
+    queue_items: int = 100_000
+    queue_bytes: int = 4 * 2**30
+    result_ttl: float = 3600.0
+    max_results: int = 100_000  # kept in the service's own memory; in Redis by `result_ttl` alone
+    silence: float = Field(30.0, gt=0)  # seconds without a sign of life after which a worker or its host is dead
+
+
+class DecodeSettings(Strict):
+    """`[decode_args]`: the decoder of video latents, Wan's in the layout of diffusers."""
+
+    model_path: str
+    subfolder: str = ""  # of model_path, where that is a whole pipeline: vae
+    venv_python: str = sys.executable
+    dtype: str = "bfloat16"
+    device: str = ""
+    cache_bytes: int = Field(2**30, ge=0)  # of decoded videos, for the other rewards of a request
+    timeout: float = Field(600.0, gt=0)  # seconds for one video
+
+
+class ServiceSettings(Strict):
+    """The whole file. Without `redis_host` queue and results are in the service's own process."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8080, ge=0, le=65535)
+    redis_host: str = ""
+    redis_port: int = 6379
+    redis_password: SecretStr = SecretStr("")
+    redis_tls: bool = False
+    redis_prefix: str = "vlmrm"  # begins every key, so that several services can share one Redis
+    long_poll: float = Field(4.0, ge=0, le=60)  # seconds that a pull waits for its result
+    token: SecretStr = SecretStr("")
+    media_root: Path | None = None
+    allowed_hosts: list[str] = Field(default_factory=list)  # that image URLs may name: NAME[:PORT][@NETWORK]
+    log_format: Literal["text", "json"] = "text"
+    limits: Limits = Field(default_factory=Limits)
+    reward_args: list[RewardSettings] = Field(default_factory=list)
+    decode_args: DecodeSettings | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ServiceSettings:
+        self.reward_args = [reward for reward in self.reward_args if reward.enable]
+        names = [reward.name for reward in self.reward_args]
+        if not names:
+            raise ValueError("no reward is enabled: give at least one [[reward_args]]")
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{names.count(name)} rewards are called {name}: give each a name of its own")
+        return self
+
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def load_settings(path: Path, environment: Mapping[str, str] = os.environ, **given: Any) -> ServiceSettings:
+    """The settings in a TOML file; `given` ones beat it, `VLMRM_TOKEN` and `VLMRM_REDIS_PASSWORD` both.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    try:
+        content = tomli.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path.") from error
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    return checked({**content, **given}, str(path), environment)
+
+
+def checked(content: dict[str, Any], where: str, environment: Mapping[str, str] = os.environ) -> ServiceSettings:
+    """`content` as settings.
+
+    Raises:
+        ConfigError: naming the key; also for an address beyond this machine without a token.
+    """
+    for key, variable in (("token", "VLMRM_TOKEN"), ("redis_password", "VLMRM_REDIS_PASSWORD")):
+        if environment.get(variable):
+            content = {**content, key: environment[variable]}
+    try:
+        settings = ServiceSettings.model_validate(content)
+    except ValidationError as error:
+        wrong = first_wrong(error.errors(include_url=False, include_input=False), ServiceSettings)
+        raise ConfigError(f"{where}: {wrong}.") from None
+    if settings.host not in LOOPBACK and not settings.token.get_secret_value():
+        raise ConfigError(
+            f"{where}: host is {settings.host}, which other machines can reach, without a token: set VLMRM_TOKEN."
+        )
+    return settings

@@ -1,0 +1,117 @@
+"""JSON as the service takes it: no key twice, no NaN, neither deeper nor of more values than the limits say."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+from fastapi import HTTPException, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+
+from vlmrm.serving.refusals import InvalidRequest
+from vlmrm.serving.settings import Limits
+from vlmrm.serving.validation import first_wrong
+
+Model = TypeVar("Model", bound=BaseModel)
+
+# Ends with the text where a string does not, lest every quote in it be tried as a beginning.
+STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def strict_json(body: bytes, limits: Limits) -> Any:
+    """What `body` says.
+
+    Raises:
+        InvalidRequest: for what is not JSON, or is ambiguous, or would take far more memory than it has bytes.
+    """
+    _check_structure(body, limits)
+    try:
+        value = json.loads(
+            body.decode("utf-8"), object_pairs_hook=_unambiguous, parse_float=_finite, parse_constant=_refuse_constant
+        )
+        if SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("the JSON is not UTF-8: encode it so.") from error
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("the JSON has half of a surrogate pair, which is no character: leave it out.") from error
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the JSON is broken at character {error.pos} ({error.msg}).") from error
+    except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
+        raise InvalidRequest("the JSON is nested too deep, or has a number that is too long.") from error
+
+
+def parsed(kind: type[Model], body: bytes, limits: Limits) -> Model:
+    """What `body` says as a model, where FastAPI does not read it; raises InvalidRequest as `strict_json` does."""
+    try:
+        return kind.model_validate(strict_json(body, limits))
+    except ValidationError as error:
+        wrong = first_wrong(error.errors(include_url=False, include_input=False, include_context=False), kind)
+        raise InvalidRequest(f"{wrong}.") from None
+
+
+def _check_structure(body: bytes, limits: Limits) -> None:
+    """Before anything is built: a megabyte of `[[[[` or of `0,0,0,` becomes a hundred of Python objects."""
+    opened = body.count(b"[") + body.count(b"{")
+    if opened <= limits.max_json_depth and opened + body.count(b",") <= limits.max_json_values:
+        return
+    bare = STRING.sub(b"", body)
+    values = bare.count(b"[") + bare.count(b"{") + bare.count(b",")
+    if values > limits.max_json_values:
+        raise InvalidRequest(f"the JSON has over {limits.max_json_values} values: send fewer items at a time.")
+    depth = deepest = 0
+    for bracket in re.findall(rb"[\[\]{}]", bare):
+        depth += 1 if bracket in b"[{" else -1
+        deepest = max(deepest, depth)
+    if deepest > limits.max_json_depth:
+        raise InvalidRequest(f"the JSON is nested {deepest} deep, over the limit of {limits.max_json_depth}.")
+
+
+def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"the JSON has the key {twice[:60]!r} twice in one object: send it once.")
+    return found
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise InvalidRequest(f"the JSON has the number {digits[:20]}, which is too large: send one that is not.")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise InvalidRequest(f"the JSON has {name}, which JSON has no number for: leave it out or send null.")
+
+
+class _StrictRequest(Request):
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            body = await self.body()
+            try:
+                self._json = strict_json(body, self.app.state.serving.settings.limits)
+            except InvalidRequest as error:
+                # Whatever else is raised while it reads a body, FastAPI answers with a sentence of its own.
+                raise HTTPException(400, str(error)) from error
+        return self._json
+
+
+class StrictRoute(APIRoute):
+    """A route whose JSON is read by `strict_json`: `APIRouter(route_class=StrictRoute)`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handle(_StrictRequest(request.scope, request.receive))
+
+        return strict

@@ -1,0 +1,94 @@
+"""A worker: loads one reward and scores what the service sends, until the service closes the channel.
+
+    PYTHON vlmrm/serving/worker DESCRIPTOR
+
+runs in any environment, which needs no vlmrm: the reward's own class is imported by its path. It is made with the
+options of the configuration and called with a list of items; it answers one dictionary for each, with `score`, or
+`error` where this item cannot be scored.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import math
+import os
+import signal
+import sys
+import threading
+import traceback
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from channel import Channel
+from discretion import discreet, secrets_in, without_secrets
+
+BEAT_S = 1.0
+
+
+def main(descriptor):
+    die_with_parent()
+    channel = Channel(descriptor)
+    start = channel.receive()
+    if start is None:
+        return
+    sys.path[:0] = start.get("path", [])
+    secrets = secrets_in(start["options"])
+    try:
+        module, _, name = start["engine"].rpartition(".")
+        engine = getattr(importlib.import_module(module), name)(**start["options"])
+    except Exception as error:  # the service tells it to whoever asks for this reward
+        channel.send({"kind": "broken", "error": told(error, secrets)})
+        return
+    channel.send({"kind": "ready", "info": discreet(getattr(engine, "info", {}), secrets), "pid": os.getpid()})
+    threading.Thread(target=beat, args=[channel], daemon=True).start()
+    while (message := channel.receive()) is not None:
+        channel.send(answer(engine, message, secrets))
+
+
+def die_with_parent():
+    """Ends this process with the one that started it, however that ends, lest a batch go on for nobody (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def answer(engine, message, secrets):
+    """The outcome of each item; an engine that fails as a whole fails for each."""
+    items = message["items"]
+    try:
+        outcomes = list(engine(items))
+        if len(outcomes) != len(items):
+            raise ValueError(f"the reward answered {len(outcomes)} times to {len(items)} items")
+        outcomes = [checked(outcome, secrets) for outcome in outcomes]
+    except Exception as error:
+        return {"kind": "failed", "id": message["id"], "error": told(error, secrets)}
+    return {"kind": "scored", "id": message["id"], "outcomes": outcomes}
+
+
+def told(error, secrets):
+    """What those who asked are told of an exception. More of it goes to the log; neither holds a secret."""
+    explained = any(kind.__name__ == "VlmrmError" for kind in type(error).__mro__)  # it says by itself what is wrong
+    trace = f"{type(error).__name__}: {error}\n" if explained else traceback.format_exc()
+    sys.stderr.write(without_secrets(trace, secrets))
+    return discreet(f"{type(error).__name__}: {error}", secrets)
+
+
+def checked(outcome, secrets):
+    """An outcome with an error or a score; a score that is no finite number is none."""
+    if outcome.get("error") is not None:
+        return {**outcome, "error": discreet(str(outcome["error"]), secrets)}
+    score = float(outcome["score"])
+    return {**outcome, "score": score} if math.isfinite(score) else {"error": f"its score is {score}"}
+
+
+def beat(channel):
+    """Says that the process lives, which a stopped or swapped-out one cannot."""
+    while True:
+        threading.Event().wait(BEAT_S)
+        try:
+            channel.send({"kind": "beat"})
+        except OSError:
+            return
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the service has gone: there is nobody to tell
+        main(int(sys.argv[1]))
