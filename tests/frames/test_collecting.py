@@ -1,0 +1,233 @@
+"""`vlmrm frames collect` plays the episodes that were asked for, once, the same each time, by flags or a file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vlmrm import cli
+from vlmrm.errors import ConfigError, DataError
+from vlmrm.frames.collecting import collect, described
+from vlmrm.frames.settings import CollectSettings, checked
+from vlmrm.frames.trajectory import Trajectory, trajectory_paths, write_trajectory
+from vlmrm.frames.trajectory_file import open_folder, open_trajectory
+
+YAML = """
+env: FrozenLake-v1
+episodes: 3
+reward:
+  group_name: "RewardGroup"
+  use_reward_model: False  # during collection
+  collect_data: True
+  reward_model:
+    image_keys: ["base_camera"]
+    image_size: [3, 16, 16]
+  data_collection:
+    positive_dir: "./reward_data/positive"
+    negative_dir: "./reward_data/negative"
+    image_keys: ["base_camera"]
+    max_positive_trajectories: 500
+    max_negative_trajectories: 500
+"""
+
+
+def settings(folder: Path, **changes) -> CollectSettings:
+    collection = {"positive_dir": folder / "positive", "negative_dir": folder / "negative"} | changes.pop("limits", {})
+    reward = {"collect_data": True, "data_collection": collection, "reward_model": {"image_size": (3, 16, 16)}}
+    content = {"env": "FrozenLake-v1", "episodes": 9, "num_envs": 4, "max_steps": 20, "noise": 0.2, "reward": reward}
+    return checked(CollectSettings, content | changes, "the test")
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, list[float]]]:
+    """By seed, the frames and labels of all trajectories below a folder."""
+    files = [open_trajectory(path) for name in ("positive", "negative") for path in trajectory_paths(folder / name)]
+    found = {each.metadata["seed"]: (each.frames("base_camera").tobytes(), each.labels.tolist()) for each in files}
+    assert len(found) == len(files)
+    return found
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs the command and returns what it prints."""
+
+    def collect_command(*words: object) -> str:
+        cli.app(["frames", "collect", *map(str, words)], result_action="return_value", exit_on_error=False)
+        return capsys.readouterr().out
+
+    return collect_command
+
+
+def test_as_many_episodes_as_were_asked_for_each_of_its_own_seed(tmp_path):
+    found = collect(settings(tmp_path))
+    assert len(found.positive) + len(found.negative) == 9 == len(contents(tmp_path))
+    assert found.positive and found.negative
+    labels = [label for _, labels in contents(tmp_path).values() for label in labels]
+    assert (found.frames, found.successes) == (len(labels), sum(labels))
+
+
+def test_episodes_are_the_same_however_many_are_played_side_by_side(tmp_path):
+    for count in (1, 4):
+        collect(settings(tmp_path / str(count), num_envs=count))
+    assert contents(tmp_path / "1") == contents(tmp_path / "4")
+    collect(settings(tmp_path / "other", seed=1))
+    assert not contents(tmp_path / "1").keys() & contents(tmp_path / "other").keys()
+
+
+def test_a_collection_goes_on_where_it_was(tmp_path):
+    collect(settings(tmp_path / "whole"))
+    assert collect(settings(tmp_path / "parts", episodes=4)).earlier == 0
+    for path in trajectory_paths(tmp_path / "parts" / "positive")[:1]:
+        path.unlink()  # as if the program had been killed before it
+    found = collect(settings(tmp_path / "parts"))
+    assert found.earlier == 3 and len(found.positive) + len(found.negative) == 6
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert collect(settings(tmp_path / "parts")).frames == 0
+
+
+def test_imported_trajectories_of_the_same_simulator_are_no_hindrance(tmp_path):
+    images = {"base_camera": np.zeros((1, 3, 16, 16), dtype=np.uint8)}
+    imported = Trajectory(images, np.ones(1, dtype=np.float32), {"environment": "FrozenLake-v1", "source": "hash"})
+    write_trajectory(tmp_path / "positive", imported)
+    assert collect(settings(tmp_path, episodes=2)).earlier == 0
+
+
+def test_it_ends_when_both_folders_are_full(tmp_path):
+    limits = {"max_positive_trajectories": 2, "max_negative_trajectories": 1}
+    found = collect(settings(tmp_path, episodes=500, limits=limits))
+    assert (len(found.positive), len(found.negative)) == (2, 1)
+    assert "both folders hold as many as they may" in described(found)
+    assert collect(settings(tmp_path, episodes=500, limits=limits)).frames == 0
+
+
+def test_a_random_policy_differs_from_the_scripted_one(tmp_path):
+    collect(settings(tmp_path / "scripted", noise=0))
+    collect(settings(tmp_path / "random", policy="random"))
+    assert {sum(labels) > 0 for _, labels in contents(tmp_path / "scripted").values()} == {True}
+    assert contents(tmp_path / "scripted") != contents(tmp_path / "random")
+
+
+def test_continuous_actions_can_be_random(tmp_path):
+    found = collect(settings(tmp_path, env="MountainCarContinuous-v0", policy="random", episodes=2))
+    assert found.frames == 2 * 21
+
+
+def test_the_documented_file_is_read_and_flags_beat_it(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("collect.yaml").write_text(YAML)
+    assert "positive and " in run("collect.yaml", "--noise", 0, "--max-steps", 15)
+    files = open_folder(Path("reward_data/positive"))
+    assert len(files) == 3 and files[0].shape("base_camera") == (3, 16, 16)
+    words = ["--episodes", 1, "--seed", 5, "--stop-at-success", "--noise", 0, "--positive-dir", "other"]
+    run("collect.yaml", *words)
+    [file] = open_folder(Path("other"))
+    assert file.labels.tolist() == [0] * 6 + [1]
+    said = run("collect.yaml", "--noise", 0, "--max-steps", 15)
+    assert "0 positive and 0 negative" in said and "3 episodes were there before" in said
+
+
+def test_flags_alone_are_enough(tmp_path, run):
+    said = run(
+        "--env", "MiniGrid-Empty-5x5-v0", "--episodes", 2, "--image-size", 1, 16, 16, "--image-keys", "top",
+        "--positive-dir", tmp_path / "p", "--negative-dir", tmp_path / "n", "--num-envs", 1, "--policy", "scripted",
+        "--max-positive-trajectories", 1, "--max-negative-trajectories", 7, "--max-steps", 20,
+    )  # fmt: skip
+    [file] = open_folder(tmp_path / "p")
+    assert file.shape("top") == (1, 16, 16) and file.metadata["environment"] == "MiniGrid-Empty-5x5-v0"
+    assert "1 positive and 0 negative trajectories" in said
+
+
+@pytest.mark.parametrize("block", ["", "reward:", "reward:\n  data_collection:"])
+def test_a_file_need_not_say_that_the_command_collects(tmp_path, run, block):
+    (tmp_path / "collect.yaml").write_text(f"env: FrozenLake-v1\nmax_steps: 5\n{block}\n")
+    places = ["--positive-dir", tmp_path / "p", "--negative-dir", tmp_path / "n", "--image-size", 3, 16, 16]
+    assert "and 1 negative trajectories" in run(tmp_path / "collect.yaml", "--episodes", 1, *places)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"envs": "x"}, r"the test has the unknown key envs: did you mean env\?"),
+        (
+            {"reward": {"data_collection": {"positive_dirs": "x"}}},
+            "data_collection.positive_dirs: did you mean positive",
+        ),
+        ({"reward": {"reward_model": {"reward_type": "binry"}}}, "reward.reward_model.reward_type: Input should be"),
+        ({"noise": 2}, r"noise: Input should be less than or equal to 1 \(it is 2\)"),
+        ({"episodes": 0}, "episodes: "),
+        ({"reward": {"data_collection": {"max_positive_trajectories": -1}}}, "max_positive_trajectories"),
+        (
+            {"reward": {"data_collection": {"image_keys": ["a"]}, "reward_model": {"image_keys": ["b"]}}},
+            r"reward_model.image_keys is \['b'\] and data_collection.image_keys \['a'\]",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_named(change, message):
+    with pytest.raises(ConfigError, match=message):
+        checked(CollectSettings, {"env": "FrozenLake-v1"} | change, "the test")
+
+
+def test_without_gymnasium_it_says_what_to_install(run, monkeypatch):
+    monkeypatch.setattr("vlmrm.frames.cli.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'vlmrm\[frames\]'"):
+        run("--env", "Acrobot-v1")
+
+
+def test_what_cannot_be_collected_is_named(tmp_path, run):
+    with pytest.raises(ConfigError, match=r"reward\.collect_data is false"):
+        collect(settings(tmp_path, reward={"collect_data": False}))
+    with pytest.raises(ConfigError, match="give --env"):
+        run("--episodes", 1)
+    (tmp_path / "flat.yaml").write_text("env: FrozenLake-v1\nreward: 1")
+    with pytest.raises(ConfigError, match="reward is 1: it is a block of keys"):
+        run(tmp_path / "flat.yaml", "--positive-dir", tmp_path)
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(ConfigError, match=r"list\.yaml holds no settings"):
+        run(tmp_path / "list.yaml")
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read as YAML"):
+        run(tmp_path / "none.yaml")
+    collect(settings(tmp_path, episodes=1))
+    [path] = [*(tmp_path / "positive").glob("*.safetensors"), *(tmp_path / "negative").glob("*.safetensors")]
+    path.write_bytes(b"broken")
+    with pytest.raises(DataError, match="is corrupted"):
+        collect(settings(tmp_path, episodes=1))
+
+
+@pytest.mark.slow
+def test_a_collection_that_sigterm_stops_goes_on_without_playing_anything_twice(tmp_path):
+    places = ["--positive-dir", tmp_path / "positive", "--negative-dir", tmp_path / "negative"]
+    words = ["--env", "FrozenLake-v1", "--image-size", 3, 16, 16, "--episodes", 100_000, *places]
+    program = "from vlmrm.cli import main; main()"
+    command = [sys.executable, "-c", program, "frames", "collect", *map(str, words)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    began = time.monotonic()
+    while not trajectory_paths(tmp_path / "positive") and process.poll() is None:
+        assert time.monotonic() - began < 60
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate()
+    assert process.returncode == 143 and b"Traceback" not in said, said.decode()
+    before = contents(tmp_path)
+    assert len(before) >= 8
+    found = collect(settings(tmp_path, episodes=len(before) + 5, max_steps=200, noise=0.3))
+    assert found.earlier > 0 and contents(tmp_path).items() >= before.items()
+
+
+def test_acrobot_s_frames_show_what_the_labels_say(tmp_path):
+    """The tip is the highest thing drawn besides the line, and above it where the label says success."""
+    collect(settings(tmp_path, env="Acrobot-v1", episodes=4, max_steps=200, reward={
+        "collect_data": True,
+        "data_collection": {"positive_dir": tmp_path / "positive", "negative_dir": tmp_path / "negative"},
+    }))  # fmt: skip
+    files = [open_trajectory(path) for path in trajectory_paths(tmp_path / "positive")]
+    labels = np.concatenate([file.labels for file in files])
+    frames = np.concatenate([file.frames("base_camera") for file in files]).astype(int)
+    arm = frames[:, 2] - frames[:, 0] > 60  # cyan
+    line = int(64 * (0.5 - 1 / 4.4))
+    above = arm[:, :line].any(axis=(1, 2))
+    assert labels.sum() > 20 and np.mean(above == (labels > 0)) > 0.97

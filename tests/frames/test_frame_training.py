@@ -1,0 +1,296 @@
+"""Training a classifier of frames: that it learns, what it keeps, and what its checkpoint says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from squares import SIDE, settings, small_classifier, square_trajectory, write_squares
+
+from vlmrm.data.fingerprint import data_fingerprint
+from vlmrm.errors import CheckpointError, ConfigError, DataError
+from vlmrm.frames.checkpoint import load_classifier
+from vlmrm.frames.cli import app
+from vlmrm.frames.dataset import index_frames, split
+from vlmrm.frames.inputs import CachedFeatures, Pixels
+from vlmrm.frames.scorer import FrameScorer
+from vlmrm.frames.train_settings import TrainSettings
+from vlmrm.frames.training import initial_classifier, train_classifier
+from vlmrm.frames.trajectory import Trajectory, write_trajectory
+
+
+def weights(path) -> dict[str, torch.Tensor]:
+    return load_classifier(path, device="cpu").model.state_dict()
+
+
+def encoder_file(folder):
+    """A pretrained encoder: the backbone of a random classifier, as torch saves it."""
+    backbone = small_classifier(seed=7).encoders["base_camera"].resnet_backbone
+    torch.save(backbone.state_dict(), folder / "encoder.pt")
+    return folder / "encoder.pt"
+
+
+def test_it_learns_whether_a_bright_square_is_there(tmp_path):
+    trained = train_classifier(settings(write_squares(tmp_path), epochs=12, batch_size=16))
+    assert trained.config.metrics["auc"] == 1.0
+    assert trained.config.metrics["recall"] == 1.0 and trained.config.metrics["false_positive_rate"] == 0.0
+    scorer = FrameScorer(load_classifier(trained.path))
+    unseen = square_trajectory(np.random.default_rng(99), successes=20, frames=40)
+    said = scorer.probabilities(unseen.images) > scorer.config.threshold
+    assert (said == unseen.labels).mean() >= 0.95
+
+
+def test_equal_seeds_make_equal_weights_and_others_do_not(tmp_path):
+    write_squares(tmp_path)
+    torch.manual_seed(1)
+    train_classifier(settings(tmp_path, output_checkpoint=tmp_path / "a", augment=True, balance="sampling"))
+    after = torch.rand(())
+    torch.manual_seed(1)
+    assert torch.rand(()) == after  # the program's own random numbers are where they were
+    train_classifier(settings(tmp_path, output_checkpoint=tmp_path / "b", augment=True, balance="sampling"))
+    train_classifier(settings(tmp_path, output_checkpoint=tmp_path / "c", augment=True, balance="sampling", seed=1))
+    a, b, c = (weights(tmp_path / name) for name in "abc")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["classifier.0.weight"], c["classifier.0.weight"])
+
+
+def test_the_checkpoint_says_what_it_is(tmp_path):
+    write_squares(tmp_path, keys=("front", "wrist"))
+    path = tmp_path / "checkpoints" / "reward_model.pt"
+    keys = ("wrist", "front")
+    trained = train_classifier(settings(tmp_path, output_checkpoint=path, image_key=keys, pooling="mean"))
+    with safe_open(path, framework="pt") as file:
+        said = json.loads(file.metadata()["config"])
+    assert said["architecture"] == "resnet10" and said["image_keys"] == ["wrist", "front"]
+    assert said["image_size"] == [3, SIDE, SIDE] and (said["hidden_dim"], said["num_spatial_blocks"]) == (16, 2)
+    assert (said["pooling"], said["normalisation"]) == ("mean", "unit")
+    assert (said["use_pretrain"], said["freeze_encoder"]) == (False, False)
+    assert said["environment"] == "Squares" and said["version"] == 1
+    assert said["data_fingerprint"] == data_fingerprint([str(tmp_path / "positive"), str(tmp_path / "negative")])
+    assert 0 < said["threshold"] < 1
+    assert {"auc", "loss", "precision", "recall", "false_positive_rate", "calibration_error", "brier"} <= set(
+        said["metrics"]
+    )
+    assert (said["metrics"]["validation_frames"], said["metrics"]["validation_successes"]) == (30, 10)
+    assert 0 < said["metrics"]["compute_share"] <= 1
+    assert trained.epochs[0] == (said["metrics"]["auc"], said["metrics"]["loss"])
+
+
+def test_figures_are_of_the_checkpoint_on_the_trajectories_held_out(tmp_path):
+    write_squares(tmp_path)
+    trained = train_classifier(settings(tmp_path, epochs=2))
+    index, _ = index_frames(tmp_path / "positive", tmp_path / "negative", ("base_camera",), (3, SIDE, SIDE))
+    _, validation = split(index, 0.2, seed=0)
+    images = {key: frames.numpy() for key, frames in index.images(validation).items()}
+    probability = FrameScorer(load_classifier(trained.path)).probabilities(images)
+    labels = index.labels[validation]
+    loss = -np.mean(np.where(labels == 1, np.log(probability), np.log1p(-probability)))
+    assert loss == pytest.approx(trained.config.metrics["loss"], rel=1e-4)
+    rate = (probability[labels == 0] > trained.config.threshold).mean()
+    assert rate == pytest.approx(trained.config.metrics["false_positive_rate"]) and rate <= 0.01
+
+
+@pytest.mark.parametrize("balance", ["weights", "sampling", "none"])
+def test_probabilities_are_those_of_the_frames_as_they_were_collected(tmp_path, balance):
+    generator = np.random.default_rng(0)
+    for name in ("positive", "negative"):
+        for _ in range(10):  # noise, of which one frame in ten is called a success: there is nothing to see
+            noise = square_trajectory(generator, 0)
+            labels = (np.arange(10) == 3).astype(np.float32)
+            write_trajectory(tmp_path / name, Trajectory(noise.images, labels))
+    trained = train_classifier(settings(tmp_path, balance=balance, epochs=3))
+    index, _ = index_frames(tmp_path / "positive", tmp_path / "negative", ("base_camera",), (3, SIDE, SIDE))
+    probability = FrameScorer(load_classifier(trained.path)).probabilities(index.images(range(len(index))))
+    assert probability.mean() == pytest.approx(0.1, abs=0.05)
+
+
+# What is kept --------------------------------------------------------------------------------------------------------
+
+
+def scripted_scores(monkeypatch, *scores):
+    """Validation scores (AUC, loss) of the epochs, instead of true ones."""
+    from vlmrm.frames import training
+
+    coming = iter(scores)
+    monkeypatch.setattr(training, "auc_and_loss", lambda logits, labels: next(coming))
+
+
+@pytest.mark.parametrize(("select_by", "best"), [("auc", 2), ("loss", 3)])
+def test_the_best_epoch_is_kept_and_patience_ends_the_training(tmp_path, monkeypatch, select_by, best):
+    write_squares(tmp_path, positive=2, negative=1)
+    scripted_scores(monkeypatch, (0.6, 0.9), (0.9, 0.8), (0.8, 0.7), (0.7, 0.9), (0.7, 0.9), (0.7, 0.9), (1.0, 0.1))
+    trained = train_classifier(settings(tmp_path, epochs=50, select_by=select_by, patience=2))
+    assert trained.config.metrics["epoch"] == best
+    assert len(trained.epochs) == best + 2
+
+
+def test_a_run_that_breaks_off_has_left_its_best_epoch(tmp_path, monkeypatch):
+    write_squares(tmp_path, positive=2, negative=1)
+    scripted_scores(monkeypatch, (0.6, 0.9), (0.9, 0.8))  # the third epoch has none
+    with pytest.raises(StopIteration):
+        train_classifier(settings(tmp_path, epochs=5))
+    assert load_classifier(tmp_path / "model.safetensors").config.metrics["epoch"] == 2
+
+
+# Encoders ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pretrained_encoder_is_frozen_unless_told_otherwise(tmp_path):
+    write_squares(tmp_path)
+    pretrained = torch.load(encoder_file(tmp_path), weights_only=True)
+    for freeze in (None, True, False):
+        given = settings(tmp_path, pretrained_encoder_path=tmp_path / "encoder.pt", freeze_encoder=freeze)
+        trained = train_classifier(given)
+        assert trained.config.use_pretrain and trained.config.freeze_encoder is (freeze is not False)
+        begun = {name: value for name, value in weights(trained.path).items() if ".resnet_backbone." in name}
+        same = [torch.equal(value, pretrained[name.split("resnet_backbone.")[1]]) for name, value in begun.items()]
+        assert all(same) if freeze is not False else not any(same)
+
+
+def test_features_of_a_frozen_encoder_are_made_once(tmp_path, monkeypatch):
+    write_squares(tmp_path)
+    given = settings(tmp_path, pretrained_encoder_path=encoder_file(tmp_path), epochs=4)
+    model = initial_classifier(given).eval()
+    index, _ = index_frames(tmp_path / "positive", tmp_path / "negative", ("base_camera",), (3, SIDE, SIDE))
+    cached, pixels = CachedFeatures(model, index, tmp_path), Pixels(model, index, augmented=False)
+    numbers = [100, 3, 70]
+    with torch.no_grad():
+        torch.testing.assert_close(cached.logits(cached.read(numbers)), pixels.logits(pixels.read(numbers)))
+    seen = []
+    forward = type(model).encode
+    monkeypatch.setattr(type(model), "encode", lambda self, x: seen.append(len(x["base_camera"])) or forward(self, x))
+    train_classifier(given)
+    assert sum(seen) == len(index)
+
+
+def test_a_torchvision_resnet_is_trained_too(tmp_path):
+    write_squares(tmp_path, positive=2, negative=1)
+    trained = train_classifier(settings(tmp_path, backbone="resnet18"))
+    assert (trained.config.architecture, trained.config.normalisation) == ("resnet18", "imagenet")
+    mean = trained.model.mean.flatten()
+    torch.testing.assert_close(mean, torch.tensor([0.485, 0.456, 0.406]))
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+def test_documented_arguments_have_their_documented_defaults():
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainSettings)}
+    required = {name for name, value in defaults.items() if value is dataclasses.MISSING}
+    assert required == {"positive_dir", "negative_dir", "output_checkpoint"}
+    documented = {
+        "pretrained_encoder_path": None,
+        "backbone": "resnet10",
+        "image_key": ("base_camera",),
+        "image_size": (3, 64, 64),
+        "batch_size": 32,
+        "epochs": 100,
+        "lr": 1e-4,
+        "hidden_dim": 256,
+        "num_spatial_blocks": 8,
+        "visualize_positive": False,
+    }
+    assert {name: defaults[name] for name in documented} == documented
+    assert str(defaults["vis_output_dir"]) == "positive_samples_vis"
+
+
+def test_successes_are_written_as_pictures_before_training(tmp_path):
+    write_squares(tmp_path, positive=2, negative=1, successes=3)
+    train_classifier(settings(tmp_path, visualize_positive=True, vis_output_dir=tmp_path / "seen"))
+    names = sorted(path.name for path in (tmp_path / "seen").iterdir())
+    assert len(names) == 6
+    assert names[0].startswith("positive_000000") and names[0].endswith("_frame007.png")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"backbone": "resnet11"}, "backbone is 'resnet11'"),
+        ({"balance": "both"}, "balance is 'both'"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"lr": 0.0}, "lr is 0"),
+        ({"target_fpr": 1.0}, "target_fpr is 1"),
+        ({"num_workers": -1}, "num_workers is -1"),
+        ({"freeze_encoder": True}, "keeps random weights"),
+        ({"backbone": "reward_model"}, "go together"),
+        ({"reward_model": "x"}, "go together"),
+        ({"backbone": "reward_model", "reward_model": "x", "freeze_encoder": False}, "used as it is"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        settings(tmp_path, **changes)
+
+
+def test_nothing_is_written_when_the_frames_do_not_do(tmp_path):
+    write_squares(tmp_path, positive=0)
+    generator = np.random.default_rng(0)
+    for _ in range(2):
+        write_trajectory(tmp_path / "positive", square_trajectory(generator, 0))
+    with pytest.raises(DataError, match="positive: 2 trajectories, 20 frames, 0 of them successes"):
+        train_classifier(settings(tmp_path))
+    shutil.rmtree(tmp_path / "positive")
+    shutil.rmtree(tmp_path / "negative")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_cannot_be_written_is_named_before_training(tmp_path, monkeypatch):
+    from vlmrm.frames import training
+
+    monkeypatch.setattr(training, "initial_classifier", lambda settings: pytest.fail("it began to train"))
+    write_squares(tmp_path, positive=2, negative=1)
+    (tmp_path / "file").touch()
+    for taken in (tmp_path, tmp_path / "file" / "model"):
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            train_classifier(settings(tmp_path, output_checkpoint=taken))
+
+
+def test_every_documented_argument_reaches_the_training(monkeypatch, capsys, tmp_path):
+    from vlmrm.frames import training
+
+    given = []
+    monkeypatch.setattr(training, "train_classifier", lambda settings: given.append(settings))
+    monkeypatch.setattr(training, "described", lambda trained: "done")
+    command = """train --positive-dir ./reward_data/positive --negative-dir ./reward_data/negative
+        --output-checkpoint ./checkpoints/reward_model.pt --pretrained-encoder-path ./resnet10_pretrained.pt
+        --backbone resnet10 --image-key front wrist --image-size 3 96 128 --batch-size 128 --epochs 30 --lr 3e-4
+        --hidden-dim 128 --num-spatial-blocks 4 --visualize-positive --vis-output-dir ./show --no-freeze-encoder"""
+    app(command.split(), result_action="return_value")
+    assert given == [
+        TrainSettings(
+            positive_dir=Path("reward_data/positive"),
+            negative_dir=Path("reward_data/negative"),
+            output_checkpoint=Path("checkpoints/reward_model.pt"),
+            pretrained_encoder_path=Path("resnet10_pretrained.pt"),
+            image_key=("front", "wrist"),
+            image_size=(3, 96, 128),
+            batch_size=128,
+            epochs=30,
+            lr=3e-4,
+            hidden_dim=128,
+            num_spatial_blocks=4,
+            visualize_positive=True,
+            vis_output_dir=Path("show"),
+            freeze_encoder=False,
+        )
+    ]
+    assert capsys.readouterr().out == "done\n"
+
+
+def test_the_command_says_what_it_trains_on_and_what_the_classifier_is_worth(tmp_path, capsys):
+    write_squares(tmp_path, positive=2, negative=1)
+    words = ["train", "--epochs", 1, "--image-size", 3, SIDE, SIDE, "--hidden-dim", 16, "--num-spatial-blocks", 2]
+    words += ["--positive-dir", tmp_path / "positive", "--negative-dir", tmp_path / "negative"]
+    app([*map(str, words), "--output-checkpoint", str(tmp_path / "model.safetensors")], result_action="return_value")
+    text, said = capsys.readouterr()
+    assert f"{tmp_path / 'positive'}: 2 trajectories, 20 frames, 10 of them successes" in said
+    assert "training: 2 trajectories, 20 frames, 5 of them successes; validation: 1 trajectories" in said
+    assert "best of 1 epochs is 1; on 10 held-out frames, 5 of them successes" in text
+    assert f"the classifier is {tmp_path / 'model.safetensors'}" in text

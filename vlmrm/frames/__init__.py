@@ -1,0 +1,1 @@
+"""Success rewards from frames: collect labelled frames, train a classifier of success, and train policies with it."""

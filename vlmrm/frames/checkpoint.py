@@ -1,0 +1,150 @@
+"""Frame classifiers on disk: one safetensors file that says what it is; and the RLinf document's `.pt` files.
+
+The metadata of the file has `config`, the JSON of a `ClassifierConfig`. A `.pt` file is a dictionary with
+`model_state_dict` and says nothing about itself: keys and widths are read off its weights, `use_pretrain` off the
+kernel of its pooling (1 x 1: false), as documented, and the size of the images must be known.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vlmrm.devices import device_named
+from vlmrm.errors import CheckpointError, ConfigError, first_line
+from vlmrm.frames.classifier import FrameClassifier, build_classifier
+from vlmrm.frames.classifier_config import ClassifierConfig, classifier_config
+from vlmrm.frames.weight_files import is_torch_file, read_weights
+from vlmrm.rewards.built_in.weights import load_exactly
+
+KERNEL = re.compile(r"encoders\.([^.]+)\.pooling_layer\.kernel$")
+CLASSIFYING_LAYER = re.compile(r"encoders\.[^.]+\.resnet_backbone\.fc\.")  # in the document's files, and never used
+
+
+@dataclass(frozen=True)
+class LoadedClassifier:
+    """A classifier in eval mode, its parameters without gradients; `described` where its file has a config."""
+
+    model: FrameClassifier
+    config: ClassifierConfig
+    described: bool
+
+
+def save_classifier(path: Path | str, model: FrameClassifier, config: ClassifierConfig) -> None:
+    """Writes weights and config as one safetensors file, whole or not at all, whatever the name's suffix.
+
+    Raises:
+        CheckpointError: when it cannot be written there.
+    """
+    path = Path(path)
+    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    make_folder_of(path)
+    try:
+        save_file(weights, temporary, {"config": config.model_dump_json()})
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise _unwritable(path, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def make_folder_of(path: Path) -> None:
+    """Makes the folder that a checkpoint will be in.
+
+    Raises:
+        CheckpointError: when no file of that name can be there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be written ({error}): name another file.")
+
+
+def load_classifier(
+    path: Path | str, *, image_size: Sequence[int] | None = None, device: str | torch.device | None = None
+) -> LoadedClassifier:
+    """A classifier from a file of `save_classifier`, or from the document's `.pt`.
+
+    Args:
+        image_size: [C,H,W], for a `.pt`, which does not say it.
+        device: default is the GPU where there is one.
+
+    Raises:
+        CheckpointError: when the file is missing, broken, of something else, or does not fit its own config.
+        ConfigError: for a `.pt` without `image_size`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"there is no reward model {path}: train one (`vlmrm frames train --help`).")
+    weights = read_weights(path)
+    described = not is_torch_file(path)
+    if described:
+        config = read_config(path)
+    else:
+        config, weights = _of_document(path, weights, image_size)
+    with torch.random.fork_rng(devices=[]):  # the random weights that are replaced cost the program none of its own
+        model = build_classifier(config)
+    load_exactly(model, weights, str(path))
+    model = model.to(device_named(device)).to(memory_format=torch.channels_last)  # convolutions are quicker so
+    return LoadedClassifier(model.eval().requires_grad_(False), config, described)
+
+
+def read_config(path: Path | str) -> ClassifierConfig:
+    """The config of a file of `save_classifier`; its weights stay on disk.
+
+    Raises:
+        CheckpointError: when the file is no such file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get("config")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is no frame classifier ({error}): check the path.") from error
+    if text is None:
+        raise CheckpointError(f"{path} has weights and no config: it was not written by `vlmrm frames train`.")
+    try:
+        return ClassifierConfig.model_validate_json(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path} has a config that this version cannot read ({first_line(error)}).") from error
+
+
+def _of_document(
+    path: Path, content: Mapping[str, Any], image_size: Sequence[int] | None
+) -> tuple[ClassifierConfig, dict[str, Tensor]]:
+    state = content.get("model_state_dict", content.get("state_dict", content))
+    weights = {name: value for name, value in state.items() if not CLASSIFYING_LAYER.match(name)}
+    kernels = {found[1]: value for name, value in weights.items() if (found := KERNEL.match(name))}
+    if not kernels:
+        raise CheckpointError(f"{path} has no encoders.*.pooling_layer.kernel: it is no frame classifier.")
+    if image_size is None:
+        raise ConfigError(f"{path} does not say the size of its images: give image_size, [C,H,W].")
+    first = next(iter(kernels))
+    _, height, width, blocks = kernels[first].shape
+    spatial = not height == width == 1
+    config = classifier_config(
+        architecture="resnet10",
+        image_keys=tuple(kernels),
+        image_size=tuple(image_size),
+        hidden_dim=weights[f"encoders.{first}.mlp.0.weight"].shape[0],
+        num_spatial_blocks=blocks,
+        pooling="spatial" if spatial else "mean",
+        use_pretrain=spatial,
+        freeze_encoder=spatial,
+    )
+    return config, weights

@@ -1,0 +1,172 @@
+"""The `reward:` block that collection and policy training share, and the settings of a collection.
+
+What a block leaves out of `reward_model` is read from the checkpoint; what it says must be the checkpoint's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from vlmrm.errors import ConfigError
+from vlmrm.frames.choices import IMAGE_KEY, IMAGE_SIZE
+
+Count = int | None
+Size = tuple[int, int, int]
+
+
+class Strict(BaseModel):
+    """Settings of which every key is known."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+Settings = TypeVar("Settings", bound=Strict)
+
+
+class RewardModelSettings(Strict):
+    """`reward_model`: the classifier, as a policy's training uses it, and what becomes of its probabilities.
+
+    What says how the classifier is made must be as it was trained; of `use_pretrain` the checkpoint's is taken, with a
+    warning. The encoder's weights are the checkpoint's too, whatever `pretrained_encoder_path` names.
+
+    Attributes:
+        reward_type: `binary`: 1 where the probability is above the checkpoint's threshold; `continuous`: the
+            probability.
+        reward_mode: `per_step`: of every step; `terminal`: of an episode's last step, and 0 before.
+        reward_weight, env_reward_weight: factors of the learned and of the environment's own reward in their sum.
+        smoothing: the probability is the mean over the last so many frames of the episode.
+        hold: a binary reward needs so many successes after one another, the last of them now.
+        device: where the classifier runs; default is the GPU where there is one.
+    """
+
+    checkpoint_path: Path | None = None
+    image_keys: list[str] | None = Field(None, min_length=1)
+    image_size: Size | None = None  # [C,H,W]
+    hidden_dim: int | None = None
+    num_spatial_blocks: int | None = None
+    pretrained_encoder_path: Path | None = None
+    use_pretrain: bool | None = None
+    freeze_encoder: bool | None = None
+    reward_type: Literal["binary", "continuous"] = "binary"
+    reward_mode: Literal["per_step", "terminal"] = "per_step"
+    reward_weight: float = Field(1.0, allow_inf_nan=False)
+    env_reward_weight: float = Field(0.0, allow_inf_nan=False)
+    smoothing: int = Field(1, ge=1)
+    hold: int = Field(1, ge=1)
+    device: str | None = None
+
+    @model_validator(mode="after")
+    def _holds_successes(self) -> RewardModelSettings:
+        if self.hold > 1 and self.reward_type != "binary":
+            raise ValueError(f"hold is {self.hold}, and a {self.reward_type} reward has no successes to hold")
+        return self
+
+
+class DataCollectionSettings(Strict):
+    """`data_collection`: what RewardDataCollector is told."""
+
+    positive_dir: Path = Path("./reward_data/positive")
+    negative_dir: Path = Path("./reward_data/negative")
+    image_keys: list[str] | None = Field(None, min_length=1)  # default: those of reward_model
+    max_positive_trajectories: Count = Field(None, ge=0)  # None: as many as come
+    max_negative_trajectories: Count = Field(None, ge=0)
+
+
+class RewardSettings(Strict):
+    """`reward`: whether to collect frames, whether to use a classifier of them, and which."""
+
+    group_name: str = "RewardGroup"
+    use_reward_model: bool = False
+    collect_data: bool = False
+    reward_model: RewardModelSettings = Field(default_factory=RewardModelSettings)
+    data_collection: DataCollectionSettings = Field(default_factory=DataCollectionSettings)
+
+    @model_validator(mode="after")
+    def _same_keys(self) -> RewardSettings:
+        model, collected = self.reward_model.image_keys, self.data_collection.image_keys
+        if model and collected and model != collected:
+            raise ValueError(f"reward_model.image_keys is {model} and data_collection.image_keys {collected}")
+        return self
+
+    @property
+    def image_keys(self) -> list[str]:
+        """The cameras that either block names."""
+        return self.data_collection.image_keys or self.reward_model.image_keys or [IMAGE_KEY]
+
+    @property
+    def image_size(self) -> Size:
+        """[C,H,W] of the frames."""
+        return self.reward_model.image_size or IMAGE_SIZE
+
+
+class CollectSettings(Strict):
+    """A collection: a simulator, a policy written by hand, and where the episodes go.
+
+    `noise` is the share of actions that are random. Without `stop_at_success` an episode goes on for all its
+    `max_steps`, so that more frames show the task done.
+    """
+
+    env: str
+    episodes: int = Field(100, ge=1)
+    num_envs: int = Field(8, ge=1)
+    policy: Literal["scripted", "random"] = "scripted"
+    noise: float = Field(0.3, ge=0, le=1)
+    max_steps: int = Field(200, ge=1)
+    stop_at_success: bool = False
+    seed: int = Field(0, ge=0)
+    reward: RewardSettings = Field(default_factory=RewardSettings)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file as a mapping.
+
+    Raises:
+        ConfigError: when it cannot be read or is none.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML ({error}): check the path and the file.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no settings: it is a mapping of keys such as `env:` and `reward:`.")
+    return content
+
+
+def checked(kind: type[Settings], content: dict[str, Any], where: str) -> Settings:
+    """`content` as settings of a kind.
+
+    Raises:
+        ConfigError: naming the first key that cannot be, and `where`.
+    """
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(first["loc"][-1]), _keys(kind, first["loc"][:-1]), 1)
+            hint = f"did you mean {near[0]}?" if near else "see docs/frames.md for the keys."
+            place = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{where} has the unknown key {place}: {hint}") from error
+        raise ConfigError(f"{where}: {first_error(error)}") from error
+
+
+def first_error(error: ValidationError) -> str:
+    """Which value cannot be, and why, as the end of a sentence."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    reason = first["msg"].removeprefix("Value error, ")
+    told = first["type"] in ("missing", "value_error")  # the reason says what it is, or it is not there
+    value = "" if told else f" (it is {first['input']!r})"
+    return f"{place}{': ' if place else ''}{reason}{value}."
+
+
+def _keys(kind: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:
+    """The keys that the block at a place may have."""
+    for name in place:
+        kind = kind.model_fields[str(name)].annotation  # ty: ignore[invalid-assignment]
+    return list(kind.model_fields)
