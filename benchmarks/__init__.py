@@ -6,7 +6,12 @@
 BENCHMARKS = {
     "train_step": "forward and backward of one training step, against one row for each conversation",
     "scoring": "forward alone: many candidates for one prompt, and pairs",
+    "rewards": "a group's candidates at once, several judges, and what a reward set adds",
+    "frames": "labelled frames collected, classifiers of them trained and used",
+    "frames_rl": "policies rewarded by frames, by the true success and by both, over three seeds",
+    "serving": "the reward service: its throughput, its latency, and groups of candidates",
     "sweep": "several checkpoints over one data set, against their forward passes alone",
+    "evaluation": "pairs with all ablations, against without; the report of 100,000 pairs",
     "epoch": "a training with its loader, against its steps alone",
     "scale": "time to the first step and memory, from a thousand rows to a million",
     "gpu": "a training step at real model sizes on a CUDA GPU",

@@ -14,13 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from benchmarks import harness, runs
 from benchmarks.harness import Row, Skipped, row
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.schema import Comparison
 from vlmrm.data.sources import load_comparisons
 from vlmrm.evaluation.ablations import blank_image
-from vlmrm.evaluation.metrics import ScoredPairs, accuracy_half_ties, scored_pairs
+from vlmrm.evaluation.frame import scored_pairs
+from vlmrm.evaluation.pairs import credits_of, margins_of
 from vlmrm.modeling import make_tiny
 from vlmrm.scoring import Scorer, load_scorer
 from vlmrm.training.main import train
@@ -79,25 +82,27 @@ def figures(case: str, scorer: Scorer, file: Path, limit: int | None) -> list[Ro
     rows: Any = load_comparisons([str(file)], arguments=DataArguments(dataset_path=[str(file)]), limit=limit)
     comparisons: list[Comparison] = rows[:]["comparison"]
     swap = prompt_swapper(comparisons)
-    shown = pairs(scorer, comparisons)
-    blank = pairs(scorer, [cast(Comparison, blank_image(comparison)) for comparison in comparisons])
-    swapped = pairs(scorer, [swap(comparison) for comparison in comparisons])
-    count = {"pairs": len(shown.margins)}
+    shown = margins(scorer, comparisons)
+    blank = margins(scorer, [cast(Comparison, blank_image(comparison)) for comparison in comparisons])
+    swapped = margins(scorer, [swap(comparison) for comparison in comparisons])
+    count = {"pairs": len(shown)}
     return [
-        row(f"{case} accuracy", accuracy_half_ties(shown.margins), "of pairs", **count),
-        row(f"{case} blank accuracy", accuracy_half_ties(blank.margins), "of pairs", **count),
-        row(f"{case} margin", float(shown.margins.mean()), "score", **count),
-        row(f"{case} swapped margin", float(swapped.margins.mean()), "score", **count),
+        row(f"{case} accuracy", float(credits_of(shown).mean()), "of pairs", **count),
+        row(f"{case} blank accuracy", float(credits_of(blank).mean()), "of pairs", **count),
+        row(f"{case} margin", float(shown.mean()), "score", **count),
+        row(f"{case} swapped margin", float(swapped.mean()), "score", **count),
     ]
 
 
-def pairs(scorer: Scorer, comparisons: list[Comparison]) -> ScoredPairs:
+def margins(scorer: Scorer, comparisons: list[Comparison]) -> np.ndarray:
+    """Of every pair with a preference."""
     scores: list[list[float]] = []
     for start in range(0, len(comparisons), CHUNK):
         some = [comparison.conversations() for comparison in comparisons[start : start + CHUNK]]
         flat = iter(scorer.score([conversation for branches in some for conversation in branches]))
         scores += [[next(flat) for _ in branches] for branches in some]
-    return scored_pairs(comparisons, scores)
+    found = margins_of(scored_pairs(comparisons, scores))
+    return found[~np.isnan(found)]
 
 
 def prompt_swapper(comparisons: list[Comparison]) -> Callable[[Comparison], Comparison]:

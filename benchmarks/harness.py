@@ -81,7 +81,8 @@ def interleave(variants: Mapping[str, Callable[[], Callable[[], Any]]], rounds: 
     """Times the variants in turn, `rounds` times after one round that does not count.
 
     Each variant prepares a round, untimed, and returns what is timed. What slows the machine down for a while so
-    slows all of them. On a CPU the seconds are those of the processor, which others' work does not lengthen.
+    slows all of them. On a CPU the seconds are those of the processor, which others' work does not lengthen; with
+    `wall` instead of a device they are those of a clock on the wall, for what waits.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
@@ -93,11 +94,12 @@ def interleave(variants: Mapping[str, Callable[[], Callable[[], Any]]], rounds: 
 
 
 def stopwatch(work: Callable[[], Any], device: str = "cpu") -> float:
-    """Seconds that `work` takes: of the processor on a CPU, between two events of the stream on a GPU."""
-    if device == "cpu":
-        started = time.process_time()
+    """Seconds that `work` takes: of the processor on a CPU, between two events of the stream on a GPU, on the wall."""
+    if device in ("cpu", "wall"):
+        clock = time.process_time if device == "cpu" else time.perf_counter
+        started = clock()
         work()
-        return time.process_time() - started
+        return clock() - started
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()

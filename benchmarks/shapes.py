@@ -26,6 +26,7 @@ TIE_WEIGHT = 0.1
 # hidden, layers, heads, key heads, feed-forward, vocabulary; vision: hidden, depth, feed-forward
 SIZES = {
     "tiny": (64, 2, 4, 2, 160, 128, 32, 3, 80),
+    "h256": (256, 6, 4, 2, 704, 4864, 128, 4, 342),
     "h512": (512, 8, 8, 2, 1408, 4864, 256, 6, 684),
     "h768": (768, 8, 12, 3, 2112, 5504, 256, 6, 684),
 }

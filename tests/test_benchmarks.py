@@ -28,7 +28,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", [*BENCHMARKS, "soak"])
 def test_each_prints_one_object_of_finite_rows(name):
     options = []
     if name == "flickr8k":

@@ -1,0 +1,125 @@
+"""Rewards: a group's candidates at once over one by one, four judges over one, and a reward set over its models alone.
+
+Judges wait, so `async_judges` is timed by the clock on the wall; the others by the processor's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from benchmarks import harness, runs
+from benchmarks.harness import Row, row
+from benchmarks.judge_server import LATENCY, judge_server
+from benchmarks.shapes import configuration
+from vlmrm.modeling import load_for_training, load_processor, make_tiny, save_reward_files, write_complete
+from vlmrm.rewards import RewardSet
+
+SIDE = 448  # pixels: 256 tokens
+PROMPT = "What is shown in this picture, and how is it drawn? Say it in one sentence."
+ANSWER = "There are {} blots in this picture, of several colours, that lie beside each other."
+GROUPWISE, JUDGES, OVERHEAD = 6.0, 1.3, 1.05
+CANDIDATES, BATCH, JUDGED = 16, 64, 16
+ROUNDS = 5
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    rounds = 1 if options.quick else ROUNDS
+    with runs.workplace() as folder:
+        checkpoint = reward_checkpoint(folder, "tiny" if options.quick else "h512")
+        return [groupwise(checkpoint, rounds), judges(rounds), overhead(checkpoint, rounds)]
+
+
+def groupwise(checkpoint: Path, rounds: int) -> Row:
+    """A group of answers to one question about one picture, all at once, and one after another."""
+    group, single = trained(checkpoint, "vlm_reward_group"), trained(checkpoint, "vlm_reward")
+    columns = answers(CANDIDATES)
+
+    def one_by_one() -> None:
+        for place in range(CANDIDATES):
+            single(**{name: column[place : place + 1] for name, column in columns.items()})
+
+    ways = {"one_by_one": lambda: one_by_one, "group": lambda: lambda: group(**columns, groups=[0] * CANDIDATES)}
+    timings = harness.interleave(ways, rounds)
+    line = row(f"groupwise_{CANDIDATES}", **timings.ratio("one_by_one", "group"), unit="x", at_least=GROUPWISE)
+    return line | {"slow_seconds": timings.median("one_by_one"), "fast_seconds": timings.median("group")}
+
+
+def judges(rounds: int) -> Row:
+    """The same pictures shown to four judges and to one; new ones in each round, so that no reply is remembered."""
+    with judge_server() as url:
+        sets = {name: RewardSet([judge(url, number) for number in range(count)])
+                for name, count in (("four", 4), ("one", 1))}  # fmt: skip
+        pictures = np.random.default_rng(0)
+
+        def prepare(rewards: RewardSet) -> Callable[[], Any]:
+            images = [Image.fromarray(pictures.integers(0, 255, (64, 64, 3), dtype=np.uint8)) for _ in range(JUDGED)]
+            return lambda: rewards(prompt=[PROMPT] * JUDGED, image=images)
+
+        ways = {name: lambda rewards=rewards: prepare(rewards) for name, rewards in sets.items()}
+        timings = harness.interleave(ways, rounds, device="wall")
+        for rewards in sets.values():
+            rewards.close()
+    line = row("async_judges", **timings.ratio("four", "one"), unit="x one", at_most=JUDGES)
+    return line | {"slow_seconds": timings.median("four"), "fast_seconds": timings.median("one"), "latency": LATENCY}
+
+
+def overhead(checkpoint: Path, rounds: int) -> Row:
+    """A batch through a reward set, with its checks and conversions, and through the model itself."""
+    rewards = trained(checkpoint, "vlm_reward")
+    model = rewards.rewards[0].model
+    columns = answers(BATCH)
+    ways = {"set": lambda: lambda: rewards(**columns), "model": lambda: lambda: model(**columns)}
+    timings = harness.interleave(ways, rounds)
+    line = row("overhead", **timings.ratio("set", "model"), unit="x model", at_most=OVERHEAD)
+    return line | {"slow_seconds": timings.median("set"), "fast_seconds": timings.median("model")}
+
+
+def trained(checkpoint: Path, reward_model: str) -> RewardSet:
+    settings = {"dtype": "float32", "device": "cpu", "batch_size": BATCH, "model_path": str(checkpoint)}
+    return RewardSet({"name": "trained", "reward_model": reward_model, **settings})
+
+
+def judge(url: str, number: int) -> dict[str, Any]:
+    """Each under another name on the server, so that it is another judge."""
+    settings = {"reward_model": "vllm_evaluate", "api_base_url": url, "vlm_model": f"judge-{number}"}
+    return {"name": f"judge_{number}", "batch_size": JUDGED, "async_reward": True, **settings}
+
+
+def answers(count: int) -> dict[str, list[Any]]:
+    """`count` answers to one question about one picture."""
+    pixels = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+    picture = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    responses = [ANSWER.format(number) for number in range(count)]
+    return {"prompt": [PROMPT] * count, "image": [picture] * count, "response": responses}
+
+
+def reward_checkpoint(folder: Path, size: str) -> Path:
+    """A checkpoint in one of the sizes of benchmarks/shapes.py, with the tiny one's tokenizer and processor."""
+    base = make_tiny(folder / "base")
+    processor: Any = load_processor(base)
+    config: Any = configuration(size)
+    for name in ("image", "video", "vision_start", "vision_end"):
+        token = f"<|{name}_pad|>" if name in ("image", "video") else f"<|{name}|>"
+        setattr(config, f"{name}_token_id", processor.tokenizer.convert_tokens_to_ids(token))
+    config.text_config.pad_token_id = processor.tokenizer.pad_token_id
+    config.text_config.vocab_size = max(config.text_config.vocab_size, len(processor.tokenizer))
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(base)
+    made = folder / "reward-model"
+    load_for_training(base, dtype=torch.float32).save_pretrained(made)
+    limits = {"min_pixels": None, "max_pixels": SIDE**2}
+    save_reward_files(made, processor=processor, head="linear", provenance={}, **limits)
+    write_complete(made, world_size=1, step=0)
+    return made
+
+
+if __name__ == "__main__":
+    harness.main("rewards", measure, __doc__)

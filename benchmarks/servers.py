@@ -1,0 +1,71 @@
+"""Servers in processes of their own, asked by many clients at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2 as httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+LOADING_S = 120.0
+SERVE = ("-c", "from vlmrm.cli import main; main()", "serve")
+
+T = TypeVar("T")
+
+
+@contextmanager
+def server(*words: str, log: Path) -> Generator[tuple[str, int]]:
+    """The address and the process id of `python WORDS PORT` once it is ready; what it says goes to `log`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # One thread to compute with, as everything that is compared has.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with log.open("w") as said:
+        process = subprocess.Popen([sys.executable, *words, str(port)], env=environment, stdout=said, stderr=said)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_ready(process, url, log)
+        yield url, process.pid
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    end = time.monotonic() + LOADING_S
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            if httpx.get(f"{url}/ready").is_success:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
+
+
+def client(url: str) -> httpx.AsyncClient:
+    """With as many connections as there are requests at a time."""
+    return httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None))
+
+
+async def in_turn(clients: int, items: Sequence[Any], ask: Callable[[Any], Awaitable[T]]) -> list[T]:
+    """What `ask` says of each item, in order; each of so many clients asks for the next one once it has its own."""
+    answers: list[Any] = [None] * len(items)
+    left = iter(enumerate(items))
+
+    async def one() -> None:
+        for place, item in left:
+            answers[place] = await ask(item)
+
+    await asyncio.gather(*(one() for _ in range(clients)))
+    return answers

@@ -1,0 +1,143 @@
+"""The reward service under twice the load that it can bear, by clients of every protocol, for 10 minutes.
+
+Every accepted request must be answered, with the score that the same request has when nothing else is asked; `/health`
+must stay quick and memory flat. Requests come at random times, each by a connection of its own; those refused do not
+come again. The model is a small one, and yet what computes longest, as models are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks import harness, runs
+from benchmarks.harness import Row, row
+from benchmarks.protocols import PROTOCOLS, REWARD, Refused, ask, questions
+from benchmarks.rewards import reward_checkpoint
+from benchmarks.servers import SERVE, in_turn, server
+from benchmarks.watching import Watch, watched
+
+MINUTES, LOAD = 10.0, 2.0
+HEALTH_MS, GROWTH = 50.0, 1.05
+SIDE = 84  # pixels of a picture
+EACH = 800  # requests of each protocol: by the time that one comes again, its result is forgotten
+CLIENTS = 32  # at a time, to measure capacity
+TOLERANCE = 1e-3
+CONFIG = """
+[limits]
+max_requests = 1024
+queue_items = 200
+result_ttl = 10
+[[reward_args]]
+reward_type = "{reward}"
+model_path = "{checkpoint}"
+"""
+
+
+@dataclass
+class Outcomes:
+    """What became of the requests. `broken` says of some what went wrong."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="default: %(default)g")
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    minutes, each = (0.1, 20) if options.quick else (options.minutes, EACH)
+    with runs.workplace() as folder:
+        checkpoint = reward_checkpoint(folder, "tiny" if options.quick else "h256")
+        config = folder / "service.toml"
+        config.write_text(CONFIG.format(reward=REWARD, checkpoint=checkpoint))
+        with server(*SERVE, "--config", str(config), "--port", log=folder / "service.log") as (url, process):
+            port = int(url.rpartition(":")[2])
+            asked = zip(questions(each * len(PROTOCOLS), SIDE), itertools.cycle(PROTOCOLS.items()))
+            requests = [(name, one.encoded(question)) for question, (name, one) in asked]  # none is asked twice
+            expected, capacity = asyncio.run(calm(port, requests))
+            with watched(port, process) as seen:
+                found = asyncio.run(storm(port, requests, expected, LOAD * capacity, 60 * minutes))
+                return rows(found, seen(), capacity)
+
+
+async def calm(port: int, requests: Sequence[tuple[str, bytes]]) -> tuple[list[float], float]:
+    """The score of each request, and how many of them are answered in a second."""
+    started = time.monotonic()
+    scores = await in_turn(CLIENTS, requests, lambda one: ask(port, *one))
+    return scores, len(requests) / (time.monotonic() - started)
+
+
+async def storm(
+    port: int, requests: Sequence[tuple[str, bytes]], expected: Sequence[float], rate: float, seconds: float
+) -> Outcomes:
+    """Sends requests at `rate` a second, whatever becomes of those before."""
+    found = Outcomes()
+    order = list(range(len(requests)))
+    random.seed(0)
+    random.shuffle(order)
+
+    async def send(place: int) -> None:
+        name, body = requests[place]
+        try:
+            score = await ask(port, name, body)
+        except Refused:
+            found.counts["refused"] += 1
+        except Exception as error:
+            found.counts["broken"] += 1
+            found.broken.append(f"{name}: {type(error).__name__}: {error}")
+        else:
+            found.counts["answered" if abs(score - expected[place]) <= TOLERANCE else "wrong"] += 1
+
+    sending: set[asyncio.Task[None]] = set()
+    started = due = time.monotonic()
+    while due < started + seconds:
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        task = asyncio.create_task(send(order[found.counts["sent"] % len(order)]))
+        sending.add(task)
+        task.add_done_callback(sending.discard)
+        found.counts["sent"] += 1
+        due += random.expovariate(rate)
+    found.counts["seconds"] = round(time.monotonic() - started)
+    await asyncio.gather(*sending)
+    return found
+
+
+def rows(found: Outcomes, watch: Watch, capacity: float) -> list[Row]:
+    counts = found.counts
+    missed = counts["sent"] - counts["answered"] - counts["refused"]
+    answers = row("not answered, or wrongly", missed, "requests", at_most=0, **counts)
+    answers |= {"capacity_per_s": capacity, "sent_per_s": counts["sent"] / max(counts["seconds"], 1)}
+    if found.broken:
+        answers["first"] = found.broken[0]
+    health = row("/health", max(watch.health), "ms at most", at_most=HEALTH_MS)
+    health |= {"median": float(np.median(watch.health)), "p99": float(np.percentile(watch.health, 99))}
+    memory = np.array(watch.memory)
+    window = max(len(memory) // 10, 1)
+    early = len(memory) // 5  # by then it has its working set
+    begin, end = (np.median(part, axis=0) for part in (memory[early : early + window], memory[-window:]))
+    lines = [
+        row(
+            f"memory of {name}",
+            float(after / before),
+            "x",
+            at_most=GROWTH,
+            begin_mb=float(before),
+            end_mb=float(after),
+        )
+        for name, before, after in zip(("service", "worker"), begin, end, strict=True)
+    ]
+    return [answers, health, *lines]
+
+
+if __name__ == "__main__":
+    harness.main("soak", measure, __doc__, add_options)
