@@ -2,21 +2,27 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+COSMOS := .cache/cosmos/.installed
 
 # Tools that find each other on PATH: ninja for DeepSpeed, torchrun for the launch scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo test lint format types bench
+.PHONY: help demo frames-demo test cosmos lint format types bench
 .DEFAULT_GOAL := help
 
 help:  ## list the verbs
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s%s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s%s\n", $$1, $$2}' Makefile
 
 demo: $(INSTALLED)  ## train, sweep and score on the bundled digits
 	$(BIN)/vlmrm demo
 
+frames-demo: $(INSTALLED)  ## collect frames of Acrobot, train a classifier, and PPO with its reward
+	$(BIN)/vlmrm frames demo
+
 test: $(INSTALLED)  ## run every test; workers take tests from each other, so that slow ones run side by side
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+cosmos: $(COSMOS)  ## fetch cosmos-rl, whose trainer a test has ask for rewards
 
 lint: $(INSTALLED)  ## check style and formatting
 	$(BIN)/ruff check .
@@ -36,4 +42,10 @@ bench: $(INSTALLED)  ## run every benchmark
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+# In a folder of its own and without its dependencies, which would replace half of .venv.
+$(COSMOS): tests/serving/protocols/cosmos_requirements.txt | $(INSTALLED)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) --requirement $<
 	touch $@

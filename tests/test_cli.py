@@ -20,7 +20,19 @@ assert not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for verb in ("train", "eval", "report", "card", "score", "check-data", "init-tiny", "merge", "demo"):
+    for verb in (
+        "train",
+        "eval",
+        "report",
+        "card",
+        "score",
+        "check-data",
+        "init-tiny",
+        "merge",
+        "export",
+        "frames",
+        "demo",
+    ):
         assert f" {verb} " in done.stdout, verb
 
 
