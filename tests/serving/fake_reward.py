@@ -10,7 +10,8 @@ from typing import ClassVar
 class Length:
     """Scores the length of the prompt; `log` is a file that each batch's prompts are written to.
 
-    A prompt may say what happens instead: "die", "die once FILE", "hang", "raise", "refuse".
+    A prompt may say what happens instead: "die", "die once FILE", "hang", "raise", "refuse", or "wait FILE", of which
+    `services.Gate` tells.
     """
 
     def __init__(self, log=None, info=None, seconds=0.0):
@@ -25,6 +26,7 @@ class Length:
         return [self.outcome(item["prompt"]) for item in items]
 
     def outcome(self, prompt):
+        wait_at(prompt)
         what, _, path = prompt.partition(" once ")
         if path:
             if os.path.exists(path):
@@ -37,6 +39,15 @@ class Length:
         if what == "raise":
             raise RuntimeError("out of memory")
         return {"error": "it is refused"} if what == "refuse" else {"score": float(len(prompt))}
+
+
+def wait_at(prompt):
+    """Of "wait FILE": says in FILE.reached that it waits, and does until there is FILE."""
+    what, _, path = prompt.partition(" ")
+    if what == "wait":
+        open(path + ".reached", "w").close()
+        while not os.path.exists(path):
+            time.sleep(0.01)
 
 
 class Broken:

@@ -70,6 +70,21 @@ def served(*rewards: dict[str, Any], listen: int = 0, **settings: Any) -> Genera
         thread.join()
 
 
+class Gate:
+    """Keeps a worker in the batch that has `prompt` in it, from when it is `reached` until the test opens it."""
+
+    def __init__(self, folder: Path):
+        self._path = folder / "gate"
+        self.prompt = f"wait {self._path}"
+
+    async def reached(self) -> None:
+        while not self._path.with_suffix(".reached").exists():
+            await asyncio.sleep(0.01)
+
+    def open(self) -> None:
+        self._path.touch()
+
+
 async def rewards(client: httpx.AsyncClient, *prompts: str, **body: Any) -> httpx.Response:
     """The answer to a native request for these prompts."""
     return await client.post("/v1/rewards", json={"items": [{"prompt": prompt} for prompt in prompts], **body})

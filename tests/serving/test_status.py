@@ -13,7 +13,7 @@ from urllib.parse import quote, urlencode
 import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from services import fake, in_loop, rewards, running
+from services import Gate, fake, in_loop, rewards, running
 from test_fetch import png
 from test_request_media import data_uri
 from test_server import served
@@ -55,16 +55,20 @@ async def test_status_shows_what_the_token_opens():
 
 
 @in_loop
-async def test_prometheus_can_scrape_what_happened():
+async def test_prometheus_can_scrape_what_happened(tmp_path):
+    gate = Gate(tmp_path)
     async with running(limits={"queue_items": 2}) as (service, client):
-        scored = asyncio.create_task(rewards(client, "aaa", "bb"))  # they wait until the worker is loaded
+        busy = asyncio.create_task(rewards(client, gate.prompt))
+        await gate.reached()
+        await rewards(client, "late", timeout=0.01)
+        scored = asyncio.create_task(rewards(client, "aaa", "bb"))
         while not (await service.backend.depth("length"))[0]:
             await asyncio.sleep(0)
         await rewards(client, "c")  # over the queue's two items
-        await scored
+        gate.open()
+        await asyncio.gather(busy, scored)
         await rewards(client, "refuse")
         await rewards(client, "raise")
-        await rewards(client, "late", timeout=1e-6)
         await client.get("/absent")
         text = (await client.get("/metrics")).text
     found = {
@@ -73,21 +77,21 @@ async def test_prometheus_can_scrape_what_happened():
         for sample in family.samples
     }
     for name, value in {
-        ("vlmrm_requests_total", "/v1/rewards", "200"): 2,
+        ("vlmrm_requests_total", "/v1/rewards", "200"): 3,
         ("vlmrm_requests_total", "/v1/rewards", "500"): 1,
         ("vlmrm_requests_total", "/v1/rewards", "503"): 1,
         ("vlmrm_requests_total", "/v1/rewards", "504"): 1,
         ("vlmrm_requests_total", "404", "other"): 1,
-        ("vlmrm_request_seconds_count", "/v1/rewards"): 5,
+        ("vlmrm_request_seconds_count", "/v1/rewards"): 6,
         ("vlmrm_failures_total", "item", "length"): 1,
         ("vlmrm_failures_total", "job", "length"): 1,
         ("vlmrm_failures_total", "length", "refused"): 1,
         ("vlmrm_failures_total", "length", "timeout"): 1,
-        ("vlmrm_batch_items_sum", "length"): 3,
-        ("vlmrm_score_count", "length"): 2,
+        ("vlmrm_batch_items_sum", "length"): 4,
+        ("vlmrm_score_count", "length"): 3,
         ("vlmrm_score_bucket", "2.0", "length"): 1,
-        ("vlmrm_stage_seconds_count", "length", "waiting"): 3,
-        ("vlmrm_stage_seconds_count", "length", "scoring"): 2,
+        ("vlmrm_stage_seconds_count", "length", "waiting"): 4,
+        ("vlmrm_stage_seconds_count", "length", "scoring"): 3,
         ("vlmrm_queue_jobs", "length"): 0,
         ("vlmrm_workers_ready", "length"): 1,
     }.items():
