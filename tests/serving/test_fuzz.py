@@ -6,7 +6,6 @@ import asyncio
 import base64
 import io
 import json
-import re
 import struct
 import threading
 import zlib
@@ -76,17 +75,6 @@ def check(answer: httpx.Response) -> None:
     assert b"Traceback" not in answer.content and b"/work" not in answer.content
 
 
-def operations(schema: dict[str, Any]) -> list[tuple[str, str, dict[str, Any] | None]]:
-    """Method, path and the JSON schema of the body, of each route."""
-    found = []
-    for path, methods in schema["paths"].items():
-        for method, one in methods.items():
-            body = one.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
-            path = re.sub(r"\{\w+\}", "one", path)
-            found.append((method.upper(), path, body))
-    return found
-
-
 ANYTHING = st.recursive(
     st.none()
     | st.booleans()
@@ -98,55 +86,6 @@ ANYTHING = st.recursive(
 )
 
 
-def fitting(schema: dict[str, Any], known: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """What fits a JSON schema of OpenAPI, as far as the service's use it; `known` are its components."""
-    if "$ref" in schema:
-        return st.deferred(lambda: fitting(known[schema["$ref"].rpartition("/")[2]], known))
-    if "anyOf" in schema:
-        return st.one_of([fitting(one, known) for one in schema["anyOf"]])
-    if "enum" in schema or "const" in schema:
-        return st.sampled_from(schema.get("enum") or [schema["const"]])
-    low, high = (schema.get(name, schema.get(f"exclusive{name.title()}")) for name in ("minimum", "maximum"))
-    match schema.get("type"):
-        case "object":
-            parts = {name: fitting(one, known) for name, one in schema.get("properties", {}).items()}
-            needed = schema.get("required", [])
-            optional = {name: one for name, one in parts.items() if name not in needed}
-            fixed = st.fixed_dictionaries({name: parts[name] for name in needed}, optional=optional)
-            return (
-                fixed
-                if schema.get("additionalProperties") is False
-                else st.dictionaries(st.text(max_size=8), ANYTHING, max_size=2).flatmap(
-                    lambda more: fixed.map(lambda own: {**more, **own})
-                )
-            )
-        case "array":
-            return st.lists(fitting(schema.get("items", {}), known), min_size=schema.get("minItems", 0), max_size=3)
-        case "string":
-            return st.text(max_size=20)
-        case "integer":
-            return st.integers(low, high)
-        case "number":
-            return st.floats(
-                low, high, allow_nan=False, allow_infinity=False, exclude_min="exclusiveMinimum" in schema
-            )
-        case "boolean":
-            return st.booleans()
-        case "null":
-            return st.none()
-    return ANYTHING
-
-
-@examples(25)
-@given(data=st.data())
-def test_bodies_that_fit_the_schema_are_never_a_fault(service, data):
-    ask, schema = service
-    for method, path, body in operations(schema):
-        if body is not None:
-            sent = data.draw(fitting(body, schema["components"]["schemas"]), label=path)
-            check(ask(method, path, content=json.dumps(sent).encode(), headers={"Content-Type": "application/json"}))
-
-
 @examples(40)
 @given(
     body=st.binary(max_size=300) | ANYTHING.map(lambda tree: json.dumps(tree).encode()),
@@ -155,8 +94,16 @@ def test_bodies_that_fit_the_schema_are_never_a_fault(service, data):
 )
 def test_any_bytes_to_any_route_are_never_a_fault(service, body, kind, query):
     ask, schema = service
-    for method, path, _ in operations(schema):
-        check(ask(method, path, content=body, headers={"Content-Type": kind}, params={"id": query}))
+    for path, method in ((path, method) for path, methods in schema["paths"].items() for method in methods):
+        check(
+            ask(
+                method,
+                path.replace("{reward}", "one"),
+                content=body,
+                headers={"Content-Type": kind},
+                params={"id": query},
+            )
+        )
 
 
 ROLES = ["user", "assistant", "tool", "", None]
@@ -335,11 +282,7 @@ CLIP = clip()
 @examples(60)
 @given(data=st.data())
 def test_broken_videos_are_media_errors(data):
-    if True:
-        whole = CLIP
-        broken = data.draw(
-            mutated(whole) | mutated(whole[-900:]) | mutated(b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n")
-        )
+    broken = data.draw(mutated(CLIP) | mutated(CLIP[-900:]) | mutated(b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"))
     with suppress(RowError):
         open_video({"video": {"bytes": broken}}, 2.0, 8)
 

@@ -20,7 +20,7 @@ from vlmrm.serving.edge import Edge
 from vlmrm.serving.fetch import Fetcher, fetched
 from vlmrm.serving.intake import Intake
 from vlmrm.serving.jobs import Item, Outcome, State
-from vlmrm.serving.refusals import InvalidRequest, RewardFailed, TimedOut, add_error_answers
+from vlmrm.serving.refusals import InvalidRequest, RewardFailed, TimedOut, add_error_answers, described
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.turns import Turns
@@ -189,6 +189,8 @@ def create_app(service: Service, *, requests: bool = True) -> FastAPI:
     app.add_middleware(Departures)
     app.add_middleware(Edge, service=service, turns=app.state.serving.turns)
     add_error_answers(app)
-    for router in (probes.router, status.router, *(routers() if requests else ())):
+    for router in (probes.router, status.router):
         app.include_router(router)
+    for router in routers() if requests else ():
+        app.include_router(router, responses=described())
     return app

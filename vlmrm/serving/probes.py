@@ -7,10 +7,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from vlmrm.serving.app import serving
+from vlmrm.serving.refusals import described
 
 router = APIRouter()
 
@@ -21,7 +22,7 @@ async def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/ready")
+@router.get("/ready", responses={503: {"description": "One of them cannot, or the service is stopping."}})
 async def ready(request: Request) -> JSONResponse:
     """Whether every reward can be computed, else 503; without a token. What is wrong is for those who have it.
 
@@ -39,7 +40,7 @@ async def ready(request: Request) -> JSONResponse:
     return JSONResponse(answer, 200 if good else 503)
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=described(401))
 async def models(request: Request) -> dict[str, Any]:
     """The rewards that the request's token opens, and what their workers say of them."""
     app = serving(request)
@@ -47,7 +48,7 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse, responses=described(401))
 async def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
     app = serving(request)

@@ -16,9 +16,12 @@ The body is `{"error": {"message", "type"}}`, one sentence without paths, secret
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from vlmrm.errors import RowError, VlmrmError
@@ -55,10 +58,33 @@ STATUS: dict[type[VlmrmError], int] = {
     NotServing: 503,
     TimedOut: 504,
 }
+DESCRIPTIONS: dict[int, str] = {422: "The body is not as it is described."} | {
+    status: f"{', '.join(kind.__name__ for kind, code in STATUS.items() if code == status)}"
+    for status in STATUS.values()
+}
 PHRASES = {
     404: "there is no such address: GET /openapi.json lists those there are.",
     405: "this address is not for this method: GET /openapi.json says which it is for.",
 }
+
+
+class Reason(BaseModel):
+    """Why a request is not answered, and the kind of the error."""
+
+    message: str
+    type: str
+
+
+class Refusal(BaseModel):
+    """The body of every answer with a status from 400 on."""
+
+    error: Reason
+
+
+def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route in OpenAPI for refusals with these statuses; without any, for all there are."""
+    chosen = statuses or sorted(DESCRIPTIONS)
+    return {status: {"model": Refusal, "description": DESCRIPTIONS[status]} for status in chosen}
 
 
 def error_answer(message: str, kind: str, status: int, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -14,6 +14,7 @@ from jinja2 import Environment
 
 import vlmrm
 from vlmrm.serving.app import serving
+from vlmrm.serving.refusals import described
 
 router = APIRouter()
 
@@ -35,7 +36,7 @@ async def page(request: Request) -> HTMLResponse:
     return HTMLResponse(html, headers={"Content-Security-Policy": POLICY.format(nonce=nonce)})
 
 
-@router.get("/v1/status")
+@router.get("/v1/status", responses=described(401))
 async def status(request: Request) -> dict[str, Any]:
     """Of the rewards that the request's token opens: workers, queue, throughput of this process, recent failures."""
     app = serving(request)

@@ -47,6 +47,10 @@ PULLED: dict[str, Any] = {
         },
     }
 }
+NOT_YET: dict[int | str, dict[str, Any]] = {
+    400: {"description": "There is no such result, or the request is wrong."},
+    425: {"description": "There is no result yet: its `state` is queued or running."},
+}
 
 
 @router.post("/ping")
@@ -69,7 +73,7 @@ async def enqueue_samples(request: Request) -> dict[str, str]:
     return {**answer, "replica_id": replica} if replica else answer
 
 
-@router.post("/pull", openapi_extra=PULLED)
+@router.post("/pull", openapi_extra=PULLED, responses=NOT_YET)
 async def pull_scores(request: Request) -> JSONResponse:
     """The result of one reward, as often as it is asked for; 425 with its `state` until there is one."""
     app = serving(request)
