@@ -14,15 +14,14 @@ class Length:
     `services.Gate` tells.
     """
 
-    def __init__(self, log=None, info=None, seconds=0.0):
-        self.log, self.seconds = log, seconds
+    def __init__(self, log=None, info=None):
+        self.log = log
         self.info = {"kind": "samples", "python": sys.executable, **(info or {})}
 
     def __call__(self, items):
         if self.log is not None:
             with open(self.log, "a") as file:
                 file.write("|".join(item["prompt"] for item in items) + "\n")
-        time.sleep(self.seconds)
         return [self.outcome(item["prompt"]) for item in items]
 
     def outcome(self, prompt):
@@ -42,29 +41,29 @@ class Length:
 
 
 def wait_at(prompt):
-    """Of "wait FILE": says in FILE.reached that it waits, and does until there is FILE."""
+    """Of "wait FILE": says in FILE.reached which process waits, and does until there is FILE."""
     what, _, path = prompt.partition(" ")
     if what == "wait":
-        open(path + ".reached", "w").close()
+        with open(path + ".reached", "w") as file:
+            file.write(str(os.getpid()))
         while not os.path.exists(path):
             time.sleep(0.01)
 
 
 class Broken:
-    """Cannot be loaded."""
+    """Cannot be loaded; `prompt` may have it wait before it says so."""
 
-    def __init__(self):
+    def __init__(self, prompt=""):
+        wait_at(prompt)
         raise FileNotFoundError("weights.bin")
 
 
 class GroupSize:
     """Scores how many items are in the item's group."""
 
-    def __init__(self, seconds=0.0):
-        self.seconds = seconds
-
     def __call__(self, items):
-        time.sleep(self.seconds)
+        for item in items:
+            wait_at(item["prompt"])
         groups = [item.get("group") for item in items]
         return [{"score": float(groups.count(group))} for group in groups]
 

@@ -37,7 +37,8 @@ def fake(name: str = "length", engine: str = "fake_reward.Length", **settings: A
 
 
 def settings_of(*rewards: dict[str, Any], **settings: Any) -> ServiceSettings:
-    return checked({"reward_args": list(rewards), **settings}, "test", {})
+    """With pulls that wait for their results as long as they can: a worker may take long to load."""
+    return checked({"reward_args": list(rewards), "long_poll": 60, **settings}, "test", {})
 
 
 @asynccontextmanager
@@ -71,18 +72,34 @@ def served(*rewards: dict[str, Any], listen: int = 0, **settings: Any) -> Genera
 
 
 class Gate:
-    """Keeps a worker in the batch that has `prompt` in it, from when it is `reached` until the test opens it."""
+    """Keeps a worker in the batch that has `prompt` in it, from when it is `reached` until the test opens it.
+
+    So a test knows what a worker does, however fast the machine is.
+    """
 
     def __init__(self, folder: Path):
         self._path = folder / "gate"
         self.prompt = f"wait {self._path}"
 
+    @property
+    def worker(self) -> int | None:
+        """The process that came to it last; None before one has."""
+        said = self._path.with_suffix(".reached")
+        number = said.read_text() if said.exists() else ""
+        return int(number) if number else None
+
     async def reached(self) -> None:
-        while not self._path.with_suffix(".reached").exists():
+        while self.worker is None:
             await asyncio.sleep(0.01)
 
     def open(self) -> None:
         self._path.touch()
+
+
+async def queued(service: Service, jobs: int, reward: str = "length") -> None:
+    """Until so many jobs wait for a worker."""
+    while (await service.backend.depth(reward))[0] != jobs:
+        await asyncio.sleep(0)
 
 
 async def rewards(client: httpx.AsyncClient, *prompts: str, **body: Any) -> httpx.Response:

@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from services import fake, in_loop, rewards, running
+from services import Gate, fake, in_loop, queued, rewards, running
 
 from vlmrm.serving.app import Serving
 from vlmrm.serving.backend import Overloaded
@@ -39,23 +39,30 @@ async def test_an_item_that_cannot_be_scored_costs_no_other():
 
 @in_loop
 async def test_requests_that_wait_are_scored_together_and_equal_ones_once(tmp_path):
-    log = tmp_path / "batches"
-    async with running(fake(options={"log": str(log), "seconds": 0.2})) as (_, client):
-        await rewards(client, "warm")
-        prompts = ["first", "a", "bb", "a", "ccc"]
-        answers = await asyncio.gather(*(rewards(client, prompt) for prompt in prompts))
-    assert [one.json()["data"][0]["score"] for one in answers] == [5, 1, 2, 1, 3]
-    batches = log.read_text().splitlines()[1:]
-    assert sorted("|".join(batches).split("|")) == ["a", "bb", "ccc", "first"]
-    assert len(batches) <= 2
+    log, gate = tmp_path / "batches", Gate(tmp_path)
+    async with running(fake(options={"log": str(log)})) as (service, client):
+        busy = asyncio.create_task(rewards(client, gate.prompt))
+        await gate.reached()
+        asking = [asyncio.create_task(rewards(client, prompt)) for prompt in ("first", "a", "bb", "a", "ccc")]
+        await queued(service, 4)
+        gate.open()
+        await busy
+        assert [(await one).json()["data"][0]["score"] for one in asking] == [5, 1, 2, 1, 3]
+    [_, together] = log.read_text().splitlines()
+    assert sorted(together.split("|")) == ["a", "bb", "ccc", "first"]
 
 
 @in_loop
 async def test_a_batch_has_no_more_than_its_budget(tmp_path):
-    log = tmp_path / "batches"
-    async with running(fake(options={"log": str(log), "seconds": 0.1}, batch_tokens=4)) as (_, client):
-        await asyncio.gather(*(rewards(client, str(number)) for number in range(8)))
-    assert max(len(line.split("|")) for line in log.read_text().splitlines()) <= 4
+    log, gate = tmp_path / "batches", Gate(tmp_path)
+    async with running(fake(options={"log": str(log)}, batch_tokens=4)) as (service, client):
+        asking = [asyncio.create_task(rewards(client, gate.prompt))]
+        await gate.reached()
+        asking += [asyncio.create_task(rewards(client, str(number))) for number in range(8)]
+        await queued(service, 8)
+        gate.open()
+        await asyncio.gather(*asking)
+    assert [len(line.split("|")) for line in log.read_text().splitlines()] == [1, 4, 4]
 
 
 @in_loop
@@ -84,14 +91,20 @@ async def test_a_worker_that_hangs_counts_as_dead():
 
 
 @in_loop
-async def test_an_error_in_a_batch_is_told_to_the_one_that_caused_it():
-    async with running(fake(options={"seconds": 0.05})) as (service, client):
-        first = asyncio.create_task(rewards(client, "first"))
-        bad, good = await asyncio.gather(rewards(client, "raise"), rewards(client, "aaa"))
-        await first
+async def test_an_error_in_a_batch_is_told_to_the_one_that_caused_it(tmp_path):
+    log, gate = tmp_path / "batches", Gate(tmp_path)
+    async with running(fake(options={"log": str(log)})) as (service, client):
+        busy = asyncio.create_task(rewards(client, gate.prompt))
+        await gate.reached()
+        asking = [asyncio.create_task(rewards(client, prompt)) for prompt in ("raise", "aaa")]
+        await queued(service, 2)
+        gate.open()
+        _, bad, good = await asyncio.gather(busy, *asking)
         assert bad.status_code == 500 and "RuntimeError: out of memory" in bad.json()["error"]["message"]
         assert good.json()["data"][0]["score"] == 3
-        assert all(one.ready for one in service.replicas["length"])  # the process went on
+        assert service.replicas["length"][0].process_id == gate.worker  # the process went on
+    _, together, *alone = log.read_text().splitlines()
+    assert sorted(together.split("|")) == sorted(alone) == ["aaa", "raise"]
 
 
 @in_loop
@@ -104,10 +117,14 @@ async def test_a_worker_that_dies_while_idle_is_replaced():
 
 
 @in_loop
-async def test_a_reward_that_cannot_be_loaded_is_said_and_refused():
-    async with running(fake("broken", "fake_reward.Broken")) as (service, client):
+async def test_a_reward_that_cannot_be_loaded_is_said_and_refused(tmp_path):
+    gate = Gate(tmp_path)
+    async with running(fake("broken", "fake_reward.Broken", options={"prompt": gate.prompt})) as (service, client):
         [replica] = service.replicas["broken"]
+        await gate.reached()
         waiting = asyncio.create_task(rewards(client, "a", timeout=1))
+        await queued(service, 1, "broken")
+        gate.open()
         while replica.error is None:
             await asyncio.sleep(0.01)
         ready = await client.get("/ready")
@@ -120,14 +137,19 @@ async def test_a_reward_that_cannot_be_loaded_is_said_and_refused():
 
 
 @in_loop
-async def test_a_full_queue_says_when_to_come_again():
-    limits = {"queue_items": 2}
-    async with running(fake(options={"seconds": 0.3}, batch_tokens=1), limits=limits) as (_, client):
-        await rewards(client, "warm")
-        answers = await asyncio.gather(*(rewards(client, str(number)) for number in range(8)))
-    codes = [one.status_code for one in answers]
-    assert codes.count(200) >= 2 and codes.count(503) >= 4
-    assert all(int(one.headers["retry-after"]) >= 1 for one in answers if one.status_code == 503)
+async def test_a_full_queue_says_when_to_come_again(tmp_path):
+    gate = Gate(tmp_path)
+    async with running(limits={"queue_items": 2}) as (service, client):
+        accepted = [asyncio.create_task(rewards(client, gate.prompt))]
+        await gate.reached()
+        accepted += [asyncio.create_task(rewards(client, prompt)) for prompt in "ab"]
+        await queued(service, 2)
+        for prompt in "cdef":
+            refused = await rewards(client, prompt)
+            assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        gate.open()
+        assert [(await one).status_code for one in accepted] == [200] * 3
+        assert (await rewards(client, "c")).status_code == 200
 
 
 @in_loop
@@ -135,8 +157,7 @@ async def test_those_that_wait_for_room_get_it_in_the_order_in_which_they_came(m
     """And are made into jobs once, however often there is no room."""
     made = []
     monkeypatch.setattr("vlmrm.serving.service.Job", lambda *given, **more: made.append(1) or Job(*given, **more))
-    reward = fake(options={"seconds": 0.02}, batch_tokens=1)
-    async with running(reward, limits={"queue_items": 1}) as (service, _):
+    async with running(fake(batch_tokens=1), limits={"queue_items": 1}) as (service, _):
         serving, ended = Serving(service), []
 
         async def score(size):
@@ -159,12 +180,19 @@ async def test_who_waits_for_room_is_refused_once_patience_is_at_an_end():
 
 
 @in_loop
-async def test_over_max_requests_one_is_told_to_come_again():
-    async with running(fake(options={"seconds": 0.2}), limits={"max_requests": 2}) as (_, client):
-        answers = await asyncio.gather(*(rewards(client, prompt) for prompt in "abcd"))
-        assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503]
-        assert all(answer.headers["Retry-After"] == "1" for answer in answers if answer.status_code == 503)
+async def test_over_max_requests_one_is_told_to_come_again(tmp_path):
+    gate = Gate(tmp_path)
+    async with running(limits={"max_requests": 2}) as (service, client):
+        answered = [asyncio.create_task(rewards(client, gate.prompt))]
+        await gate.reached()
+        answered.append(asyncio.create_task(rewards(client, "a")))
+        await queued(service, 1)
+        for prompt in "bc":
+            refused = await rewards(client, prompt)
+            assert refused.status_code == 503 and refused.headers["Retry-After"] == "1"
         assert (await client.get("/health")).status_code == 200
+        gate.open()
+        assert [(await one).status_code for one in answered] == [200, 200]
         assert (await rewards(client, "later")).status_code == 200
 
 
@@ -183,21 +211,35 @@ async def test_a_request_that_no_queue_would_hold_is_not_told_to_come_again():
 
 @in_loop
 async def test_higher_priorities_go_first(tmp_path):
-    log = tmp_path / "batches"
-    async with running(fake(options={"log": str(log), "seconds": 0.2}, batch_tokens=1)) as (_, client):
-        await rewards(client, "warm")
-        tasks = [asyncio.create_task(rewards(client, "busy"))]
-        await asyncio.sleep(0.05)
-        tasks += [asyncio.create_task(rewards(client, "low")), asyncio.create_task(rewards(client, "hi", priority=5))]
-        await asyncio.gather(*tasks)
-    assert log.read_text().split() == ["warm", "busy", "hi", "low"]
+    log, gate = tmp_path / "batches", Gate(tmp_path)
+    async with running(fake(options={"log": str(log)}, batch_tokens=1)) as (service, client):
+        asking = [asyncio.create_task(rewards(client, gate.prompt))]
+        await gate.reached()
+        asking.append(asyncio.create_task(rewards(client, "low")))
+        await queued(service, 1)
+        asking.append(asyncio.create_task(rewards(client, "high", priority=5)))
+        await queued(service, 2)
+        gate.open()
+        await asyncio.gather(*asking)
+    assert log.read_text().splitlines() == [gate.prompt, "high", "low"]
 
 
 @in_loop
-async def test_what_was_accepted_is_finished_when_the_service_stops():
-    async with running(fake(options={"seconds": 0.1}, batch_tokens=1)) as (service, client):
-        await rewards(client, "warm")
+async def test_what_was_accepted_is_finished_when_the_service_stops(tmp_path):
+    gate = Gate(tmp_path)
+
+    async def open_once_it_stops(service):
+        while not service.draining:
+            await asyncio.sleep(0.01)
+        gate.open()
+
+    async with running(fake(batch_tokens=1)) as (service, _):
+        held = await service.submit("length", [{"prompt": gate.prompt}])
         jobs = [await service.submit("length", [{"prompt": "x" * n}]) for n in range(4)]
+        await gate.reached()
+        opening = asyncio.create_task(open_once_it_stops(service))
+    await opening
+    assert (await service.backend.status(held)).over
     statuses = [await service.backend.status(job) for job in jobs]
     assert [status.outcomes for status in statuses] == [[{"score": float(n)}] for n in range(4)]
 

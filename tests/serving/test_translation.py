@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from services import fake, in_loop, rewards, running
+from services import Gate, fake, in_loop, queued, rewards, running
 
 from vlmrm.errors import RowError
 from vlmrm.rewards.built_in.vlm_reward import Wording
@@ -53,12 +53,17 @@ def test_an_item_without_a_prompt_or_an_answer_is_refused(item):
 
 
 @in_loop
-async def test_groups_of_equal_names_in_two_requests_are_two_groups():
-    async with running(fake("group", "fake_reward.GroupSize", options={"seconds": 0.1})) as (_, client):
-        await rewards(client, "warm")
+async def test_groups_of_equal_names_in_two_requests_are_two_groups(tmp_path):
+    gate = Gate(tmp_path)
+    async with running(fake("group", "fake_reward.GroupSize")) as (service, client):
+        busy = asyncio.create_task(rewards(client, gate.prompt))
+        await gate.reached()
         items = [{"prompt": "a", "group": "g"}, {"prompt": "b", "group": "g"}]
         bodies = [{"items": items}, {"items": [*items, {"prompt": "c", "group": "g"}]}]
-        answers = await asyncio.gather(*(client.post("/v1/rewards", json=body) for body in bodies))
+        asking = [asyncio.create_task(client.post("/v1/rewards", json=body)) for body in bodies]
+        await queued(service, 2, "group")  # so they are one batch
+        gate.open()
+        _, *answers = await asyncio.gather(busy, *asking)
     assert [[one["score"] for one in answer.json()["data"]] for answer in answers] == [[2, 2], [3, 3, 3]]
 
 
