@@ -126,7 +126,6 @@ async def test_every_error_is_one_sentence_in_one_form():
 async def test_a_fault_of_the_service_says_nothing_but_the_request_id(caplog, monkeypatch):
     async with running() as (service, client):
         monkeypatch.setattr(service, "accept", None)
-        monkeypatch.setattr(logging.getLogger("vlmrm"), "propagate", True)
         answer = await client.post(
             "/v1/rewards", json={"items": [{"prompt": "a"}]}, headers={"X-Request-ID": "mine-1"}
         )
@@ -235,9 +234,8 @@ def test_log_lines_cannot_be_forged_and_are_json_on_demand():
 
 
 @in_loop
-async def test_every_request_is_one_line_with_its_id(caplog, monkeypatch):
+async def test_every_request_is_one_line_with_its_id(caplog):
     caplog.set_level(logging.INFO, "vlmrm")
-    monkeypatch.setattr(logging.getLogger("vlmrm"), "propagate", True)
     async with running() as (_, client):
         await client.post(
             "/v1/rewards", json={"items": [{"prompt": "secret words"}]}, headers={"X-Request-ID": "id-1"}

@@ -132,8 +132,8 @@ class Fetcher:
 
     async def _get(self, url: httpx.URL) -> bytes:
         # No proxy of the environment, which would resolve the name again; no cookies and no connection kept, which
-        # might lead to another address than the one that was checked.
-        async with httpx.AsyncClient(trust_env=False, timeout=self.limits.fetch_timeout) as client:
+        # might lead to another address than the one that was checked. How long it may take, `image` knows.
+        async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
             for _ in range(1 + REDIRECTS):
                 client.cookies.clear()
                 answer = await self._ask(client, url)
