@@ -21,7 +21,7 @@ def redis_server(tmp_path_factory) -> Generator[RedisServer]:
     """One for all tests that leave it as it is."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
-    server.kill()
+    server.end()
 
 
 @pytest.fixture(scope="session")
@@ -48,4 +48,4 @@ def start_redis(tmp_path) -> Generator[Callable[..., RedisServer]]:
 
     yield start
     for server in started:
-        server.kill()
+        server.end()

@@ -14,10 +14,12 @@ import pytest
 import redis as redis_py
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+def reserved() -> socket.socket:
+    """Bound to a free port, which nobody is given while it is open; a server that names the port may listen there."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 class RedisServer:
@@ -26,7 +28,8 @@ class RedisServer:
     def __init__(self, folder: Path, *options: str, tls: bool = False):
         if shutil.which("redis-server") is None:
             pytest.skip("redis-server is not installed: apt-get install redis-server, or run .ci/run")
-        self.folder, self.port = folder, free_port()
+        self.folder, self._holder = folder, reserved()
+        self.port = self._holder.getsockname()[1]
         ports = ("--port", "0", "--tls-port") if tls else ("--port",)
         self.options = [*ports, str(self.port), "--dir", str(folder), "--appendonly", "yes", "--save", "", *options]
         self.start()
@@ -43,13 +46,12 @@ class RedisServer:
         self._answers()
 
     def _answers(self) -> None:
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
+        while self.process.poll() is None:
             with socket.socket() as sock:
                 if sock.connect_ex(("127.0.0.1", self.port)) == 0:
                     return
             time.sleep(0.02)
-        raise AssertionError(f"redis-server did not start: {self.process.poll()}")
+        raise AssertionError(f"redis-server did not start: it ended with status {self.process.returncode}")
 
     def client(self) -> redis_py.Redis:
         return redis_py.Redis(port=self.port)
@@ -60,3 +62,7 @@ class RedisServer:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+    def end(self) -> None:
+        self.kill()
+        self._holder.close()

@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from services import fake, in_loop, running
+from services import ATTENTIVE, TALKATIVE, fake, in_loop, running
 
 from vlmrm.errors import CheckpointError
 from vlmrm.serving.wan import WanDecoder
@@ -89,7 +89,7 @@ async def test_rewards_get_videos_and_each_is_decoded_once(vae_folder):
         ]
         found = []
         for name in ("frames", "frames too"):
-            status = await service.wait(await service.submit(name, items), 60)
+            status = await service.wait(await service.submit(name, items), 600)
             found.append(status.outcomes)
     first, second = found
     assert [one.get("score") for one in first] == [5, None, 7]
@@ -104,15 +104,16 @@ async def test_latents_fail_where_the_decoder_cannot_be_loaded(tmp_path):
     arguments = decode_args(model_path=str(tmp_path), timeout=0.1)
     async with running(fake("frames", "fake_reward.Frames"), decode_args=arguments) as (service, _):
         item = {"prompt": "a", "latents": {"npy": npy(latents_of())}}
-        status = await service.wait(await service.submit("frames", [item]), 60)
+        status = await service.wait(await service.submit("frames", [item]), 600)
     assert status.outcomes == [{"error": "its latents cannot be decoded: the decoder cannot be loaded"}]
 
 
 @in_loop
 async def test_a_decoder_that_cannot_be_loaded_is_seen_and_keeps_nobody_from_images(tmp_path, redis_server):
     arguments = decode_args(venv_python=str(tmp_path / "python"))
-    shared = {"decode_args": arguments, "limits": {"silence": 1.0}, **redis_server.settings}
-    async with running(workers=False, **shared) as (api, client), running(**shared) as (_, worker):
+    shared = {"decode_args": arguments, **redis_server.settings}
+    api_process = running(workers=False, **shared, limits=ATTENTIVE)
+    async with api_process as (api, client), running(**shared, limits=TALKATIVE) as (_, worker):
         while not (api.ready("length") and api.decoding().failing):
             await asyncio.sleep(0.01)
         for one in (client, worker):
@@ -138,10 +139,13 @@ async def test_of_a_decoder_that_there_is_not_nothing_is_said():
 @in_loop
 async def test_a_trainer_may_send_latents(vae_folder):
     arguments = decode_args(model_path=vae_folder)
-    async with running(fake("frames", "fake_reward.Frames"), decode_args=arguments, long_poll=30) as (_, client):
+    async with running(fake("frames", "fake_reward.Frames"), decode_args=arguments) as (_, client):
         body = sent(latents_of(shape=(1, 16, 3, 1, 2)).astype(np.float16), reward_fn={"frames": 1.0})
         ticket = (await client.post("/api/reward/enqueue", content=body)).json()["uuid"]
-        answer = (await client.post("/api/reward/pull", data={"uuid": ticket, "type": "frames"})).json()
+        asked = {"uuid": ticket, "type": "frames"}
+        while (pulled := await client.post("/api/reward/pull", data=asked)).status_code == 425:
+            pass
+        answer = pulled.json()
         decoder = (await client.get("/ready")).json()["decoder"]
     assert decoder == {"ready": 1, "workers": 1, "errors": []}
     assert answer["scores"] == {"frames": [9]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import subprocess
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import redis.exceptions
-from services import fake, in_loop, rewards, running, settings_of
+from services import ATTENTIVE, TALKATIVE, fake, in_loop, rewards, running, settings_of
 
 from vlmrm.errors import ConfigError
 from vlmrm.serving import redis_backend
@@ -21,6 +22,12 @@ from vlmrm.serving.command import serve
 from vlmrm.serving.jobs import Job, State
 from vlmrm.serving.redis_backend import RedisBackend
 from vlmrm.serving.service import Service, backend_of
+
+
+@pytest.fixture(autouse=True)
+def _looks_at_nothing_twice(monkeypatch) -> None:
+    """Who waits for something in Redis is woken, or not at all."""
+    monkeypatch.setattr(redis_backend, "LOOK_S", 600.0)
 
 
 def job(prompt: str = "a", **settings: Any) -> Job:
@@ -48,9 +55,9 @@ async def test_processes_share_jobs_results_and_wakeups(redis_server):
         first = await api.put(job("a"))
         assert await host.put(job("a")) == first
         waiting = asyncio.create_task(api.wait(first, 60))
-        [taken] = await asyncio.wait_for(taking, 2)
+        [taken] = await taking
         await host.finish(taken, [{"score": 2.0}], 0.1)
-        assert (await asyncio.wait_for(waiting, 2)).outcomes == [{"score": 2.0}]
+        assert (await waiting).outcomes == [{"score": 2.0}]
 
 
 @in_loop
@@ -74,7 +81,7 @@ async def test_who_stops_taking_as_something_comes_does_not_take_it(redis_server
             await asyncio.sleep(0)
         taking.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(taking, 1)
+            await taking
 
 
 @in_loop
@@ -89,12 +96,12 @@ async def test_one_job_is_taken_by_one_process(redis_server):
 
 @in_loop
 async def test_what_a_silent_process_had_is_queued_for_others(redis_server):
-    async with queues(2, redis_server.settings, silence=0.4) as (lost, other):
+    async with queues(2, redis_server.settings, silence=1.0) as (lost, other):
         job_id = await lost.put(job("a"))
         [held] = await lost.take("length", 1000)
         for loop in lost._loops:
             loop.cancel()  # as a process that was stopped
-        [again] = await asyncio.wait_for(other.take("length", 1000), 10)
+        [again] = await other.take("length", 1000)
         assert (again.id, again.attempts) == (job_id, 1)
         # Back again, it cannot take the job from who has it now; the result that it has is as good.
         await lost.give_back([held], None)
@@ -107,15 +114,19 @@ async def test_what_a_silent_process_had_is_queued_for_others(redis_server):
 
 
 @in_loop
-async def test_who_works_long_keeps_what_it_has(redis_server):
-    async with queues(2, redis_server.settings, silence=0.4) as (one, other):
-        await one.put(job("a"))
+async def test_who_works_long_says_so_and_keeps_what_it_has(redis_server):
+    hour, minute = 3_600_000, 60_000
+    async with queues(2, redis_server.settings, silence=0.2) as (one, other):
+        one._link.troubled = math.inf  # so that it looks for nobody else who is silent
+        job_id = await one.put(job("a"))
         [held] = await one.take("length", 1000)
-        taking = asyncio.create_task(other.take("length", 1000))
-        await asyncio.wait({taking}, timeout=1.5)
-        assert not taking.done()
-        await one.finish(held, [{"score": 1.0}], 1.5)
-        taking.cancel()
+        stream, entry = held.receipt.split()
+        client = redis_server.client()
+        client.xclaim(stream, "workers", one.name, 0, [entry], idle=hour)  # for which nothing was heard of it
+        while client.xpending_range(stream, "workers", "-", "+", 1)[0]["time_since_delivered"] > minute:
+            await asyncio.sleep(0.01)
+        found = await other._link.run("reclaim", "length", other.name, minute, "", 2, "", 1000, patience=None)
+        assert found == 0 and (await other.status(job_id)).state is State.running
 
 
 @in_loop
@@ -154,9 +165,9 @@ async def test_nothing_is_left_behind(redis_server):
         for one in [*taken[1:4], *await queue.take("length", 1000)]:
             await queue.finish(one, [{"score": 1.0}], 0.1)
         await queue.fail(taken[4], "it broke")
-    await asyncio.sleep(0.3)
-    left = {key.decode().split(":")[1] for key in redis_server.client().keys(f"{settings['redis_prefix']}:*")}
-    assert left <= {"waiting", "pace", "taken"}  # counts, and what ends by itself
+    counts = {"waiting", "pace", "taken"}  # and what ends by itself
+    while {key.decode().split(":")[1] for key in redis_server.client().keys(f"{settings['redis_prefix']}:*")} - counts:
+        await asyncio.sleep(0.01)
 
 
 @in_loop
@@ -223,12 +234,12 @@ async def test_tls_trusts_only_who_proves_who_it_is(tmp_path, start_redis, monke
 
 @in_loop
 async def test_an_api_process_knows_from_others_what_is_served(redis_server):
-    shared = {**redis_server.settings, "limits": {"silence": 1.0}}
+    shared = redis_server.settings
     both = [fake("one", options={"info": {"revision": "r1"}}), fake("two")]
-    async with running(*both, workers=False, **shared) as (api, client):
+    async with running(*both, workers=False, **shared, limits=ATTENTIVE) as (api, client):
         ready = await client.get("/ready")
         assert ready.status_code == 503 and ready.json()["rewards"]["one"]["workers"] == 0
-        async with running(both[0], **shared):
+        async with running(both[0], **shared, limits=TALKATIVE):
             while not api.ready("one"):
                 await asyncio.sleep(0.01)
             ready = (await client.get("/ready")).json()
@@ -242,9 +253,9 @@ async def test_an_api_process_knows_from_others_what_is_served(redis_server):
 
 @in_loop
 async def test_a_reward_that_loads_nowhere_is_refused(redis_server):
-    shared = {**redis_server.settings, "limits": {"silence": 1.0}}
-    broken = fake("broken", "fake_reward.Broken")
-    async with running(broken, workers=False, **shared) as (api, client), running(broken, **shared):
+    shared, broken = redis_server.settings, fake("broken", "fake_reward.Broken")
+    api_process = running(broken, workers=False, **shared, limits=ATTENTIVE)
+    async with api_process as (api, client), running(broken, **shared, limits=TALKATIVE):
         while not api.standing("broken").failing:
             await asyncio.sleep(0.01)
         assert "FileNotFoundError" in (await client.get("/ready")).json()["rewards"]["broken"]["errors"][0]
