@@ -1,4 +1,4 @@
-"""Fixtures of every test: one thread, no network, and one tiny checkpoint made once for all of them."""
+"""Fixtures of every test: one thread, no network, no clock, and one tiny checkpoint made once for all of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("WANDB__SERVICE_WAIT", "300")  # seconds that its process may take to start
 
 import pytest
 import torch
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# The same examples in every run, however slow the machine is.
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")

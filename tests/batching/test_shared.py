@@ -256,7 +256,6 @@ tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size
 
 
 @given(tokens)
-@settings(deadline=None)
 def test_a_tree_holds_every_sequence_along_its_paths(lists):
     sequences = [np.array(values) for values in lists]
     tree = grow(sequences)
@@ -283,7 +282,7 @@ def dense_attention(query, key, value, layout, scale):
 
 
 @given(tokens, st.integers(0, 2**31))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_attention_equals_a_dense_mask(lists, seed):
     layout = Layout.of(grow([np.array(values) for values in lists]))
     length = layout.spans[-1].stop

@@ -66,7 +66,7 @@ class Meeting(PointwiseRewardModel):
     barrier = threading.Barrier(3)
 
     def __call__(self, prompt, **kwargs):
-        self.barrier.wait(timeout=20)
+        self.barrier.wait(timeout=60)
         return [float(text) for text in prompt]
 
 

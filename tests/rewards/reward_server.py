@@ -32,7 +32,7 @@ class RewardServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            timeout = 20
+            timeout = 60
 
             def do_GET(self):
                 status = server.health.popleft() if server.health else 200
@@ -43,7 +43,7 @@ class RewardServer:
                 server.requests.append((self.path, dict(self.headers), body))
                 fault = server.faults.popleft() if server.faults else None
                 if fault == server.SILENT:
-                    server.stopped.wait(20)
+                    server.stopped.wait(60)
                 if fault in (server.SILENT, server.CUT):
                     self.close_connection = True
                     self.connection.close()

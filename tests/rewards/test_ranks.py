@@ -22,7 +22,7 @@ def test_two_ranks_equal_one():
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
-        [*launch, str(HERE / "two_ranks.py")], env=environment, capture_output=True, text=True, timeout=240
+        [*launch, str(HERE / "two_ranks.py")], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout.splitlines()[-1])

@@ -69,7 +69,7 @@ def test_what_is_ready_is_computed_while_samples_still_come():
     pending.add(prompt=["a", "bb", "ccc"], groups=["p", "p", "q"])
     for work in pending.work:
         [future] = work.futures
-        future.result(timeout=20)
+        future.result(timeout=60)
     pending.add(prompt=["d"], groups=["q"])
     scored = pending.finish()
     assert scored.rewards["one"].tolist() == [1, 2, 3, 1]

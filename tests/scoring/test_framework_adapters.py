@@ -23,6 +23,7 @@ from PIL import Image
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards import PointwiseRewardModel, RewardArguments, RewardSet
 from vlmrm.scoring import RemoteScorer, load_scorer
+from vlmrm.scoring.adapters import micro_batch
 from vlmrm.scoring.adapters.flow_factory_reward import GroupwiseReward, PointwiseReward
 from vlmrm.scoring.adapters.openrlhf_query import query_conversation
 from vlmrm.scoring.adapters.openrlhf_reward import OpenRLHFReward
@@ -432,7 +433,7 @@ def test_one_checkpoint_is_loaded_once_a_process(tiny_reward_model, monkeypatch)
     assert len(loads) == 1 and first == near(second)
 
 
-def test_a_group_asked_for_one_by_one_is_scored_in_one_batch(tiny_reward_model):
+def test_a_group_asked_for_one_by_one_is_scored_in_one_batch(tiny_reward_model, monkeypatch):
     scorer = SharedScorer(tiny_reward_model, **LOAD, max_tokens_per_batch=4322)
     sizes = []
     scorer.score_each([[*asked(IMAGES[0]), *answered("x")]])  # loads it
@@ -451,14 +452,17 @@ def test_a_group_asked_for_one_by_one_is_scored_in_one_batch(tiny_reward_model):
     async def group():
         return await asyncio.gather(*(compute_score(**row, solution_str=f"It is {i}.") for i in range(8)))
 
-    asyncio.run(group())
+    with monkeypatch.context() as patch:  # a full batch begins at once; one that is not would wait for a minute
+        patch.setattr(micro_batch, "MOST", 8)
+        patch.setattr(scorer.micro_batcher, "wait", 60.0)
+        asyncio.run(group())
     together, sizes[:] = sizes.copy(), []
     asyncio.run(compute_score(**row, solution_str="It is 0."))
     assert len(together) == 1 and together[0] < 4 * sizes[0]
 
 
 def test_calls_of_a_service_go_side_by_side():
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
 
     class Service(RemoteScorer):
         def score_each(self, conversations):
@@ -475,7 +479,7 @@ def test_importing_an_adapter_imports_no_torch():
         "import sys, vlmrm.scoring.adapters.openrlhf_reward, vlmrm.scoring.adapters.trl_reward\n"
         "assert 'torch' not in sys.modules, 'torch'\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_turns_that_a_policy_writes_stay_its_answer():

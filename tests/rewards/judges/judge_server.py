@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answer = tuple[int, dict[str, str], str]  # status, headers, body
-HUNG = 20.0  # seconds until a server that holds its answer back gives up, should a test go wrong
+HUNG = 60.0  # seconds until a server that holds its answer back gives up, should a test go wrong
 
 
 def completion(text: str | None, finish: str = "stop", tokens: list[tuple[str, float]] | None = None) -> Answer:

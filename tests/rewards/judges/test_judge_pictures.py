@@ -30,7 +30,7 @@ def test_threads_with_the_same_picture_share_one_encoding(encoded, monkeypatch):
     found, started = [], threading.Barrier(4)
 
     def work():
-        started.wait(20)
+        started.wait(60)
         found.append(pictures.data_uri(noise(0)))
 
     threads = [threading.Thread(target=work) for _ in range(4)]

@@ -275,7 +275,7 @@ def test_judges_of_one_set_are_asked_at_the_same_time(server, picture):
     together = threading.Barrier(4)
 
     def behave(body, number):
-        together.wait(20)
+        together.wait(60)
         return completion(f"Final Score: {body['model']}")
 
     server.behave = behave
