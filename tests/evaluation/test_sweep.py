@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from vlmrm import cli, load_scorer, media_store
 from vlmrm.data.fingerprint import data_fingerprint
-from vlmrm.errors import BelowThreshold, ConfigError
+from vlmrm.errors import BelowThreshold, ConfigError, DataError
 from vlmrm.evaluation import measuring
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.sweep import sweep
@@ -187,13 +188,47 @@ def test_results_of_other_data_or_settings_are_not_added_to(run_folder, data, he
     sweep(asked(run_folder / "checkpoint-9", data))
     before = Path("results.json").read_bytes()
     other = colour_pairs(here / "other", 4)
-    for changed in ({"dataset_path": other}, {"max_eval_samples": 3}, {"dtype": "bfloat16"}, {"max_pixels": 5000}):
-        with pytest.raises(ConfigError, match="other data or settings"):
-            sweep(asked(run_folder, data, **changed))
+    for key, value in {"dataset_path": other, "max_eval_samples": 3, "dtype": "bfloat16", "max_pixels": 5000}.items():
+        with pytest.raises(ConfigError, match=f"other data or settings .*{key}"):
+            sweep(asked(run_folder, data, **{key: value}))
     Path("notes.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"notes\.json is not a results file"):
         sweep(asked(run_folder, data, output_file="notes.csv"))
     assert Path("results.json").read_bytes() == before
+
+
+def test_pairs_that_are_gone_are_scored_again_and_broken_ones_are_said(run_folder, data):
+    sweep(asked(run_folder, data))
+    pairs = pd.read_parquet("results.scores.parquet")
+    Path("results.scores.parquet").unlink()
+    sweep(asked(run_folder, data))
+    pd.testing.assert_frame_equal(pd.read_parquet("results.scores.parquet"), pairs)
+    Path("results.scores.parquet").write_bytes(b"half")
+    with pytest.raises(DataError, match=r"results\.scores\.parquet cannot be read .* delete it and evaluate again"):
+        sweep(asked(run_folder, data))
+
+
+def test_where_nothing_can_be_written_is_said_before_anything_is_scored(run_folder, data, monkeypatch):
+    monkeypatch.setattr(measuring, "measure", None)
+    Path("file").touch()
+    with pytest.raises(ConfigError, match=r"file/results cannot be written \(Not a directory\)"):
+        sweep(asked(run_folder, data, output_file="file/results/mine.csv"))
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_the_files_as_they_were(run_folder, data, monkeypatch):
+    sweep(asked(run_folder / "checkpoint-9", data))
+    files = [Path(f"results{suffix}") for suffix in (".csv", ".json", ".scores.parquet")]
+    before = [file.read_bytes() for file in files]
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\): make room"):
+            sweep(asked(run_folder, data))
+    assert [file.read_bytes() for file in files] == before
+    assert len(sweep(asked(run_folder, data)).rows) == 3
 
 
 def test_base_model_path_gives_an_adapter_its_base(here, data, train_here, tiny_checkpoint):

@@ -11,11 +11,11 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vlmrm.errors import ConfigError
+from vlmrm.evaluation.files import replace_file
 from vlmrm.evaluation.report.checkpoints import Checkpoint, read_frames, split
 from vlmrm.evaluation.report.parts import interval, number, percent
 from vlmrm.evaluation.report.reliance import ABLATIONS, headline
 from vlmrm.evaluation.report.sweeps import read_sweeps
-from vlmrm.evaluation.results import replace_file
 from vlmrm.evaluation.schema import Provenance, ResultsFile
 from vlmrm.modeling.manifest import verify_complete, write_complete
 from vlmrm.modeling.reward_files import read_reward_file

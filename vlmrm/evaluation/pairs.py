@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,18 @@ class Candidates(NamedTuple):
     scores: np.ndarray
     ratings: np.ndarray
     groups: np.ndarray
+
+
+def read_pairs(file: Path) -> pd.DataFrame:
+    """The scored pairs of a sweep.
+
+    Raises:
+        DataError: when they cannot be read.
+    """
+    try:
+        return pd.read_parquet(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read as scored pairs ({error}): delete it and evaluate again.") from error
 
 
 def check_pairs(frame: pd.DataFrame) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +12,8 @@ import pandas as pd
 
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.ablations import ABLATIONS
+from vlmrm.evaluation.files import make_folder, replace_file, replacing
+from vlmrm.evaluation.pairs import read_pairs
 from vlmrm.evaluation.public import table as published_table
 from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, Estimate, Figures, Row, dump_results, load_results
 
@@ -20,14 +21,21 @@ COLUMNS = ["model", "checkpoint", "preference_accuracy", "average_margin", "marg
 
 
 class Results:
-    """The table (.csv), its details (.json) and all scored pairs (.scores.parquet), written after each checkpoint."""
+    """The table (.csv), its details (.json) and all scored pairs (.scores.parquet), written after each checkpoint.
 
-    def __init__(self, csv: Path, settings: dict[str, Any], leakage: dict[str, Any] | None = None):
+    Raises:
+        ConfigError: when nothing can be written there, or what is there is no results, or of other data or settings.
+        DataError: when the scored pairs that are there cannot be read.
+    """
+
+    def __init__(self, csv: Path, settings: dict[str, Any]):
         self.csv, self.json, self.parquet = csv, csv.with_suffix(".json"), csv.with_suffix(".scores.parquet")
-        self.settings, self.leakage = settings, leakage
+        self.settings = settings
+        self.leakage: dict[str, Any] | None = None
         self.rows: list[Row] = []
         self.best: Best | None = None
         self.frame: pd.DataFrame | None = None
+        make_folder(csv.parent)
         if self.json.exists():
             self._continue()
 
@@ -36,14 +44,25 @@ class Results:
         if digest(saved["settings"]) != digest(self.settings):
             if all(row["error"] for row in saved["results"]):
                 return  # nothing to lose, and maybe the settings were what was wrong
-            raise ConfigError(f"{self.json} holds results of other data or settings: choose another output_file.")
+            changed = ", ".join(self._changed(saved["settings"]))
+            raise ConfigError(
+                f"{self.json} holds results of other data or settings ({changed}): choose another output_file."
+            )
         self.rows, self.best = saved["results"], saved["best"]
         if self.parquet.exists():
-            self.frame = pd.read_parquet(self.parquet)
+            self.frame = read_pairs(self.parquet)
+
+    def _changed(self, before: Mapping[str, Any]) -> list[str]:
+        """The keys that have another value than in the settings of `before`."""
+        old, new = ({**each, **each.get("reading", {})} for each in (before, self.settings))
+        return sorted(key for key in {*old, *new} - {"reading"} if digest(old.get(key)) != digest(new.get(key)))
 
     def done(self) -> set[str]:
-        """Paths of the checkpoints with figures; those that failed are tried again."""
-        return {row["path"] for row in self.rows if not row["error"]}
+        """Paths of the checkpoints with figures and the pairs behind them; the others are evaluated (again)."""
+        if self.frame is None:
+            return set()
+        scored = set(self.frame[["model", "checkpoint"]].drop_duplicates().itertuples(index=False, name=None))
+        return {row["path"] for row in self.rows if not row["error"] and (row["model"], row["checkpoint"]) in scored}
 
     def add(self, row: Row, frame: pd.DataFrame | None) -> None:
         """Puts a checkpoint's row, and its scored pairs, in place of earlier ones."""
@@ -56,13 +75,14 @@ class Results:
             self.frame = frame if earlier is None else pd.concat([earlier, frame], ignore_index=True)
 
     def write(self) -> None:
-        """All three files; one process calls it."""
-        self.csv.parent.mkdir(parents=True, exist_ok=True)
+        """All three files; one process calls it.
+
+        Raises:
+            ConfigError: when they cannot be written.
+        """
         if self.frame is not None:
-            # First: a row of the table without its pairs would not be evaluated again.
-            temporary = self.parquet.with_name(self.parquet.name + ".tmp")
-            self.frame.to_parquet(temporary, index=False)
-            os.replace(temporary, self.parquet)
+            with replacing(self.parquet) as temporary:
+                self.frame.to_parquet(temporary, index=False)
         self.write_tables()
 
     def write_tables(self) -> None:
@@ -132,13 +152,3 @@ def beside_published(name: str, row: Row) -> str:
 
 def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes all of `text` or nothing."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

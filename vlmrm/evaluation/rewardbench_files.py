@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from vlmrm.evaluation.results import replace_file
+from vlmrm.evaluation.files import make_folder, replace_file
 from vlmrm.evaluation.schema import Row
 
 # What RewardBench calls a sequence classifier whose tokenizer brings the chat template.
@@ -42,5 +42,5 @@ def write_rewardbench(folder: Path, row: Row, frame: pd.DataFrame) -> None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     replace_file(path, json.dumps(content, indent=4, sort_keys=True) + "\n")

@@ -62,9 +62,9 @@ def sweep(argv: Sequence[str]) -> SweepResult:
         if processes.is_main_process and not args.watch:
             write_failure(checkpoints, error, args, data_args)
         raise
+    results = Results(Path(args.output_file), settings(args, data_args))
     leaked = find_leakage(dataset, args.train_data, data_args, processes) if args.train_data else None
-    block = None if leaked is None else leaked.block()
-    results = Results(Path(args.output_file), settings(args, data_args), block)
+    results.leakage = None if leaked is None else leaked.block()
     count = f"{len(checkpoints)} checkpoints" if isinstance(checkpoints, list) else "checkpoints as they come"
     logger.info("Evaluating %s on %d comparisons; log: %s", count, len(dataset), log_path)
     # Images are opened and processed for the first checkpoint and kept for the others.
@@ -128,8 +128,8 @@ def write_failure(
     """Says in the rows of the checkpoints without figures why they have none."""
     try:
         results = Results(Path(args.output_file), settings(args, data_args))
-    except ConfigError:
-        return  # it holds the results of other data, which stay as they are
+    except (ConfigError, DataError):
+        return  # nothing can be written there, or it holds other results, which stay as they are
     for folder in checkpoints:
         if str(folder) not in results.done():
             results.add(row_of(folder, str(error)), None)

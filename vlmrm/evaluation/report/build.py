@@ -10,6 +10,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import vlmrm
+from vlmrm.evaluation.files import make_folder, replace_file
 from vlmrm.evaluation.report import style
 from vlmrm.evaluation.report.checkpoints import read_frames, split
 from vlmrm.evaluation.report.examples import galleries
@@ -17,9 +18,8 @@ from vlmrm.evaluation.report.parts import Section, interval, number, percent
 from vlmrm.evaluation.report.reliance import headline
 from vlmrm.evaluation.report.sections import sections
 from vlmrm.evaluation.report.sweeps import choose, read_sweeps
-from vlmrm.evaluation.results import replace_file
 
-PAGE = "report.html"
+PAGE, PLOTS = "report.html", "plots"
 
 
 def build_report(
@@ -32,16 +32,17 @@ def build_report(
             Where the .json is there, its best checkpoint is the report's; else that is the most accurate one.
 
     Raises:
-        ConfigError: when a source does not exist, or a checkpoint is in two of them.
+        ConfigError: when a source does not exist, a checkpoint is in two of them, or `output_dir` cannot be written.
         DataError: when a source cannot be read or holds nothing that can be shown.
     """
     checkpoints, left_out = split(read_frames(sources))
     choice = choose(checkpoints, read_sweeps(sources))
     best = choice.best
     folder = Path(output_dir)
+    make_folder(folder / PLOTS)
     with style.drawing():
         shown = sections(checkpoints, choice)
-        drawn = _save_drawings(shown, folder / "plots")
+        drawn = _save_drawings(shown, folder / PLOTS)
     page = _environment().get_template("page.html.jinja")
     html = page.render(
         title=title,
@@ -71,7 +72,6 @@ def build_report(
 
 def _save_drawings(shown: Sequence[Section], folder: Path) -> dict[str, str]:
     """Every figure as files; the SVG elements for the page by name."""
-    folder.mkdir(parents=True, exist_ok=True)
     return {
         drawing.name: style.save(drawing.figure, folder, drawing.name)
         for section in shown

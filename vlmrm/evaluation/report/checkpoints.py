@@ -13,7 +13,7 @@ import pandas as pd
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.analysis import analyse, figures
-from vlmrm.evaluation.pairs import COLUMNS, margins_of, not_finite
+from vlmrm.evaluation.pairs import COLUMNS, margins_of, not_finite, read_pairs
 from vlmrm.evaluation.report.figures import Share
 
 NEEDED = ("model", "checkpoint", *COLUMNS)
@@ -86,10 +86,7 @@ def _read(path: Path) -> pd.DataFrame:
     file = scores_path(path)
     if not file.is_file():
         raise ConfigError(f"there is no {file}: give the output_file of an evaluation, or its .scores.parquet.")
-    try:
-        return pd.read_parquet(file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read as scored pairs ({error}): evaluate again.") from error
+    return read_pairs(file)
 
 
 def split(frames: Sequence[pd.DataFrame]) -> tuple[list[Checkpoint], list[str]]:

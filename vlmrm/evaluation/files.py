@@ -1,0 +1,56 @@
+"""Files that are at any moment absent, the old one, or whole; where there can be none is said in a sentence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vlmrm.errors import ConfigError
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder to write to.
+
+    Raises:
+        ConfigError: when there cannot be one.
+    """
+    with _explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it is read-only")
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[Path]:
+    """A temporary file to write, which takes the place of `path` at the end.
+
+    Raises:
+        ConfigError: when it cannot be written; `path` is then as it was.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    with _explained(path):
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes all of `text` or nothing.
+
+    Raises:
+        ConfigError: when it cannot be written.
+    """
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _explained(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"{path} cannot be written ({reason}): make room, or choose another place.") from error
