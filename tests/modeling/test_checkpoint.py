@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from samples import scores
 from transformers import AutoProcessor
@@ -26,6 +27,7 @@ from vlmrm.modeling import (
     template_hash,
     write_complete,
 )
+from vlmrm.modeling.reward_files import find_file
 
 
 @pytest.fixture
@@ -165,11 +167,26 @@ def test_processor_may_come_from_the_base_model(copy, tiny_checkpoint):
 
 @pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
 def test_what_is_no_checkpoint_is_named(tmp_path, load):
-    for path in (tmp_path, "no-such/model-on-any-hub"):
-        with pytest.raises(CheckpointError, match=f"{path} is no checkpoint that transformers can open"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path} is no checkpoint that transformers can open"):
+        load(tmp_path)
+    for path in ("no-such/model-on-any-hub", tmp_path / "absent"):
+        with pytest.raises(CheckpointError, match=f"{path} is neither a folder nor a hub checkpoint"):
             load(path)
-    with pytest.raises(CheckpointError, match="neither a folder nor a hub checkpoint"):
-        load(tmp_path / "absent")
+
+
+def test_without_a_network_what_was_fetched_before_is_the_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "models--org--name"
+    (kept / "snapshots" / "c0ffee").mkdir(parents=True)
+    (kept / "snapshots" / "c0ffee" / "config.json").write_text("{}")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("c0ffee")
+    assert find_file("org/name", "config.json") == kept / "snapshots" / "c0ffee" / "config.json"
+    assert find_file("org/name", "reward_model.json") is None
+    with pytest.raises(
+        CheckpointError, match="org/other is neither a folder nor a hub checkpoint"
+    ):
+        find_file("org/other", "reward_model.json")
 
 
 def test_a_newer_schema_is_refused(copy):

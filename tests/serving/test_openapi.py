@@ -48,6 +48,8 @@ def check(operation: APIOperation, mode: GenerationMode) -> None:
     def answered_as_described(case):
         if "reward" in case.path_parameters:
             case.path_parameters["reward"] = "one"
+        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
+            case.body.pop("timeout", None)  # one that is too short is a 504
         case.call_and_validate(excluded_checks=exempt)
 
     answered_as_described()

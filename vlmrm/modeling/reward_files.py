@@ -9,8 +9,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import ProcessorMixin
-from transformers.utils import cached_file
 
 from vlmrm.errors import CheckpointError
 from vlmrm.modeling.manifest import COMPLETE, verify_if_listed, write_json
@@ -131,12 +132,29 @@ def find_file(path: str | Path, name: str, revision: str | None = None) -> Path 
         file = Path(path) / name
         return file if file.is_file() else None
     try:
-        found = cached_file(str(path), name, revision=revision or "main", _raise_exceptions_for_missing_entries=False)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} is neither a folder nor a hub checkpoint that can be reached: check the path and the network."
-        ) from error
-    return None if found is None else Path(found)
+        return Path(hf_hub_download(str(path), name, revision=revision))
+    except LocalEntryNotFoundError as error:  # the hub cannot be asked: what it said before counts
+        return _find_kept(path, name, revision, error)
+    except EntryNotFoundError:
+        return None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise _unreachable(path) from error
+
+
+def _find_kept(path: str | Path, name: str, revision: str | None, error: Exception) -> Path | None:
+    """A file of a hub checkpoint that was fetched before; None where what was fetched lacks it."""
+    try:
+        kept = snapshot_download(str(path), revision=revision, local_files_only=True, allow_patterns=[name])
+    except OSError:
+        raise _unreachable(path) from error
+    file = Path(kept) / name
+    return file if file.is_file() else None
+
+
+def _unreachable(path: str | Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is neither a folder nor a hub checkpoint that can be reached: check the path and the network."
+    )
 
 
 def template_hash(processor: ProcessorMixin) -> str:
