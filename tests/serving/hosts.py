@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -9,12 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-from redis_server import free_port
+from redis_server import reserved
 from services import HERE
 
 ROOT = Path(HERE).parents[1]
@@ -27,7 +28,8 @@ class Host:
     """
 
     def __init__(self, role: str, config: Path, **popen: Any):
-        self.role, self.config, self.port, self._popen = role, config, free_port(), popen
+        self.role, self.config, self._holder, self._popen = role, config, reserved(), popen
+        self.port = self._holder.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()
 
@@ -46,6 +48,11 @@ class Host:
         self.process.kill()
         self.process.wait()
 
+    def end(self) -> None:
+        self.go_on()
+        self.kill()
+        self._holder.close()
+
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
 
@@ -62,20 +69,21 @@ class Host:
 
 
 @contextmanager
-def hosts(folder: Path, *roles: str, settings: dict[str, Any], reward: dict[str, Any]) -> Generator[list[Host]]:
+def hosts(
+    folder: Path, *roles: str, settings: dict[str, Any], silence: float = 20.0, **reward: Any
+) -> Generator[list[Host]]:
     """Ready hosts that share one Redis, or one without.
 
     The fake reward writes the prompts of each batch to `folder / "batches"`.
     """
-    options = {"log": str(folder / "batches"), **reward.pop("options", {})}
-    tables = {"": settings, "[limits]": {"silence": 1.5}}
+    tables = {"": settings, "[limits]": {"silence": silence}}
     tables["[[reward_args]]"] = {
         "reward_type": "length",
         "engine": "fake_reward.Length",
         "import_from": [HERE],
         **reward,
     }
-    tables["[reward_args.options]"] = options
+    tables["[reward_args.options]"] = {"log": str(folder / "batches")}
     config = folder / "service.toml"
     config.write_text("\n".join(line for name, table in tables.items() for line in (name, *_lines(table))))
     started = [Host(role, config) for role in roles]
@@ -85,8 +93,7 @@ def hosts(folder: Path, *roles: str, settings: dict[str, Any], reward: dict[str,
         yield started
     finally:
         for host in started:
-            host.go_on()
-            host.kill()
+            host.end()
 
 
 def _lines(table: dict[str, Any]) -> list[str]:
@@ -95,14 +102,14 @@ def _lines(table: dict[str, Any]) -> list[str]:
 
 def _status(url: str) -> int:
     try:
-        return httpx.get(url, timeout=5).status_code
+        return httpx.get(url, timeout=60).status_code
     except httpx.TransportError:
         return 0
 
 
 def until(holds: Callable[[], bool], tell: Callable[[], object] = lambda: "it did not come") -> None:
-    """Waits until something holds, 20 seconds at most."""
-    end = time.monotonic() + 20
+    """Waits until something holds, five minutes at most: the machine may be busy."""
+    end = time.monotonic() + 300
     while not holds():
         assert time.monotonic() < end, tell()
         time.sleep(0.02)
@@ -116,14 +123,13 @@ def scored_batches(folder: Path) -> list[list[str]]:
 
 async def ask(client: httpx.AsyncClient, url: str, prompt: str) -> dict[str, Any]:
     """The answer to one prompt, asked for again as clients do: when there is no service, or it says to come later."""
-    body = {"items": [{"prompt": prompt}], "timeout": 40}
+    body = {"items": [{"prompt": prompt}]}
     while True:
-        try:
-            answer = await client.post(url + "/v1/rewards", json=body, timeout=60)
-        except httpx.TransportError:
-            continue
-        if answer.status_code not in (503, 504):
-            return answer.json()
+        with suppress(httpx.TransportError):
+            answer = await client.post(url + "/v1/rewards", json=body)
+            if answer.status_code not in (503, 504):
+                return answer.json()
+        await asyncio.sleep(0.05)
 
 
 def score_of(answer: dict[str, Any]) -> float:
