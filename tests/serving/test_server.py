@@ -5,30 +5,37 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx2 as httpx
 import pytest
-from services import HERE
+from hosts import until
+from services import HERE, Gate
 
 from vlmrm.errors import ConfigError
 from vlmrm.serving.server import listen
 from vlmrm.serving.worker.channel import pack
 from vlmrm.serving.worker_process import WORKER
 
+# Headers may take for ever, until SIGUSR1 says that it is over with that.
 PROGRAM = """
+import signal
 import sys
 import vlmrm.serving.connection as connection
-connection.HEADER_S, connection.HEADER_BYTES = 0.3, 2000
+connection.HEADER_S, connection.HEADER_BYTES = 3600, 2000
+
+def hurry(*_):
+    connection.HEADER_S = 0.1
+    sys.stderr.write("hurrying\\n")
+
+signal.signal(signal.SIGUSR1, hurry)
 from pathlib import Path
 from vlmrm.serving.command import serve
 serve(Path(sys.argv[1]), None, {})
@@ -37,15 +44,11 @@ serve(Path(sys.argv[1]), None, {})
 
 @contextmanager
 def served(
-    folder: Path, *settings: str, engine: str = "fake_reward.Length", **options: Any
+    folder: Path, *settings: str, engine: str = "fake_reward.Length"
 ) -> Generator[tuple[subprocess.Popen[str], str, list[str]]]:
     """The process, its address, and the lines that it logged until it was ready."""
     lines = [*settings, "port = 0", "[[reward_args]]", 'reward_type = "length"', f'engine = "{engine}"']
-    lines += [
-        f"import_from = [{HERE!r}]",
-        *(["[reward_args.options]"] if options else []),
-        *(f"{name} = {value!r}" for name, value in options.items()),
-    ]
+    lines += [f"import_from = [{HERE!r}]"]
     (folder / "service.toml").write_text("\n".join(lines))
     environment = {**os.environ, "PYTHONPATH": str(Path(HERE).parents[1])}
     process = subprocess.Popen(
@@ -53,7 +56,7 @@ def served(
         cwd=folder, env=environment, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        logged = lines_until(process, "is ready")
+        logged = lines_until(process, "is ready", "Serving")
         [url] = re.findall(r"http://\S+?(?=[\s\"])", "".join(logged))
         yield process, url, logged
     finally:
@@ -62,83 +65,90 @@ def served(
         process.stderr.close()  # ty: ignore
 
 
-def lines_until(process: subprocess.Popen[str], what: str) -> list[str]:
+def lines_until(process: subprocess.Popen[str], *what: str) -> list[str]:
+    """What it logs until all of that has come, in any order."""
     lines: list[str] = []
     assert process.stderr is not None
     for line in process.stderr:
         lines.append(line)
-        if what in line:
+        if all(any(one in line for line in lines) for one in what):
             return lines
     raise AssertionError("".join(lines))
 
 
-def gone(process_id: int) -> bool:
-    """Whether a process ends within ten seconds."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end:
+def until_gone(process_id: int) -> None:
+    def gone() -> bool:
         try:
-            if Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
+            return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except (FileNotFoundError, ProcessLookupError):
             return True
-        select.select([], [], [], 0.02)
-    return False
+
+    until(gone, lambda: f"process {process_id} is still there")
 
 
 def worker_of(lines: list[str]) -> int:
-    return int(re.findall(r"is ready \(process (\d+)\)", lines[-1])[0])
+    return int(re.findall(r"is ready \(process (\d+)\)", "".join(lines))[0])
 
 
 def post(url: str, prompt: str) -> socket.socket:
     """A connection on which a request was sent."""
     body = json.dumps({"items": [{"prompt": prompt}]})
     address = httpx.URL(url)
-    connection = socket.create_connection((address.host, address.port or 80), timeout=20)
+    connection = socket.create_connection((address.host, address.port or 80), timeout=300)
     head = "POST /v1/rewards HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     return connection
 
 
 def answer(connection: socket.socket) -> bytes:
+    """What comes until the connection is closed."""
     received = b""
-    while piece := connection.recv(65536):
-        received += piece
+    with suppress(ConnectionResetError):  # what was sent came after that
+        while piece := connection.recv(65536):
+            received += piece
     return received
 
 
 @pytest.mark.slow
 def test_it_says_once_that_it_is_ready_and_finishes_what_it_accepted(tmp_path):
-    with served(tmp_path, seconds=0.5) as (process, url, logged):
+    gate = Gate(tmp_path)
+    with served(tmp_path) as (process, url, logged):
         assert len([line for line in logged if f"Serving length on {url}" in line]) == 1
-        httpx.get(f"{url}/health").raise_for_status()
-        connection = post(url, "aaa")
-        while "vlmrm_queue_jobs" not in (text := httpx.get(f"{url}/metrics").text) or 'stage="waiting"' not in text:
-            pass  # until a worker has it
+        httpx.get(f"{url}/health", timeout=300).raise_for_status()
+        connection = post(url, gate.prompt)
+        until(lambda: gate.worker == worker_of(logged))
         process.send_signal(signal.SIGTERM)
-        assert b'"score":3.0' in answer(connection)
-        assert process.wait(20) == -signal.SIGTERM
-        assert gone(worker_of(logged))
+        lines_until(process, "what was accepted is finished first")
+        gate.open()
+        assert f'"score":{len(gate.prompt)}.0'.encode() in answer(connection)
+        assert process.wait(300) == -signal.SIGTERM
+        until_gone(worker_of(logged))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_it_at_once_and_its_workers(tmp_path, kind):
+    gate = Gate(tmp_path)
     with served(tmp_path) as (process, url, logged):
-        connection = post(url, "hang")
+        connection = post(url, gate.prompt)
+        until(lambda: gate.worker == worker_of(logged))
         process.send_signal(kind)
         lines_until(process, "a second signal ends it at once")
         process.send_signal(kind)
-        assert process.wait(5) == 128 + kind
-        assert gone(worker_of(logged))
+        assert process.wait(300) == 128 + kind
+        until_gone(worker_of(logged))
         connection.close()
 
 
 @pytest.mark.slow
 def test_a_worker_does_not_outlive_a_killed_service(tmp_path):
+    gate = Gate(tmp_path)
     with served(tmp_path) as (process, url, logged):
-        post(url, "hang").close()
+        connection = post(url, gate.prompt)
+        until(lambda: gate.worker == worker_of(logged))
         process.kill()
-        assert gone(worker_of(logged))
+        until_gone(worker_of(logged))
+        connection.close()
 
 
 def test_a_worker_whose_service_goes_while_it_loads_ends_quietly():
@@ -149,38 +159,47 @@ def test_a_worker_whose_service_goes_while_it_loads_ends_quietly():
         )
     ours.sendall(pack({"engine": "fake_reward.Length", "options": {}, "path": [HERE]}))
     ours.close()
-    _, said = worker.communicate(timeout=20)
+    _, said = worker.communicate(timeout=300)
     assert (worker.returncode, said) == (0, b"")
 
 
 @pytest.mark.slow
 def test_connections_that_dawdle_or_babble_are_closed_and_others_are_answered(tmp_path):
-    with served(tmp_path, 'log_format = "json"') as (_, url, logged):
-        assert json.loads(logged[0])["message"].startswith("Serving length on http://127.0.0.1:")
+    with served(tmp_path, 'log_format = "json"') as (process, url, logged):
+        assert any(json.loads(line)["message"].startswith("Serving length on http://127.0.0.1:") for line in logged)
         address = (httpx.URL(url).host, httpx.URL(url).port or 80)
-        silent, slow, large = (socket.create_connection(address, timeout=10) for _ in range(3))
-        slow.sendall(b"POST /v1/rewards HTTP/1.1\r\nHost: localho")
-        large.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 3000)
-        assert b"400 Bad Request" in answer(large)
-        assert answer(silent) == answer(slow) == b""
-        kept = socket.create_connection(address, timeout=10)
-        for _ in range(2):
-            kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        connect = partial(socket.create_connection, address, timeout=300)
+
+        def healthy(connection: socket.socket) -> None:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             received = b""
             while not received.endswith(b'{"status":"ok"}'):
-                received += kept.recv(65536) or pytest.fail("the connection was closed")
-        kept.sendall(b"GET /health HT")
-        assert answer(kept) == b""
+                received += connection.recv(65536) or pytest.fail("the connection was closed")
+
+        large = connect()
+        large.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 3000)
+        assert b"400 Bad Request" in answer(large)
+        kept = connect()
+        for _ in range(2):
+            healthy(kept)
+
+        process.send_signal(signal.SIGUSR1)
+        lines_until(process, "hurrying")
+        silent, slow = connect(), connect()
+        slow.sendall(b"POST /v1/rewards HTTP/1.1\r\nHost: localho")
+        assert answer(silent) == answer(slow) == b""
         for junk in (
             b"\x16\x03\x01\x02\x00\x01",
             b"GET / HTTP/9.9\r\n\r\n",
             b"\r\n" * 1000,
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         ):
-            with socket.create_connection(address, timeout=10) as connection:
+            with connect() as connection:
                 connection.sendall(junk)
                 assert b" 200 " not in answer(connection)
-        assert httpx.get(f"{url}/health").status_code == 200
+        healthy(kept)
+        kept.sendall(b"GET /health HT")
+        assert answer(kept) == b""
 
 
 def test_addresses_that_cannot_be_listened_at_are_said_in_a_sentence():
