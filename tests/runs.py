@@ -120,6 +120,7 @@ def start(
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",  # who waits for a line sees it when it is printed
             "TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions"),
             # DeepSpeed builds its CPU operator with the environment's own ninja.
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -131,7 +132,7 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str], code: int = 0, timeout: float = 300) -> str:
+def finish(process: subprocess.Popen[str], code: int = 0, timeout: float = 600) -> str:
     """Waits for a process that must end with `code`, and returns all that it printed."""
     output, _ = process.communicate(timeout=timeout)
     assert process.returncode == code, f"exit code {process.returncode} instead of {code}:\n{output}"

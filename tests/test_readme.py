@@ -138,16 +138,17 @@ def check_launch(script: str, words: list[str]) -> None:
     for name in ("torchrun", "python3"):
         (folder / name).write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
         (folder / name).chmod(0o755)
-    with socket.create_server(("", 0)) as listener:  # the script refuses a port that is taken, as its own may be
-        free = str(listener.getsockname()[1])
-    port = [] if script == "./run_eval.sh" or "--port" in words else ["--port", free]
-    done = subprocess.run(
-        [script, *port, *words],
-        cwd=ROOT,
-        env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-    )
+    with socket.socket() as bound:  # the script refuses a port where somebody listens: here nobody can
+        bound.bind(("127.0.0.1", 0))
+        free = str(bound.getsockname()[1])
+        port = [] if script == "./run_eval.sh" or "--port" in words else ["--port", free]
+        done = subprocess.run(
+            [script, *port, *words],
+            cwd=ROOT,
+            env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr
     started = done.stdout.splitlines()
     [place] = [i for i, word in enumerate(started) if Path(word).name in KEYS]

@@ -52,19 +52,20 @@ def run(script: Path, *words: str, cwd: Path | None = None, active: Path | None 
         stderr=subprocess.PIPE,
         text=True,
     )
-    output, errors = process.communicate(timeout=20)
+    output, errors = process.communicate(timeout=300)
     return process.pid, process.returncode, output.splitlines(), errors
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
+@pytest.fixture
+def free_port():
+    """A port where nobody listens, and during the test nobody can: it is bound."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield str(bound.getsockname()[1])
 
 
-def test_one_machine(checkout):
-    port = free_port()
-    words = ["--gpus", "4", "--port", port, "--config", "training_configs/7b_config.yaml"]
+def test_one_machine(checkout, free_port):
+    words = ["--gpus", "4", "--port", free_port, "--config", "training_configs/7b_config.yaml"]
     pid, status, lines, _ = run(
         checkout / "run_distributed.sh", *words, "--", "--learning_rate", "5e-6", "--run_name", "a b"
     )
@@ -72,7 +73,7 @@ def test_one_machine(checkout):
     # The same process: a signal to the script is a signal to torchrun.
     assert lines[0] == f"pid {pid} threads 1 gpus unset"
     launcher = ["torchrun", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "4"]
-    launcher += ["--master-addr", "127.0.0.1", "--master-port", port]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", free_port]
     program = [f"{checkout}/train_rm.py", "training_configs/7b_config.yaml"]
     assert lines[1:] == [*launcher, *program, "--learning_rate", "5e-6", "--run_name", "a b"]
 
@@ -94,24 +95,24 @@ def test_several_machines(checkout):
     assert lines[2:12] == expected.split()
 
 
-def test_scripts_work_from_another_directory(checkout, tmp_path):
+def test_scripts_work_from_another_directory(checkout, free_port, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine.yaml").touch()
     config = "training_configs/7b_config.yaml"
-    script, port = checkout / "run_distributed.sh", free_port()
-    assert f"{checkout}/{config}" in run(script, "--port", port, "--config", config, cwd=elsewhere)[2]
-    assert "mine.yaml" in run(script, "--port", port, "--config", "mine.yaml", cwd=elsewhere)[2]
+    script = checkout / "run_distributed.sh"
+    assert f"{checkout}/{config}" in run(script, "--port", free_port, "--config", config, cwd=elsewhere)[2]
+    assert "mine.yaml" in run(script, "--port", free_port, "--config", "mine.yaml", cwd=elsewhere)[2]
     assert run(checkout / "run_eval.sh", cwd=elsewhere)[2][2:] == [
         f"{checkout}/eval_rm.py",
         f"{checkout}/training_configs/eval_config_example.yaml",
     ]
 
 
-def test_an_active_environment_comes_before_the_folder_s_own(checkout, tmp_path):
+def test_an_active_environment_comes_before_the_folder_s_own(checkout, free_port, tmp_path):
     active = stand_ins(tmp_path / "active", "torchrun")
     (active / "torchrun").write_text("#!/bin/bash\necho active\n")
-    words = ["--port", free_port(), "--config", "training_configs/7b_config.yaml"]
+    words = ["--port", free_port, "--config", "training_configs/7b_config.yaml"]
     assert run(checkout / "run_distributed.sh", *words, active=active)[2] == ["active"]
 
 
@@ -150,11 +151,9 @@ def test_a_port_in_use_is_one_sentence(checkout):
 
 
 @pytest.mark.parametrize("script", ["run_distributed.sh", "run_eval.sh"])
-def test_without_an_installation_the_sentence_says_to_install(checkout, script):
+def test_without_an_installation_the_sentence_says_to_install(checkout, free_port, script):
     shutil.rmtree(checkout / ".venv")
-    words = (
-        ["--port", free_port(), "--config", "training_configs/7b_config.yaml"] if script.startswith("run_d") else []
-    )
+    words = ["--port", free_port, "--config", "training_configs/7b_config.yaml"] if script.startswith("run_d") else []
     _, status, _, errors = run(checkout / script, *words)
     assert status == 2 and "pip install -e ." in errors and errors.count("\n") == 1
 

@@ -208,7 +208,7 @@ def test_a_collection_that_sigterm_stops_goes_on_without_playing_anything_twice(
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     began = time.monotonic()
     while not trajectory_paths(tmp_path / "positive") and process.poll() is None:
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 600
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate()
     assert process.returncode == 143 and b"Traceback" not in said, said.decode()

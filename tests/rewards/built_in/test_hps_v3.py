@@ -26,9 +26,10 @@ def folder(tmp_path_factory):
     weights = tiny_reward_tokens.published_names(model.state_dict())
     assert "model.layers.0.self_attn.q_proj.weight" in weights
     assert "visual.merger.ln_q.weight" in weights
+    chance = torch.Generator().manual_seed(0)
     for place, (rows, columns) in zip((0, 3, 5), ((1024, 128), (16, 1024), (2, 16)), strict=True):
-        weights |= {f"rm_head.{place}.weight": torch.randn(rows, columns) * 0.1}
-        weights |= {f"rm_head.{place}.bias": torch.randn(rows) * 0.1}
+        weights |= {f"rm_head.{place}.weight": torch.randn(rows, columns, generator=chance) * 0.1}
+        weights |= {f"rm_head.{place}.bias": torch.randn(rows, generator=chance) * 0.1}
     save_file(weights, folder / "HPSv3.safetensors")
     save_file({name: value for name, value in weights.items() if "norm" not in name}, folder / "cut.safetensors")
     save_file({name: value for name, value in weights.items() if "head" not in name}, folder / "none.safetensors")
