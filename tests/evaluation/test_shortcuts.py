@@ -107,6 +107,12 @@ def test_scores_that_follow_the_size_or_number_of_images():
     assert by_number["score_images_correlation"].value == pytest.approx(
         spearmanr(scores, np.tile(images, 2)).statistic
     )
+    with_area = frame.assign(pixels=pixels[:, 0] * (images > 0))
+    asked = images > 0  # rows without an image have no area
+    found = shortcuts(with_area)
+    assert found["margin_area_correlation"].value == pytest.approx(spearmanr(MERIT[asked], pixels[asked, 0]).statistic)
+    assert found["margin_area_correlation"].n == asked.sum()
+    assert found["margin_images_correlation"].value == pytest.approx(spearmanr(MERIT, images).statistic)
     assert math.isnan(shortcuts(frame.assign(chosen_pixels=0, rejected_pixels=0))["score_area_correlation"].value)
 
 

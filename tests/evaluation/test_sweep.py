@@ -208,6 +208,23 @@ def test_pairs_that_are_gone_are_scored_again_and_broken_ones_are_said(run_folde
         sweep(asked(run_folder, data))
 
 
+def test_a_checkpoint_that_was_trained_again_is_evaluated_again(run_folder, data, monkeypatch):
+    before = {row["checkpoint"]: row["average_margin"] for row in sweep(asked(run_folder, data)).rows}
+    scale_head(run_folder / "checkpoint-10", -1.0, step=10)
+    monkeypatch.setattr(measuring, "load_checkpoint", only(measuring.load_checkpoint, "checkpoint-10"))
+    after = {row["checkpoint"]: row["average_margin"] for row in sweep(asked(run_folder, data)).rows}
+    assert after == pytest.approx(before | {"checkpoint-10": -before["checkpoint-10"]})
+    assert pd.read_parquet("results.scores.parquet").groupby("checkpoint").size().tolist() == [6, 6, 6]
+
+
+def only(load, name):
+    def loaded(folder, **keys):
+        assert folder.name == name
+        return load(folder, **keys)
+
+    return loaded
+
+
 def test_where_nothing_can_be_written_is_said_before_anything_is_scored(run_folder, data, monkeypatch):
     monkeypatch.setattr(measuring, "measure", None)
     Path("file").touch()

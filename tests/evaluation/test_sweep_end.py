@@ -11,13 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from runs import colour_pairs, finish, start, words, write_rows
 from safetensors.torch import load_file, save_file
 
 from vlmrm import cli, load_scorer
-from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, DataError, VlmrmError
+from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, VlmrmError
 from vlmrm.evaluation import conclusion, measuring
 from vlmrm.evaluation import sweep as sweep_module
+from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.sweep import sweep
 from vlmrm.evaluation.watching import watch
@@ -264,14 +266,30 @@ def test_a_score_that_is_no_number_is_a_row(run_folder, data, tiny_reward_model,
     assert set(errors.values()) == {""} and "best: run/checkpoint-" in capsys.readouterr().out
 
 
-def test_figures_that_a_checkpoint_does_not_have_are_its_row_s_error(run_folder, data, monkeypatch):
-    """Such as an ablation whose scores are no numbers: the others are evaluated all the same."""
-    measure = measuring.measure
+def test_an_ablation_whose_scores_are_no_numbers_is_a_row(run_folder, data, monkeypatch):
+    """Both sides of a pair, which would look as if it could not be ablated."""
 
-    def measured(loaded, dataset, run, folder):
-        if folder.name == "checkpoint-2":
-            raise DataError("6 scored pairs have a blank_image score that is no finite number")
-        return measure(loaded, dataset, run, folder)
+    def evaluated(*args, description, **keys):
+        result = evaluate(*args, description=description, **keys)
+        if description == "checkpoint-2":
+            result.ablated[3]["blank_image"] = [math.nan, math.nan]
+        return result
 
-    monkeypatch.setattr(measuring, "measure", measured)
-    assert [bool(row["error"]) for row in sweep(asked(run_folder, data)).rows] == [False, True, False]
+    monkeypatch.setattr(measuring, "evaluate", evaluated)
+    errors = [row["error"] for row in sweep(asked(run_folder, data, ablations="blank_image")).rows]
+    assert "the blank_image scores of pair-3 are no numbers" in (errors.pop(1) or "") and errors == [None, None]
+
+
+def test_a_checkpoint_without_enough_memory_is_a_row(run_folder, data, monkeypatch):
+    class Full:
+        device = torch.device("cpu")
+
+        def __call__(self, **inputs):
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+    def evaluated(model, *args, description, **keys):
+        return evaluate(Full() if description == "checkpoint-2" else model, *args, description=description, **keys)
+
+    monkeypatch.setattr(measuring, "evaluate", evaluated)
+    errors = [row["error"] for row in sweep(asked(run_folder, data)).rows]
+    assert "Tried to allocate 2 GiB: lower eval_batch_size" in (errors.pop(1) or "") and errors == [None, None]

@@ -39,6 +39,8 @@ NEEDS = {
     "margin_length_correlation": "chosen_length",
     "score_area_correlation": "chosen_pixels",
     "score_images_correlation": "images",
+    "margin_area_correlation": "pixels",
+    "margin_images_correlation": "images",
 }
 
 

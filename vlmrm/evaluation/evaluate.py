@@ -95,6 +95,9 @@ def evaluate(
     """Scores every row of `dataset` (rows of `load_comparisons`) once, and each of its `ablations` beside it.
 
     Of several ranks each takes a share, and all get the whole result in the data set's order.
+
+    Raises:
+        OutOfMemoryError: on every rank, when one has no memory left.
     """
     share: Any = _Share(dataset, batch_size, rank, ranks, with_donors=bool(ablations))
     loader = DataLoader(
@@ -106,14 +109,22 @@ def evaluate(
     comparisons: dict[int, Comparison] = {}
     scored: list[tuple[int, str | None, list[float]]] = []
     dropped: list[tuple[str, str]] = []
+    full: str | None = None
     progress = tqdm(loader, desc=description, unit="batch", leave=False, disable=None if rank == 0 else True)
-    with plain_worker_errors():
-        for kept, batch in progress:
-            comparisons |= kept
-            for part in batch["parts"]:
-                scores = model(**to_device(part["inputs"], model.device)).logits.squeeze(-1).float().tolist()
-                scored += scores_by_ablation(part, scores)
-            dropped += batch["dropped"]
+    try:
+        with plain_worker_errors():
+            for kept, batch in progress:
+                comparisons |= kept
+                for part in batch["parts"]:
+                    scores = model(**to_device(part["inputs"], model.device)).logits.squeeze(-1).float().tolist()
+                    scored += scores_by_ablation(part, scores)
+                dropped += batch["dropped"]
+    except torch.OutOfMemoryError as error:
+        full = " ".join(str(error).split())
+    # A rank without memory must not leave the others waiting for its scores.
+    for failure in gather_object([full]):
+        if failure is not None:
+            raise torch.OutOfMemoryError(failure)
     comparisons = dict(gather_object(list(comparisons.items())))
     by_place: dict[int, dict[str | None, list[float]]] = {}
     for place, name, values in gather_object(scored):

@@ -36,8 +36,8 @@ def scored_frame(
     """`scored_pairs` with all that the report shows of them.
 
     Further columns: model, checkpoint, step; by/NAME for each of `group_by`; chosen_ and rejected_ length
-    (characters), pixels, text, image_paths; margin_label, agreement, images; prompt_text, image_paths; and for each
-    ablation its _chosen and _rejected score, NaN where it means nothing.
+    (characters), pixels, text, image_paths; margin_label, agreement; images (their number), pixels, prompt_text,
+    image_paths of the prompt; and for each ablation its _chosen and _rejected score, NaN where it means nothing.
 
     Raises:
         ConfigError: when no row has a column named in `group_by`.
@@ -100,6 +100,7 @@ def _of_comparison(comparison: Comparison, group_by: Sequence[str]) -> dict[str,
         "margin_label": comparison.margin,
         "agreement": comparison.columns.get("agreement"),
         "images": len(images),
+        "pixels": sum(map(_pixels, images)),
         "prompt_text": text_of(comparison.prompt)[:TEXT],
         "image_paths": _local_paths(images),
     }

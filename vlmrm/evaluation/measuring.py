@@ -21,13 +21,13 @@ from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.analysis import analyse
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.choosing import step_of
-from vlmrm.evaluation.evaluate import evaluate
+from vlmrm.evaluation.evaluate import Evaluation, evaluate
 from vlmrm.evaluation.frame import scored_frame
 from vlmrm.evaluation.intervals import DRAWS, SEED
 from vlmrm.evaluation.leakage import Leakage
 from vlmrm.evaluation.pairs import not_finite
 from vlmrm.evaluation.public import benchmark
-from vlmrm.evaluation.results import table_figures
+from vlmrm.evaluation.results import table_figures, weights_fingerprint
 from vlmrm.evaluation.schema import Provenance, Row, Statistics
 from vlmrm.media_store import MediaStore
 from vlmrm.modeling import (
@@ -107,6 +107,8 @@ def evaluate_checkpoint(folder: Path, dataset, run: Run) -> tuple[Row, pd.DataFr
             raise  # it is as bad for every other checkpoint
         except DataError as failure:
             row["error"] = str(failure)
+        except torch.OutOfMemoryError as failure:
+            row["error"] = f"{failure}: lower eval_batch_size, max_tokens_per_batch or max_pixels."
     else:
         row["error"] = errors[0]
     row["seconds"] = round(time.perf_counter() - started, 3)
@@ -138,14 +140,30 @@ def measure(loaded: LoadedReward, dataset, run: Run, folder: Path) -> tuple[dict
     if bad.any():
         row_id = frame["comparison_id"].to_numpy()[bad][0]
         return {"error": f"{bad.sum()} pairs have a score that is no number, first of {row_id}."}, frame
+    check_ablated(result)
     statistics = cast(Statistics, analyse(frame))
     figures: dict[str, Any] = {**table_figures(statistics["overall"]), "dropped_rows": len(result.dropped)}
     if args.benchmark is not None:
         figures["benchmark"] = benchmark(args.benchmark).score(frame)
-    return {**figures, "statistics": statistics, "provenance": provenance_of(loaded, run)}, frame
+    return {**figures, "statistics": statistics, "provenance": provenance_of(loaded, run, folder)}, frame
 
 
-def provenance_of(loaded: LoadedReward, run: Run) -> Provenance:
+def check_ablated(result: Evaluation) -> None:
+    """Refuses scores under an ablation that are no numbers: in the frame they would look like none at all.
+
+    Raises:
+        DataError: naming the first comparison with one.
+    """
+    for comparison, ablated in zip(result.comparisons, result.ablated, strict=True):
+        for name, scores in ablated.items():
+            if not np.isfinite(scores).all():
+                raise DataError(
+                    f"the {name} scores of {comparison.id} are no numbers: the checkpoint is broken or its dtype too "
+                    "narrow."
+                )
+
+
+def provenance_of(loaded: LoadedReward, run: Run, folder: Path) -> Provenance:
     """What the figures of one checkpoint came from."""
     model = loaded.model
     made = provenance({})
@@ -154,6 +172,7 @@ def provenance_of(loaded: LoadedReward, run: Run) -> Provenance:
         "git_commit": made["git_commit"],
         "versions": made["versions"],
         "data": run.data,
+        "weights": weights_fingerprint(folder),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "processes": run.processes.num_processes,
         "dtype": str(model.dtype).removeprefix("torch."),

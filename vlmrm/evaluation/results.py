@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pandas as pd
 
+from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.files import make_folder, replace_file, replacing
@@ -17,6 +18,7 @@ from vlmrm.evaluation.pairs import read_pairs
 from vlmrm.evaluation.public import table as published_table
 from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, Estimate, Figures, Row, dump_results, load_results
 
+WEIGHTS = (".safetensors", ".bin")
 COLUMNS = ["model", "checkpoint", "preference_accuracy", "average_margin", "margin_std", "sample_count"]
 
 
@@ -57,22 +59,19 @@ class Results:
         old, new = ({**each, **each.get("reading", {})} for each in (before, self.settings))
         return sorted(key for key in {*old, *new} - {"reading"} if digest(old.get(key)) != digest(new.get(key)))
 
-    def done(self) -> set[str]:
-        """Paths of the checkpoints with figures and the pairs behind them; the others are evaluated (again)."""
-        if self.frame is None:
-            return set()
-        scored = set(self.frame[["model", "checkpoint"]].drop_duplicates().itertuples(index=False, name=None))
-        return {row["path"] for row in self.rows if not row["error"] and (row["model"], row["checkpoint"]) in scored}
+    def holds(self, folder: Path) -> bool:
+        """Whether figures of this checkpoint are there, with the pairs behind them, and it is still the same."""
+        row = next((row for row in self.rows if row["path"] == str(folder) and not row["error"]), None)
+        if row is None or self.frame is None or row["provenance"]["weights"] != weights_fingerprint(folder):
+            return False
+        return bool(_of(self.frame, row).any())
 
     def add(self, row: Row, frame: pd.DataFrame | None) -> None:
         """Puts a checkpoint's row, and its scored pairs, in place of earlier ones."""
         self.rows = [other for other in self.rows if other["path"] != row["path"]] + [row]
         if frame is not None:
-            earlier = self.frame
-            if earlier is not None:
-                same = (earlier["model"] == row["model"]) & (earlier["checkpoint"] == row["checkpoint"])
-                earlier = earlier[~same]
-            self.frame = frame if earlier is None else pd.concat([earlier, frame], ignore_index=True)
+            earlier = [] if self.frame is None else [self.frame[~_of(self.frame, row)]]
+            self.frame = pd.concat([*earlier, frame], ignore_index=True)
 
     def write(self) -> None:
         """All three files; one process calls it.
@@ -100,6 +99,16 @@ class Results:
             ),
         )
         replace_file(self.csv, table(self.rows, self.best).to_csv(index=False))
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """A digest over names, sizes and ends of the files of a checkpoint's weights."""
+    return data_fingerprint(sorted(str(file) for file in folder.glob("*") if file.suffix in WEIGHTS))
+
+
+def _of(frame: pd.DataFrame, row: Row) -> pd.Series:
+    """Which of the pairs are those of the row's checkpoint."""
+    return (frame["model"] == row["model"]) & (frame["checkpoint"] == row["checkpoint"])
 
 
 def table(rows: Sequence[Row], best: Best | None) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from vlmrm.errors import ConfigError
 
-SCHEMA_VERSION = 1  # raised whenever a field changes its name or meaning
+SCHEMA_VERSION = 2  # raised whenever a field is added, or changes its name or meaning
 
 # JSON has no NaN and no infinity: null stands for a figure that the pairs do not allow.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
@@ -99,6 +99,8 @@ class Figures(TypedDict):
     margin_length_correlation: Estimate
     score_area_correlation: Estimate
     score_images_correlation: Estimate
+    margin_area_correlation: Estimate
+    margin_images_correlation: Estimate
     blank_image_accuracy: Estimate
     swapped_image_accuracy: Estimate
     swapped_prompt_accuracy: Estimate
@@ -134,12 +136,16 @@ class Statistics(TypedDict):
 
 @strict
 class Provenance(TypedDict):
-    """What a row's figures came from. `checkpoint` is what its reward_model.json says of its training."""
+    """What a row's figures came from.
+
+    `weights` is a fingerprint of the checkpoint's, `checkpoint` what its reward_model.json says of its training.
+    """
 
     date: str
     git_commit: str | None
     versions: dict[str, str]
     data: str
+    weights: str
     device: str
     processes: int
     dtype: str

@@ -34,14 +34,16 @@ def shape_figures(frame: pd.DataFrame) -> Figures:
     - `accuracy_chosen_longer`, `accuracy_chosen_shorter`: the model's accuracy there;
     - `margin_length_correlation`: Spearman of the margin and how much longer the chosen answer is;
     - `score_area_correlation`: of the score and the pixels of the images in the answer, where there are any;
-    - `score_images_correlation`: of the score and the number of images in the prompt.
+    - `score_images_correlation`: of the score and the number of images in the prompt;
+    - `margin_area_correlation`, `margin_images_correlation`: of the margin and the pixels, and the number, of the
+      images in the prompt.
     """
     margins = margins_of(frame)
     lengths, pixels = _sides(frame, "length"), _sides(frame, "pixels")
     longer = np.where(lengths.max(axis=1) > 0, lengths[:, 0] - lengths[:, 1], np.nan)  # answers may be images alone
     longer[np.isnan(margins)] = np.nan
     scores = np.where(np.isnan(margins)[:, None], np.nan, _sides(frame, "score"))
-    images = np.broadcast_to(_column(frame, "images")[:, None], scores.shape)
+    images, area = _column(frame, "images"), _column(frame, "pixels")
     right = credits_of(margins)
     return {
         "length_baseline_accuracy": Mean(credits_of(longer)),
@@ -49,7 +51,9 @@ def shape_figures(frame: pd.DataFrame) -> Figures:
         "accuracy_chosen_shorter": Mean(np.where(longer < 0, right, np.nan)),
         "margin_length_correlation": Correlation(margins, longer),
         "score_area_correlation": Correlation(scores, np.where(pixels > 0, pixels, np.nan)),
-        "score_images_correlation": Correlation(scores, images),
+        "score_images_correlation": Correlation(scores, np.stack([images, images], axis=1)),
+        "margin_area_correlation": Correlation(margins, np.where(area > 0, area, np.nan)),
+        "margin_images_correlation": Correlation(margins, images),
     }
 
 

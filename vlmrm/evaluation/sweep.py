@@ -88,7 +88,7 @@ def evaluate_all(checkpoints: Iterable[Path], dataset: Dataset, run: Run, result
     try:
         for folder in checkpoints:
             looked_at.append(folder)
-            if str(folder) in results.done():
+            if results.holds(folder):
                 logger.info("%s: already in %s", folder, results.csv)
                 continue
             row, frame = evaluate_checkpoint(folder, dataset, run)
@@ -131,7 +131,7 @@ def write_failure(
     except (ConfigError, DataError):
         return  # nothing can be written there, or it holds other results, which stay as they are
     for folder in checkpoints:
-        if str(folder) not in results.done():
+        if not results.holds(folder):
             results.add(row_of(folder, str(error)), None)
     results.write()
 
