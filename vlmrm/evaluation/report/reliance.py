@@ -21,6 +21,12 @@ ABLATIONS = {
     "response_only": ("no prompt at all", "response_only_reliance"),
 }
 
+PROMPT_IMAGES = {
+    "margin_area_correlation": "Margin and area",
+    "margin_images_correlation": "Margin and number",
+    "score_images_correlation": "Score and number",
+}
+
 
 def headline(best: Checkpoint) -> str:
     """One plain sentence on whether the model looks at the image."""
@@ -51,6 +57,12 @@ def of_reliance(best: Checkpoint) -> Section:
     rows = [[what, *_lost(best, figure)] for what, figure in (ABLATIONS[name] for name in found)]
     table = Table("Points of accuracy lost", ["what the model saw", "lost", "95% interval"], rows)
     text = "A model that judges what it sees falls towards 50% when it sees nothing, or something else."
+    elsewhere, lost = (best.figures[name]["value"] for name in ("swapped_prompt_margin", "prompt_reliance"))
+    if not np.isnan(elsewhere):
+        text += (
+            f" Under another row's prompt, where neither answer should win, the mean margin is {number(elsewhere)} "
+            f"instead of {number(elsewhere + lost)}."
+        )
     return Section("reliance", title, text, [drawing], [table])
 
 
@@ -60,9 +72,10 @@ def of_shortcuts(best: Checkpoint) -> Section:
     for said, drawn in (_length(best), _area(best)):
         texts += said
         drawings += drawn
-    images = best.figures["score_images_correlation"]["value"]
-    if not np.isnan(images):
-        texts.append(f"Score and number of images in the prompt have a rank correlation of {number(images, 2)}.")
+    for figure, what in PROMPT_IMAGES.items():
+        correlation = best.figures[figure]["value"]
+        if not np.isnan(correlation):
+            texts.append(f"{what} of images in the prompt have a rank correlation of {number(correlation, 2)}.")
     nothing = "Nothing to show: no two answers are known to differ in length or image size, nor prompts in images."
     return Section("shortcuts", title, " ".join(texts) or nothing, drawings)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ def sections(checkpoints: Sequence[Checkpoint], choice: Choice) -> list[Section]
     best = choice.best
     return [
         of_checkpoints(checkpoints, best),
+        *([of_published(choice.published)] if choice.published else []),
         of_reliance(best),
         of_categories(best),
         of_scores(best),
@@ -73,6 +75,23 @@ def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Secti
     if not drawn:
         text = "One checkpoint a model: there is no curve over steps to draw."
     return Section("checkpoints", "Checkpoints", text, drawings, [table])
+
+
+def of_published(lines: Sequence[Mapping[str, Any]]) -> Section:
+    """Our figures on a public benchmark, and those that others published."""
+    metrics = [name for name in lines[0] if any(line[name] is not None for line in lines[1:])]
+    metrics = [name for name in metrics if name not in ("model", "source")]
+    rows = [
+        [
+            line["model"],
+            *["–" if line[name] is None else percent(line[name]) for name in metrics],
+            line["source"],
+        ]
+        for line in lines
+    ]
+    head = ["model", *[name.replace("_", " ") for name in metrics], "source"]
+    text = "By the rule of the benchmark's authors, as far as it could be checked: docs/benchmarks.md says how far."
+    return Section("published", "Beside published models", text, tables=[Table("Figures", head, rows)])
 
 
 def of_categories(best: Checkpoint) -> Section:
@@ -155,9 +174,13 @@ def of_comparison(checkpoints: Sequence[Checkpoint]) -> Section:
         [f"{i}  {row}", *[cells.get((row, column), "·") for column in labels]] for i, row in enumerate(labels, start=1)
     ]
     numbers = [str(i) for i in range(1, len(labels) + 1)]
-    caption = f"Points of accuracy that the row is ahead of the column, and p, on {tests[0].pairs:,} common pairs"
+    caption = (
+        "Points of accuracy that the row is ahead of the column, their 95% interval, and p, on "
+        f"{tests[0].pairs:,} common pairs"
+    )
     text = (
-        "A small p (McNemar's, exact, adjusted for the number of comparisons) says that a difference is hardly chance."
+        "A small p (McNemar's, exact, adjusted for the number of comparisons) says that a difference is hardly "
+        "chance. It takes pairs as independent; the intervals draw whole prompts."
     )
     if len(checkpoints) > COMPARED:
         text += f" The {COMPARED} best of {len(checkpoints)}."
@@ -181,8 +204,11 @@ def of_best_of_n(best: Checkpoint) -> Section:
 
 def _compared(test: PairedTest, sign: int) -> str:
     p = test.adjusted_p_value
-    ahead = points(sign * test.difference.value)
-    return f"{ahead}\n{'p < 0.001' if p < 0.001 else f'p = {p:.3f}'}"
+    ahead, low, high = (sign * end for end in test.difference[:3])
+    lines = [points(ahead), "p < 0.001" if p < 0.001 else f"p = {p:.3f}"]
+    if not np.isnan(low):
+        lines.insert(1, f"{points(min(low, high))} to {points(max(low, high))}")
+    return "\n".join(lines)
 
 
 def _slug(name: str) -> str:

@@ -9,17 +9,23 @@ from typing import Any
 
 import pandas as pd
 
+from vlmrm.evaluation.public import table
 from vlmrm.evaluation.report.checkpoints import Checkpoint, scores_path
 from vlmrm.evaluation.schema import Best, ResultsFile, load_results
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint that the report is about, in words why, and what of its data was trained on (None: unknown)."""
+    """The checkpoint that the report is about, and in words why.
+
+    `leakage` is what of its data was trained on, None where that is not known; `published` its figures on a public
+    benchmark above those of others (see `vlmrm.evaluation.public.table`), empty where that is none.
+    """
 
     best: Checkpoint
     reason: str
     leakage: dict[str, Any] | None
+    published: list[dict[str, Any]]
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:
@@ -41,8 +47,14 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     reason = _reason(chosen.get((best.model, best.name)))
     if len(named) > 1:
         reason = f"the most accurate of {len(named)} that are {reason} in their results"
-    leakage = next((sweep["leakage"] for sweep in sweeps if _holds(sweep, best)), None)
-    return Choice(best, reason, leakage)
+    name = (best.model, best.name)
+    held = [(sweep, row) for sweep in sweeps for row in sweep["results"] if (row["model"], row["checkpoint"]) == name]
+    if not held:
+        return Choice(best, reason, None, [])
+    sweep, row = held[0]
+    public = sweep["settings"].get("benchmark")
+    published = table(public, row["benchmark"], best.label) if public and "benchmark" in row else []
+    return Choice(best, reason, sweep["leakage"], published)
 
 
 def _reason(best: Best | None) -> str:
@@ -51,7 +63,3 @@ def _reason(best: Best | None) -> str:
     metric = best["metric"].replace("_", " ")
     within = "the earliest within one standard error of the " if best["one_standard_error"] else ""
     return f"{within}best by {metric}"
-
-
-def _holds(sweep: ResultsFile, one: Checkpoint) -> bool:
-    return any((row["model"], row["checkpoint"]) == (one.model, one.name) for row in sweep["results"])
