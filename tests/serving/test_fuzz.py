@@ -56,7 +56,7 @@ def service() -> Generator[tuple[Ask, dict[str, Any]]]:
     threading.Thread(target=loop.run_forever, daemon=True).start()
 
     def wait(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(300)
 
     limits = {"max_items": 20, "max_body_bytes": 100_000, "max_json_depth": 12}
     context = running(fake("one", "fake_reward.Anything"), limits=limits, long_poll=0.01)

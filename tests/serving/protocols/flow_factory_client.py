@@ -13,12 +13,12 @@ from PIL import Image
 class FlowFactoryClient:
     """Asks for the health once; posts up to three times at once, whatever the reason; believes any 2xx answer."""
 
-    def __init__(self, server_url: str, timeout: float = 60, retry_attempts: int = 3):
+    def __init__(self, server_url: str, timeout: float = 300, retry_attempts: int = 3):
         self.url, self.timeout, self.retry_attempts = server_url.rstrip("/"), timeout, retry_attempts
         self.session = requests.Session()
         self.posts = 0
         try:
-            self.session.get(f"{self.url}/health", timeout=5).raise_for_status()
+            self.session.get(f"{self.url}/health", timeout=self.timeout).raise_for_status()
         except requests.RequestException as error:
             raise RuntimeError(f"Cannot connect to reward server at {self.url}") from error
 

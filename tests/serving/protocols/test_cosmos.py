@@ -13,7 +13,7 @@ import safetensors.numpy
 from cosmos_client import CosmosClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from services import fake, in_loop, running
+from services import Gate, fake, in_loop, running
 
 from vlmrm.errors import MediaError
 from vlmrm.serving.protocols.cosmos.payload import media_of
@@ -58,12 +58,17 @@ async def test_the_trainer_gets_its_rewards_in_the_order_of_its_samples():
 
 
 @in_loop
-async def test_the_trainer_asks_again_until_a_reward_is_computed():
-    async with running(fake(options={"seconds": 0.1}), long_poll=0) as (_, http):
-        client = CosmosClient(http)
-        ticket = await client.enqueue(IMAGES, **LENGTH)
-        assert (await client.fetch(ticket, "length", "length")).tolist() == [1, 3]
-    assert client.statuses[1:] == [*[425] * (len(client.statuses) - 2), 200] and 425 in client.statuses
+async def test_the_trainer_asks_again_until_a_reward_is_computed(tmp_path):
+    gate = Gate(tmp_path)
+    async with running(long_poll=0) as (_, http):
+        client = CosmosClient(http, attempts=10**6)
+        ticket = await client.enqueue(IMAGES, **{**LENGTH, "prompts": ["a", gate.prompt]})
+        fetching = asyncio.create_task(client.fetch(ticket, "length", "length"))
+        while 425 not in client.statuses:
+            await asyncio.sleep(0)
+        gate.open()
+        assert (await fetching).tolist() == [1, len(gate.prompt)]
+    assert client.statuses[1:] == [*[425] * (len(client.statuses) - 2), 200]
 
 
 @in_loop
@@ -107,7 +112,7 @@ async def test_one_request_has_several_rewards_whatever_they_weigh():
 
 @in_loop
 async def test_what_has_failed_for_good_is_said_at_once():
-    async with running(limits={"result_ttl": 0.3}) as (_, client):
+    async with running() as (_, client):
         metadata = {**LENGTH, "prompts": ["a", "refuse"]}
         item = (await pulled(client, (await enqueued(client, metadata)).json()["uuid"])).json()
         metadata = {**LENGTH, "prompts": ["raise", "b"]}
@@ -118,16 +123,20 @@ async def test_what_has_failed_for_good_is_said_at_once():
 
 
 @in_loop
-async def test_a_newer_client_can_tell_what_is_queued_running_and_unknown():
-    async with running(fake(options={"seconds": 0.3}, batch_tokens=1), long_poll=0) as (_, client):
-        tickets = [(await enqueued(client, {**LENGTH, "prompts": [p, p]})).json()["uuid"] for p in ("a", "bb")]
-        states = set()
-        while (answer := await pulled(client, tickets[1])).status_code == 425:
-            states |= {(await pulled(client, ticket)).json().get("state") for ticket in tickets}
-            assert answer.json()["message"] == f"Not found scores for {tickets[1]}"
+async def test_a_newer_client_can_tell_what_is_queued_running_and_unknown(tmp_path):
+    gate = Gate(tmp_path)
+    async with running(long_poll=0) as (_, client):
+        metadata = {**LENGTH, "prompts": [gate.prompt, "a"]}
+        running_ = (await enqueued(client, metadata)).json()["uuid"]
+        await gate.reached()
+        waiting = (await enqueued(client)).json()["uuid"]
+        for ticket, state in ((running_, "running"), (waiting, "queued")):
+            answer = await pulled(client, ticket)
+            assert (answer.status_code, answer.json()["state"]) == (425, state)
+            assert answer.json()["message"] == f"Not found scores for {ticket}"
         never = await pulled(client, str(uuid.uuid4()))
-        other = await pulled(client, tickets[0], "clip")
-    assert {"queued", "running"} <= states
+        other = await pulled(client, waiting, "clip")
+        gate.open()
     assert (never.status_code, never.json()["state"]) == (400, "unknown")
     assert other.status_code == 400 and "it was asked for length" in other.json()["message"]
 
@@ -188,12 +197,7 @@ async def test_a_body_that_is_not_framed_and_a_pull_without_a_uuid_are_refused()
 
 @in_loop
 async def test_where_a_queue_is_full_none_of_a_requests_rewards_is_accepted():
-    async with running(fake("one"), fake("two"), limits={"queue_items": 3}) as (service, client):
-        for name in ("one", "two"):  # nothing is taken from the queue any more
-            [replica] = service.replicas[name]
-            replica.closing = True
-        for task in service._loops:
-            task.cancel()
+    async with running(fake("one"), fake("two"), workers=False, limits={"queue_items": 3}) as (service, client):
         answer = await enqueued(client, {**LENGTH, "reward_fn": {"one": 1, "two": 1}})
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
         assert await service.backend.depth("one") == (0, 0)

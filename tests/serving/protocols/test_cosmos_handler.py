@@ -71,7 +71,7 @@ async def test_a_handler_serves_the_trainer_with_keys_of_its_own():
         model_path="weights",
         options={"handler": "handlers.Brightness"},
     )
-    async with running(settings, long_poll=30) as (_, http):
+    async with running(settings) as (_, http):
         client = CosmosClient(http)
         ticket = await client.enqueue(
             IMAGES, prompts=["a", "b"], reward_fn={"new_reward": 1.0}, media_type="image", moods=[7, 8]
@@ -87,7 +87,7 @@ async def test_a_handler_serves_the_trainer_with_keys_of_its_own():
 @in_loop
 async def test_a_reward_of_ours_sees_the_pictures_that_the_trainer_sent():
     settings = {"reward_type": "shown_reward.Shown", "name": "shown", "import_from": [HERE], "device": "cpu"}
-    async with running(settings, long_poll=30) as (_, http):
+    async with running(settings) as (_, http):
         client = CosmosClient(http)
         common = {"prompts": ["a", "b"], "reward_fn": {"shown": 1.0}}
         ticket = await client.enqueue(IMAGES, **common, media_type="image")

@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
-from services import fake, served
+from hosts import until
+from services import Gate, fake, served
 
 pytestmark = pytest.mark.slow
 
@@ -17,6 +20,7 @@ HERE = Path(__file__).parent
 COSMOS = HERE.parents[2] / ".cache" / "cosmos"
 BRIGHT = fake("bright", "fake_reward.Brightness")
 FRAMES = fake("frames", "fake_reward.Frames")
+PULL_S = 4  # as a service's is: these clients read for 5 s, and then ask again
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +60,27 @@ def ask(tmp_path_factory):
 def images(ask, url, *reward_fns, **options):
     """Rewards of two prompts' images, 0, 255 and 51 bright, 102 and 153."""
     pictures = {"a": [0.0, 1.0, 0.2], "bbb": [0.4, 0.6]}
-    return ask(client="trainer", url=url, pictures=pictures, reward_fns=reward_fns, **{"token": "", **options})
+    return ask(client="trainer", url=url, reward_fns=reward_fns, **{"token": "", "pictures": pictures, **options})
 
 
 @pytest.mark.parametrize("batch_size", [1, 48])  # a request for each prompt; one for both
 def test_the_trainer_gets_the_weighted_sum_of_rewards_of_each_image(ask, batch_size):
-    with served(BRIGHT, fake(), token="s3cret") as url:
+    with served(BRIGHT, fake(), token="s3cret", long_poll=PULL_S) as url:
         fns = [{"name": "bright", "weight": 0.5, "clip_max": 120}, {"name": "length", "weight": -1}]
         answer = images(ask, url, *fns, token="s3cret", batch_size=batch_size)
     assert answer["rewards"] == {"a": [-1, 59, 24.5], "bbb": [48, 57]}
     assert [sum(advantages) for advantages in answer["advantages"].values()] == pytest.approx([0, 0], abs=1e-6)
 
 
-def test_the_trainer_waits_for_a_result_that_takes_longer_than_a_pull(ask):
-    with served(fake(options={"seconds": 0.5}), long_poll=0) as url:
-        assert images(ask, url, {"name": "length"})["rewards"] == {"a": [1, 1, 1], "bbb": [3, 3]}
+def test_the_trainer_waits_for_a_result_that_takes_longer_than_a_pull(ask, tmp_path):
+    gate = Gate(tmp_path)
+    with served(fake(), long_poll=0) as url, ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(images, ask, url, {"name": "length"}, pictures={gate.prompt: [0.0, 1.0]})
+        try:
+            until(lambda: 'route="/api/reward/pull",status="425"' in httpx.get(f"{url}/metrics", timeout=300).text)
+        finally:
+            gate.open()
+        assert asking.result()["rewards"] == {gate.prompt: [len(gate.prompt)] * 2}
 
 
 def test_what_cannot_come_to_anything_is_told_at_once(ask):
@@ -83,7 +93,7 @@ def test_what_cannot_come_to_anything_is_told_at_once(ask):
 
 def test_videos_come_as_latents_from_either_client(ask, vae_folder):
     rewards = [FRAMES, BRIGHT, fake("dance_grpo", "fake_reward.ThreeQualities")]
-    with served(*rewards, decode_args={"model_path": vae_folder, "dtype": "float32"}, long_poll=30) as url:
+    with served(*rewards, decode_args={"model_path": vae_folder, "dtype": "float32"}, long_poll=PULL_S) as url:
         shown = {"token": "", "pictures": {"a": [0.1, 0.9], "bbb": [0.5]}, "vae": vae_folder, "frames": 9}
         fns = [{"name": "frames"}, {"name": "dance_grpo", "score_key": "vq_reward+ta_reward"}]
         new = ask(client="trainer", url=url, reward_fns=fns, **shown)

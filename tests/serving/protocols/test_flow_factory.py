@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from flow_factory_client import FlowFactoryClient
 from PIL import Image
-from services import fake, running, served
+from services import Gate, fake, running, served
 
 from vlmrm.errors import RewardError
 from vlmrm.rewards import RewardSet
@@ -51,12 +51,20 @@ def test_what_will_fail_again_is_told_once_and_what_may_pass_is_not_lost(server,
     assert client([f"die once {tmp_path / 'died'}", "aaa"]) == [1, 3]
 
 
-def test_a_request_that_is_sent_again_after_a_timeout_is_computed_once(tmp_path):
-    log = tmp_path / "batches"
-    with served(fake(options={"seconds": 0.6, "log": str(log)})) as url:
-        client = FlowFactoryClient(url, timeout=0.5)
-        assert client(["aaa"]) == [3] and client.posts == 2
-    assert log.read_text().split() == ["aaa"]
+def test_a_request_that_is_sent_again_after_a_timeout_is_computed_once(tmp_path, monkeypatch):
+    log, gate = tmp_path / "batches", Gate(tmp_path)
+    with served(fake(options={"log": str(log)})) as url:
+        client = FlowFactoryClient(url)
+        post = client.session.post
+
+        def impatient_once(*args, timeout, **body):
+            if client.posts == 2:
+                gate.open()
+            return post(*args, timeout=0.5 if client.posts == 1 else timeout, **body)
+
+        monkeypatch.setattr(client.session, "post", impatient_once)
+        assert client([gate.prompt]) == [len(gate.prompt)] and client.posts == 2
+    assert log.read_text().splitlines() == [gate.prompt]
 
 
 def test_a_request_that_names_no_reward_where_there_are_several_is_told_so(server):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from services import fake, in_loop, rewards, running
+from services import Gate, fake, in_loop, queued, rewards, running
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
 
@@ -112,11 +112,17 @@ def test_what_would_change_a_score_is_refused_by_vllms_routes(body):
 
 
 @in_loop
-async def test_clients_that_do_not_come_again_wait_for_room_in_a_full_queue():
-    async with running(fake(options={"seconds": 0.1}, batch_tokens=1), limits={"queue_items": 2}) as (_, client):
+async def test_clients_that_do_not_come_again_wait_for_room_in_a_full_queue(tmp_path):
+    gate = Gate(tmp_path)
+    async with running(limits={"queue_items": 2}) as (service, client):
+        busy = asyncio.create_task(rewards(client, gate.prompt))
+        await gate.reached()
         five = {"image": None, "video": None, "condition_images": None, "condition_videos": None}
-        asked = [client.post("/compute", json={"prompt": ["x" * number], **five}) for number in range(5)]
-        answers = await asyncio.gather(*asked)
+        bodies = [{"prompt": ["x" * number], **five} for number in range(5)]
+        asking = [asyncio.create_task(client.post("/compute", json=body)) for body in bodies]
+        await queued(service, 2)
+        gate.open()
+        _, *answers = await asyncio.gather(busy, *asking)
     assert [answer.json() for answer in answers] == [{"rewards": [float(number)]} for number in range(5)]
 
 

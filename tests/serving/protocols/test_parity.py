@@ -61,7 +61,7 @@ def url(tiny_reward_model):
 @pytest.fixture
 def post(url):
     def ask(route: str, body: dict) -> dict:
-        answer = httpx.post(f"{url}{route}", json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+        answer = httpx.post(f"{url}{route}", json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=300)
         assert answer.status_code == 200, answer.text
         return answer.json()
 

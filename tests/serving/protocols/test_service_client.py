@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from PIL import Image
+from redis_server import reserved
 from services import fake, served
 
 from vlmrm.errors import RowError
@@ -30,7 +30,7 @@ def url():
 
 @pytest.fixture
 def scorer(url):
-    with RemoteScorer(url, timeout=30) as one:
+    with RemoteScorer(url) as one:
         yield one
 
 
@@ -55,14 +55,14 @@ def test_a_worker_that_dies_is_not_noticed(tmp_path):
         assert scorer.score([asked(f"die once {tmp_path / 'died'}"), asked("aaa")]) == [1, 3]
 
 
-def test_a_service_that_is_not_there_yet_is_waited_for():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    with RemoteScorer(f"http://127.0.0.1:{port}") as scorer, ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(scorer.score, [asked("aaa")])
-        with served(CHARACTERS, listen=port):
-            assert waiting.result(timeout=30) == [0.3]
+def test_a_service_that_is_not_there_yet_is_waited_for(monkeypatch):
+    monkeypatch.setattr("vlmrm.scoring.async_remote.UNREACHABLE_S", 600.0)
+    with reserved() as holder, ThreadPoolExecutor(1) as thread:
+        port = holder.getsockname()[1]
+        with RemoteScorer(f"http://127.0.0.1:{port}") as scorer:
+            waiting = thread.submit(scorer.score, [asked("aaa")])
+            with served(CHARACTERS, listen=port):
+                assert waiting.result(timeout=300) == [0.3]
 
 
 def _child(scorer: RemoteScorer, found) -> None:
@@ -76,6 +76,6 @@ def test_other_processes_ask_by_themselves(scorer, method):
     found = context.SimpleQueue()
     child = context.Process(target=_child, args=[scorer, found])
     child.start()
-    child.join(60)
+    child.join(300)
     assert child.exitcode == 0 and found.get() == [0.3]
     assert scorer.score([asked("aa")]) == [0.2]
