@@ -179,6 +179,16 @@ def test_metadata_says_where_a_trajectory_comes_from(folders, collect):
     }  # fmt: skip
 
 
+def test_episodes_are_counted_anew_from_each_seed(folders, collect):
+    collector = collect(counting(1, AutoresetMode.DISABLED))
+    for seed in (5, None, 6):
+        collector.reset(seed=seed)
+    collector.reset(seed=[7])
+    collector.close()
+    about = [file.metadata for file in open_folder(folders[1])]
+    assert [(each["seed"], each["episode"]) for each in about] == [("5", "0"), ("5", "1"), ("6", "0"), ("7", "0")]
+
+
 def test_without_collect_data_nothing_is_touched(folders, collect):
     collector = collect(counting(1), ["no such camera"], collect_data=False)
     play(collector, 8)
@@ -335,6 +345,11 @@ def test_pictures_with_channels_last_and_floats_are_kept_as_bytes(folders, colle
     play(collector, 2)
     collector.close()
     assert stories(folders[1]) == {(0, 0): [0, 1, 2]}
+
+
+def test_one_folder_for_both_kinds_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="positive_dir and negative_dir are both"):
+        RewardDataCollector(counting(1), tmp_path / "data", tmp_path / "other" / ".." / "data", ["cam"])
 
 
 def test_an_environment_must_say_how_it_starts_an_episode(collect):

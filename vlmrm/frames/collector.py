@@ -34,7 +34,7 @@ logger = logging.getLogger("vlmrm")
 
 @dataclass
 class _Episode:
-    """What one environment has shown since its last reset."""
+    """What one environment has shown since its last reset; `number` counts its episodes since it was seeded."""
 
     number: int
     seed: int | None = None  # of the environment's last reset with one
@@ -67,7 +67,7 @@ class RewardDataCollector(VectorWrapper):
         environment: what the trajectories say they are of. Default: the name that the environment is registered by.
 
     Raises:
-        ConfigError: when there is no key or no `autoreset_mode`.
+        ConfigError: when there is no key or no `autoreset_mode`, or both folders are one.
         DataError: from `reset` and `step`, when images or labels are missing or do not fit each other.
     """
 
@@ -85,6 +85,8 @@ class RewardDataCollector(VectorWrapper):
         super().__init__(env)
         if not image_keys:
             raise ConfigError("image_keys is empty: name the cameras to collect.")
+        if Path(positive_dir).resolve() == Path(negative_dir).resolve():
+            raise ConfigError(f"positive_dir and negative_dir are both {positive_dir}: name two folders.")
         self.written: dict[bool, list[Path]] = {True: [], False: []}  # by whether they are positive
         self._folders = {True: Path(positive_dir), False: Path(negative_dir)}
         self._limits = {True: max_positive_trajectories, False: max_negative_trajectories}
@@ -113,8 +115,9 @@ class RewardDataCollector(VectorWrapper):
         if self._collect:
             for i in np.flatnonzero(mask):
                 self._finish(i)
-                if seed is not None:
-                    self._episodes[i].seed = seed + int(i) if isinstance(seed, int) else seed[i]
+                own = seed + int(i) if isinstance(seed, int) else None if seed is None else seed[i]
+                if own is not None:
+                    self._episodes[i] = _Episode(0, own)
                 self._add_reset(i, own_observation(i, observation), info)
             self._starting[mask] = False
         return observation, info
