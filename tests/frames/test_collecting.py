@@ -98,6 +98,19 @@ def test_imported_trajectories_of_the_same_simulator_are_no_hindrance(tmp_path):
     assert collect(settings(tmp_path, episodes=2)).earlier == 0
 
 
+def test_folders_of_frames_of_another_size_or_camera_are_refused_before_anything_is_played(tmp_path):
+    collect(settings(tmp_path))
+    before = contents(tmp_path)
+    for model, said in (
+        ({"image_size": (3, 8, 8)}, "images base_camera of another size"),
+        ({"image_keys": ["wrist"]}, "no images wrist"),
+    ):
+        reward = settings(tmp_path).reward.model_dump() | {"reward_model": {"image_size": (3, 16, 16)} | model}
+        with pytest.raises(DataError, match=rf"(\d+) of \1 trajectories in .*positive have {said}"):
+            collect(settings(tmp_path, episodes=10, reward=reward))
+    assert contents(tmp_path) == before
+
+
 def test_it_ends_when_both_folders_are_full(tmp_path):
     limits = {"max_positive_trajectories": 2, "max_negative_trajectories": 1}
     found = collect(settings(tmp_path, episodes=500, limits=limits))
@@ -173,10 +186,11 @@ def test_settings_that_cannot_be_are_named(change, message):
         checked(CollectSettings, {"env": "FrozenLake-v1"} | change, "the test")
 
 
-def test_without_gymnasium_it_says_what_to_install(run, monkeypatch):
-    monkeypatch.setattr("vlmrm.frames.cli.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'vlmrm\[frames\]'"):
-        run("--env", "Acrobot-v1")
+@pytest.mark.parametrize("words", [["collect", "--env", "Acrobot-v1"], ["rl", "policy.yaml"], ["demo"]])
+def test_without_the_simulators_each_command_says_what_to_install(words, monkeypatch):
+    monkeypatch.setattr("vlmrm.frames.cli.find_spec", lambda name: None if name == "pygame" else name)
+    with pytest.raises(ConfigError, match=r"need pygame: pip install 'vlmrm\[frames\]'"):
+        cli.app(["frames", *words], result_action="return_value", exit_on_error=False)
 
 
 def test_what_cannot_be_collected_is_named(tmp_path, run):

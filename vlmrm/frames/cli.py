@@ -88,7 +88,7 @@ def collect(
     max_negative_trajectories:
         How many that one may hold. Default: no limit.
     """
-    _need_gymnasium()
+    _need_simulators()
     from vlmrm.frames.collecting import collect, described
     from vlmrm.frames.settings import CollectSettings, checked, read_yaml
 
@@ -203,9 +203,10 @@ def train(settings: Annotated[TrainSettings, Parameter(name="*", consume_multipl
     say(described(train_classifier(settings)))
 
 
-def _need_gymnasium() -> None:
-    if find_spec("gymnasium") is None:
-        raise ConfigError("simulators need Gymnasium: pip install 'vlmrm[frames]'.")
+def _need_simulators() -> None:
+    missing = [name for name in ("gymnasium", "pygame", "stable_baselines3") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"simulators need {', '.join(missing)}: pip install 'vlmrm[frames]'.")
 
 
 @app.command
@@ -217,6 +218,7 @@ def rl(config: Path, /) -> None:
     config:
         YAML such as training_configs/frames_rl.yaml. A run that its output_dir has finished is not repeated.
     """
+    _need_simulators()
     from vlmrm.frames.comparison import markdown, write_comparison
     from vlmrm.frames.rl import train_policies
     from vlmrm.frames.rl_settings import RLSettings
@@ -239,6 +241,7 @@ def demo(*, output: Path = Path("outputs/frames_demo"), seed: int = 0) -> None:
     seed:
         Of all of it.
     """
+    _need_simulators()
     from vlmrm.frames.demo import run_demo
 
     run_demo(output, seed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from vlmrm.frames.environments import make_environments
 from vlmrm.frames.settings import CollectSettings
 from vlmrm.frames.simulators import simulator_named
 from vlmrm.frames.trajectory import trajectory_paths
-from vlmrm.frames.trajectory_file import open_trajectory
+from vlmrm.frames.trajectory_file import TrajectoryFile, check_images, open_trajectory
 
 logger = logging.getLogger("vlmrm")
 
@@ -45,13 +46,17 @@ def collect(settings: CollectSettings) -> Collected:
 
     Raises:
         ConfigError: for a simulator or settings that there are not.
-        DataError: when the folders hold corrupted files or cannot be written.
+        DataError: when the folders hold corrupted files or frames of another camera or size, or cannot be written.
     """
     reward, folders = settings.reward, settings.reward.data_collection
     if not reward.collect_data and "collect_data" in reward.model_fields_set:
         raise ConfigError("reward.collect_data is false, and so nothing would be collected: set it to true.")
+    there: set[int] = set()
+    for folder in (folders.positive_dir, folders.negative_dir):
+        files = [open_trajectory(path) for path in trajectory_paths(folder)]
+        check_images(folder, files, reward.image_keys, reward.image_size)
+        there |= _played(settings.env, files)
     seeds = [episode_seed(settings.seed, number) for number in range(settings.episodes)]
-    there = _played(settings.env, folders.positive_dir) | _played(settings.env, folders.negative_dir)
     missing = [seed for seed in seeds if seed not in there]
     env = make_environments(
         settings.env,
@@ -108,9 +113,9 @@ def described(found: Collected) -> str:
     return text
 
 
-def _played(environment: str, folder: Path) -> set[int]:
-    """The seeds of the episodes that a folder has of an environment."""
-    about = (open_trajectory(path).metadata for path in trajectory_paths(folder))
+def _played(environment: str, files: Iterable[TrajectoryFile]) -> set[int]:
+    """The seeds of the episodes that trajectories are of, in an environment."""
+    about = (file.metadata for file in files)
     seeds = (each.get("seed", "") for each in about if each.get("environment") == environment)
     return {int(seed) for seed in seeds if seed.isdigit()}  # an imported trajectory has none
 

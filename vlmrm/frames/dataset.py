@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.frames.trajectory import trajectory_paths
-from vlmrm.frames.trajectory_file import TrajectoryFile, open_folder
+from vlmrm.frames.trajectory_file import TrajectoryFile, check_images, open_folder
 
 Batch = tuple[dict[str, Tensor], Tensor]  # what is seen of B frames by name, and labels [B]
 
@@ -60,8 +60,11 @@ class FrameIndex:
 
     def counts(self, numbers: np.ndarray) -> str:
         """What some of the frames are, as words."""
-        trajectories, successes = len(np.unique(self.owners[numbers])), int(self.labels[numbers].sum())
-        return f"{trajectories} trajectories, {len(numbers)} frames, {successes} of them successes"
+        return _counted(len(np.unique(self.owners[numbers])), self.labels[numbers])
+
+
+def _counted(trajectories: int, labels: Sequence[Any] | np.ndarray) -> str:
+    return f"{trajectories} trajectories, {len(labels)} frames, {int(sum(labels))} of them successes"
 
 
 def index_frames(
@@ -78,9 +81,12 @@ def index_frames(
     empty = Path(negative_dir).is_dir() and not trajectory_paths(negative_dir)
     folders[Path(negative_dir)] = [] if empty else open_folder(negative_dir)
     for folder, files in folders.items():
-        _check_images(folder, files, keys, image_size)
-    said = "; ".join(f"{folder}: {_summary(files)}" for folder, files in folders.items())
+        check_images(folder, files, keys, image_size)
     index = FrameIndex.of([file for files in folders.values() for file in files], keys)
+    said = "; ".join(
+        f"{folder}: {_counted(len(files), [label for file in files for label in file.successes])}"
+        for folder, files in folders.items()
+    )
     if index.labels.all() or not index.labels.any():
         lacking = "a failure" if index.labels.all() else "a success"
         raise DataError(f"no frame is {lacking}, so there is nothing to tell apart ({said}): collect some.")
@@ -182,28 +188,3 @@ def _loader(dataset: FrameDataset, numbers: Any, batch_size: int, workers: int) 
         num_workers=workers,
         persistent_workers=workers > 0,
     )
-
-
-# Checking ------------------------------------------------------------------------------------------------------------
-
-
-def _summary(files: Sequence[TrajectoryFile]) -> str:
-    frames, successes = sum(map(len, files)), sum(int(file.successes.sum()) for file in files)
-    return f"{len(files)} trajectories, {frames} frames, {successes} of them successes"
-
-
-def _check_images(folder: Path, files: Sequence[TrajectoryFile], keys: Sequence[str], size: Sequence[int]) -> None:
-    for key in keys:
-        without = [file for file in files if key not in file.keys]
-        if without:
-            raise DataError(
-                f"{len(without)} of {len(files)} trajectories in {folder} have no images {key}, such as "
-                f"{without[0].path.name}, which has {', '.join(without[0].keys)}: name another image key."
-            )
-        other = [file for file in files if list(file.shape(key)) != list(size)]
-        if other:
-            raise DataError(
-                f"{len(other)} of {len(files)} trajectories in {folder} have images {key} of another size than "
-                f"{list(size)}, such as {other[0].path.name}, whose are {list(other[0].shape(key))}: name their size "
-                f"in image_size, or collect in one size."
-            )

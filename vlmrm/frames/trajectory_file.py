@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -121,6 +121,28 @@ def open_folder(folder: Path) -> list[TrajectoryFile]:
             f"({listed(path.name for path, _ in refused)}), the first because {refused[0][1]}"
         )
     return opened
+
+
+def check_images(folder: Path, files: Sequence[TrajectoryFile], keys: Sequence[str], size: Sequence[int]) -> None:
+    """Refuses trajectories of a folder without the cameras `keys`, or of another [C,H,W] than `size`.
+
+    Raises:
+        DataError: how many, and what one of them has.
+    """
+    for key in keys:
+        without = [file for file in files if key not in file.keys]
+        if without:
+            raise DataError(
+                f"{len(without)} of {len(files)} trajectories in {folder} have no images {key}, such as "
+                f"{without[0].path.name}, which has {listed(without[0].keys)}: name another image key."
+            )
+        other = [file for file in files if list(file.shape(key)) != list(size)]
+        if other:
+            raise DataError(
+                f"{len(other)} of {len(files)} trajectories in {folder} have images {key} of another size than "
+                f"{list(size)}, such as {other[0].path.name}, whose are {list(other[0].shape(key))}: name their size "
+                f"in image_size, or collect in one size."
+            )
 
 
 def _nothing_in(folder: Path) -> str:
