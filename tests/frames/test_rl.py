@@ -191,6 +191,9 @@ def test_runs_of_other_settings_or_of_another_classifier_are_not_mixed(tmp_path,
     save_classifier(checkpoint, model, model.config)
     with pytest.raises(ConfigError, match="checkpoint_sha256"):
         train_policies(settings(tmp_path, checkpoint))
+    with pytest.raises(ConfigError, match="checkpoint_sha256"):  # before the seed that is missing is trained
+        train_policies(settings(tmp_path, checkpoint, seeds=[1, 0]))
+    assert not (tmp_path / "rl" / "learned-seed1").exists()
     (tmp_path / "rl" / "learned-seed0" / "run.json").write_text("{}")
     with pytest.raises(DataError, match=r"run\.json cannot be read .* delete its folder"):
         train_policies(settings(tmp_path, checkpoint))
@@ -239,6 +242,13 @@ def test_what_does_not_fit_is_named_before_any_training(tmp_path, checkpoint, ch
     with pytest.raises(error, match=message):
         train_policies(settings(tmp_path, checkpoint, **changes))
     assert not (tmp_path / "rl").exists()
+
+
+def test_an_output_dir_that_cannot_be_written_is_named_before_any_training(tmp_path, monkeypatch):
+    (tmp_path / "rl").write_text("a file")
+    monkeypatch.setattr("vlmrm.frames.rl.success_rate", None)  # no evaluation is begun
+    with pytest.raises(DataError, match=r"success-seed0 cannot be written .* choose another output_dir"):
+        train_policies(settings(tmp_path))
 
 
 def test_a_classifier_of_another_simulator_is_warned_of(tmp_path, checkpoint, caplog):

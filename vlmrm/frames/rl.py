@@ -78,16 +78,17 @@ def train_policies(settings: RLSettings) -> list[Run]:
     scorer = FrameScorer.open(settings.reward.reward_model) if settings.needs_classifier else None
     if scorer is not None and scorer.config.environment not in (None, settings.env):
         logger.warning("the classifier was trained on %s, not on %s", scorer.config.environment, settings.env)
-    return [_run(Trial(settings, scorer, source, seed)) for seed in settings.seeds for source in settings.sources]
+    trials = [Trial(settings, scorer, source, seed) for seed in settings.seeds for source in settings.sources]
+    finished = [_finished(trial) if trial.file.is_file() else None for trial in trials]
+    return [there or _run(trial) for there, trial in zip(finished, trials, strict=True)]
 
 
 def _run(trial: Trial) -> Run:
-    if trial.file.is_file():
-        return _finished(trial)
     env = trial.training_environments()
     audit = env if isinstance(env, RewardAudit) else None
     with closing(trial.observed(env)) as seen:
         policy = untrained_policy(trial, seen)
+        _make_folder(trial.folder)
         title = f"{trial.source}, seed {trial.seed}"
         with tqdm(total=trial.settings.total_steps, desc=title, unit="step", disable=None) as bar:
             evaluations = _Evaluations(trial, audit, bar)
@@ -186,14 +187,24 @@ def _write(run: Run, trial: Trial, policy: BaseAlgorithm, suspects: list[Suspect
     }
     temporary = trial.file.with_suffix(".tmp")
     try:
-        trial.folder.mkdir(parents=True, exist_ok=True)
         policy.save(trial.folder / "policy.zip")
         if suspects:
             suspect_sheet(suspects, trial.folder / "audit.png")
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         temporary.replace(trial.file)
     except OSError as error:
-        raise DataError(f"{trial.folder} cannot be written ({error}): make room, or choose another place.") from error
+        raise _unwritable(trial.folder, error) from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> DataError:
+    return DataError(f"{folder} cannot be written ({error}): make room, or choose another output_dir.")
 
 
 def _finished(trial: Trial) -> Run:
