@@ -91,7 +91,7 @@ def training(rounds: int, episodes: int) -> Row:
         collect(collect_settings(folder, episodes))
         (folder / "negative").mkdir(exist_ok=True)
         index = FrameIndex.of(open_folder(folder / "positive"), [KEY])
-        numbers = np.arange(min(len(index), 256))
+        numbers = np.linspace(0, len(index) - 1, 256).astype(int)  # of all files
         settings = TrainSettings(
             positive_dir=folder / "positive", negative_dir=folder / "negative", output_checkpoint=folder / "model"
         )
