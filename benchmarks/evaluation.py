@@ -147,6 +147,7 @@ def scored(count: int, folder: Path) -> pd.DataFrame:
         "tie": rng.random(count) < 0.02,
         "weight": 1.0,
         "images": 1,
+        "pixels": rng.integers(10_000, 300_000, count),
         "prompt_text": [f"What is shown in picture {i}? " * 10 for i in prompts],
         "image_paths": [[str(picture)]] * count,
     }

@@ -371,6 +371,8 @@ def test_results_are_found_by_any_of_their_files(tmp_path):
 
 
 def test_what_cannot_be_told_apart_or_lacks_columns_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="name the output_file of at least one evaluation"):
+        build_report([], tmp_path)
     with pytest.raises(ConfigError, match="outputs/mine/checkpoint-100 is in two of the results"):
         build_report([scored(60), scored(60)], tmp_path)
     with pytest.raises(DataError, match="no column prompt_id"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.ablations import ABLATIONS
+from vlmrm.evaluation.analysis import NEEDS
 from vlmrm.evaluation.choosing import BENCHMARK, Criterion
 from vlmrm.modeling.arguments import ComputeArguments
 
@@ -123,6 +124,9 @@ class EvaluationArguments(ComputeArguments):
                 )
             if "accuracy" in criterion.metric and not 0 <= self.fail_under <= 1:
                 raise ConfigError(f"fail_under is {self.fail_under}: it is an accuracy, from 0 to 1.")
+        needed = NEEDS.get(self.metric_for_best, "").removesuffix("_chosen")
+        if needed in ABLATIONS and needed not in self.ablations:
+            raise ConfigError(f"metric_for_best is {self.metric_for_best}, which needs {needed}: add it to ablations.")
         if self.keep_best is not None and self.keep_best < 1:
             raise ConfigError(f"keep_best is {self.keep_best}: it must be at least 1.")
         if self.yes and self.keep_best is None:

@@ -74,7 +74,8 @@ def check_columns(comparisons: Iterable[Comparison], group_by: Sequence[str]) ->
             return
     if absent:
         raise ConfigError(
-            f"group_by names {absent[0]}, which no row of the evaluation data has: check the column's name."
+            f"group_by names {absent[0]}, which no row of the evaluation data has as a further column (category has "
+            "figures anyway): check its name."
         )
 
 

@@ -68,7 +68,7 @@ REWARDBENCH = Benchmark(
         ("overall", "chat", "chat_hard", "safety", "reasoning"),
         {
             "Decision-Tree-Reward-Gemma-2-27B": (95.3, 96.9, 91.4, 93.7, 99.1),
-            "INF-QRM-Llama3.1-70B": (95.1, 96.6, 91.0, 93.6, 99.1),
+            "INF-ORM-Llama3.1-70B": (95.1, 96.6, 91.0, 93.6, 99.1),
             "Skywork-Reward-Gemma-2-27B-v0.2": (94.3, 96.1, 89.9, 93.0, 98.1),
             "Llama-3.1-Nemotron-70B-Reward": (94.1, 97.5, 85.7, 95.1, 98.1),
             "Skywork-Reward-Llama-3.1-8B-v0.2": (93.1, 94.7, 88.4, 92.7, 96.7),

@@ -71,9 +71,11 @@ def read_frames(sources: Sequence[pd.DataFrame | str | Path]) -> list[pd.DataFra
     """Frames as they are; paths as the `.scores.parquet` that they name, or that lies beside the results they name.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: when there is none, or no source at all.
         DataError: when it cannot be read.
     """
+    if not sources:
+        raise ConfigError("there is nothing to report: name the output_file of at least one evaluation.")
     return [source if isinstance(source, pd.DataFrame) else _read(Path(source)) for source in sources]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from vlmrm.errors import DataError
 from vlmrm.evaluation.comparing import PairedTest, compare
+from vlmrm.evaluation.public import benchmark, table
 from vlmrm.evaluation.report import figures
 from vlmrm.evaluation.report.checkpoints import Checkpoint
 from vlmrm.evaluation.report.figures import Share
@@ -25,7 +25,7 @@ def sections(checkpoints: Sequence[Checkpoint], choice: Choice) -> list[Section]
     best = choice.best
     return [
         of_checkpoints(checkpoints, best),
-        *([of_published(choice.published)] if choice.published else []),
+        *([of_published(best, *choice.benchmark)] if choice.benchmark else []),
         of_reliance(best),
         of_categories(best),
         of_scores(best),
@@ -77,21 +77,17 @@ def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Secti
     return Section("checkpoints", "Checkpoints", text, drawings, [table])
 
 
-def of_published(lines: Sequence[Mapping[str, Any]]) -> Section:
+def of_published(best: Checkpoint, name: str, ours: Mapping[str, float]) -> Section:
     """Our figures on a public benchmark, and those that others published."""
-    metrics = [name for name in lines[0] if any(line[name] is not None for line in lines[1:])]
-    metrics = [name for name in metrics if name not in ("model", "source")]
+    public = benchmark(name)
+    metrics = list(dict.fromkeys(figure.metric for figure in public.published))
     rows = [
-        [
-            line["model"],
-            *["–" if line[name] is None else percent(line[name]) for name in metrics],
-            line["source"],
-        ]
-        for line in lines
+        [line["model"], *["–" if line[one] is None else percent(line[one]) for one in metrics], line["source"]]
+        for line in table(name, ours, best.label)
     ]
-    head = ["model", *[name.replace("_", " ") for name in metrics], "source"]
-    text = "By the rule of the benchmark's authors, as far as it could be checked: docs/benchmarks.md says how far."
-    return Section("published", "Beside published models", text, tables=[Table("Figures", head, rows)])
+    head = ["model", *[metric.replace("_", " ") for metric in metrics], "source"]
+    text = f"On {public.title}, by its authors' rule. {public.verified}"
+    return Section("published", "Beside published models", text, tables=[Table(public.title, head, rows)])
 
 
 def of_categories(best: Checkpoint) -> Section:

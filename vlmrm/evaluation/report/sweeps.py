@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from vlmrm.evaluation.public import table
 from vlmrm.evaluation.report.checkpoints import Checkpoint, scores_path
 from vlmrm.evaluation.schema import Best, ResultsFile, load_results
 
@@ -18,14 +17,14 @@ from vlmrm.evaluation.schema import Best, ResultsFile, load_results
 class Choice:
     """The checkpoint that the report is about, and in words why.
 
-    `leakage` is what of its data was trained on, None where that is not known; `published` its figures on a public
-    benchmark above those of others (see `vlmrm.evaluation.public.table`), empty where that is none.
+    `leakage` is what of its data was trained on, None where that is not known; `benchmark` the name of a public one
+    and the checkpoint's figures on it, None where its data are none.
     """
 
     best: Checkpoint
     reason: str
     leakage: dict[str, Any] | None
-    published: list[dict[str, Any]]
+    benchmark: tuple[str, Mapping[str, float]] | None
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:
@@ -50,11 +49,10 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     name = (best.model, best.name)
     held = [(sweep, row) for sweep in sweeps for row in sweep["results"] if (row["model"], row["checkpoint"]) == name]
     if not held:
-        return Choice(best, reason, None, [])
+        return Choice(best, reason, None, None)
     sweep, row = held[0]
-    public = sweep["settings"].get("benchmark")
-    published = table(public, row["benchmark"], best.label) if public and "benchmark" in row else []
-    return Choice(best, reason, sweep["leakage"], published)
+    benchmark = (sweep["settings"]["benchmark"], row["benchmark"]) if "benchmark" in row else None
+    return Choice(best, reason, sweep["leakage"], benchmark)
 
 
 def _reason(best: Best | None) -> str:
