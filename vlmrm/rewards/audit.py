@@ -26,12 +26,17 @@ class AuditLog:
         self.round = 0
 
     def write(self, outcome: Rewards, samples: Samples) -> None:
-        """One line for each sample and reward: time, round, sample, group, prompt, reward, error and info."""
+        """One line for each sample and reward: time, round, sample, group, prompt, reward, error and info.
+
+        Where the round ended in an error, what was not computed any more has no line.
+        """
         now = time.time()
         with open(self.path, "a", encoding="utf-8") as file:
             for place in range(len(samples)):
                 for name, values in outcome.rewards.items():
-                    value = float(values[place])
+                    value, error = float(values[place]), outcome.failures[name].get(place)
+                    if error is None and not math.isfinite(value):
+                        continue
                     line: dict[str, Any] = {
                         "time": now,
                         "round": self.round,
@@ -40,7 +45,7 @@ class AuditLog:
                         "prompt": samples.columns["prompt"][place],
                         "reward_name": name,
                         "reward": value if math.isfinite(value) else None,
-                        "error": outcome.failures[name].get(place),
+                        "error": error,
                         **outcome.info[name].get(place, {}),
                     }
                     file.write(json.dumps(line, default=_text, ensure_ascii=False) + "\n")

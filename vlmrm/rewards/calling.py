@@ -12,7 +12,11 @@ import torch
 
 from vlmrm.errors import RewardError, RowError
 from vlmrm.rewards.contract import BaseRewardModel, RewardModelOutput
-from vlmrm.rewards.samples import Samples
+from vlmrm.rewards.samples import MEDIA, Samples
+
+
+class Mistake(RewardError):
+    """Samples or a model that do not keep to the contract: no policy forgives it."""
 
 
 @dataclass
@@ -30,10 +34,11 @@ class Answer:
 
 
 def call(model: BaseRewardModel, samples: Samples) -> Answer:
-    """Calls `model` with samples that have the same fields. One whose media or prompt cannot be read fails alone.
+    """Calls `model` with samples. One whose media or prompt cannot be read fails alone, and one that lacks a medium
+    which others of its group have.
 
     Raises:
-        RewardError: when a required field is missing, or the answer has another length than the samples.
+        Mistake: when a required field is missing, or the answer is not one number a sample.
     """
     names = _fields(model, samples)
     answer, given, read = Answer(), {name: [] for name in names}, []
@@ -42,6 +47,8 @@ def call(model: BaseRewardModel, samples: Samples) -> Answer:
         try:
             values = {}
             for name in names:
+                if name in MEDIA and not samples.has(name, number):
+                    raise RowError(f"it has no {name}, which others of its group have: give it to all or to none")
                 key = name, id(samples.columns[name][number])
                 if key not in ready:
                     ready[key] = samples.value(name, number, model.use_tensor_inputs)
@@ -67,7 +74,7 @@ def _checked(output: Any, places: Sequence[int]) -> Answer:
         output = RewardModelOutput(rewards=getattr(output, "rewards", output))
     rewards = _as_array(output.rewards)
     if rewards.shape != (len(places),):
-        raise RewardError(f"it answered {list(rewards.shape)} rewards for {len(places)} samples: return one a sample.")
+        raise Mistake(f"it answered {list(rewards.shape)} rewards for {len(places)} samples: return one a sample.")
     answer = Answer(info=_info_by_place(output.extra_info or {}, places))
     for number, (place, reward) in enumerate(zip(places, rewards.tolist(), strict=True)):
         if number in output.failures:
@@ -84,8 +91,9 @@ def _fields(model: BaseRewardModel, samples: Samples) -> list[str]:
     for name in model.required_fields:
         for number, place in enumerate(samples.places):
             if not samples.has(name, number):
-                raise RewardError(f"sample {place} has no {name}, which this reward needs: give it one.")
-    return [name for name in accepted_fields(model, samples) if samples.has(name, 0)]
+                raise Mistake(f"sample {place} has no {name}, which this reward needs: give it one.")
+    numbers = range(len(samples))
+    return [name for name in accepted_fields(model, samples) if any(samples.has(name, number) for number in numbers)]
 
 
 def alike(model: BaseRewardModel, samples: Samples, numbers: Sequence[int], size: int) -> Iterator[list[int]]:
@@ -112,7 +120,7 @@ def _as_array(rewards: Any) -> np.ndarray:
     try:
         return np.array(rewards, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise RewardError(f"it answered {rewards!r}: return one number a sample.") from error
+        raise Mistake(f"it answered {rewards!r}: return one number a sample.") from error
 
 
 def _info_by_place(info: dict[str, Any], places: Sequence[int]) -> dict[int, dict[str, Any]]:

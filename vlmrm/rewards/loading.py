@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from accelerate import Accelerator, PartialState
@@ -11,19 +10,20 @@ from accelerate import Accelerator, PartialState
 from vlmrm.rewards.configuration import identity
 from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, RewardArguments
 from vlmrm.rewards.registry import reward_model_class
+from vlmrm.rewards.threads import Threads
 
 
 @dataclass(frozen=True)
 class Reward:
     """One name of a configuration, with the model that it shares with others of the same identity.
 
-    `slots` bounds the calls of the shared model at a time; `pool` has the threads of an asynchronous reward.
+    `slots` bounds the calls of the shared model at a time; `threads` are those of an asynchronous reward.
     """
 
     arguments: RewardArguments
     model: BaseRewardModel
     slots: threading.Semaphore
-    pool: ThreadPoolExecutor | None
+    threads: Threads | None
 
     @property
     def groupwise(self) -> bool:
@@ -48,9 +48,7 @@ class Models:
             # A model that waits for a network may be called again meanwhile; any other is not made for two threads.
             self._loaded[key] = model, threading.Semaphore(arguments.num_workers if arguments.async_reward else 1)
         model, slots = self._loaded[key]
-        pool = None
-        if arguments.async_reward:
-            pool = ThreadPoolExecutor(arguments.num_workers, thread_name_prefix=f"reward-{arguments.name}")
+        threads = Threads(arguments.num_workers, f"reward-{arguments.name}") if arguments.async_reward else None
         if model.config is not arguments:
             model = model.with_config(arguments)
-        return Reward(arguments, model, slots, pool)
+        return Reward(arguments, model, slots, threads)

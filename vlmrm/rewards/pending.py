@@ -14,11 +14,11 @@ from accelerate.utils import gather_object
 
 from vlmrm.errors import RewardError
 from vlmrm.rewards.audit import AuditLog
-from vlmrm.rewards.calling import Answer, accepted_fields, alike, call
+from vlmrm.rewards.calling import Answer, Mistake, accepted_fields, alike, call
 from vlmrm.rewards.exchange import answers_sent_back, groups_to_compute, joined
 from vlmrm.rewards.loading import Reward
 from vlmrm.rewards.outcome import Rewards
-from vlmrm.rewards.samples import Samples
+from vlmrm.rewards.samples import MEDIA, Samples
 
 logger = logging.getLogger("vlmrm")
 
@@ -44,9 +44,10 @@ class Pending:
         """Takes samples, and hands what is ready to the threads; it does not wait.
 
         Raises:
-            RewardError: when columns differ in length, or there are groups for some samples only.
+            RewardError: when columns differ in length, one is misnamed, or there are groups for some samples only.
         """
         come = Samples({"prompt": prompt, **columns}, groups)
+        self._refuse_misnamed(come)
         if self.samples is not None:
             if (come.groups is None) != (self.samples.groups is None):
                 raise RewardError("some samples have groups and some have none: give groups= each time or never.")
@@ -64,19 +65,37 @@ class Pending:
         """
         if self.samples is None:
             raise RewardError("there are no samples: add some first.")
-        # Ranks meet in `plan` and `collect`, so each gets there whatever goes wrong in between.
+        try:
+            self._compute(self.samples)
+        except BaseException:  # Ctrl-C, too
+            for work in self.work:
+                work.cancel()
+            raise
+        errors = [work.error for work in self.work if work.error is not None]
+        outcome = self._outcome(self.samples)
+        try:
+            _raise_anywhere(errors[0] if errors else None)
+        finally:  # what a judge said is wanted most where it led to an error
+            if self.audit is not None:
+                self.audit.write(outcome, self.samples)
+        return outcome
+
+    def _compute(self, samples: Samples) -> None:
+        """Ranks meet in `plan` and `collect`, so each gets there whatever goes wrong in between."""
         for work in self.work:
-            work.plan(self.samples)
+            work.plan(samples)
         for work in self.work:
             work.compute()
         for work in self.work:
             work.collect(stop=any(other.error is not None for other in self.work))
-        errors = [work.error for work in self.work if work.error is not None]
-        _raise_anywhere(errors[0] if errors else None)
-        outcome = self._outcome(self.samples)
-        if self.audit is not None:
-            self.audit.write(outcome, self.samples)
-        return outcome
+
+    def _refuse_misnamed(self, samples: Samples) -> None:
+        """Columns that no reward asks for are for others; but `images` beside no `image` would be left out unseen."""
+        taken = {name for work in self.work for name in accepted_fields(work.reward.model, samples)}
+        for name in samples.columns.keys() - taken:
+            meant = next((medium for medium in MEDIA if medium.rstrip("s") == name.rstrip("s")), None)
+            if meant not in (None, name):
+                raise RewardError(f"there is a column {name}, which no reward asks for: did you mean {meant}?")
 
     def _outcome(self, samples: Samples) -> Rewards:
         by_name = {work.name: work for work in self.work}
@@ -112,7 +131,7 @@ class _Work:
 
     def submit_ready(self, samples: Samples) -> None:
         """Hands full batches, or whole groups, of an asynchronous reward to its threads."""
-        if self.reward.pool is None:
+        if self.reward.threads is None:
             return
         waiting = [number for number in range(len(samples)) if number not in self.taken]
         size = self.reward.arguments.batch_size
@@ -141,7 +160,7 @@ class _Work:
 
     def compute(self) -> None:
         """The rest of a synchronous reward, on this thread; that of an asynchronous one goes to its threads."""
-        if self.reward.pool is not None and self.error is None:
+        if self.reward.threads is not None and self.error is None:
             for part in self.parts:
                 self._submit(part)
             return
@@ -153,9 +172,9 @@ class _Work:
         """Waits for the threads, and for what other ranks computed of shared groups; `stop` where all is in vain."""
         for future in self.futures:
             if stop or self.error is not None:
-                future.cancel()
-            else:
-                self._take(future.result)
+                self.cancel()
+                break
+            self._take(future.result)
         own, self.answer = self.answer, Answer()
         for part in self.shared:
             if not stop and self.error is None:
@@ -168,9 +187,13 @@ class _Work:
         if not stop:
             self._settle()
 
+    def cancel(self) -> None:
+        for future in self.futures:
+            future.cancel()
+
     def _submit(self, part: Samples) -> None:
-        assert self.reward.pool is not None
-        self.futures.append(self.reward.pool.submit(self._call, part))
+        assert self.reward.threads is not None
+        self.futures.append(self.reward.threads.submit(self._call, part))
 
     def _call(self, part: Samples) -> tuple[Answer, float]:
         with self.reward.slots:
@@ -178,9 +201,9 @@ class _Work:
             try:
                 answer = call(self.reward.model, part)
             except FAILURES as error:
-                if self.reward.arguments.on_failure == "raise":
+                if self.reward.arguments.on_failure == "raise" or isinstance(error, Mistake):
                     raise
-                answer = Answer(failures=dict.fromkeys(part.places, str(error)))
+                answer = Answer(failures=dict.fromkeys(part.places, str(error).rstrip(".")))
             return answer, time.perf_counter() - started
 
     def _take(self, compute: Callable[[], tuple[Answer, float]]) -> None:

@@ -67,7 +67,7 @@ class RewardSet:
         return Pending(self.rewards, self.audit, group_size)
 
     def close(self) -> None:
-        """Ends the threads of asynchronous rewards."""
+        """Cancels what the threads of asynchronous rewards have not begun."""
         for reward in self.rewards:
-            if reward.pool is not None:
-                reward.pool.shutdown(wait=False, cancel_futures=True)
+            if reward.threads is not None:
+                reward.threads.cancel()

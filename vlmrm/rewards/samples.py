@@ -158,4 +158,9 @@ CONVERTERS: dict[tuple[str, bool], Callable[[Any], Any]] = {
 
 def _plain(group: Any) -> Hashable:
     """A group's id as a plain value: tensors and numpy scalars with one value are that value."""
-    return group.item() if isinstance(group, (torch.Tensor, np.generic)) else group
+    try:
+        group = group.item() if isinstance(group, (torch.Tensor, np.generic)) else group
+        hash(group)
+    except (TypeError, RuntimeError):
+        raise RewardError(f"groups has a {type(group).__name__}: give each sample a number or a text.") from None
+    return group

@@ -1,0 +1,149 @@
+"""What no policy forgives, what must not pass unseen, and what is left behind when a round ends early."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlmrm.errors import RewardError
+from vlmrm.rewards import GroupwiseRewardModel, PointwiseRewardModel, RewardModelOutput, RewardSet
+
+PICTURE = Image.new("RGB", (28, 28))
+
+
+class Shown(GroupwiseRewardModel):
+    """How many pictures the group's call has; `image` may be missing."""
+
+    required_fields = ("prompt",)
+
+    def __call__(self, prompt, image=None, note=None):
+        return [float(len(image or ()))] * len(prompt)
+
+
+class Spoken(PointwiseRewardModel):
+    """1 where the prompt is `good`, a failure where it is `bad`; `down` brings the judge down."""
+
+    required_fields = ("prompt",)
+
+    def __call__(self, prompt):
+        if "down" in prompt:
+            raise RewardError("the judge cannot be reached")
+        failures = {place: "the reply is prose" for place, text in enumerate(prompt) if text == "bad"}
+        return RewardModelOutput([1.0] * len(prompt), {"reply": [f"It is {text}." for text in prompt]}, failures)
+
+
+class Held(PointwiseRewardModel):
+    """Answers once the test lets it."""
+
+    required_fields = ("prompt",)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def __call__(self, prompt):
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return [0.0] * len(prompt)
+
+
+class Interrupted(PointwiseRewardModel):
+    """Ctrl-C, once the other reward is being computed."""
+
+    required_fields = ("prompt",)
+
+    def __call__(self, prompt):
+        assert Held.begun.wait(60)
+        raise KeyboardInterrupt
+
+
+def one(model: type | str, name: str = "one", **settings) -> dict:
+    path = model if isinstance(model, str) else f"{__name__}.{model.__name__}"
+    return {"name": name, "reward_model": path, **settings}
+
+
+@pytest.mark.parametrize("policy", [{"on_failure": "mask"}, {"on_failure": "fallback", "fallback_reward": 0.0}])
+@pytest.mark.parametrize(
+    ("model", "images", "message"),
+    [
+        ({"reward_model": "reward_examples.Answers", "rewards": [1.0]}, None, r"\[1\] rewards for 2 samples"),
+        ({"reward_model": "reward_examples.Answers", "rewards": ["good", 1]}, None, "return one number a sample"),
+        ({"reward_model": "reward_examples.Same"}, [PICTURE, None], "sample 1 has no image, which this reward needs"),
+    ],
+)
+def test_no_policy_forgives_what_breaks_the_contract(policy, model, images, message):
+    with pytest.raises(RewardError, match=message):
+        RewardSet({"name": "one", **model, **policy})(prompt=["a", "b"], image=images)
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+def test_a_sample_without_the_image_that_its_group_has_fails_alone(lacking):
+    images = [PICTURE] * 3
+    images[lacking] = None
+    scored = RewardSet(one(Shown, on_failure="mask"))(prompt=["a"] * 3, image=images, groups=[0] * 3)
+    assert scored.failures["one"] == {
+        lacking: "it has no image, which others of its group have: give it to all or to none"
+    }
+    assert np.nan_to_num(scored.rewards["one"], nan=-1).tolist() == [-1.0 if n == lacking else 2.0 for n in range(3)]
+
+
+def test_other_columns_may_be_empty_for_some_of_a_group():
+    scored = RewardSet(one(Shown))(prompt=["a"] * 2, note=[None, "x"], groups=[0] * 2)
+    assert scored.rewards["one"].tolist() == [0.0, 0.0]
+
+
+def test_a_medium_under_another_name_is_not_left_out_unseen():
+    rewards = RewardSet(one(Shown))
+    for name, meant in (("images", "image"), ("condition_image", "condition_images")):
+        with pytest.raises(RewardError, match=f"a column {name}, which no reward asks for: did you mean {meant}"):
+            rewards(prompt=["a"], groups=[0], **{name: [PICTURE]})
+    rewards(prompt=["a"], groups=[0], video=[[PICTURE]], solution=["4"])  # not asked for, but well named
+
+
+def test_groups_that_cannot_be_told_apart_are_refused():
+    for group in ([0], np.zeros(2)):
+        with pytest.raises(RewardError, match=f"groups has a {type(group).__name__}: give each sample a number or a"):
+            RewardSet(one(Shown))(prompt=["a"], groups=[group])
+
+
+def test_what_led_to_an_error_is_in_the_audit_log(tmp_path):
+    path = tmp_path / "rewards.jsonl"
+    rewards = RewardSet(one(Spoken, batch_size=1), audit_log=path)
+    with pytest.raises(RewardError, match="reward one failed for 1 samples, first sample 1: the reply is prose"):
+        rewards(prompt=["good", "bad"])
+    with pytest.raises(RewardError, match="reward one: the judge cannot be reached"):
+        rewards(prompt=["good", "down", "good"])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["round"], line["sample"], line["reward"], line["error"], line["reply"]) for line in lines] == [
+        (0, 0, 1.0, None, "It is good."),
+        (0, 1, None, "the reply is prose", "It is bad."),
+        (1, 0, 1.0, None, "It is good."),
+    ]
+
+
+def test_what_waits_is_cancelled_when_a_round_is_interrupted():
+    rewards = RewardSet([one(Held, async_reward=True, batch_size=1), one(Interrupted, "other")])
+    pending = rewards.start()
+    pending.add(prompt=["a", "b", "c"])
+    with pytest.raises(KeyboardInterrupt):
+        pending.finish()
+    first, *others = pending.work[0].futures
+    assert not first.cancelled() and all(future.cancelled() for future in others)
+    Held.go_on.set()
+    assert first.result(60)
+
+
+def test_a_call_that_never_ends_keeps_no_process_from_ending():
+    program = """
+import threading
+from vlmrm.rewards.threads import Threads
+begun = threading.Event()
+Threads(1, "judge").submit(lambda: (begun.set(), threading.Event().wait()))
+begun.wait()
+raise KeyboardInterrupt
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert ended.returncode != 0 and ended.stderr.rstrip().endswith("KeyboardInterrupt")
