@@ -84,7 +84,7 @@ class Endpoint:
             raise RewardError(f"{where} answered {answer.status_code}: {said_by(answer)}")
         try:
             return json.loads(answer.content, parse_int=float)  # an endless integer becomes inf, which is refused
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RewardError(f"{where} answered what is no JSON: {said_by(answer)}") from None
 
 

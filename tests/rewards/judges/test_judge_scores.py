@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from vlmrm.errors import RewardError
+from vlmrm.rewards.judges import Reply, Sample
 from vlmrm.rewards.judges.rational_reply import aggregate, read_aspects
+from vlmrm.rewards.judges.replies import read_completion
 from vlmrm.rewards.judges.scores import read_score, without_thinking
 
+EXAMPLE = str(Path(__file__).resolve().parents[3] / "examples/rubric.yaml")
 TITLES = {"text_faithfulness": "Text Faithfulness", "physical_quality": "Physical and Visual Quality"}
 REPLY = """# User Request Analysis
 A red cat.
@@ -154,3 +159,23 @@ def test_all_that_does_not_apply_and_one_that_is_missing_are_refused():
 )
 def test_scores_out_of_a_scale(text, best, score):
     assert read_score(text, best) == score
+
+
+@pytest.mark.parametrize("filler", ["\n", " ", "*", "\n "])
+def test_a_reply_that_runs_on_with_nothing_is_read_at_once(judge, filler):
+    """Patterns that go back over it would take hours."""
+    rubric = judge("rubric", rubric=EXAMPLE, vlm_model="m")
+    unified = judge("unified_reward")
+    sample = Sample("a fair", video=[])
+    text = f"Final Score: 3{filler * 200_000}"
+    assert unified.verdict(Reply(text=text), sample).reward == 3
+    with pytest.raises(RewardError, match="the reply has no score for content"):
+        rubric.verdict(Reply(text=text), sample)
+
+
+@pytest.mark.parametrize("deep", ['{"content": ' * 100_000, '{"content": ' + "[" * 100_000])
+def test_a_reply_that_is_nested_without_end_is_a_failure(judge, deep):
+    with pytest.raises(RewardError, match="the reply has no score for content"):
+        judge("rubric", rubric=EXAMPLE, vlm_model="m").verdict(Reply(text=deep), Sample("a fair"))
+    with pytest.raises(RewardError, match="what the server sent is no chat completion"):
+        read_completion(deep)

@@ -67,7 +67,7 @@ def read_completion(body: str) -> Reply:
             prompt_tokens=usage.get("prompt_tokens") or 0,
             completion_tokens=usage.get("completion_tokens") or 0,
         )
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RewardError(f"what the server sent is no chat completion: {body[:200]!r}") from error
 
 

@@ -126,7 +126,7 @@ def _json_values(text: str, rubric: Rubric) -> dict[str, Any]:
     while (place := text.find("{", place)) >= 0:
         try:
             value, place = decoder.raw_decode(text, place)
-        except ValueError:
+        except (ValueError, RecursionError):
             place += 1
             continue
         by_name = {str(key).lower(): each for key, each in value.items()}
@@ -140,9 +140,8 @@ def _line_values(text: str, rubric: Rubric) -> dict[str, str]:
     """The last line `aspect: value` of each, in whatever decoration."""
     found = {}
     for aspect in rubric.aspects:
-        line = re.compile(
-            rf"^[\s#*_>\d.)-]*{re.escape(aspect.name)}[\s*_]*(?::|：|=)(.*)$", re.IGNORECASE | re.MULTILINE
-        )
-        for match in line.finditer(text):
-            found[aspect.name] = match[1]
+        heading = re.compile(rf"[\s#*_>\d.)-]*{re.escape(aspect.name)}[\s*_]*(?::|：|=)(.*)", re.IGNORECASE)
+        for match in map(heading.match, text.splitlines()):
+            if match:
+                found[aspect.name] = match[1]
     return found

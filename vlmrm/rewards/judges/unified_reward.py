@@ -31,8 +31,7 @@ text-to-video alignment: (does it show what the prompt asks for?)
 factual consistency: (does it agree with common sense and facts?)
 Finally assign a score from 1 to 10 after 'Final Score:'.
 Text Prompt: [{prompt}]"""
-FINAL = re.compile(r"Final\s+Score[\s*_]*(?:\([^)]*\))?[\s*_]*(?::|：)(?P<value>.*)", re.IGNORECASE)
-LINE = re.compile(r"^[\s*_#-]*(?P<name>[^:\n]+?)[\s*_]*:(?P<value>[^:\n]*)$", re.MULTILINE)
+FINAL = re.compile(r"Final[ \t]+Score[\s*_]*(?:\([^)]{0,40}\)[\s*_]*)?(?::|：)(?P<value>.*)", re.IGNORECASE)
 
 
 class UnifiedRewardSettings(JudgeSettings):
@@ -72,5 +71,9 @@ class UnifiedReward(Judge):
         score = read_score(said[-1], best)
         if not isinstance(score, float) or not 1 <= score <= best:
             raise RewardError(f"its Final Score is {said[-1].strip()[:40]!r}, which is no number from 1 to {best:g}")
-        named = {found["name"]: read_score(found["value"], best) for found in LINE.finditer(text)}
-        return Verdict(score, {"aspects": {name: value for name, value in named.items() if value is not None}})
+        named = {}
+        for line in text.splitlines():
+            name, _, value = line.partition(":")
+            if (number := read_score(value, best)) is not None:
+                named[name.strip(" \t*_#-")] = number
+        return Verdict(score, {"aspects": named})
