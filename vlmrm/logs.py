@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -52,7 +53,8 @@ def _with_cause(record: logging.LogRecord) -> bool:
     """A request that is sent again, in words: stamina has them in fields that no terminal shows."""
     fields = vars(record)
     if "stamina.caused_by" in fields:
-        record.msg = f"{fields['stamina.caused_by']}: asking again in {fields['stamina.wait_for']:g} s"
+        cause = re.sub(r"^\w+\((['\"])(.*)\1\)$", r"\2", fields["stamina.caused_by"])  # it is a repr
+        record.msg = f"{cause}: asking again in {fields['stamina.wait_for']:g} s"
     return True
 
 
