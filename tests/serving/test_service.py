@@ -145,7 +145,7 @@ async def test_a_full_queue_says_when_to_come_again(tmp_path):
         accepted += [asyncio.create_task(rewards(client, prompt)) for prompt in "ab"]
         await queued(service, 2)
         for prompt in "cdef":
-            refused = await rewards(client, prompt)
+            refused = await rewards(client, prompt, timeout=1)
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         gate.open()
         assert [(await one).status_code for one in accepted] == [200] * 3
@@ -188,7 +188,7 @@ async def test_over_max_requests_one_is_told_to_come_again(tmp_path):
         answered.append(asyncio.create_task(rewards(client, "a")))
         await queued(service, 1)
         for prompt in "bc":
-            refused = await rewards(client, prompt)
+            refused = await rewards(client, prompt, timeout=1)
             assert refused.status_code == 503 and refused.headers["Retry-After"] == "1"
         assert (await client.get("/health")).status_code == 200
         gate.open()

@@ -63,7 +63,7 @@ async def test_prometheus_can_scrape_what_happened(tmp_path):
         await rewards(client, "late", timeout=0.01)
         scored = asyncio.create_task(rewards(client, "aaa", "bb"))
         await queued(service, 1)
-        await rewards(client, "c")  # over the queue's two items
+        await rewards(client, "c", timeout=1)  # over the queue's two items
         gate.open()
         await asyncio.gather(busy, scored)
         await rewards(client, "refuse")
