@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from vlmrm.frames.environments import make_environments
 from vlmrm.frames.settings import CollectSettings
 from vlmrm.frames.simulators import simulator_named
 from vlmrm.frames.trajectory import trajectory_paths
-from vlmrm.frames.trajectory_file import TrajectoryFile, check_images, open_trajectory
+from vlmrm.frames.trajectory_file import check_images, open_trajectory
 
 logger = logging.getLogger("vlmrm")
 
@@ -51,13 +50,7 @@ def collect(settings: CollectSettings) -> Collected:
     reward, folders = settings.reward, settings.reward.data_collection
     if not reward.collect_data and "collect_data" in reward.model_fields_set:
         raise ConfigError("reward.collect_data is false, and so nothing would be collected: set it to true.")
-    there: set[int] = set()
-    for folder in (folders.positive_dir, folders.negative_dir):
-        files = [open_trajectory(path) for path in trajectory_paths(folder)]
-        check_images(folder, files, reward.image_keys, reward.image_size)
-        there |= _played(settings.env, files)
-    seeds = [episode_seed(settings.seed, number) for number in range(settings.episodes)]
-    missing = [seed for seed in seeds if seed not in there]
+    missing = _missing(settings)
     env = make_environments(
         settings.env,
         max(1, min(settings.num_envs, len(missing))),
@@ -89,7 +82,7 @@ def collect(settings: CollectSettings) -> Collected:
         frames=sum(map(len, written)),
         successes=sum(int(each.successes.sum()) for each in written),
         seconds=seconds,
-        earlier=len(seeds) - len(missing),
+        earlier=settings.episodes - len(missing),
         full=collector.full,
     )
 
@@ -113,11 +106,15 @@ def described(found: Collected) -> str:
     return text
 
 
-def _played(environment: str, files: Iterable[TrajectoryFile]) -> set[int]:
-    """The seeds of the episodes that trajectories are of, in an environment."""
-    about = (file.metadata for file in files)
-    seeds = (each.get("seed", "") for each in about if each.get("environment") == environment)
-    return {int(seed) for seed in seeds if seed.isdigit()}  # an imported trajectory has none
+def _missing(settings: CollectSettings) -> list[int]:
+    """The seeds of the episodes that the folders do not have, once they are known to have frames of the same kind."""
+    reward, there = settings.reward, set()
+    for folder in (reward.data_collection.positive_dir, reward.data_collection.negative_dir):
+        files = [open_trajectory(path) for path in trajectory_paths(folder)]
+        check_images(folder, files, reward.image_keys, reward.image_size)
+        there |= {file.metadata.get("seed") for file in files if file.metadata.get("environment") == settings.env}
+    seeds = [episode_seed(settings.seed, number) for number in range(settings.episodes)]
+    return [seed for seed in seeds if str(seed) not in there]
 
 
 def _play(collector: RewardDataCollector, settings: CollectSettings, seeds: list[int], bar: tqdm) -> None:
