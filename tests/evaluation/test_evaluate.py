@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pandas as pd
 import pytest
@@ -15,6 +16,7 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.data.schema import media_references
 from vlmrm.data.sources import load_comparisons
 from vlmrm.errors import ConfigError
+from vlmrm.evaluation import evaluate as module
 from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.evaluate import _Share, evaluate
 from vlmrm.evaluation.frame import scored_frame, scored_pairs
@@ -62,6 +64,14 @@ def test_every_score_is_that_of_the_changed_conversation_alone(loaded, rows):
             if changed is not None:
                 assert ablated[name] == pytest.approx(scored_alone(loaded, changed), abs=1e-5), name
     assert {name for ablated in result.ablated for name in ablated} == set(ABLATIONS)
+
+
+def test_ranks_send_each_other_scores_and_no_rows(loaded, rows, monkeypatch):
+    """Images embedded in the rows would fill the memory of every rank."""
+    sent = []
+    monkeypatch.setattr(module, "gather_object", lambda things: sent.append(things) or things)
+    result = run(loaded, rows)
+    assert len(result.comparisons) == len(rows) and b"Comparison" not in pickle.dumps(sent)
 
 
 def test_text_rows_have_no_image_to_take_away(loaded, rows):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +14,25 @@ from tqdm import tqdm
 from vlmrm.batching import ComparisonCollator, scores_by_ablation, to_device
 from vlmrm.batching.workers import plain_worker_errors
 from vlmrm.data.schema import Comparison
+from vlmrm.data.sources import comparisons_of
 from vlmrm.evaluation.ablations import Ablation, donor_of
 from vlmrm.modeling import RewardModel
+
+
+class _Rows(Sequence[Comparison]):
+    """The comparisons of some rows of a data set, read anew each time: images in them may be more than memory."""
+
+    def __init__(self, dataset: Any, places: list[int]):
+        self._dataset = dataset.select(places)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._dataset[number]["comparison"]
+
+    def __iter__(self) -> Iterator[Any]:
+        return comparisons_of(self._dataset)
 
 
 @dataclass
@@ -25,7 +42,7 @@ class Evaluation:
     `ablated[i]` has, by name of the ablation, the scores of the branches of comparison i as it was changed.
     """
 
-    comparisons: list[Comparison] = field(default_factory=list)
+    comparisons: Sequence[Comparison] = ()
     scores: list[list[float]] = field(default_factory=list)
     ablated: list[dict[str, list[float]]] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
@@ -68,17 +85,6 @@ class _Share:
         return rows
 
 
-@dataclass
-class _KeepComparisons:
-    """Collates, and hands on the comparisons by place beside the batch. A class, so that workers can receive it."""
-
-    collator: ComparisonCollator
-
-    def __call__(self, rows: list[dict[str, Any]]) -> tuple[dict[int, Comparison], dict[str, Any]]:
-        kept = {row["index"]: row["comparison"] for row in rows if isinstance(row["comparison"], Comparison)}
-        return kept, self.collator(rows)
-
-
 @torch.inference_mode()
 def evaluate(
     model: RewardModel,
@@ -103,18 +109,16 @@ def evaluate(
     loader = DataLoader(
         share,
         batch_size=batch_size,
-        collate_fn=_KeepComparisons(replace(collator, ablations=ablations or {})),
+        collate_fn=replace(collator, ablations=ablations or {}),
         num_workers=num_workers,
     )
-    comparisons: dict[int, Comparison] = {}
     scored: list[tuple[int, str | None, list[float]]] = []
     dropped: list[tuple[str, str]] = []
     full: str | None = None
     progress = tqdm(loader, desc=description, unit="batch", leave=False, disable=None if rank == 0 else True)
     try:
         with plain_worker_errors():
-            for kept, batch in progress:
-                comparisons |= kept
+            for batch in progress:
                 for part in batch["parts"]:
                     scores = model(**to_device(part["inputs"], model.device)).logits.squeeze(-1).float().tolist()
                     scored += scores_by_ablation(part, scores)
@@ -125,13 +129,12 @@ def evaluate(
     for failure in gather_object([full]):
         if failure is not None:
             raise torch.OutOfMemoryError(failure)
-    comparisons = dict(gather_object(list(comparisons.items())))
     by_place: dict[int, dict[str | None, list[float]]] = {}
     for place, name, values in gather_object(scored):
         by_place.setdefault(place, {})[name] = values
-    result = Evaluation(dropped=gather_object(dropped))
-    for place in sorted(by_place):
-        result.comparisons.append(comparisons[place])
+    places = sorted(by_place)
+    result = Evaluation(_Rows(dataset, places), dropped=gather_object(dropped))
+    for place in places:
         result.scores.append(by_place[place].pop(None))
         result.ablated.append({name: values for name, values in by_place[place].items() if name is not None})
     return result

@@ -154,12 +154,12 @@ def check_ablated(result: Evaluation) -> None:
     Raises:
         DataError: naming the first comparison with one.
     """
-    for comparison, ablated in zip(result.comparisons, result.ablated, strict=True):
+    for number, ablated in enumerate(result.ablated):
         for name, scores in ablated.items():
             if not np.isfinite(scores).all():
+                row_id = result.comparisons[number].id
                 raise DataError(
-                    f"the {name} scores of {comparison.id} are no numbers: the checkpoint is broken or its dtype too "
-                    "narrow."
+                    f"the {name} scores of {row_id} are no numbers: the checkpoint is broken or its dtype too narrow."
                 )
 
 

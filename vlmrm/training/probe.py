@@ -58,13 +58,12 @@ class ProbedDataset:
 
         Figures that no row allows are left out, and named in the log the first time.
         """
-        result = Evaluation()
-        for row in self.probe:
-            if row["index"] in scores:
-                ablated = dict(scores[row["index"]])
-                result.comparisons.append(row["comparison"])
-                result.scores.append(list(ablated.pop(None)))
-                result.ablated.append({str(name): list(values) for name, values in ablated.items()})
+        scored = [row for row in self.probe if row["index"] in scores]
+        result = Evaluation([row["comparison"] for row in scored])
+        for row in scored:
+            ablated = dict(scores[row["index"]])
+            result.scores.append(list(ablated.pop(None)))
+            result.ablated.append({str(name): list(values) for name, values in ablated.items()})
         found = _reliances(result)
         figures: dict[str, float] = {}
         for ablation, names in LOGGED.items():
