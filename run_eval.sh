@@ -40,7 +40,7 @@ config="${positional[0]:-training_configs/eval_config_example.yaml}"
 gpus="${positional[1]:-}"
 file="$config"
 [[ -f $file ]] || file="$here/$config" # called from another directory
-[[ -f $file ]] || fail "there is no configuration file $config."
+[[ -f $file ]] || fail "there is no configuration file $config: check the path."
 [[ $gpus =~ ^([0-9]+(,[0-9]+)*)?$ ]] || fail "GPU is '$gpus': write a number, such as 0, or several, such as 0,1."
 
 # The environment of `make` is used where none is active.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import json
+import logging
 import os
 import shutil
 from importlib import metadata
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from runs import colour_pairs, finish, square, start, words, write_rows
 from safetensors.torch import load_file, save_file
 
@@ -20,7 +22,7 @@ from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.errors import BelowThreshold, ConfigError, DataError
 from vlmrm.evaluation import measuring
 from vlmrm.evaluation.schema import load_results
-from vlmrm.evaluation.sweep import sweep
+from vlmrm.evaluation.sweep import launched, sweep
 from vlmrm.modeling import write_complete
 from vlmrm.rendering import Renderer
 
@@ -223,6 +225,16 @@ def only(load, name):
         return load(folder, **keys)
 
     return loaded
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_a_gpu_that_is_not_there_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("vlmrm"), "propagate", True)
+    for wanted, said in {"7": ["There is no GPU 7 here: evaluating on the CPU"], "": []}.items():
+        caplog.clear()
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)
+        launched()
+        assert [record.message for record in caplog.records if "GPU" in record.message] == said
 
 
 def test_where_nothing_can_be_written_is_said_before_anything_is_scored(run_folder, data, monkeypatch):

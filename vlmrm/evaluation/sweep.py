@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -47,7 +48,7 @@ def sweep(argv: Sequence[str]) -> SweepResult:
     """
     args, data_args = parse((EvaluationArguments, DataArguments), argv, "eval_rm.py")
     log_path = start_log("eval")
-    processes = PartialState(cpu=not torch.accelerator.is_available())  # the launcher's ranks, each on its device
+    processes = launched()
     public = None if args.benchmark is None else benchmark(args.benchmark)
     if public is None and not data_args.dataset_path:
         raise ConfigError("dataset_path is missing: give the preferences to evaluate on, or a benchmark by name.")
@@ -72,6 +73,14 @@ def sweep(argv: Sequence[str]) -> SweepResult:
         run = Run(args, data_args, processes, Path(images), results.settings["data"], leaked)
         looked_at, stopped = evaluate_all(checkpoints, dataset, run, results)
     return conclude(results, looked_at, args, main=processes.is_main_process, stopped=stopped)
+
+
+def launched() -> PartialState:
+    """The launcher's ranks, each on its device. That a GPU which was asked for is not there is a warning."""
+    there, wanted = torch.accelerator.is_available(), os.environ.get("CUDA_VISIBLE_DEVICES", "-1")
+    if not there and wanted not in ("", "-1"):
+        logger.warning("There is no GPU %s here: evaluating on the CPU", wanted)
+    return PartialState(cpu=not there)
 
 
 def asked_for(args: EvaluationArguments) -> Iterable[Path]:
