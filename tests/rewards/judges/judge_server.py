@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,14 @@ def error(status: int, message: str = "no", **headers: str) -> Answer:
     return status, {name.replace("_", "-"): value for name, value in headers.items()}, body
 
 
+class Quiet(ThreadingHTTPServer):
+    """Who gave up waiting is gone, which is nothing to print into the output of another test."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class JudgeServer:
     """Answers each request by `behave(body, number)`, numbers from 0; None cuts the connection.
 
@@ -40,7 +49,7 @@ class JudgeServer:
         self.headers: list[dict[str, str]] = []
         self.waiting = threading.Event()
         self._lock = threading.Lock()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler(), bind_and_activate=False)
+        self._http = Quiet(("127.0.0.1", 0), self._handler(), bind_and_activate=False)
         self._http.request_queue_size = 64
         self._http.daemon_threads = True
         self._http.server_bind()
