@@ -145,8 +145,10 @@ def test_an_mlp_head_and_a_filled_folder_are_refused(tiny_checkpoint, tiny_rewar
     with pytest.raises(CheckpointError, match=r"has an mlp head, .*head: linear"):
         export(reward_model(tmp_path / "mlp", tiny_checkpoint, head="mlp"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match="is not empty"):
-        export(tiny_reward_model, tmp_path / "mlp")
+    (tmp_path / "file").touch()
+    for taken in ("mlp", "file"):
+        with pytest.raises(ConfigError, match=f"{taken} is no empty folder: name a new one"):
+            export(tiny_reward_model, tmp_path / taken)
 
 
 class FakeHub:

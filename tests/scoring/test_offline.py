@@ -20,7 +20,7 @@ from vlmrm.data.paths import PathRules
 from vlmrm.data.sources import load_comparisons
 from vlmrm.data.tables import Source
 from vlmrm.errors import ConfigError, DataError, VlmrmError
-from vlmrm.scoring import offline
+from vlmrm.scoring import offline, shards
 from vlmrm.scoring.offline import OfflineJob, ShardScoring, score_offline
 from vlmrm.scoring.rows import StreamRows, open_rows
 from vlmrm.scoring.shards import Summary
@@ -171,6 +171,27 @@ def test_an_interrupted_shard_leaves_nothing_that_could_be_read(job, tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         score_offline(work)
     assert [path.name for path in work.output.glob("*.parquet")] == ["scores-000000.parquet"]
+
+
+def test_a_full_disk_costs_the_shard_that_was_being_written(job, tmp_path, monkeypatch):
+    work, write = job(colour_pairs(tmp_path / "p", 8)), shards.pq.write_table
+
+    def fill(table, file):
+        if table["row"][0].as_py() == 4:
+            raise OSError(28, "No space left on device")
+        write(table, file)
+
+    monkeypatch.setattr(shards.pq, "write_table", fill)
+    with pytest.raises(VlmrmError, match=r"000001.parquet cannot be written \(No space left on device\): make room"):
+        score_offline(work)
+    assert {path.name for path in work.output.iterdir()} == {"_settings.json", "scores-000000.parquet"}
+
+
+def test_an_output_that_is_a_file_is_refused(job, tmp_path):
+    data = colour_pairs(tmp_path / "p", 4)
+    (tmp_path / "taken").touch()
+    with pytest.raises(ConfigError, match=r"output folder .*taken cannot be made \(File exists\): name another"):
+        score_offline(job(data, output="taken"))
 
 
 def test_scores_of_other_settings_are_not_mixed(job, tmp_path, tiny_reward_model):

@@ -45,12 +45,12 @@ def export(
         push_to_hub: a repository to upload the folder to; made private where there is none.
 
     Raises:
-        ConfigError: when the output folder has something in it.
+        ConfigError: when there is something at the output folder's path already.
         CheckpointError: when the model cannot be opened, or its head or architecture cannot be exported.
     """
     output_folder = Path(output_folder)
-    if output_folder.exists() and any(output_folder.iterdir()):
-        raise ConfigError(f"{output_folder} is not empty: name a new folder for the exported model.")
+    if output_folder.exists() and (not output_folder.is_dir() or any(output_folder.iterdir())):
+        raise ConfigError(f"{output_folder} is no empty folder: name a new one for the exported model.")
     reward, processor, info = _open(model, base_model_path)
     if reward.config.reward_head != "linear":
         raise CheckpointError(

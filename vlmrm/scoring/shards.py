@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vlmrm.errors import ConfigError
+from vlmrm.errors import ConfigError, VlmrmError
 
 SETTINGS = "_settings.json"
 SCHEMA = pa.schema(
@@ -63,15 +63,25 @@ class Shards:
         return -(-rows // self.size)
 
     def write(self, number: int, scored: Sequence[Scored]) -> None:
-        """Puts a shard in its place at once, whole."""
+        """Puts a shard in its place at once, whole.
+
+        Raises:
+            VlmrmError: when it cannot be written, as on a full disk.
+        """
         path = self.path(number)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         table = pa.Table.from_pylist([row._asdict() for row in scored], schema=SCHEMA)
-        with open(temporary, "wb") as file:
-            pq.write_table(table, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            with open(temporary, "wb") as file:
+                pq.write_table(table, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise VlmrmError(
+                f"{path} cannot be written ({error.strerror}): make room, and run again for the absent shards."
+            ) from error
 
     def summary(self, rows: int) -> Summary | None:
         """Of all shards of an input of `rows` rows, from their footers; None while one is absent."""
@@ -86,9 +96,14 @@ class Shards:
         Processes may come at the same time: one of them writes.
 
         Raises:
-            ConfigError: naming what differs.
+            ConfigError: naming what differs, or when the folder cannot be made.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the output folder {self.folder} cannot be made ({error.strerror}): name another."
+            ) from None
         file = self.folder / SETTINGS
         temporary = file.with_name(f".{SETTINGS}.{os.getpid()}")
         temporary.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
