@@ -66,7 +66,7 @@ def test_grpo_raises_the_mean_reward(tmp_path, tiny_checkpoint):
     )
     assert len(rewards) == 60
     first, last = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
-    assert last > first + 0.07  # from 0.08 to 0.19 when this was written; a step's mean is uncertain by 0.01
+    assert last > first + 0.03  # with five seeds it rose by 0.06 to 0.11; a step's mean is uncertain by 0.01
 
 
 class Recorder(TRLReward):
