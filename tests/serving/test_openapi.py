@@ -25,7 +25,7 @@ TOLD_OTHERWISE = ("POST /compute", "POST /{reward}/compute")
 def described() -> Generator[schemathesis.BaseSchema]:
     limits = {"max_items": 20, "max_body_bytes": 100_000, "max_json_depth": 12}
     with served(fake("one", "fake_reward.Anything"), limits=limits, long_poll=0.01) as address:
-        yield schemathesis.openapi.from_url(f"{address}/openapi.json")
+        yield schemathesis.openapi.from_url(f"{address}/openapi.json", timeout=300)
 
 
 @pytest.mark.parametrize("mode", GenerationMode)
@@ -50,6 +50,6 @@ def check(operation: APIOperation, mode: GenerationMode) -> None:
             case.path_parameters["reward"] = "one"
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
             case.body.pop("timeout", None)  # one that is too short is a 504
-        case.call_and_validate(excluded_checks=exempt)
+        case.call_and_validate(excluded_checks=exempt, timeout=300)
 
     answered_as_described()

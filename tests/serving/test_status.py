@@ -143,7 +143,8 @@ def test_the_form_scores_answers_in_a_browser(tmp_path):
     fragment = urlencode(asked, doseq=True, quote_via=quote)
     with served(tmp_path, 'token = "the-token"', engine="fake_reward.Answers") as (_, url, _):
         html, complaints = browse(tmp_path, url.replace("//", "//user:the-token@") + f"/#{fragment}", "--dump-dom")
-        scored = httpx.get(f"{url}/v1/status", headers={"Authorization": "Bearer the-token"}).json()
+        token = {"Authorization": "Bearer the-token"}
+        scored = httpx.get(f"{url}/v1/status", headers=token, timeout=300).json()
     page = Page(html)
     assert complaints == ""
     assert page.texts["state"] == "ready"
