@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from vlmrm import cli
+
 HEAVY = "{'torch', 'transformers', 'trl', 'datasets', 'pandas', 'numpy', 'PIL', 'matplotlib'}"
 
 
@@ -39,3 +43,17 @@ assert not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)
 def test_errors_import_nothing_heavy():
     program = f"import sys, vlmrm, vlmrm.errors; assert not {HEAVY} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("words", [["demo"], ["frames", "demo"], ["serve", "prepare", "--config", "service.toml"]])
+def test_ctrl_c_is_said_with_a_status_of_its_own(words, monkeypatch, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for name in ("vlmrm.demo.run_demo", "vlmrm.frames.demo.run_demo", "vlmrm.serving.preparing.prepare"):
+        monkeypatch.setattr(name, interrupted)
+    monkeypatch.setattr(sys, "argv", ["vlmrm", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -31,6 +31,7 @@ app = App(
     help_epilogue=EPILOGUE,
     version=vlmrm.__version__,
     default_parameter=Parameter(negative_iterable=()),
+    suppress_keyboard_interrupt=False,  # `run` says that it was interrupted
 )
 
 app.command(frames)
