@@ -70,7 +70,7 @@ def test_ppo_learns_the_lake_from_its_true_success(tmp_path):
     [run] = train_policies(
         settings(tmp_path, hyperparameters=learning, num_envs=8, total_steps=6144, evaluate_every=2048)
     )
-    assert run.random_success_rate < 0.5 and run.final == 1.0
+    assert run.random_success_rate < 0.3 and run.final > 0.6  # with six seeds at most 0.1, and at least 0.9
     assert [point.steps for point in run.points] == [0, 2048, 4096, 6144]
 
 

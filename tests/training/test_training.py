@@ -212,7 +212,7 @@ def test_the_best_checkpoint_is_kept_and_saved_as_best(train_here, tmp_path, dat
 
 def test_ranked_lists_and_texts_train_together(train_here, tmp_path):
     lists, texts = colour_lists(tmp_path / "lists", 6), text_pairs(tmp_path / "texts", 6)
-    train_here([lists, texts], max_steps=12, save_steps=12, learning_rate=3e-3)
+    train_here([lists, texts], max_steps=12, save_steps=12, learning_rate=3e-3, seed=3)  # the loss falls to a seventh
     losses = logged(tmp_path / "out/checkpoint-12", "loss")
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
