@@ -62,6 +62,18 @@ def test_a_passing_fault_is_tried_again_after_waits_that_double(server, client, 
     assert time.slept == [0.25, 0.5, 1.0]
 
 
+def test_an_outage_is_one_line_in_the_log(server, client, caplog):
+    server.behave = lambda body, number: error(503, "loading") if number in (0, 1, 3) else completion("yes")
+    asking = client()
+    with caplog.at_level("WARNING", "vlmrm"):
+        asking.ask([asked("one")])
+        assert len(caplog.messages) == 1
+        asking.ask([asked("two")])
+    line, again = caplog.messages
+    assert line == again and line.startswith(f"the judge m at {server.url}: it answered 503")
+    assert "loading" in line and line.endswith("asking again, up to 5 times an item")
+
+
 def test_a_cut_connection_is_tried_again(server, client):
     server.behave = lambda body, number: None if number == 0 else completion("yes")
     assert one(client()).text == "yes"

@@ -47,6 +47,7 @@ class JudgeClient:
         self.circuit = Circuit(settings.breaker_failures, settings.breaker_seconds, clock)
         self.slots = asyncio.Semaphore(settings.max_concurrent)
         self.takes_structure = True  # until the server refuses it
+        self.answering = True  # as far as the log has been told
         self._key = SecretStr(settings.key())
         self._server = _connect(settings, self._key)
 
@@ -113,7 +114,9 @@ class JudgeClient:
             try:
                 if number > 1:
                     self.usage.add(retries=1)
-                return await self._call(question)
+                reply = await self._call(question)
+                self.answering = True
+                return reply
             except Unavailable as error:
                 if number == tries:
                     raise
@@ -123,6 +126,10 @@ class JudgeClient:
                         f"{error}; waiting {pause:.0f} s for another try would pass the deadline of "
                         f"{self.settings.deadline:g} s"
                     ) from error
+                if self.answering:  # one line, however many items find out
+                    self.answering = False
+                    said = "the judge %s at %s: %s; asking again, up to %d times an item"
+                    logger.warning(said, self.settings.vlm_model, self.settings.api_base_url, error, tries - 1)
                 await self.sleep(pause)
         raise AssertionError("there is always a last try")
 
