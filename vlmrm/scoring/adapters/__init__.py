@@ -1,4 +1,5 @@
-"""Trained reward models as the RL frameworks call rewards: each file is one framework's signature and nothing else.
+"""Trained reward models as the RL frameworks call rewards: a file for each signature; `rows`, `samples`,
+`micro_batch` and `openrlhf_query` are what they share.
 
 A framework imports the file that it needs by path or dotted name; docs/rewards.md says how. An adapter holds the path
 of a checkpoint, so it can be pickled and sent to another process, which loads the checkpoint when the first sample
