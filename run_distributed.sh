@@ -64,7 +64,7 @@ number --node-rank "$node_rank" 0 $((nodes - 1))
 [[ -n $config ]] || fail "--config FILE is missing: name a file, such as training_configs/7b_config.yaml."
 file="$config"
 [[ -f $file ]] || file="$here/$config" # called from another directory
-[[ -f $file ]] || fail "there is no configuration file $config."
+[[ -f $file ]] || fail "there is no configuration file $config: check the path."
 [[ -n $master_addr || $nodes == 1 ]] || fail "--nodes $nodes needs --master-addr: the name of machine 0."
 master_addr="${master_addr:-127.0.0.1}"
 if [[ $node_rank == 0 ]] && (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then

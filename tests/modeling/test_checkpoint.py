@@ -183,9 +183,7 @@ def test_without_a_network_what_was_fetched_before_is_the_checkpoint(tmp_path, m
     (kept / "refs" / "main").write_text("c0ffee")
     assert find_file("org/name", "config.json") == kept / "snapshots" / "c0ffee" / "config.json"
     assert find_file("org/name", "reward_model.json") is None
-    with pytest.raises(
-        CheckpointError, match="org/other is neither a folder nor a hub checkpoint"
-    ):
+    with pytest.raises(CheckpointError, match="org/other is neither a folder nor a hub checkpoint"):
         find_file("org/other", "reward_model.json")
 
 
