@@ -59,7 +59,7 @@ def judge_server() -> Generator[str]:
     process = context.Process(target=serve, args=(port,), daemon=True)
     process.start()
     try:
-        yield f"http://127.0.0.1:{port.get(timeout=60)}/v1"
+        yield f"http://127.0.0.1:{port.get(timeout=600)}/v1"
     finally:
         process.terminate()
         process.join()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import httpx2 as httpx
 
 ROOT = Path(__file__).resolve().parents[1]
-LOADING_S = 120.0
+PATIENCE_S = 600.0  # until a server is ready, and until it has ended
 SERVE = ("-c", "from vlmrm.cli import main; main()", "serve")
 
 T = TypeVar("T")
@@ -25,24 +25,25 @@ T = TypeVar("T")
 @contextmanager
 def server(*words: str, log: Path) -> Generator[tuple[str, int]]:
     """The address and the process id of `python WORDS PORT` once it is ready; what it says goes to `log`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     # One thread to compute with, as everything that is compared has.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with log.open("w") as said:
+    with socket.socket() as held, log.open("w") as said:
+        # Bound and not listening: nobody else is given the port, and the server may bind it as well.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
         process = subprocess.Popen([sys.executable, *words, str(port)], env=environment, stdout=said, stderr=said)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_ready(process, url, log)
-        yield url, process.pid
-    finally:
-        process.terminate()
-        process.wait(60)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(process, url, log)
+            yield url, process.pid
+        finally:
+            process.terminate()
+            process.wait(PATIENCE_S)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    end = time.monotonic() + LOADING_S
+    end = time.monotonic() + PATIENCE_S
     while process.poll() is None and time.monotonic() < end:
         try:
             if httpx.get(f"{url}/ready").is_success:
