@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -18,6 +19,12 @@ torch.set_num_threads(1)
 # The same examples in every run, however slow the machine is.
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def _messages_reach_caplog(monkeypatch) -> None:
+    """Also after a command has sent them to a file, and once each: pytest goes by how it is when a test begins."""
+    monkeypatch.setattr(logging.getLogger("vlmrm"), "propagate", True)
 
 
 @pytest.fixture(scope="session")

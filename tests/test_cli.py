@@ -52,8 +52,7 @@ def test_ctrl_c_is_said_with_a_status_of_its_own(words, monkeypatch, capsys):
 
     for name in ("vlmrm.demo.run_demo", "vlmrm.frames.demo.run_demo", "vlmrm.serving.preparing.prepare"):
         monkeypatch.setattr(name, interrupted)
-    monkeypatch.setattr(sys, "argv", ["vlmrm", *words])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        cli.run(lambda: cli.app(words))
     assert ended.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"

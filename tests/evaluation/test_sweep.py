@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import errno
 import json
-import logging
 import os
 import shutil
 from importlib import metadata
@@ -229,7 +228,6 @@ def only(load, name):
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
 def test_a_gpu_that_is_not_there_is_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("vlmrm"), "propagate", True)
     for wanted, said in {"7": ["There is no GPU 7 here: evaluating on the CPU"], "": []}.items():
         caplog.clear()
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", wanted)

@@ -64,8 +64,7 @@ def test_a_checkpoint_itself_is_no_training_to_wait_for(tmp_path):
     assert list(watched(time, tmp_path / "best")) == [tmp_path / "best"] and time.now == 0
 
 
-def test_nothing_new_for_long_ends_it_and_says_so(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("vlmrm.evaluation.watching.logger.propagate", True)
+def test_nothing_new_for_long_ends_it_and_says_so(tmp_path, caplog):
     run = tmp_path / "run"
     time = Time(lambda: checkpoint(run / "checkpoint-1"))
     found = watched(time, run)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def messages(tmp_path, monkeypatch):
-    """They reach `caplog`, whichever command ran before; a command's log is written into the test's folder."""
-    monkeypatch.setattr(logging.getLogger("vlmrm"), "propagate", True)
+def _log_folder(tmp_path, monkeypatch):
+    """A command's log is written into the test's folder."""
     monkeypatch.setattr("vlmrm.logs.FOLDER", tmp_path / "logs")

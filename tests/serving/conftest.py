@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator
 
 import pytest
 import torch
 from redis_server import RedisServer
-
-
-@pytest.fixture(autouse=True)
-def _logs_are_caught(monkeypatch) -> None:
-    """Also after a test that has sent them to a file."""
-    monkeypatch.setattr(logging.getLogger("vlmrm"), "propagate", True)
 
 
 @pytest.fixture(scope="session")
