@@ -17,7 +17,9 @@ from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 # The same examples in every run, however slow the machine is.
-settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, print_blob=False, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("tests")
 
 

@@ -36,14 +36,7 @@ BODIES = ("application/json", "text/plain", "multipart/form-data; boundary=x", "
 
 def examples(count: int) -> Callable[[Any], Any]:
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]
-    return settings(
-        max_examples=count,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        print_blob=False,
-        suppress_health_check=checks,
-    )
+    return settings(max_examples=count, suppress_health_check=checks)
 
 
 Ask = Callable[..., httpx.Response]

@@ -14,9 +14,7 @@ from schemathesis.checks import negative_data_rejection, positive_data_acceptanc
 from schemathesis.schemas import APIOperation
 from services import fake, served
 
-EXAMPLES = settings(
-    max_examples=20, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+EXAMPLES = settings(max_examples=20, suppress_health_check=list(HealthCheck))
 # Flow-Factory's client is told what is wrong in an answer of 200.
 TOLD_OTHERWISE = ("POST /compute", "POST /{reward}/compute")
 

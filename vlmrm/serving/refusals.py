@@ -59,8 +59,7 @@ STATUS: dict[type[VlmrmError], int] = {
     TimedOut: 504,
 }
 DESCRIPTIONS: dict[int, str] = {422: "The body is not as it is described."} | {
-    status: f"{', '.join(kind.__name__ for kind, code in STATUS.items() if code == status)}"
-    for status in STATUS.values()
+    status: ", ".join(kind.__name__ for kind, code in STATUS.items() if code == status) for status in STATUS.values()
 }
 PHRASES = {
     404: "there is no such address: GET /openapi.json lists those there are.",

@@ -382,7 +382,7 @@ def test_media_over_a_limit_or_of_another_kind_are_refused(array, kind, limits, 
 TENSORS = [npy(IMAGES[:1, :2, :2]), safetensors.numpy.save({"a": IMAGES[:1, :2, :2]})]
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=200)
 @given(
     data=st.sampled_from(TENSORS),
     place=st.integers(0, 200),
