@@ -52,6 +52,14 @@ def expected(scorer, *inputs: Path) -> list[list[float]]:
     return [scorer.score(row["comparison"].conversations()) for row in rows]
 
 
+def assert_same_rows(found: pd.DataFrame, reference: pd.DataFrame) -> None:
+    """Compare two outputs of one data set: scores to rounding, because the processes' threads differ; all else exactly."""
+    pd.testing.assert_frame_equal(found.drop(columns="scores"), reference.drop(columns="scores"))
+    for mine, theirs in zip(found["scores"], reference["scores"], strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or list(mine) == pytest.approx(list(theirs), abs=1e-5)
+
+
 def assert_scores(found: pd.DataFrame, scores: list[list[float]]) -> None:
     assert found["row"].tolist() == list(range(len(scores)))
     assert found["error"].isna().all()
@@ -338,7 +346,7 @@ def test_two_processes_under_torchrun_write_what_one_does(job, tmp_path):
     launcher = [here / "torchrun", "--standalone", "--nproc-per-node=2", "--no-python", here / "vlmrm"]
     done = subprocess.run([*launcher, *words(shared)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "5 of 19 rows could not be scored" in done.stderr, done.stderr
-    pd.testing.assert_frame_equal(read(shared), read(alone))
+    assert_same_rows(read(shared), read(alone))
 
 
 @pytest.mark.slow
@@ -360,5 +368,5 @@ def test_two_workers_of_ray_write_what_one_process_does(job, tmp_path):
             score_on_ray(replace(shared, model=str(tmp_path), output=tmp_path / "no"), workers=1)
     finally:
         ray.shutdown()
-    pd.testing.assert_frame_equal(read(shared), read(alone))
+    assert_same_rows(read(shared), read(alone))
     assert (shared.output / "scores-000001.parquet").stat().st_mtime_ns == kept
