@@ -1,4 +1,4 @@
-"""README and guides: commands, configurations, rows, programs and quoted errors are real, and so is the file tree."""
+"""README and guides: commands, configurations, rows, programs and quoted errors are real."""
 
 from __future__ import annotations
 
@@ -229,39 +229,6 @@ def test_every_quoted_error_is_one_of_the_program_s():
     for sentence in quoted:
         for part in filter(None, re.split(r"\s*…\s*", sentence)):
             assert part in source, part
-
-
-# The file tree -------------------------------------------------------------------------------------------------------
-
-
-def tree() -> dict[str, str]:
-    """Each path of README's file tree with its comment; folders end with a slash."""
-    paths: dict[str, str] = {}
-    above: list[str] = []
-    [text] = [text for text in blocks("README.md", "text") if "── cli.py" in text]
-    for line in text.splitlines():
-        [(branch, name, comment)] = re.findall(r"^([│├└─ ]*)(\S+)(?: +# (.*))?$", line)
-        del above[len(branch) // 4 :]
-        paths["".join(above) + name] = comment
-        above.append(name)
-    return paths
-
-
-def test_the_file_tree_names_every_file():
-    there = {
-        path.relative_to(ROOT).as_posix()
-        for folder in ("vlmrm", "training_configs", "docs", "examples")
-        for path in (ROOT / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    named = {path for path in tree() if not path.endswith("/")}
-    assert there - named == set()
-    assert {path for path in tree() if not (ROOT / path).exists()} == set()
-
-
-def test_the_file_tree_s_comments_are_short():
-    assert {path: comment for path, comment in tree().items() if len(comment) > 60} == {}
-    assert [path for path, comment in tree().items() if not comment and not path.endswith("/")] == []
 
 
 # The examples --------------------------------------------------------------------------------------------------------
