@@ -6,7 +6,7 @@ import hashlib
 import time
 import uuid
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ Item = dict[str, Any]  # what a worker scores: `messages`, or the columns of a s
 Outcome = dict[str, Any]  # what came of an item: `score` and what else the reward says, or `error`
 
 
-class State(str, Enum):
+class State(StrEnum):
     """Where a job is. `expired` is one whose result was kept long enough."""
 
     queued = "queued"

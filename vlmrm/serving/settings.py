@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import tomli
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from vlmrm.errors import ConfigError
@@ -127,10 +127,10 @@ def load_settings(path: Path, environment: Mapping[str, str] = os.environ, **giv
         ConfigError: naming the key.
     """
     try:
-        content = tomli.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path.") from error
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from error
     return checked({**content, **given}, str(path), environment)
 

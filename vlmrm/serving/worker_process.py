@@ -115,7 +115,7 @@ class WorkerProcess:
         self._writer.close()
         try:
             await asyncio.wait_for(self.process.wait(), ENDING_S if self.died.done() else 0.5)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             _kill(self.process)
             await self.process.wait()
 
