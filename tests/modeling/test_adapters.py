@@ -10,7 +10,10 @@ import pytest
 import torch
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
-from samples import scores
+from samples import scores, tiny_llava
+from transformers import BitsAndBytesConfig, LlavaConfig
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling import (
@@ -22,10 +25,12 @@ from vlmrm.modeling import (
     make_tiny,
     merge,
     quantization_config,
+    reward_model_class,
     save_reward_files,
     verify_complete,
     write_complete,
 )
+from vlmrm.modeling.tiny import ARCHITECTURES
 
 
 def save_adapter(folder: Path, base: Path, head: str = "linear") -> torch.Tensor:
@@ -155,6 +160,28 @@ def test_4_bits_need_a_gpu():
     assert quantization_config(ModelArguments()) is None
     with pytest.raises(ConfigError, match="CUDA GPU"):
         quantization_config(ModelArguments(use_peft=True, load_in_4bit=True))
+
+
+@pytest.fixture
+def quantizing(monkeypatch):
+    """A machine that can hold weights in 4 bits, as far as configurations look."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(BitsAndBytesConfig, "post_init", lambda self: None)
+    return quantization_config(ModelArguments(use_peft=True, load_in_4bit=True))
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, "llava"])
+def test_4_bits_are_for_the_language_model_and_nothing_else(quantizing, tmp_path, arch):
+    if arch == "llava":
+        model = reward_model_class(LlavaConfig())(tiny_llava())
+    else:
+        model = load_for_training(make_tiny(tmp_path, arch=arch), head="mlp")
+    skipped = get_keys_to_not_convert(model) + quantizing.llm_int8_skip_modules
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    converted = {name for name in linear if should_convert_module(name, skipped)}
+    assert converted == {name for name in linear if name.startswith("model.language_model.")}
+    assert converted and converted < linear
 
 
 @pytest.mark.parametrize("wrong", [{"lora_r": 0}, {"lora_alpha": 0}, {"lora_dropout": 1.0}, {"load_in_4bit": True}])

@@ -15,7 +15,7 @@ from torch import nn
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.checkpoint import ADAPTER_CONFIG, load_for_training, load_scoring_files
-from vlmrm.modeling.freezing import language_model_path
+from vlmrm.modeling.freezing import LANGUAGE_MODELS, language_model_path
 from vlmrm.modeling.manifest import verify_if_listed, write_complete
 from vlmrm.modeling.reward_files import find_file, read_json_of, save_reward_files
 from vlmrm.modeling.reward_model import RewardModel
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 HEAD_MODULES = ("score", "score_hidden")
+# All modules that are not inside the language model. transformers matches it with the start of a module's name, so a
+# list of towers would have to name each family's in full.
+NOT_QUANTIZED = rf"(?!model\.(?:{'|'.join(LANGUAGE_MODELS)})\.).*"
 # What peft puts before the names of the model's weights.
 PREFIX = "base_model.model."
 
@@ -78,7 +81,7 @@ def quantization_config(arguments: ModelArguments) -> Any:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=["visual", "vision_tower", *HEAD_MODULES],
+        llm_int8_skip_modules=[NOT_QUANTIZED],
     )
 
 
