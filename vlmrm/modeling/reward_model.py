@@ -229,8 +229,8 @@ class QwenVLRewardModel(RewardModel):
     def use_vision_cache(self, directory: str | Path, gigabytes: float = 50.0) -> None:
         if self.trains_vision():
             raise ConfigError(
-                "vision_cache_dir: what a trained vision tower makes of images changes with every step: set "
-                "freeze_vit: true and freeze_merger: true, or remove vision_cache_dir."
+                "vision_cache_dir: what a trained vision tower or merger makes of images changes with every step: "
+                "set freeze_vit: true without freeze_merger: false, or remove vision_cache_dir."
             )
         self.vision_cache = VisionCache(directory, gigabytes)
 
