@@ -128,6 +128,9 @@ def test_an_adapter_without_its_head_is_refused(adapter, tmp_path):
     (folder / "COMPLETE.json").unlink()
     with pytest.raises(CheckpointError, match="has no reward head"):
         load_checkpoint(folder)
+    save_file({"v_head.summary.weight": torch.ones(1, 128)}, folder / "value_head.safetensors")
+    with pytest.raises(CheckpointError, match=r"trained head in value_head\.safetensors"):
+        load_checkpoint(folder)
 
 
 def test_an_adapter_must_fit_its_base(adapter, tmp_path):

@@ -14,7 +14,7 @@ from torch import nn
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling.arguments import ModelArguments
-from vlmrm.modeling.checkpoint import ADAPTER_CONFIG, load_for_training, load_scoring_files
+from vlmrm.modeling.checkpoint import ADAPTER_CONFIG, load_for_training, load_scoring_files, refuse_head_beside
 from vlmrm.modeling.freezing import LANGUAGE_MODELS, language_model_path
 from vlmrm.modeling.manifest import verify_if_listed, write_complete
 from vlmrm.modeling.reward_files import find_file, read_json_of, save_reward_files
@@ -102,6 +102,7 @@ def open_adapter(path: str | Path, *, base_model_path: str | Path | None = None,
     with safe_open(weights, framework="pt") as file:
         saved = set(file.keys())
     if f"{PREFIX}score.weight" not in saved:
+        refuse_head_beside(path)
         raise CheckpointError(f"the adapter {path} has no reward head: train it with modules_to_save: [score].")
     head = "mlp" if any(name.startswith(f"{PREFIX}score_hidden.") for name in saved) else "linear"
     model = load_for_training(base, head=head, **options)
