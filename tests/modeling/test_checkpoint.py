@@ -196,8 +196,8 @@ def test_damage_is_noticed_before_loading(copy):
 
 def test_another_chat_template_is_refused(copy):
     template = copy / "chat_template.jinja"
-    # As long as before, so that only its content can tell.
     template.write_text(template.read_text().replace("helpful", "harmful"))
+    (copy / "COMPLETE.json").unlink()  # which would say so of any file
     with pytest.raises(CheckpointError, match=r"chat template .* is not the one"):
         load_checkpoint(copy)
 
