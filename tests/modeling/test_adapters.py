@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import get_peft_model
+from runs import colour_pairs
 from safetensors.torch import load_file, save_file
 from samples import scores, tiny_llava
 from transformers import BitsAndBytesConfig, LlavaConfig
@@ -30,6 +32,7 @@ from vlmrm.modeling import (
     verify_complete,
     write_complete,
 )
+from vlmrm.modeling.manifest import weights_digest
 from vlmrm.modeling.tiny import ARCHITECTURES
 
 
@@ -45,10 +48,26 @@ def save_adapter(folder: Path, base: Path, head: str = "linear") -> torch.Tensor
                 weight.add_(0.1 * torch.randn_like(weight))
     adapted.save_pretrained(folder)
     save_reward_files(
-        folder, processor=processor, head=head, min_pixels=None, max_pixels=9999, provenance={"base_model": "tiny"}
+        folder,
+        processor=processor,
+        head=head,
+        min_pixels=None,
+        max_pixels=9999,
+        provenance={"base_model": "tiny"},
+        base_digest=weights_digest(base),
     )
     write_complete(folder, world_size=1, step=7)
     return scores(adapted, processor)
+
+
+def without_base_digest(adapter: Path, folder: Path) -> Path:
+    """A copy of an adapter as it was saved before adapters kept the digest of their base."""
+    shutil.copytree(adapter, folder)
+    info = json.loads((folder / "reward_model.json").read_text())
+    del info["base_digest"]
+    (folder / "reward_model.json").write_text(json.dumps(info))
+    (folder / "COMPLETE.json").unlink()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +160,36 @@ def test_an_adapter_must_fit_its_base(adapter, tmp_path):
     (folder / "COMPLETE.json").unlink()
     with pytest.raises(CheckpointError, match="differ in 1 weights"):
         load_checkpoint(folder)
+    forgetful = without_base_digest(adapter[0], tmp_path / "forgetful")
     with pytest.raises(CheckpointError, match="does not fit its base"):
-        load_checkpoint(adapter[0], base_model_path=make_tiny(tmp_path / "mimo", arch="mimo_vl"))
+        load_checkpoint(forgetful, base_model_path=make_tiny(tmp_path / "mimo", arch="mimo_vl"))
+
+
+def test_an_adapter_is_not_scored_on_another_base_of_equal_shape(train_here, tiny_checkpoint, tmp_path):
+    base = Path(shutil.copytree(tiny_checkpoint, tmp_path / "base"))
+    trained = train_here(colour_pairs(tmp_path / "data", 4), model=base, use_peft=True, max_steps=1).model_dir
+    other = make_tiny(tmp_path / "other", seed=1)
+    refused = pytest.raises(CheckpointError, match=r"was trained on other weights than those of .*base_model_path")
+    with refused:
+        load_checkpoint(trained, base_model_path=other)
+    with refused:
+        merge(trained, tmp_path / "merged", other)
+
+    moved = shutil.copytree(base, tmp_path / "moved")
+    (moved / "README.md").write_text("What stands beside the weights changes nothing.")
+    load_checkpoint(trained, base_model_path=moved)
+    shutil.copy(other / "model.safetensors", base)
+    with refused:
+        load_checkpoint(trained)
+
+
+def test_an_adapter_that_does_not_know_its_base_says_so(adapter, tmp_path, caplog):
+    folder = without_base_digest(adapter[0], tmp_path / "older")
+    with caplog.at_level(logging.WARNING, "vlmrm"):
+        load_checkpoint(adapter[0])
+        assert "digest of its base" not in caplog.text
+        load_checkpoint(folder)
+    assert f"the adapter {folder} was saved without the digest of its base" in caplog.text
 
 
 def test_adapters_are_merged_before_more_training(adapter):

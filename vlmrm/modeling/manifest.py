@@ -99,6 +99,19 @@ def checkpoint_digest(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
+def weights_digest(folder: str | Path) -> str:
+    """Return a hex digest of a checkpoint's weights alone: what an adapter knows its base by, downloaded or copied.
+
+    Raises:
+        CheckpointError: when there is no such folder, or it holds no weights.
+    """
+    files = sorted(Path(folder).glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no model*.safetensors: check the path.")
+    names = (f"{path.name}\0{content}\0" for path, content in content_digests(files).items())
+    return hashlib.sha256("".join(names).encode()).hexdigest()
+
+
 def _scoring_part(path: Path) -> str | None:
     """Return those keys of `reward_model.json` that change a score; None for every other file."""
     if path.name != "reward_model.json":

@@ -34,7 +34,8 @@ from vlmrm.modeling import (
     sequence_limit,
 )
 from vlmrm.modeling.arguments import ModelArguments
-from vlmrm.modeling.manifest import BEST, FINAL
+from vlmrm.modeling.manifest import BEST, FINAL, weights_digest
+from vlmrm.modeling.reward_files import local_folder
 from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
@@ -101,6 +102,7 @@ def train(argv: Sequence[str]) -> TrainingResult:
             min_pixels=data_args.min_pixels,
             max_pixels=data_args.max_pixels,
             provenance=provenance(source),
+            base_digest=base_digest(model_args, args),
         ),
     )
     check_engine(args, trainer)
@@ -156,6 +158,13 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments) -> Re
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = False  # then there are none, and DDP need not look for them
     return model
+
+
+def base_digest(model_args: ModelArguments, args: RewardTrainingArguments) -> str | None:
+    """Return what adapters know their base by, in the process that saves them; None where there is no adapter."""
+    if not (model_args.use_peft and args.should_save):
+        return None
+    return weights_digest(local_folder(model_args.model_name_or_path, model_args.model_revision))
 
 
 def cache_vision(model, model_args: ModelArguments) -> None:
