@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import get_peft_model
 from runs import colour_pairs
 from safetensors.torch import load_file, save_file
@@ -180,6 +181,23 @@ def test_an_adapter_is_not_scored_on_another_base_of_equal_shape(train_here, tin
     load_checkpoint(trained, base_model_path=moved)
     shutil.copy(other / "model.safetensors", base)
     with refused:
+        load_checkpoint(trained)
+
+
+def test_a_base_of_the_hub_is_opened_at_the_revision_of_the_training(train_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    kept = tmp_path / "hub" / "models--org--name"
+    (kept / "refs").mkdir(parents=True)
+    for seed, (revision, commit) in enumerate({"main": "c0ffee", "v2": "decade"}.items()):
+        make_tiny(kept / "snapshots" / commit, seed=seed)
+        (kept / "refs" / revision).write_text(commit)
+    data = colour_pairs(tmp_path / "data", 4)
+    trained = train_here(data, model="org/name", model_revision="v2", use_peft=True, max_steps=1).model_dir
+    base = load_for_training(kept / "snapshots" / "decade")
+    opened = load_checkpoint(trained).model
+    torch.testing.assert_close(opened.get_input_embeddings().weight.float(), base.get_input_embeddings().weight)
+    (kept / "refs" / "v2").write_text("c0ffee")
+    with pytest.raises(CheckpointError, match="was trained on other weights than those of org/name"):
         load_checkpoint(trained)
 
 
