@@ -286,5 +286,5 @@ def _check_takes_features(backbone: nn.Module) -> None:
     if "mm_encoder_outputs" not in inspect.signature(type(backbone).forward).parameters:
         raise ConfigError(
             f"{type(backbone).__name__} of transformers {transformers.__version__} does not take features of images "
-            "and would score without seeing them: install transformers 5.18 or newer."
+            "and would score without seeing them: install transformers 5.19 or newer."
         )
