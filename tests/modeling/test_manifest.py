@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 
 from vlmrm.errors import CheckpointError
-from vlmrm.modeling import find_checkpoints, newest_complete, verify_complete, write_complete
+from vlmrm.modeling import checkpoint_digest, find_checkpoints, newest_complete, verify_complete, write_complete
 
 
 def checkpoint(output: Path, step: int) -> Path:
@@ -20,12 +23,16 @@ def checkpoint(output: Path, step: int) -> Path:
     return folder
 
 
-def test_complete_lists_every_file_with_its_size(tmp_path):
+def listed(content: bytes) -> dict:
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def test_complete_lists_every_file_with_its_content(tmp_path):
     folder = checkpoint(tmp_path, 4)
     assert verify_complete(folder) == {
         "world_size": 2,
         "step": 4,
-        "files": {"global_step/optimizer.pt": 7, "model.safetensors": 7},
+        "files": {"global_step/optimizer.pt": listed(b"moments"), "model.safetensors": listed(b"weights")},
     }
     # Written again, it does not list itself or anything left of its own writing.
     write_complete(folder, world_size=1, step=4)
@@ -37,6 +44,7 @@ def test_complete_lists_every_file_with_its_size(tmp_path):
     [
         (lambda folder: (folder / "global_step/optimizer.pt").unlink(), "global_step/optimizer.pt is missing"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"w"), "has 1 bytes instead of 7"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"wEights"), "bytes of model.safetensors were"),
         (lambda folder: (folder / "COMPLETE.json").unlink(), "has no COMPLETE.json"),
         (lambda folder: (folder / "COMPLETE.json").write_text("{"), "cannot be read"),
         (lambda folder: (folder / "COMPLETE.json").write_text("[]"), "cannot be read"),
@@ -71,3 +79,25 @@ def test_nothing_to_resume(tmp_path):
     assert newest_complete(tmp_path / "absent") is None
     with pytest.raises(CheckpointError, match="there is no checkpoint folder"):
         verify_complete(tmp_path / "absent")
+
+
+def test_a_digest_names_what_scores_depend_on_and_nothing_else(tmp_path, tiny_reward_model):
+    copy = Path(shutil.copytree(tiny_reward_model, tmp_path / "elsewhere"))
+    digest = checkpoint_digest(copy)
+    assert digest == checkpoint_digest(tiny_reward_model)
+    (copy / "optimizer.pt").write_bytes(b"moments")
+    info = json.loads((copy / "reward_model.json").read_text())
+    for story in ({"reward_mean": 3.0}, {"provenance": {"git_commit": "another"}}):
+        (copy / "reward_model.json").write_text(json.dumps(info | story))
+    assert checkpoint_digest(copy) == digest, "neither the optimizer nor the story of a training changes a score"
+    changed = {digest}
+    for name, altered in [
+        ("reward_model.json", json.dumps(info | {"max_pixels": 3136}).encode()),
+        ("chat_template.jinja", b"{{ messages }}"),
+        ("model.safetensors", (copy / "model.safetensors").read_bytes()[:-1] + b"?"),
+    ]:
+        (copy / name).write_bytes(altered)
+        changed.add(checkpoint_digest(copy))
+    assert len(changed) == 4
+    with pytest.raises(CheckpointError, match="holds no safetensors file"):
+        checkpoint_digest(tmp_path)

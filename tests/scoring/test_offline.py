@@ -20,6 +20,7 @@ from vlmrm.data.paths import PathRules
 from vlmrm.data.sources import load_comparisons
 from vlmrm.data.tables import Source
 from vlmrm.errors import ConfigError, DataError, VlmrmError
+from vlmrm.modeling import write_complete
 from vlmrm.scoring import offline, shards
 from vlmrm.scoring.offline import OfflineJob, ShardScoring, score_offline
 from vlmrm.scoring.rows import StreamRows, open_rows
@@ -53,7 +54,7 @@ def expected(scorer, *inputs: Path) -> list[list[float]]:
 
 
 def assert_same_rows(found: pd.DataFrame, reference: pd.DataFrame) -> None:
-    """Compare two outputs of one data set: scores to rounding, because the processes' threads differ; all else exactly."""
+    """Compare two outputs of one data set: scores to rounding, for threads differ; all else exactly."""
     pd.testing.assert_frame_equal(found.drop(columns="scores"), reference.drop(columns="scores"))
     for mine, theirs in zip(found["scores"], reference["scores"], strict=True):
         assert (mine is None) == (theirs is None)
@@ -205,7 +206,7 @@ def test_an_output_that_is_a_file_is_refused(job, tmp_path):
 def test_scores_of_other_settings_are_not_mixed(job, tmp_path, tiny_reward_model):
     data = colour_pairs(tmp_path / "p", 4)
     score_offline(job(data))
-    with pytest.raises(ConfigError, match=r"other settings \(dtype, weights\): name a new output folder"):
+    with pytest.raises(ConfigError, match=r"other settings \(dtype\): name a new output folder"):
         score_offline(job(data, dtype="bfloat16"))
     with pytest.raises(ConfigError, match=r"\(shard_rows\)"):
         score_offline(job(data, shard_rows=2))
@@ -228,12 +229,18 @@ def test_ray_is_asked_for_by_name_where_it_is_absent(job, tmp_path, monkeypatch)
         score_on_ray(job(colour_pairs(tmp_path / "p", 2)), workers=1)
 
 
-def test_the_checkpoint_is_known_by_its_weights_and_not_by_its_place(job, tmp_path, scorer, tiny_reward_model):
+def test_the_checkpoint_is_known_by_its_content_and_not_by_its_place(job, tmp_path, scorer, tiny_reward_model):
     moved = shutil.copytree(tiny_reward_model, tmp_path / "moved")
-    other = load_scorer(moved, dtype="float32")
-    assert offline.fingerprint(other) == offline.fingerprint(scorer)
-    other.model.score.weight.data[0, 3] += 1e-3
-    assert offline.fingerprint(other) != offline.fingerprint(scorer)
+    assert load_scorer(moved).loaded.digest == scorer.loaded.digest
+    weights = moved / "model.safetensors"
+    altered = bytearray(weights.read_bytes())
+    altered[-3] ^= 1
+    weights.write_bytes(altered)
+    write_complete(moved, world_size=1, step=0)
+    work = job(colour_pairs(tmp_path / "p", 2))
+    score_offline(work)
+    with pytest.raises(ConfigError, match="weights"):
+        score_offline(replace(work, model=str(moved)))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

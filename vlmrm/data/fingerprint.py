@@ -7,19 +7,18 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-ENDS = 1 << 20  # bytes read at either end of a file: whole tables of embedded images would take minutes
+from vlmrm.files import content_digests
 
 
 def data_fingerprint(paths: Sequence[str]) -> str:
-    """Hex digest over the names, sizes and ends of the files behind `paths`; a hub id counts by its name."""
+    """Return a hex digest over the names and every byte of the files behind `paths`; a hub id counts by its name.
+
+    Images that a table names by their paths are other files: they count where `paths` holds their folder.
+    """
     digest = blake2b(digest_size=16)
     for path in paths:
-        for file in _files(path):
-            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-            with open(file, "rb") as stream:
-                digest.update(stream.read(ENDS))
-                stream.seek(max(file.stat().st_size - ENDS, 0))
-                digest.update(stream.read(ENDS))
+        for file, content in content_digests(_files(path)).items():
+            digest.update(f"{file.name}\0{content}\0".encode())
         digest.update(b"" if Path(path).exists() else path.encode())
     return digest.hexdigest()
 

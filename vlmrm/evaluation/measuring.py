@@ -27,12 +27,13 @@ from vlmrm.evaluation.intervals import DRAWS, SEED
 from vlmrm.evaluation.leakage import Leakage
 from vlmrm.evaluation.pairs import not_finite
 from vlmrm.evaluation.public import benchmark
-from vlmrm.evaluation.results import table_figures, weights_fingerprint
+from vlmrm.evaluation.results import table_figures
 from vlmrm.evaluation.schema import Provenance, Row, Statistics
 from vlmrm.media_store import MediaStore
 from vlmrm.modeling import (
     LoadedReward,
     batcher_for,
+    checkpoint_digest,
     load_checkpoint,
     provenance,
     sequence_limit,
@@ -172,7 +173,7 @@ def provenance_of(loaded: LoadedReward, run: Run, folder: Path) -> Provenance:
         "git_commit": made["git_commit"],
         "versions": made["versions"],
         "data": run.data,
-        "weights": weights_fingerprint(folder),
+        "weights": checkpoint_digest(folder),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "processes": run.processes.num_processes,
         "dtype": str(model.dtype).removeprefix("torch."),

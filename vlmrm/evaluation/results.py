@@ -10,15 +10,14 @@ from typing import Any, cast
 
 import pandas as pd
 
-from vlmrm.data.fingerprint import data_fingerprint
-from vlmrm.errors import ConfigError
+from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.files import make_folder, replace_file, replacing
 from vlmrm.evaluation.pairs import read_pairs
 from vlmrm.evaluation.public import table as published_table
 from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, Estimate, Figures, Row, dump_results, load_results
+from vlmrm.modeling.manifest import checkpoint_digest
 
-WEIGHTS = (".safetensors", ".bin")
 COLUMNS = ["model", "checkpoint", "preference_accuracy", "average_margin", "margin_std", "sample_count"]
 
 
@@ -62,9 +61,13 @@ class Results:
     def holds(self, folder: Path) -> bool:
         """Whether figures of this checkpoint are there, with the pairs behind them, and it is still the same."""
         row = next((row for row in self.rows if row["path"] == str(folder) and not row["error"]), None)
-        if row is None or self.frame is None or row["provenance"]["weights"] != weights_fingerprint(folder):
+        if row is None or self.frame is None:
             return False
-        return bool(_of(self.frame, row).any())
+        try:
+            same = row["provenance"]["weights"] == checkpoint_digest(folder)
+        except CheckpointError:
+            return False  # opening it will say why
+        return same and bool(_of(self.frame, row).any())
 
     def add(self, row: Row, frame: pd.DataFrame | None) -> None:
         """Puts a checkpoint's row, and its scored pairs, in place of earlier ones."""
@@ -99,11 +102,6 @@ class Results:
             ),
         )
         replace_file(self.csv, table(self.rows, self.best).to_csv(index=False))
-
-
-def weights_fingerprint(folder: Path) -> str:
-    """A digest over names, sizes and ends of the files of a checkpoint's weights."""
-    return data_fingerprint(sorted(str(file) for file in folder.glob("*") if file.suffix in WEIGHTS))
 
 
 def _of(frame: pd.DataFrame, row: Row) -> pd.Series:

@@ -10,7 +10,13 @@ from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.batchers import batcher_for, sequence_limit
 from vlmrm.modeling.checkpoint import LoadedReward, load_checkpoint, load_for_training, load_processor
 from vlmrm.modeling.freezing import freeze
-from vlmrm.modeling.manifest import find_checkpoints, newest_complete, verify_complete, write_complete
+from vlmrm.modeling.manifest import (
+    checkpoint_digest,
+    find_checkpoints,
+    newest_complete,
+    verify_complete,
+    write_complete,
+)
 from vlmrm.modeling.reward_files import provenance, save_reward_files, template_hash
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.tiny import make_tiny, make_tiny_reward_model
@@ -20,6 +26,7 @@ __all__ = [
     "ModelArguments",
     "RewardModel",
     "batcher_for",
+    "checkpoint_digest",
     "find_checkpoints",
     "freeze",
     "load_checkpoint",

@@ -23,8 +23,8 @@ from vlmrm.devices import device_named
 from vlmrm.errors import CheckpointError, ConfigError, first_line
 from vlmrm.modeling.architectures import reward_model_class
 from vlmrm.modeling.attention import resolve_attention
-from vlmrm.modeling.manifest import verify_if_listed
-from vlmrm.modeling.reward_files import read_json_of, read_reward_file, template_hash
+from vlmrm.modeling.manifest import checkpoint_digest, verify_if_listed
+from vlmrm.modeling.reward_files import local_folder, read_json_of, read_reward_file, template_hash
 from vlmrm.modeling.reward_model import HEADS, RewardModel
 
 logger = logging.getLogger("vlmrm")
@@ -34,11 +34,15 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True)
 class LoadedReward:
-    """A reward model ready to score, the processor it was trained with, and what its `reward_model.json` holds."""
+    """A reward model ready to score, the processor it was trained with, and what its `reward_model.json` holds.
+
+    `digest` names the checkpoint by its content: `checkpoint_digest`.
+    """
 
     model: RewardModel
     processor: ProcessorMixin
     info: dict[str, Any]
+    digest: str
 
 
 def load_for_training(
@@ -128,7 +132,7 @@ def load_checkpoint(
     processor, info = load_scoring_files(path, base_model_path, trust_remote_code)
     model.to(where)
     model.eval()
-    return LoadedReward(model, processor, info)
+    return LoadedReward(model, processor, info, checkpoint_digest(local_folder(path)))
 
 
 def load_scoring_files(

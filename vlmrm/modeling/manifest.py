@@ -1,7 +1,11 @@
-"""`COMPLETE.json`: the list of a checkpoint's files, written last. A checkpoint counts only once it is there."""
+"""`COMPLETE.json`: a checkpoint's files, each with its size and SHA-256, written last.
+
+A checkpoint counts only once it is there, and only while every byte is what it was then.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -10,56 +14,100 @@ from pathlib import Path
 from typing import Any
 
 from vlmrm.errors import CheckpointError
+from vlmrm.files import content_digest, content_digests
 
 logger = logging.getLogger("vlmrm")
 
 COMPLETE = "COMPLETE.json"
 # Where in output_dir the trained model is: as the last step left it, or the best checkpoint if that was asked for.
 FINAL, BEST = "final", "best"
+# What a score depends on: weights, head, configuration, processor and chat template. The rest is of the training.
+SCORING_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
+NOT_SCORING = (COMPLETE, "trainer_state.json")
+# What `reward_model.json` tells of the checkpoint's past or of other data changes no score.
+NOT_SCORING_KEYS = ("provenance", "pinned", "reward_mean", "reward_std", "reward_count", "reward_data")
 
 
 def write_complete(folder: str | Path, world_size: int, step: int | None) -> None:
-    """Writes `COMPLETE.json`: every file in `folder` with its size in bytes, once all are on the disk.
+    """Write `COMPLETE.json`: every file in `folder` with its size and SHA-256, once all are on the disk.
 
     One process calls it, after all have written. `step` is None for a checkpoint made outside training.
     """
     folder = Path(folder)
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path != folder / COMPLETE:
-            _fsync(path)
-            files[path.relative_to(folder).as_posix()] = path.stat().st_size
-    write_json(folder / COMPLETE, {"world_size": world_size, "step": step, "files": files})
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / COMPLETE]
+    for path in files:
+        _fsync(path)
+    listed = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in content_digests(files).items()
+    }
+    write_json(folder / COMPLETE, {"world_size": world_size, "step": step, "files": listed})
+
+
+def entry(path: Path) -> dict[str, Any]:
+    """Return what `COMPLETE.json` lists of a file."""
+    return {"bytes": path.stat().st_size, "sha256": content_digest(path)}
 
 
 def verify_complete(folder: str | Path) -> dict[str, Any]:
-    """Checks every file that `COMPLETE.json` lists, and returns what it holds.
+    """Check every byte of every file that `COMPLETE.json` lists, and return what it holds.
 
     Raises:
-        CheckpointError: when it is not there or not readable, or a file is missing or has another size.
+        CheckpointError: when it is not there or not readable, or a file is missing or has other content.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {folder}: check the path.")
     try:
         manifest = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-        files = dict(manifest["files"])
+        listed = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {COMPLETE}: saving it was interrupted, so use an older one.") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / COMPLETE} cannot be read ({error}): use another checkpoint.") from error
-    for name, size in files.items():
+    again = "so copy it again or use another checkpoint."
+    for name, (size, _) in listed.items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(
-                f"{folder} is broken: {name} is missing, so copy it again or use another checkpoint."
-            )
+            raise CheckpointError(f"{folder} is broken: {name} is missing, {again}")
         if path.stat().st_size != size:
             raise CheckpointError(
-                f"{folder} is broken: {name} has {path.stat().st_size} bytes instead of {size}, so copy it again or "
-                "use another checkpoint."
+                f"{folder} is broken: {name} has {path.stat().st_size} bytes instead of {size}, {again}"
             )
+    for path, digest in content_digests(folder / name for name in listed).items():
+        name = path.relative_to(folder).as_posix()
+        if digest != listed[name][1]:
+            raise CheckpointError(f"{folder} is broken: bytes of {name} were changed since it was saved, {again}")
     return manifest
+
+
+def checkpoint_digest(folder: str | Path) -> str:
+    """Return a hex digest of what a checkpoint's scores depend on: weights, head, configuration, processor, template.
+
+    Two checkpoints of equal content have the same one, wherever they lie and whatever trained them.
+
+    Raises:
+        CheckpointError: when there is no such folder, or it holds no weights.
+    """
+    folder = Path(folder)
+    files = sorted(path for path in folder.glob("*") if path.suffix in SCORING_SUFFIXES and path.is_file())
+    if not any(path.suffix == ".safetensors" for path in files):
+        raise CheckpointError(f"{folder} holds no safetensors file: check the path.")
+    digest = hashlib.sha256()
+    for path, content in content_digests(path for path in files if path.name not in NOT_SCORING).items():
+        digest.update(f"{path.name}\0{_scoring_part(path) or content}\0".encode())
+    return digest.hexdigest()
+
+
+def _scoring_part(path: Path) -> str | None:
+    """Return those keys of `reward_model.json` that change a score; None for every other file."""
+    if path.name != "reward_model.json":
+        return None
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None  # whoever opens the checkpoint says so
+    return json.dumps({key: value for key, value in info.items() if key not in NOT_SCORING_KEYS}, sort_keys=True)
 
 
 def verify_if_listed(folder: str | Path) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from transformers import ProcessorMixin
 
 from vlmrm.errors import CheckpointError
-from vlmrm.modeling.manifest import COMPLETE, verify_if_listed, write_json
+from vlmrm.modeling.manifest import COMPLETE, entry, verify_if_listed, write_json
 
 REWARD_FILE = "reward_model.json"
 SCHEMA_VERSION = 1
@@ -86,8 +86,7 @@ def save_normalization(folder: str | Path, *, mean: float, std: float, count: in
     files = {name: size for name, size in manifest["files"].items() if name != REWARD_FILE}
     write_json(folder / COMPLETE, manifest | {"files": files})
     write_json(folder / REWARD_FILE, info | found)
-    size = (folder / REWARD_FILE).stat().st_size
-    write_json(folder / COMPLETE, manifest | {"files": files | {REWARD_FILE: size}})
+    write_json(folder / COMPLETE, manifest | {"files": files | {REWARD_FILE: entry(folder / REWARD_FILE)}})
     return True
 
 
@@ -139,6 +138,20 @@ def find_file(path: str | Path, name: str, revision: str | None = None) -> Path 
         return None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise _unreachable(path) from error
+
+
+def local_folder(path: str | Path, revision: str | None = None) -> Path:
+    """Return the folder on this machine that holds a folder or hub checkpoint.
+
+    Raises:
+        CheckpointError: when there is no such checkpoint.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    for name in ("config.json", "adapter_config.json"):
+        if (file := find_file(path, name, revision)) is not None:
+            return file.parent
+    raise CheckpointError(f"{path} has neither a config.json nor an adapter_config.json: check the path.")
 
 
 def _find_kept(path: str | Path, name: str, revision: str | None, error: Exception) -> Path | None:

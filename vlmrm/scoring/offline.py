@@ -6,11 +6,9 @@ a job that was killed goes on, on as many processes as one likes, with the shard
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,6 @@ from vlmrm.scoring.scorer import LocalScorer
 from vlmrm.scoring.shards import Scored, Shards, Summary
 
 NOT_FINITE = "a score of it is no finite number: score it with dtype float32, or check the checkpoint"
-SAMPLE = 64  # numbers of each weight that tell one training's checkpoint from another's
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class OfflineJob:
         return {
             "model": str(self.model),
             "dtype": str(scorer.model.dtype).removeprefix("torch."),
-            "weights": fingerprint(scorer),
+            "weights": scorer.loaded.digest,
             "data": data_fingerprint([source.path for source, _ in rows.group]),
             "split": self.split,
             "image_root": None if self.image_root is None else str(Path(self.image_root).resolve()),
@@ -98,14 +95,6 @@ def score_offline(job: OfflineJob, *, rank: int = 0, ranks: int = 1) -> Summary 
     rows = job.open_rows()
     total = ShardScoring(job, job.load_scorer(), rows).run(rank, ranks)
     return job.shards.summary(total)
-
-
-def fingerprint(scorer: LocalScorer) -> str:
-    """A digest of some numbers of every weight and of what `reward_model.json` holds."""
-    digest = blake2b(json.dumps(scorer.loaded.info, sort_keys=True).encode(), digest_size=16)
-    some = [weight.detach().flatten()[:SAMPLE].float() for weight in scorer.model.parameters()]
-    digest.update(torch.cat(some).cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 @dataclass

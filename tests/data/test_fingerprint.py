@@ -1,0 +1,41 @@
+"""A fingerprint tells whether any byte of a data set is another."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vlmrm.data.fingerprint import data_fingerprint
+
+MIDDLE = 3 << 20  # further from either end than anybody would read for a sample
+
+
+@pytest.fixture
+def table(tmp_path) -> Path:
+    path = tmp_path / "train" / "pairs.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b"a" * MIDDLE + b"chosen" + b"b" * MIDDLE)
+    return path
+
+
+def test_labels_that_are_flipped_in_the_middle_of_a_file_are_seen(table):
+    before, status = data_fingerprint([str(table)]), table.stat()
+    table.write_bytes(table.read_bytes().replace(b"chosen", b"nesohc"))
+    assert table.stat().st_size == status.st_size
+    assert data_fingerprint([str(table)]) != before
+
+
+def test_a_copy_is_the_same_data_and_a_file_more_is_not(table, tmp_path):
+    before = data_fingerprint([str(table.parent)])
+    table.parent.rename(tmp_path / "elsewhere")
+    assert data_fingerprint([str(tmp_path / "elsewhere")]) == before
+    os.utime(tmp_path / "elsewhere" / table.name)
+    assert data_fingerprint([str(tmp_path / "elsewhere")]) == before, "when it was written does not matter"
+    (tmp_path / "elsewhere" / "more.jsonl").write_bytes(b"")
+    assert data_fingerprint([str(tmp_path / "elsewhere")]) != before
+
+
+def test_a_hub_id_counts_by_its_name():
+    assert data_fingerprint(["someone/pairs"]) != data_fingerprint(["someone/other"])
