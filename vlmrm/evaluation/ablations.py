@@ -94,7 +94,11 @@ def donor_of(
         if other >= len(dataset):
             continue
         donor = known[other] if other in known else dataset[other]["comparison"]
-        if not isinstance(donor, Comparison) or not donor.prompt or not prompts_differ(donor.prompt, comparison.prompt):
+        if (
+            not isinstance(donor, Comparison)
+            or not donor.prompt
+            or not prompts_differ(donor.prompt, comparison.prompt)
+        ):
             continue
         if any(_same_picture(one, another) for one in pictures for another in _pictures(donor)):
             continue
