@@ -56,7 +56,8 @@ def evaluate(*words: Words) -> None:
 
     result = sweep(words)
     say(f"{len(result.rows)} checkpoints in {result.csv} and {result.csv.with_suffix('.json')}")
-    say(f"see them: vlmrm report {result.scores}")
+    if result.scores.is_file():
+        say(f"see them: vlmrm report {result.scores}")
     if result.choice is not None:
         say(f"best: {result.choice['path']} with {result.choice['metric']} {result.choice['value']:.4f}")
     failed = [row for row in result.rows if row["error"]]

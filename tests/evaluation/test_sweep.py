@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from filelock import FileLock
 from runs import colour_pairs, finish, square, start, words, write_rows
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +21,7 @@ from vlmrm import cli, load_scorer, media_store
 from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.errors import BelowThreshold, ConfigError, DataError
 from vlmrm.evaluation import measuring
+from vlmrm.evaluation import sweep as sweep_module
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.sweep import launched, sweep
 from vlmrm.modeling import write_complete
@@ -142,6 +144,16 @@ def test_a_broken_checkpoint_is_a_row_and_the_exit_code(run_folder, data, capsys
     assert "model.safetensors" in rows[1]["error"] and rows[1]["preference_accuracy"] == ""
 
 
+def test_where_no_checkpoint_could_be_evaluated_no_report_is_advised(run_folder, data, capsys):
+    for step in (9, 10, 100):
+        break_weights(run_folder / f"checkpoint-{step}")
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            cli.run(lambda: cli.evaluate(*asked(run_folder, data)))
+        printed = capsys.readouterr().out
+        assert "3 checkpoints in results.csv" in printed and "vlmrm report" not in printed
+
+
 def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, here, monkeypatch):
     shutil.copytree(run_folder / "checkpoint-9", here / "whole")
     break_weights(run_folder / "checkpoint-9")
@@ -168,6 +180,31 @@ def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, h
     assert measured == ["checkpoint-9", "checkpoint-100"]
     assert {row["checkpoint"] for row in rows} == {"checkpoint-9", "checkpoint-10", "checkpoint-100"}
     assert len(rows) == 3 and not any(row["error"] for row in rows)
+
+
+def test_a_second_sweep_into_one_output_is_refused_and_loses_nothing(run_folder, data, monkeypatch):
+    """As of one per GPU: each would write the rows that it knows, without the other's."""
+    evaluate_checkpoint, refused = measuring.evaluate_checkpoint, []
+
+    def meanwhile(folder, dataset, run):
+        with pytest.raises(ConfigError, match=r"results\.csv is being written by another sweep") as stopped:
+            sweep(asked(run_folder / "checkpoint-100", data, output_file="../" + Path.cwd().name + "/results.csv"))
+        refused.append(str(stopped.value))
+        return evaluate_checkpoint(folder, dataset, run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep_module, "evaluate_checkpoint", meanwhile)
+        sweep(asked(run_folder / "checkpoint-9", data))
+    assert len(refused) == 1 and "choose another output_file" in refused[0]
+    assert [row["checkpoint"] for row in read_csv()] == ["checkpoint-9"]
+    sweep(asked(run_folder / "checkpoint-100", data))
+    assert [row["checkpoint"] for row in read_csv()] == ["checkpoint-9", "checkpoint-100"]
+
+
+def test_a_sweep_that_cannot_read_its_data_does_not_write_into_another_s_output(run_folder, data):
+    with FileLock("results.csv.lock"), pytest.raises(ConfigError, match="is being written by another sweep"):
+        sweep(asked(run_folder, "absent.jsonl"))
+    assert not Path("results.json").exists()
 
 
 @pytest.mark.slow
@@ -297,6 +334,14 @@ def test_two_processes_score_as_one_does(run_folder, data, here):
     passing = ("seconds", "provenance")
     one, other = ([{k: v for k, v in row.items() if k not in passing} for row in rows] for rows in saved)
     assert one == other
+
+
+@pytest.mark.slow
+def test_every_process_of_a_second_sweep_ends_with_the_sentence(run_folder, data, here):
+    with FileLock("results.csv.lock"):
+        said = finish(start(["eval_rm.py"], *asked(run_folder, data), cwd=here, processes=2), code=1)
+    assert "is being written by another sweep" in said
+    assert not Path("results.json").exists()
 
 
 def test_every_pair_is_kept_and_a_low_accuracy_may_be_an_error(run_folder, data, here):

@@ -169,7 +169,7 @@ def _open_hub(name: str, split: str, streaming: bool, config: str | None) -> Sou
 
 def _choose(splits: dict[str, Any], split: str, path: str) -> Any:
     if split not in splits:
-        raise DataError(f"{path} has no split {split}: it has {', '.join(sorted(splits))}")
+        raise DataError(f"{path} has no split {split}: it has {', '.join(sorted(map(str, splits)))}")
     return splits[split]
 
 

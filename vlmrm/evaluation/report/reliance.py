@@ -8,7 +8,7 @@ import numpy as np
 
 from vlmrm.evaluation.report import figures
 from vlmrm.evaluation.report.checkpoints import Checkpoint
-from vlmrm.evaluation.report.parts import Drawing, Section, Table, number, percent, points, wilson_share
+from vlmrm.evaluation.report.parts import Drawing, Section, Table, accuracy_share, number, percent, points
 
 LEAKS = 2  # named of each kind; the results have more
 LEAKED = "leaked"  # the column of a sweep with train_data, which has a section of its own
@@ -150,13 +150,12 @@ def of_leakage(best: Checkpoint, found: dict[str, Any] | None) -> Section:
     ]
     table = Table("Rows with something that was trained on", ["what", "exactly", "nearly", "of"], rows)
     groups = best.groups["by"].get(LEAKED, {})
-    apart = {
-        name: wilson_share(groups[value]) for value, name in (("yes", "trained on"), ("no", "new")) if value in groups
-    }
+    kinds = {"trained on": "yes", "new": "no"}
+    apart = {name: accuracy_share(groups[value]) for name, value in kinds.items() if value in groups}
     if len(apart) < 2 or not all(one.n for one in apart.values()):
         return Section("leakage", title, text, tables=[table])
     alt = "Accuracy on rows " + ", ".join(f"{name}: {percent(one.value)}" for name, one in apart.items()) + "."
-    caption = "Accuracy on rows that were trained on and on new ones, with 95% intervals (Wilson); dashed: all pairs."
+    caption = "Accuracy on rows that were trained on and on new ones, with 95% intervals; dashed: all pairs."
     drawing = Drawing("leakage", figures.intervals(apart, best.accuracy.value), alt, caption)
     return Section("leakage", title, text, [drawing], [table])
 
