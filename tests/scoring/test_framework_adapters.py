@@ -127,6 +127,7 @@ def test_trl_awaits_the_asynchronous_one(tiny_reward_model, expected):
 
 
 def test_trl_leaves_out_what_cannot_be_scored_and_says_why(tiny_reward_model, expected, caplog):
+    """Here each is of another prompt, so that there is no mean of its group to give it."""
     prompts = [asked(IMAGES[0]), asked(), [{"role": "user", "content": "<image>" + QUESTION}], asked("gone.png")]
     logged = {}
     with caplog.at_level(logging.WARNING, "vlmrm"):
@@ -150,13 +151,51 @@ def test_options_are_checked_before_the_model_is_loaded(tiny_reward_model):
         TRLReward(RemoteScorer("http://127.0.0.1:9"), device="cpu")
 
 
-def test_a_score_that_is_no_number_is_none(caplog):
-    class Broken:
-        def score_each(self, conversations):
-            return [float("nan"), 1.0]
+class Given:
+    """A scorer that answers what it was given; NaN is no score."""
 
-    assert TRLReward(Broken())(["a", "b"], ["c", "d"]) == [None, 1.0]
+    def __init__(self, *scores: float):
+        self.scores = scores
+
+    def score_each(self, conversations):
+        assert len(conversations) == len(self.scores)
+        return list(self.scores)
+
+
+NAN = float("nan")
+
+
+def test_a_score_that_is_no_number_is_none(caplog):
+    assert TRLReward(Given(NAN, 1.0))(["a", "b"], ["c", "d"]) == [None, 1.0]
     assert "its score is nan" in caplog.text
+
+
+def trl_advantages(*functions: list[float | None], weights: list[float], size: int) -> list[float]:
+    """TRL 1.16.0, `GRPOTrainer._generate_and_score_completions`: a None beside another function's reward is 0."""
+    rewards = torch.tensor([[NAN if value is None else value for value in each] for each in functions]).T
+    alone = torch.isnan(rewards).all(dim=1)
+    total = torch.where(alone, NAN, (rewards * torch.tensor(weights)).nansum(dim=1)).view(-1, size)
+    return torch.nan_to_num((total - total.nanmean(dim=1, keepdim=True)).flatten(), nan=0.0).tolist()
+
+
+def test_a_missing_score_beside_another_reward_of_trl_neither_pays_nor_punishes():
+    scores = TRLReward(Given(-3.1, -2.9, NAN, -3.3))(["a"] * 4, ANSWERS)
+    assert scores == pytest.approx([-3.1, -2.9, -3.1, -3.3])
+    assert trl_advantages(scores, [1.0] * 4, weights=[1.0, 1.0], size=4)[2] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_groups_of_one_text_and_other_images_are_kept_apart():
+    prompts = [asked(IMAGES[0]), asked(IMAGES[1]), asked(IMAGES[2]), asked(IMAGES[3])]  # red, red, green, green
+    assert TRLReward(Given(1.0, NAN, NAN, 5.0))(prompts, ANSWERS) == [1.0, 1.0, 5.0, 5.0]
+    assert TRLReward(Given(1.0, NAN, NAN, 5.0))([QUESTION] * 4, ANSWERS, image=IMAGES) == [1.0, 1.0, 5.0, 5.0]
+
+
+def test_trl_s_reward_may_end_the_run_instead():
+    reward = TRLReward(Given(-3.1, NAN), name="people", on_failure="raise")
+    with pytest.raises(RewardError, match=r"reward people: sample 1: its score is nan"):
+        reward(["a"] * 2, ANSWERS[:2])
+    with pytest.raises(ConfigError, match="on_failure is 'zero': choose from mean, raise"):
+        TRLReward(Given(), on_failure="zero")
 
 
 @pytest.mark.parametrize("lengths", [(4, 3, 4), (4, 4, 3)])
@@ -211,11 +250,62 @@ def test_swift_s_orm(tiny_reward_model, expected):
         model, options = tiny_reward_model, LOAD
 
     assert People(args=None)(ANSWERS, **SWIFT_COLUMNS) == near(expected)
-    without = {**SWIFT_COLUMNS, "images": [None, *SWIFT_COLUMNS["images"][1:]]}
-    scores = People()(ANSWERS, **without)
-    assert scores[0] is None and scores[1:] == near(expected[1:])
     with pytest.raises(ConfigError, match="VlmrmORM names no checkpoint"):
         VlmrmORM()
+
+
+def swift_orm(*scores: float, policy: str = "mean", args=None) -> VlmrmORM:
+    class People(VlmrmORM):
+        model, on_failure = Given(*scores), policy
+
+    return People(args)
+
+
+def swift_columns(*prompts: str, **columns) -> dict:
+    """As `GRPOSample.to_reward_row` and `RowPreprocessor.rows_to_batched` make them."""
+    turn = {"role": "assistant", "content": "It is red."}
+    rows = [[{"role": "user", "content": prompt}, turn] for prompt in prompts]
+    return {"messages": rows, "prompt_id": [""] * len(rows), "trainer_state": None, **columns}
+
+
+def swift_advantages(rewards: list[float | None], size: int) -> list[float]:
+    """ms-swift 4.6.0, `swift.rl_core.advantage.compute_advantages` (grpo, scale_rewards group): None is 0 in it."""
+    given = torch.tensor([NAN if reward is None else reward for reward in rewards])
+    total = torch.stack([given], dim=1).nansum(dim=1).view(-1, size)
+    return ((total - total.mean(1, keepdim=True)) / (total.std(1, keepdim=True) + 1e-4)).flatten().tolist()
+
+
+def test_a_completion_that_cannot_be_scored_is_not_paid_by_ms_swift(caplog):
+    assert swift_advantages([-3.1, -2.9, None, -3.3], 4)[2] == pytest.approx(1.49, abs=0.01)  # what None would be
+    rewards = swift_orm(-3.1, -2.9, NAN, -3.3)(ANSWERS, **swift_columns(*["Which?"] * 4))
+    assert rewards == pytest.approx([-3.1, -2.9, -3.1, -3.3])
+    assert swift_advantages(rewards, 4)[2] == pytest.approx(0.0, abs=1e-5)
+    assert "People" in caplog.text and "sample 2" in caplog.text and "its score is nan" in caplog.text
+
+
+def test_groups_of_ms_swift_are_of_one_prompt_and_one_image():
+    """Its own `prompt_id` is of the text alone."""
+    images = [[{"bytes": png(colour), "path": None}] for colour in COLOURS]
+    columns = swift_columns(*["<image>" + QUESTION] * 4, images=images) | {"prompt_id": ["prompt_0"] * 4}
+    assert swift_orm(1.0, NAN, NAN, 5.0)(ANSWERS, **columns) == [1.0, 1.0, 5.0, 5.0]
+    several_turns = swift_columns(*ANSWERS) | {"prompt_id": ["prompt_0"] * 2 + ["prompt_1"] * 2}
+    assert swift_orm(1.0, NAN, NAN, 5.0)(ANSWERS, **several_turns) == [1.0, 1.0, 5.0, 5.0]
+
+
+def test_a_group_of_ms_swift_without_any_score_is_level():
+    rewards = swift_orm(1.0, 3.0, NAN, NAN)(ANSWERS, **swift_columns("a", "a", "b", "b"))
+    assert rewards == [1.0, 3.0, 2.0, 2.0]
+    assert swift_advantages(rewards, 2)[2:] == [0.0, 0.0]
+
+
+def test_where_no_mean_would_be_neutral_ms_swift_s_run_ends_with_the_sample_named():
+    with pytest.raises(RewardError, match="reward People: sample 0: its score is nan"):
+        swift_orm(NAN, NAN)(ANSWERS[:2], **swift_columns("a", "a"))
+    elsewhere = SimpleNamespace(num_generations=4, num_generations_eval=None)  # the other two are on another rank
+    with pytest.raises(RewardError, match=r"reward People: sample 2: .* 2 of the 4"):
+        swift_orm(1.0, 2.0, NAN, NAN, args=elsewhere)(ANSWERS, **swift_columns("a", "a", "b", "b"))
+    with pytest.raises(RewardError, match="reward People: sample 1: its score is nan"):
+        swift_orm(1.0, NAN, policy="raise")(ANSWERS[:2], **swift_columns("a", "a"))
 
 
 def test_swift_s_asynchronous_orm(tiny_reward_model, expected):
