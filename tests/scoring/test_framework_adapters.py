@@ -21,7 +21,7 @@ from frameworks import ADAPTERS, RewardManagerBase, import_file, install, verl_s
 from PIL import Image
 
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards import PointwiseRewardModel, RewardArguments, RewardSet
+from vlmrm.rewards import PointwiseRewardModel, RewardArguments, RewardModelOutput, RewardSet
 from vlmrm.scoring import RemoteScorer, load_scorer
 from vlmrm.scoring.adapters import micro_batch
 from vlmrm.scoring.adapters.flow_factory_reward import GroupwiseReward, PointwiseReward
@@ -226,10 +226,37 @@ def test_groups_of_a_reward_set_are_trl_s_blocks(tiny_reward_model, expected):
         group(["a", "b"], ["c", "d"])
 
 
-def test_a_masked_reward_of_a_reward_set_is_none(tiny_reward_model, expected):
+def test_a_sample_without_any_reward_of_a_reward_set_is_none(tiny_reward_model, expected):
     reward = reward_set(tiny_reward_model, on_failure="mask")
     scores = reward([QUESTION] * 4, ANSWERS, image=[*IMAGES[:3], "gone.png"])
     assert scores[:3] == near(expected[:3]) and scores[3] is None
+
+
+class Length(PointwiseRewardModel):
+    required_fields = ("prompt", "response")
+
+    def __call__(self, prompt, response, **_):
+        return RewardModelOutput(rewards=[float(len(text)) for text in response])
+
+
+class LengthOfSome(Length):
+    """Has no reward of a response that says nothing of it."""
+
+    def __call__(self, prompt, response, **_):
+        return RewardModelOutput(rewards=[len(text) if "?" not in text else NAN for text in response])
+
+
+def test_a_masked_reward_among_others_is_the_mean_of_its_group():
+    """As `RewardSet.advantages` has it; the other rewards of the sample count as they are."""
+    both = [
+        {"name": "all", "reward_model": f"{__name__}.Length", "weight": 1.0},
+        {"name": "some", "reward_model": f"{__name__}.LengthOfSome", "weight": 10.0, "on_failure": "mask"},
+    ]
+    rewards = TRLRewardSet(both, num_generations=4)
+    answers = ["aaa", "a", "??", "aa", *("?????", "??", "???", "????")]
+    scores = rewards(["x"] * 4 + ["y"] * 4, answers)
+    assert scores[:4] == [33.0, 11.0, 22.0, 22.0]  # (3 + 1 + 2) / 3 for the third
+    assert scores[4:] == [25.0, 22.0, 23.0, 24.0]  # nothing known of the group: the mean of all, for all of them
 
 
 # ms-swift ------------------------------------------------------------------------------------------------------------
