@@ -26,7 +26,7 @@ from vlmrm.scoring import RemoteScorer, load_scorer
 from vlmrm.scoring.adapters import micro_batch
 from vlmrm.scoring.adapters.flow_factory_reward import GroupwiseReward, PointwiseReward
 from vlmrm.scoring.adapters.openrlhf_query import query_conversation
-from vlmrm.scoring.adapters.openrlhf_reward import OpenRLHFReward
+from vlmrm.scoring.adapters.openrlhf_reward import OpenRLHFReward, Unscored
 from vlmrm.scoring.adapters.plain import Reward
 from vlmrm.scoring.adapters.rows import SharedScorer
 from vlmrm.scoring.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM
@@ -373,6 +373,16 @@ def test_verl_hears_what_is_missing(tiny_reward_model):
         asyncio.run(compute_score(**given, extra_info={"prompt": "<image>Which?"}))
 
 
+def test_verl_s_run_ends_with_the_sample_named():
+    given = {"data_source": "vqa/train", "solution_str": "Red", "ground_truth": "", "model": Given(NAN)}
+    with pytest.raises(RewardError, match=r"sample 17 of vqa/train: its score is nan"):
+        asyncio.run(compute_score(**given, extra_info={"prompt": "Which?", "index": 17}))
+    with pytest.raises(RewardError, match=r"sample 17 of vqa/train: extra_info has no prompt"):
+        asyncio.run(compute_score(**given, extra_info={"index": 17}))
+    with pytest.raises(RewardError, match=r"a sample of vqa/train: its score is nan"):
+        asyncio.run(compute_score(**given, extra_info={"prompt": "Which?"}))
+
+
 def test_verl_s_reward_manager(tiny_reward_model, expected, monkeypatch):
     base = "verl.experimental.reward_loop.reward_manager.base"
     install(monkeypatch, base, RewardManagerBase=RewardManagerBase)
@@ -393,6 +403,15 @@ def test_verl_s_reward_manager(tiny_reward_model, expected, monkeypatch):
     results = asyncio.run(all_at_once())
     assert [result["reward_score"] for result in results] == near(expected)
     assert results[0]["reward_extra_info"] == {"raw_score": results[0]["reward_score"]}
+
+    async def one_without_its_image():
+        manager = manager_class(config, tokenizer, None)
+        [row] = verl_sample(tokenizer, asked(), "Red")
+        row.non_tensor_batch["extra_info"] = {"index": 17}
+        await manager.run_single([row])
+
+    with pytest.raises(RewardError, match=r"sample 17 of x: .*asks for more images"):
+        asyncio.run(one_without_its_image())
 
 
 # OpenRLHF ------------------------------------------------------------------------------------------------------------
@@ -423,11 +442,34 @@ def test_openrlhf_asks_on_many_threads(tiny_reward_model, expected, openrlhf_row
     assert torch.equal(results[2]["extra_logs"]["raw_score"], raw[2:3])
 
 
+async def openrlhf_s_reward(function, query: str, prompt: str, label) -> float | None:
+    """OpenRLHF 0.11.2, `SingleTurnAgentExecutor.execute`: a thread for one sample, and an Exception is only logged."""
+    try:
+        [answer] = await asyncio.gather(asyncio.to_thread(function, [query], [prompt], [label]))
+        return answer["rewards"]
+    except Exception:
+        return None
+
+
+def test_openrlhf_s_run_ends_where_a_sample_cannot_be_scored_with_the_sample_named(caplog):
+    """Without a reward OpenRLHF would end later, on a reward model that nobody configured."""
+
+    async def group():
+        reward = OpenRLHFReward(Given(NAN), name="people")
+        return await openrlhf_s_reward(reward, "Two?Three.", "Two?", {"prompt": "Two?"})
+
+    with pytest.raises(Unscored, match=r"reward people: the answer 'Three.' to 'Two\?': its score is nan"):
+        asyncio.run(group())
+    assert "reward people: the answer 'Three.' to 'Two?': its score is nan" in caplog.text
+    assert not issubclass(Unscored, Exception)
+
+
 def test_openrlhf_imports_the_file_and_finds_its_model(tiny_reward_model, monkeypatch):
-    function = import_file(ADAPTERS / "openrlhf_reward.py", "reward_func").reward_func
+    module = import_file(ADAPTERS / "openrlhf_reward.py", "reward_func")
+    function = module.reward_func
     monkeypatch.delenv("VLMRM_REWARD_MODEL", raising=False)
     row = (["Two?Three."], ["Two?"], [json.dumps({"prompt": "Two?"})])
-    with pytest.raises(ConfigError, match="VLMRM_REWARD_MODEL is not set"):
+    with pytest.raises(module.Unscored, match="VLMRM_REWARD_MODEL is not set"):
         function(*row)
     monkeypatch.setenv("VLMRM_REWARD_MODEL", str(tiny_reward_model))
     [[score]] = load_scorer(tiny_reward_model).score_groups([("Two?", ["Three."])])
@@ -444,7 +486,7 @@ def test_openrlhf_imports_the_file_and_finds_its_model(tiny_reward_model, monkey
 )
 def test_openrlhf_hears_what_is_wrong(tiny_reward_model, row, reason):
     query, prompt, label = row
-    with pytest.raises(RewardError, match=reason):
+    with pytest.raises(Unscored, match=reason):
         OpenRLHFReward(tiny_reward_model, **LOAD)([query], [prompt], [label])
 
 
