@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import io
 import json
 import logging
@@ -506,7 +507,7 @@ def picture_scores(model) -> list[float]:
 
 def test_flow_factory_gets_a_reward_of_vlmrm(tiny_reward_model):
     reward = PointwiseReward(arguments(tiny_reward_model), SimpleNamespace(device=torch.device("cpu")))
-    assert reward.required_fields == ("prompt",) and not reward.use_tensor_inputs
+    assert set(reward.required_fields) == {"prompt", "image", "video"} and not reward.use_tensor_inputs
     assert reward(prompt=["A red square"] * 2, image=IMAGES[1:3]).rewards == near(picture_scores(tiny_reward_model))
     with pytest.raises(RewardError, match="reward people: sample 0: it has neither a response"):
         reward(prompt=["A red square"])
@@ -521,9 +522,51 @@ def test_flow_factory_gets_groups(tiny_reward_model):
     ]
 
 
+class Sample(SimpleNamespace):
+    """Flow-Factory's `BaseSample`: what it has no value for is None."""
+
+    prompt = image = video = None
+
+
+def flow_factory_rewards(model, samples: list[Sample], group_on_same_rank: bool) -> list[float]:
+    """Flow-Factory a0b2bc5, `RewardProcessor._compute_groupwise_local` and `_distributed`, of one rank and one group.
+
+    Groups that lie on several ranks are made anew of their `required_fields` alone. What all samples have, and the
+    call of the model names, it is called with.
+    """
+    if not group_on_same_rank:
+        samples = [Sample(**{name: getattr(each, name) for name in model.required_fields}) for each in samples]
+    named = inspect.signature(model.__call__).parameters
+    columns = {name: [getattr(each, name, None) for each in samples] for name in named}
+    return model(**{name: column for name, column in columns.items() if None not in column}).rewards
+
+
+@pytest.mark.parametrize("group_on_same_rank", [True, False])
+def test_flow_factory_s_groups_may_span_ranks(tiny_reward_model, group_on_same_rank):
+    reward = GroupwiseReward(arguments(tiny_reward_model, transform="rank"), SimpleNamespace(device="cpu"))
+    pictures = [Sample(prompt="A red square", image=image) for image in IMAGES[1:3]]
+    first, second = picture_scores(tiny_reward_model)
+    expected = [0.5 * (first > second), 0.5 * (second > first)]
+    assert flow_factory_rewards(reward, pictures, group_on_same_rank) == expected
+
+
+@pytest.mark.parametrize("group_on_same_rank", [True, False])
+def test_flow_factory_s_edits_are_scored_with_their_source_wherever_they_lie(tiny_reward_model, group_on_same_rank):
+    settings = {"gathered_fields": ["condition_images"]}
+    reward = GroupwiseReward(arguments(tiny_reward_model, **settings), SimpleNamespace(device="cpu"))
+    edits = [Sample(prompt="Make it red", image=image, condition_images=[IMAGES[3]]) for image in IMAGES[1:3]]
+    conversation = {"prompt": ["Make it red"] * 2, "image": IMAGES[1:3], "condition_images": [[IMAGES[3]]] * 2}
+    expected = reward(**conversation).rewards
+    without = reward(**{**conversation, "condition_images": None}).rewards
+    assert without != near(expected)
+    assert flow_factory_rewards(reward, edits, group_on_same_rank) == near(expected)
+
+
 def test_flow_factory_settings_are_checked(tiny_reward_model):
     with pytest.raises(ConfigError, match="unknown key 'modle_path'"):
         PointwiseReward(arguments(tiny_reward_model, modle_path="x"), SimpleNamespace(device="cpu"))
+    with pytest.raises(ConfigError, match=r"gathered_fields is \['images'\]: list condition_images"):
+        GroupwiseReward(arguments(tiny_reward_model, gathered_fields=["images"]), SimpleNamespace(device="cpu"))
 
 
 def test_the_dotted_path_works_here_too(tiny_reward_model):
