@@ -1,7 +1,7 @@
 """What a reward is: its settings, its two kinds, what it is called with and what it returns.
 
-The names, fields, defaults and call signature are Flow-Factory's, so that a reward written for it runs after its
-import line is changed.
+The names, fields, defaults and call signature are Flow-Factory's, so that a reward written for it runs after the lines
+are changed that import them.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class RewardModelOutput:
 class BaseRewardModel(ABC):
     """What the two kinds have in common: `config`, `device`, `dtype`, `accelerator`, and what they ask for.
 
-    `required_fields` must be there for every sample; other media that `__call__` names are given where they are. With
+    `required_fields` must be there for every sample, but one of `image` and `video` is enough where both are required
+    and `__call__` has None as their default; other media that `__call__` names are given where they are. With
     `text_prompts` a sample whose prompt is messages fails. `options` are the names of the extra settings that the
     class takes; None accepts any.
     """
