@@ -89,10 +89,11 @@ def collect(
         How many that one may hold. Default: no limit.
     """
     _need_simulators()
+    from vlmrm.config import load_yaml
     from vlmrm.frames.collecting import collect, described
-    from vlmrm.frames.settings import CollectSettings, checked, read_yaml
+    from vlmrm.frames.settings import CollectSettings, checked
 
-    content = {} if config is None else read_yaml(config)
+    content = {} if config is None else load_yaml(config)
     options = {
         "env": env,
         "episodes": episodes,
@@ -219,12 +220,13 @@ def rl(config: Path, /) -> None:
         YAML such as training_configs/frames_rl.yaml. A run that its output_dir has finished is not repeated.
     """
     _need_simulators()
+    from vlmrm.config import load_yaml
     from vlmrm.frames.comparison import markdown, write_comparison
     from vlmrm.frames.rl import train_policies
     from vlmrm.frames.rl_settings import RLSettings
-    from vlmrm.frames.settings import checked, read_yaml
+    from vlmrm.frames.settings import checked
 
-    settings = checked(RLSettings, read_yaml(config), str(config))
+    settings = checked(RLSettings, load_yaml(config), str(config))
     start_log("frames_rl")
     say(markdown(write_comparison(train_policies(settings), settings)))
     say(f"the figure is {settings.output_dir / 'comparison.png'}")

@@ -9,7 +9,6 @@ import difflib
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vlmrm.errors import ConfigError
@@ -120,21 +119,6 @@ class CollectSettings(Strict):
     stop_at_success: bool = False
     seed: int = Field(0, ge=0)
     reward: RewardSettings = Field(default_factory=RewardSettings)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file as a mapping.
-
-    Raises:
-        ConfigError: when it cannot be read or is none.
-    """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML ({error}): check the path and the file.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no settings: it is a mapping of keys such as `env:` and `reward:`.")
-    return content
 
 
 def checked(kind: type[Settings], content: dict[str, Any], where: str) -> Settings:
