@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from vlmrm.errors import ConfigError
+from vlmrm.errors import BelowThreshold, ConfigError
 from vlmrm.frames.train_settings import TrainSettings
 from vlmrm.logs import say, start_log
 
@@ -197,11 +197,20 @@ def show(
 
 @app.command
 def train(settings: Annotated[TrainSettings, Parameter(name="*", consume_multiple=True)]) -> None:
-    """Train a classifier of success on labelled frames; its best epoch on held-out episodes is the checkpoint."""
+    """Train a classifier of success on labelled frames; its best epoch on held-out episodes is the checkpoint.
+
+    Exits with 6 where the held-out episodes do not show that it tells successes from failures; the checkpoint is kept.
+    """
     from vlmrm.frames.training import described, train_classifier
 
     start_log("frames_train")
-    say(described(train_classifier(settings)))
+    trained = train_classifier(settings)
+    say(described(trained))
+    if not trained.config.qualified:
+        raise BelowThreshold(
+            f"{trained.path} does not qualify as a reward: {trained.config.unqualified_because}: train it on more "
+            "episodes or for longer."
+        )
 
 
 def _need_simulators() -> None:

@@ -72,12 +72,12 @@ def classifier(output: Path, seed: int, episodes: int = EPISODES, epochs: int = 
     return checkpoint
 
 
-def policy_settings(output: Path, checkpoint: Path, **changes: Any) -> RLSettings:
+def policy_settings(output: Path, checkpoint: Path, accept_unqualified: bool = False, **changes: Any) -> RLSettings:
     """Those of training_configs/frames_rl.yaml with a classifier and changes."""
     if not CONFIG.is_file():
         raise ConfigError(f"the demo reads {CONFIG.name}: run it from a checkout of the repository.")
     content = load_yaml(CONFIG)
-    content["reward"]["reward_model"]["checkpoint_path"] = checkpoint
+    content["reward"]["reward_model"] |= {"checkpoint_path": checkpoint, "accept_unqualified": accept_unqualified}
     return checked(RLSettings, {**content, "output_dir": output / "rl", **changes}, CONFIG.name)
 
 

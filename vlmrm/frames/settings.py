@@ -40,6 +40,7 @@ class RewardModelSettings(Strict):
         reward_weight, env_reward_weight: factors of the learned and of the environment's own reward in their sum.
         smoothing: the probability is the mean over the last so many frames of the episode.
         hold: a binary reward needs so many successes after one another, the last of them now.
+        accept_unqualified: take a classifier whose held-out figures do not show that it knows successes.
         device: where the classifier runs; default is the GPU where there is one.
     """
 
@@ -57,6 +58,7 @@ class RewardModelSettings(Strict):
     env_reward_weight: float = Field(0.0, allow_inf_nan=False)
     smoothing: int = Field(1, ge=1)
     hold: int = Field(1, ge=1)
+    accept_unqualified: bool = False
     device: str | None = None
 
     @model_validator(mode="after")
