@@ -41,6 +41,7 @@ from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.checks import check_engine, check_launch, check_required
 from vlmrm.training.probe import ProbedDataset
 from vlmrm.training.resume import checkpoint_to_resume
+from vlmrm.training.row_tally import can_evaluate, can_train, check_rows
 from vlmrm.training.trainer import RewardTrainer
 
 logger = logging.getLogger("vlmrm")
@@ -80,6 +81,10 @@ def train(argv: Sequence[str]) -> TrainingResult:
         bad_rows=data_args.bad_rows,
         irrelevant=irrelevant_queries(args, data_args, train_dataset),
     )
+    if isinstance(train_dataset, Sized):
+        check_rows(train_dataset, collator, "dataset_path", can_train, "weighs anything")
+    if eval_dataset is not None and args.eval_strategy != "no":
+        check_rows(eval_dataset, collator, held_out_key(data_args), can_evaluate, "has a preference")
     source = {
         "base_model": model_args.model_name_or_path,
         "base_revision": model_args.model_revision,
@@ -120,6 +125,7 @@ def run(trainer: RewardTrainer, resume_from: Path | None) -> TrainingResult:
             "the accelerator is out of memory: lower per_device_train_batch_size, max_pixels or max_seq_length, or "
             "use deepspeed: zero3.json, and resume from the last checkpoint where there is one."
         ) from error
+    trainer.row_tally.report()
     if trainer.preemption.stopped_at is not None:
         raise Preempted(
             f"stopped by SIGTERM after saving {args.output_dir}/checkpoint-{trainer.preemption.stopped_at}: "
@@ -129,6 +135,10 @@ def run(trainer: RewardTrainer, resume_from: Path | None) -> TrainingResult:
     trainer.save_final(model_dir)
     logger.info("The trained reward model is in %s", model_dir)
     return TrainingResult(model_dir, {**result.metrics, "best_metric": trainer.state.best_metric})
+
+
+def held_out_key(data_args: DataArguments) -> str:
+    return "eval_dataset_path" if data_args.eval_dataset_path else f"eval_fraction {data_args.eval_fraction}"
 
 
 def build_model(model_args: ModelArguments, args: RewardTrainingArguments) -> RewardModel:

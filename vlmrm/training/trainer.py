@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import shutil
 import time
 from collections.abc import Generator
@@ -30,8 +31,11 @@ from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import EpochCallback, PreemptionCallback
 from vlmrm.training.losses import PreferenceLoss, weights
 from vlmrm.training.probe import PROBED, ProbedDataset
+from vlmrm.training.row_tally import RowTally
 from vlmrm.training.step_figures import StepFigures
 from vlmrm.training.streams import EndlessStream
+
+logger = logging.getLogger("vlmrm")
 
 DROPPED_ROWS = "dropped_rows.jsonl"
 
@@ -68,6 +72,7 @@ class RewardTrainer(trl.RewardTrainer):
             args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient
         )
         self.save_extras = save_extras
+        self.row_tally = RowTally()
         self._figures = StepFigures()
         self._evaluated: list[tuple[int, str | None, list[float]]] = []
 
@@ -103,22 +108,26 @@ class RewardTrainer(trl.RewardTrainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor:
         """The totals that one step's loss is divided by, over its accumulated batches and all ranks."""
-        totals = torch.zeros(4, dtype=torch.float64)
+        totals = torch.zeros(6, dtype=torch.float64)
         for batch in batch_samples:
             for part in batch["parts"]:
                 totals[:2] += weights(part["pairs"]).cpu()
-            totals[2:] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
+                totals[4] += len(part["rows"]["index"])
+            totals[2:4] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
+            totals[5] += len(batch["dropped"])
             self._report_dropped(batch["dropped"])
         # float32 for accelerators without float64; exact for whole numbers below 2²⁴.
         totals = self.accelerator.reduce(totals.float().to(device), "sum")
         self.state.num_input_tokens_seen += int(totals[2])
         self._figures.start_step(tokens=int(totals[2]), pairs=int(totals[3]))
+        self.row_tally.add(rows=int(totals[4]), dropped=int(totals[5]), weight=float(totals[:2].sum()))
         return totals[:2]
 
     def _report_dropped(self, dropped: list[tuple[str, str]]) -> None:
         if not dropped:
             return
         self._figures.dropped += len(dropped)
+        self.row_tally.reason = ": ".join(dropped[-1])
         path = Path(self.args.output_dir) / f"rank{self.args.process_index}_{DROPPED_ROWS}"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
@@ -187,6 +196,7 @@ class RewardTrainer(trl.RewardTrainer):
         if "loss" in logs:
             figures = self._figures.flush(self.accelerator)
             figures["num_tokens"] = self.state.num_input_tokens_seen
+            self.row_tally.warn_early()
             # TRL's own log averages these lists into the line.
             self._metrics["train"].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)
@@ -211,6 +221,11 @@ class RewardTrainer(trl.RewardTrainer):
         rows = [row for row in dataloader.dataset if row["index"] in scores]
         pairs = scored_pairs([row["comparison"] for row in rows], [scores[row["index"]][None] for row in rows])
         figures = trl_summary(pairs)
+        if not figures["pairs"]:
+            raise TrainingError(
+                f"the evaluation has no pair with a preference: of {len(dataloader.dataset)} rows {len(rows)} were "
+                f"scored, and why others were not is in *_{DROPPED_ROWS} of {self.args.output_dir}."
+            )
         if isinstance(dataloader.dataset, ProbedDataset):
             figures |= dataloader.dataset.figures(scores)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
@@ -220,6 +235,9 @@ class RewardTrainer(trl.RewardTrainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.row_tally.nothing_trained():
+            logger.warning("%s is not saved: no row was trained on yet", folder)
+            return
         keep, self.args.save_total_limit = self.args.save_total_limit, None  # older ones go once this one is complete
         try:
             with self._saving(folder):
@@ -231,7 +249,12 @@ class RewardTrainer(trl.RewardTrainer):
             rotate_checkpoints(self.args.output_dir, keep, self.state.best_model_checkpoint, use_mtime=True)
 
     def save_final(self, folder: Path) -> None:
-        """The model alone, without optimizer state, as a complete checkpoint."""
+        """The model alone, without optimizer state, as a complete checkpoint.
+
+        Raises:
+            TrainingError: when the run trained on no row.
+        """
+        self.row_tally.check()
         with self._saving(folder):
             self.save_model(str(folder), _internal_call=True)
 
