@@ -251,12 +251,24 @@ def test_a_large_share_of_rows_left_out_is_said(train_here, tmp_path, capsys):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(refused, training, tmp_path):
-    arguments = training(save_steps=1, learning_rate=1e30, max_grad_norm=0.0, max_steps=20)
-    sentence = refused(5, "train", *arguments)
-    assert "the loss is" in sentence and "learning_rate" in sentence and str(tmp_path / "out") in sentence
-    saved = list((tmp_path / "out").glob("checkpoint-*/COMPLETE.json"))
-    assert saved
-    assert not (tmp_path / "out/final").exists()
+    # The first step of the warmup has a rate of zero.
+    rate = {"learning_rate": 1e30, "warmup_steps": 2, "max_grad_norm": 0.0}
+    sentence = refused(5, "train", *training(save_steps=1, max_steps=20, **rate))
+    assert "learning_rate" in sentence and str(tmp_path / "out") in sentence
+    assert [path.parent.name for path in (tmp_path / "out").glob("*/COMPLETE.json")] == ["checkpoint-1"]
+
+    sentence = refused(5, "train", *training(output_dir=tmp_path / "unsaved", max_steps=20, **rate))
+    assert "the loss is" in sentence and "learning_rate" in sentence
+
+
+@pytest.mark.parametrize("rate", [1e9, 1e30], ids=["finite", "infinite"])
+def test_weights_without_finite_scores_are_not_saved_as_complete(refused, training, tmp_path, capfd, rate):
+    """The loss of the step was finite: what its update made of the weights shows in the next forward only."""
+    keys = {"save_steps": 1, "learning_rate": rate, "max_grad_norm": 0.0}
+    for resume in ("false", "auto"):
+        sentence = refused(5, "train", *training(**keys, max_steps=1, resume_from_checkpoint=resume))
+        assert "after step 1" in sentence and "learning_rate" in sentence
+        assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
 
 
 @pytest.mark.slow

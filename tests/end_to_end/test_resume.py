@@ -139,6 +139,30 @@ def test_a_broken_newest_checkpoint_is_named_and_passed_over(two_checkpoints, tr
         train_here(data, max_steps=4, resume_from_checkpoint=out / "checkpoint-4")
 
 
+def test_a_run_killed_in_its_first_save_begins_again(train_here, tmp_path, capsys, monkeypatch):
+    data = colour_pairs(tmp_path / "data", 8)
+    keys = {"max_steps": 4, "save_steps": 2}
+    train_here(data, "whole", **keys)
+
+    def die(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("vlmrm.training.trainer.write_complete", die)
+        with pytest.raises(KeyboardInterrupt):
+            train_here(data, **keys)
+    half_written = tmp_path / "out/checkpoint-2"
+    os.truncate(half_written / "model.safetensors", 1000)
+    (half_written / "model-00001-of-00002.safetensors").write_text("of another layout")
+    capsys.readouterr()
+    train_here(data, **keys, resume_from_checkpoint="auto")
+    said = capsys.readouterr().err
+    assert "passing over checkpoint-2" in said and "starting from the beginning" in said
+    assert_equal_weights(tmp_path / "out/final", tmp_path / "whole/final")
+    assert_equal_weights(half_written, tmp_path / "whole/checkpoint-2")
+    assert not (half_written / "model-00001-of-00002.safetensors").exists()
+
+
 def test_weights_without_an_optimizer_are_no_state_to_resume_from(two_checkpoints, train_here):
     """HF would begin with a fresh optimizer, and say nothing."""
     out, data = two_checkpoints

@@ -28,9 +28,8 @@ def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
     if asked.lower() in ("auto", "true"):
         path = newest_complete(args.output_dir)
         if path is None:
-            if existing:
-                raise CheckpointError(f"none of the {len(existing)} checkpoints in {args.output_dir} is complete.")
-            logger.info("No checkpoint in %s yet: starting from the beginning", args.output_dir)
+            which = "complete checkpoint" if existing else "checkpoint"
+            logger.info("No %s in %s yet: starting from the beginning", which, args.output_dir)
             return None
     else:
         path = Path(asked)

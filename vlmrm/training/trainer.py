@@ -28,7 +28,7 @@ from vlmrm.evaluation.metrics import trl_summary
 from vlmrm.modeling import write_complete
 from vlmrm.modeling.manifest import COMPLETE
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.callbacks import EpochCallback, PreemptionCallback
+from vlmrm.training.callbacks import EpochCallback, PreemptionCallback, any_rank
 from vlmrm.training.losses import PreferenceLoss, weights
 from vlmrm.training.probe import PROBED, ProbedDataset
 from vlmrm.training.row_tally import RowTally
@@ -73,6 +73,7 @@ class RewardTrainer(trl.RewardTrainer):
         )
         self.save_extras = save_extras
         self.row_tally = RowTally()
+        self._last_part: Part | None = None  # what the model was last trained on, until the next step
         self._figures = StepFigures()
         self._evaluated: list[tuple[int, str | None, list[float]]] = []
 
@@ -136,6 +137,7 @@ class RewardTrainer(trl.RewardTrainer):
 
     def get_batch_samples(self, *args, **kwargs):
         started = time.perf_counter()
+        self._last_part = None
         samples = super().get_batch_samples(*args, **kwargs)
         self._figures.waited += time.perf_counter() - started
         return samples
@@ -149,6 +151,7 @@ class RewardTrainer(trl.RewardTrainer):
         for number, part in enumerate(parts, 1):
             with self._reducing(model, number == len(parts)):
                 losses.append(super().training_step(model, part, num_items_in_batch))
+        self._last_part = parts[-1]
         return torch.stack(losses).sum()
 
     def _as_many_as_any_rank(self, parts: list[Part]) -> list[Part]:
@@ -178,10 +181,7 @@ class RewardTrainer(trl.RewardTrainer):
         parts = self.loss_function(scores, inputs["pairs"], num_items_in_batch)
         loss = torch.stack(list(parts.values())).sum()
         if not torch.isfinite(loss):
-            raise TrainingError(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1}: lower learning_rate or set "
-                f"max_grad_norm; resume from the last checkpoint in {self.args.output_dir}."
-            )
+            raise self._not_finite(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
         self._figures.add(scores.detach(), inputs, parts)
         # Ranks average their gradients, and each holds its share of a sum.
         loss = loss * self.accelerator.num_processes
@@ -258,13 +258,43 @@ class RewardTrainer(trl.RewardTrainer):
         with self._saving(folder):
             self.save_model(str(folder), _internal_call=True)
 
+    def _check_finite(self) -> None:
+        """Refuse to save weights that are not finite, or do not give finite scores.
+
+        The loss of a step is finite before its update: what that made of the weights shows in the next forward only.
+        """
+        model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        # ZeRO-3 holds each rank's share of a weight elsewhere.
+        finite = [getattr(weight, "ds_tensor", weight).detach().isfinite().all() for weight in trained]
+        if self._last_part is not None:
+            training = model.training
+            model.eval()  # draws no random numbers: a run that is resumed draws the same ones
+            with torch.no_grad(), self.compute_loss_context_manager():
+                inputs: Any = self._prepare_inputs(cast(Any, self._last_part["inputs"]))
+                finite.append(model(**inputs).logits.isfinite().all())
+            model.train(training)
+        if any_rank(not torch.stack(finite).all(), self.args.device):
+            raise self._not_finite(f"weights or scores are not finite after step {self.state.global_step}")
+
+    def _not_finite(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"{what}: train anew with a lower learning_rate or max_grad_norm, from the last checkpoint in "
+            f"{self.args.output_dir} as model_name_or_path where there is one, into another output_dir."
+        )
+
     @contextmanager
     def _saving(self, folder: Path) -> Generator[None]:
         """Adds what scoring needs to what is saved inside, and `COMPLETE.json` when every rank has saved its part."""
+        self._check_finite()
         try:
-            if self.args.should_save:
-                # A folder that is written anew counts for nothing until it is whole.
-                (folder / COMPLETE).unlink(missing_ok=True)
+            if self.args.should_save and folder.exists():
+                if (folder / COMPLETE).exists():
+                    # A folder that is written anew counts for nothing until it is whole.
+                    (folder / COMPLETE).unlink()
+                else:
+                    shutil.rmtree(folder)  # half written by a run that was killed
+            self.accelerator.wait_for_everyone()
             yield
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
