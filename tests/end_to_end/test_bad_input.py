@@ -170,6 +170,11 @@ def test_keys_that_do_not_go_together_are_refused_before_anything_is_loaded(refu
     assert not (tmp_path / "out").exists()
 
 
+def test_an_output_folder_that_cannot_be_made_is_named(refused, training, tmp_path):
+    (tmp_path / "out").write_text("a file")
+    assert f"output_dir {tmp_path / 'out'} cannot be written" in refused(2, "train", *training())
+
+
 def test_data_that_is_not_there_is_named(refused, training, tmp_path):
     arguments = training()
     data = tmp_path / "data" / "pairs.jsonl"

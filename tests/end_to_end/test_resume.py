@@ -85,6 +85,26 @@ def test_sigterm_saves_the_next_step_and_says_so(tmp_path, tiny_checkpoint, trai
 
 
 @pytest.mark.slow
+def test_a_second_training_in_a_folder_is_refused_until_the_first_is_dead(
+    tmp_path, tiny_checkpoint, train_here, monkeypatch
+):
+    data = colour_pairs(tmp_path / "data", 10)
+    arguments = short_training(tiny_checkpoint, data, tmp_path / "out", max_steps=4000, save_steps=4000)
+    process = start(["train_rm.py"], *arguments, cwd=tmp_path)
+    assert process.stdout is not None
+    next(line for line in process.stdout if line.startswith("{'loss'"))
+    with monkeypatch.context() as patched:
+        patched.setattr("vlmrm.training.checks.LOCK_SECONDS", 0.1)
+        for resume in ("false", "auto"):
+            with pytest.raises(ConfigError, match=f"another training is writing into {tmp_path / 'out'}"):
+                train_here(data, resume_from_checkpoint=resume)
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+    train_here(data, max_steps=1, resume_from_checkpoint="auto")
+
+
+@pytest.mark.slow
 def test_sigterm_to_torchrun_stops_every_rank_at_the_same_step(tmp_path, tiny_checkpoint):
     data = colour_pairs(tmp_path / "data", 12)
     constant = {"lr_scheduler_type": "constant", "save_steps": 4000}

@@ -38,7 +38,7 @@ from vlmrm.modeling.manifest import BEST, FINAL
 from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.checks import check_engine, check_launch, check_required
+from vlmrm.training.checks import check_engine, check_launch, check_required, output_lock
 from vlmrm.training.probe import ProbedDataset
 from vlmrm.training.resume import checkpoint_to_resume
 from vlmrm.training.row_tally import can_evaluate, can_train, check_rows
@@ -65,6 +65,14 @@ def train(argv: Sequence[str]) -> TrainingResult:
     log_path = start_log("train")
     check_launch(args)
     check_required(model_args, data_args, args)
+    with output_lock(args):
+        return train_in_folder(model_args, data_args, args, log_path)
+
+
+def train_in_folder(
+    model_args: ModelArguments, data_args: DataArguments, args: RewardTrainingArguments, log_path: Path | None
+) -> TrainingResult:
+    """Train in `output_dir`, which no other run writes into."""
     resume_from = checkpoint_to_resume(args)
     transformers.set_seed(args.seed)
 

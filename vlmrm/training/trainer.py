@@ -271,7 +271,7 @@ class RewardTrainer(trl.RewardTrainer):
             training = model.training
             model.eval()  # draws no random numbers: a run that is resumed draws the same ones
             with torch.no_grad(), self.compute_loss_context_manager():
-                inputs: Any = self._prepare_inputs(cast(Any, self._last_part["inputs"]))
+                inputs: Any = self._prepare_inputs(self._last_part["inputs"])
                 finite.append(model(**inputs).logits.isfinite().all())
             model.train(training)
         if any_rank(not torch.stack(finite).all(), self.args.device):
