@@ -18,7 +18,6 @@ from vlmrm.batching.workers import plain_worker_errors
 from vlmrm.config import parse
 from vlmrm.data import irrelevant
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.data.sources import load_train_and_eval
 from vlmrm.errors import Preempted, TrainingError
 from vlmrm.logs import start_log
@@ -40,7 +39,7 @@ from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.checks import check_engine, check_launch, check_required, output_lock
 from vlmrm.training.probe import ProbedDataset
-from vlmrm.training.resume import checkpoint_to_resume
+from vlmrm.training.resume import check_settings, checkpoint_to_resume, save_settings, training_settings
 from vlmrm.training.row_tally import can_evaluate, can_train, check_rows
 from vlmrm.training.trainer import RewardTrainer
 
@@ -77,6 +76,9 @@ def train_in_folder(
     transformers.set_seed(args.seed)
 
     processor = load_processor(model_args.model_name_or_path, model_args.model_revision, args.trust_remote_code)
+    settings = training_settings(model_args, data_args, args)
+    if resume_from is not None:
+        check_settings(resume_from, settings)
     train_dataset, eval_dataset = load_train_and_eval(data_args)
     model = build_model(model_args, args)
     batcher = batcher_for(model, processor, model_args.batching)
@@ -96,9 +98,22 @@ def train_in_folder(
     source = {
         "base_model": model_args.model_name_or_path,
         "base_revision": model_args.model_revision,
-        "data": data_fingerprint(data_args.dataset_path),
+        "data": settings["dataset_path_content"],
         "seed": args.seed,
     }
+    save_files = partial(
+        save_reward_files,
+        processor=processor,
+        head=model_args.head,
+        min_pixels=data_args.min_pixels,
+        max_pixels=data_args.max_pixels,
+        provenance=provenance(source),
+    )
+
+    def save_extras(folder: Path) -> None:
+        save_files(folder)
+        save_settings(folder, settings)
+
     trainer = RewardTrainer(
         model=model,
         args=args,
@@ -107,14 +122,7 @@ def train_in_folder(
         train_dataset=train_dataset,
         eval_dataset=probed(eval_dataset, args, data_args),
         peft_config=lora_config(model_args, model) if model_args.use_peft else None,
-        save_extras=partial(
-            save_reward_files,
-            processor=processor,
-            head=model_args.head,
-            min_pixels=data_args.min_pixels,
-            max_pixels=data_args.max_pixels,
-            provenance=provenance(source),
-        ),
+        save_extras=save_extras,
     )
     check_engine(args, trainer)
     cache_vision(model, model_args)
