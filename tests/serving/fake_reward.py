@@ -152,7 +152,8 @@ class ThreeQualities:
 
         lengths = [(len(np.load(io.BytesIO(item["video"]["npy"]))), len(item["prompt"])) for item in items]
         return [
-            {"score": 0, "VQ": one, "MQ": other, "TA": 0.5, "overall": one + other + 0.5} for one, other in lengths
+            {"score": 0, "extra": {"VQ": one, "MQ": other, "TA": 0.5, "overall": one + other + 0.5}}
+            for one, other in lengths
         ]
 
 
@@ -160,7 +161,7 @@ class Anything:
     """Scores whatever it is given, and says what metadata came with it."""
 
     def __call__(self, items):
-        return [{"score": 1.0, "metadata": item.get("metadata")} for item in items]
+        return [{"score": 1.0, "extra": {"metadata": item.get("metadata")}} for item in items]
 
 
 class LastText(Length):

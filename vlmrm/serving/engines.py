@@ -83,12 +83,15 @@ class RewardEngine:
             parts = list(alike(self.model, samples, numbers, self.model.config.batch_size))
         for part in filter(None, parts):
             answer.update(call(self.model, samples.take(part)))
-        return [
-            {"error": answer.failures[n]}
-            if n in answer.failures
-            else {"score": answer.rewards[n], **_plain(answer.info.get(n, {}))}
-            for n in range(len(items))
-        ]
+        return [_outcome(answer, number) for number in range(len(items))]
+
+
+def _outcome(answer: Answer, number: int) -> Outcome:
+    outcome: Outcome = (
+        {"error": answer.failures[number]} if number in answer.failures else {"score": answer.rewards[number]}
+    )
+    extra = _plain(answer.info.get(number, {}))
+    return {**outcome, "extra": extra} if extra else outcome
 
 
 def _samples(items: Sequence[Item], groups: Sequence[Any]) -> Samples:

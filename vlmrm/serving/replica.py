@@ -143,12 +143,12 @@ class Replica:
         started = time.monotonic()
         outcomes = await worker.score(items, self.engine.batch_timeout) if items else []
         seconds = time.monotonic() - started
-        if opened:
-            scored = iter(outcomes)
-            outcomes = [
-                {"error": one.reason} if isinstance(one, RowError) else {**next(scored), **one.note} for one in opened
-            ]
-        return outcomes, seconds
+        if not opened:
+            return outcomes, seconds
+        scored = iter(outcomes)
+        return [
+            {"error": one.reason} if isinstance(one, RowError) else {**next(scored), **one.note} for one in opened
+        ], seconds
 
     async def _jobs(self, worker: WorkerProcess, room: int, patience: float | None = None) -> list[Job]:
         """The next jobs, of `room` tokens; none where none come in `patience` seconds.

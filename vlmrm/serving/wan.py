@@ -20,10 +20,10 @@ class WanDecoder:
     """An AutoencoderKLWan of diffusers, of Wan 2.1 (16 channels) or 2.2 (48).
 
     Latents are as the diffusion model has them: (z - mean) / std by channel, with the checkpoint's own figures, which
-    is undone. An item is `latents`, [C, T, H, W] as the bytes of a .npy file; its outcome `video`, the frames uint8
-    [T', 3, H', W'] as such bytes, and as `score`, which every outcome has, the seconds that it took. Values are cut to
-    [-1, 1] and then, as in cosmos-rl, cut off rather than rounded to whole numbers. Each video is decoded by itself,
-    so that none depends on its batch.
+    is undone. An item is `latents`, [C, T, H, W] as the bytes of a .npy file; its outcome has in `extra` the `video`,
+    the frames uint8 [T', 3, H', W'] as such bytes, and as `score`, which every outcome has, the seconds that it took.
+    Values are cut to [-1, 1] and then, as in cosmos-rl, cut off rather than rounded to whole numbers. Each video is
+    decoded by itself, so that none depends on its batch.
 
     Args:
         model_path: a folder or repository in the layout of diffusers; `subfolder` where it is a part of a pipeline.
@@ -67,7 +67,7 @@ class WanDecoder:
         frames = self._decoded(torch.from_numpy(latents.astype(np.float32))).numpy()
         file = io.BytesIO()
         np.save(file, frames)
-        return {"score": time.perf_counter() - started, "video": file.getvalue()}
+        return {"score": time.perf_counter() - started, "extra": {"video": file.getvalue()}}
 
     @torch.no_grad()
     def _decoded(self, latents: torch.Tensor) -> torch.Tensor:
