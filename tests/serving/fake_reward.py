@@ -58,6 +58,19 @@ class Broken:
         raise FileNotFoundError("weights.bin")
 
 
+class ConfigError(Exception):
+    """Called as the error of a configuration that cannot work."""
+
+
+class Misconfigured:
+    """Cannot be loaded however often; `log` has a line for each time."""
+
+    def __init__(self, log):
+        with open(log, "a") as file:
+            file.write("loading\n")
+        raise ConfigError("device is cuda:9, which this machine has not.")
+
+
 class GroupSize:
     """Scores how many items are in the item's group."""
 

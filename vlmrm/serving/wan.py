@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vlmrm.devices import dtype_named
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.rewards.contract import DTYPES
 from vlmrm.serving.arrays import array_of
 from vlmrm.serving.jobs import Item, Outcome
 
@@ -34,11 +34,10 @@ class WanDecoder:
             from diffusers import AutoencoderKLWan
         except ImportError:
             raise ConfigError("decoding latents needs diffusers: pip install 'vlmrm[latents]'.") from None
-        if dtype not in DTYPES:
-            raise ConfigError(f"decode_args.dtype is {dtype!r}: choose from {', '.join(DTYPES)}.")
+        weights = getattr(torch, dtype_named(dtype))
         try:
             vae = AutoencoderKLWan.from_pretrained(
-                model_path, subfolder=subfolder or None, torch_dtype=DTYPES[dtype], use_safetensors=True
+                model_path, subfolder=subfolder or None, torch_dtype=weights, use_safetensors=True
             )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"there is no AutoencoderKLWan in {model_path}: {error}") from error

@@ -36,7 +36,8 @@ def main(descriptor):
         module, _, name = start["engine"].rpartition(".")
         engine = getattr(importlib.import_module(module), name)(**start["options"])
     except Exception as error:  # the service tells it to whoever asks for this reward
-        channel.send({"kind": "broken", "error": told(error, secrets)})
+        lasting = any(kind.__name__ == "ConfigError" for kind in type(error).__mro__)
+        channel.send({"kind": "broken", "error": told(error, secrets), "lasting": lasting})
         return
     channel.send({"kind": "ready", "info": discreet(getattr(engine, "info", {}), secrets), "pid": os.getpid()})
     threading.Thread(target=beat, args=[channel], daemon=True).start()
