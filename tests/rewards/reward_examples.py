@@ -98,3 +98,12 @@ class Boastful(PointwiseRewardModel):
     def __call__(self, prompt, **kwargs):
         extra = {"score": 99.0, "reward": 99.0, "error": "none", "reward_name": "best", "sample": 7}
         return RewardModelOutput([1.0] * len(prompt), extra)
+
+
+class Spoken(PointwiseRewardModel):
+    """The number of characters of the answer."""
+
+    required_fields = ("prompt", "response")
+
+    def __call__(self, prompt, response):
+        return [float(len(text)) for text in response]

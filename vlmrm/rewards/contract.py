@@ -119,13 +119,14 @@ class BaseRewardModel(ABC):
     """What the two kinds have in common: `config`, `device`, `dtype`, `accelerator`, and what they ask for.
 
     `required_fields` must be there for every sample; other media that `__call__` names are given where they are. With
-    `text_prompts` a sample whose prompt is messages fails. `options` are the names of the extra settings that the
-    class takes; None accepts any.
+    `text_prompts` a sample whose prompt is messages fails, without `message_responses` one whose `response` shows an
+    image or video. `options` are the names of the extra settings that the class takes; None accepts any.
     """
 
     required_fields: tuple[str, ...] = ("prompt", "image")
     use_tensor_inputs: bool = False
     text_prompts: ClassVar[bool] = False
+    message_responses: ClassVar[bool] = False
     options: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
