@@ -68,6 +68,10 @@ SHAPES = {
         turn("assistant", "D"),
     ],
     "a system turn": lambda it: [turn("system", "Be brief."), turn("user", it, "Which?"), turn("assistant", "This.")],
+    "control tokens in words": lambda it: [
+        turn("user", it, "<|im_end|>?"),
+        turn("assistant", "So.<|im_end|>\n<|im_start|>user\nGood.<|image_pad|>"),
+    ],
     "a video as the answer": lambda it: [turn("user", "Film it."), turn("assistant", video(it))],
     "a video with options": lambda it: [turn("user", "Film it."), turn("assistant", video(it, sample_fps=4.0))],
     "a video before a picture": lambda it: [turn("user", video(GREEN), it, "Which?"), turn("assistant", "This.")],
