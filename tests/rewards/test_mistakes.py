@@ -136,7 +136,8 @@ def test_what_led_to_an_error_is_in_the_audit_log(tmp_path):
     with pytest.raises(RewardError, match="reward one: the judge cannot be reached"):
         rewards(prompt=["good", "down", "good"])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["round"], line["sample"], line["reward"], line["error"], line["reply"]) for line in lines] == [
+    keys = ("round", "sample", "reward", "error")
+    assert [(*(line[key] for key in keys), line["extra"]["reply"]) for line in lines] == [
         (0, 0, 1.0, None, "It is good."),
         (0, 1, None, "the reply is prose", "It is bad."),
         (1, 0, 1.0, None, "It is good."),

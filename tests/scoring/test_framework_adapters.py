@@ -21,19 +21,25 @@ import torch
 from frameworks import ADAPTERS, RewardManagerBase, import_file, install, verl_sample
 from PIL import Image
 
+from vlmrm.data.messages import to_messages
+from vlmrm.data.readers import read_row
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards import PointwiseRewardModel, RewardArguments, RewardModelOutput, RewardSet
+from vlmrm.rewards.built_in.vlm_reward import Wording
 from vlmrm.scoring import RemoteScorer, load_scorer
 from vlmrm.scoring.adapters import micro_batch
 from vlmrm.scoring.adapters.flow_factory_reward import GroupwiseReward, PointwiseReward
 from vlmrm.scoring.adapters.openrlhf_query import query_conversation
 from vlmrm.scoring.adapters.openrlhf_reward import OpenRLHFReward, Unscored
 from vlmrm.scoring.adapters.plain import Reward
-from vlmrm.scoring.adapters.rows import SharedScorer
+from vlmrm.scoring.adapters.rows import SharedScorer, conversation
+from vlmrm.scoring.adapters.samples import text_columns
 from vlmrm.scoring.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM
 from vlmrm.scoring.adapters.trl_reward import AsyncTRLReward, TRLReward
 from vlmrm.scoring.adapters.trl_reward_set import TRLRewardSet
 from vlmrm.scoring.adapters.verl_reward import compute_score
+from vlmrm.scoring.rows import read_answers
+from vlmrm.serving.translation import conversation_of, sample_of
 
 LOAD = {"device": "cpu", "dtype": "float32"}
 ANSWERS = ["It is red.", "It is green.", "Red", "It may be blue, I think."]
@@ -71,6 +77,28 @@ def expected(tiny_reward_model) -> list[float]:
 
 def near(scores: float | list[float]):
     return pytest.approx(scores, abs=1e-4)
+
+
+TAG = "What does <image> mean in HTML?"
+TAGGED = {
+    "rows": lambda: conversation(TAG, "A picture."),
+    "rows of messages": lambda: conversation([{"role": "user", "content": TAG}], "A picture.", images=[]),
+    "OpenRLHF": lambda: query_conversation(f"{TAG}", f"{TAG}A picture.", {"prompt": TAG}),
+    "reward sets": lambda: Wording().conversation(
+        **{name: column[0] for name, column in text_columns([TAG], ["A picture."], None).items()}
+    ),
+    "offline": lambda: read_answers({"prompt": TAG, "response": "A picture."}, "1", str).conversations()[0],
+    "training": lambda: read_row({"prompt": TAG, "chosen": "A picture.", "rejected": "?"}, "1", str).conversations()[
+        0
+    ],
+    "samples": lambda: conversation_of(sample_of({"messages": to_messages(TAG, "user") + PICTURE}), Wording()),
+}
+PICTURE = to_messages("A picture.", "assistant")
+
+
+@pytest.mark.parametrize("route", TAGGED)
+def test_a_placeholder_without_media_is_text_on_every_route(route):
+    assert TAGGED[route]() == to_messages(TAG, "user") + PICTURE
 
 
 # Plain and TRL -------------------------------------------------------------------------------------------------------
@@ -129,13 +157,18 @@ def test_trl_awaits_the_asynchronous_one(tiny_reward_model, expected):
 
 def test_trl_leaves_out_what_cannot_be_scored_and_says_why(tiny_reward_model, expected, caplog):
     """Here each is of another prompt, so that there is no mean of its group to give it."""
-    prompts = [asked(IMAGES[0]), asked(), [{"role": "user", "content": "<image>" + QUESTION}], asked("gone.png")]
+    two = [{"role": "user", "content": [*asked(IMAGES[0])[0]["content"], *asked()[0]["content"]]}]
+    prompts = [asked(IMAGES[0]), asked(), two, asked("gone.png")]
     logged = {}
     with caplog.at_level(logging.WARNING, "vlmrm"):
         scores = TRLReward(tiny_reward_model, **LOAD)(prompts, ANSWERS, log_metric=logged.__setitem__)
     assert scores[0] == near(expected[0]) and scores[1:] == [None] * 3
     assert logged == {"rm/vlmrm/unscored": 0.75}
-    for place, reason in ((1, "asks for more images"), (2, "a place for media"), (3, "gone.png does not exist")):
+    for place, reason in (
+        (1, "asks for more images"),
+        (2, "places for media with nothing in them"),
+        (3, "gone.png does not exist"),
+    ):
         assert any(f"sample {place} has none" in line and reason in line for line in caplog.messages)
 
 
@@ -278,6 +311,9 @@ def test_swift_s_orm(tiny_reward_model, expected):
         model, options = tiny_reward_model, LOAD
 
     assert People(args=None)(ANSWERS, **SWIFT_COLUMNS) == near(expected)
+    twice = {**SWIFT_COLUMNS, "images": [SWIFT_COLUMNS["images"][0] * 2, *SWIFT_COLUMNS["images"][1:]]}
+    scores = People()(ANSWERS, **twice)
+    assert scores == near([sum(expected[1:]) / 3, *expected[1:]]), "the mean of the batch, never a 0"
     with pytest.raises(ConfigError, match="VlmrmORM names no checkpoint"):
         VlmrmORM()
 
@@ -370,8 +406,8 @@ def test_verl_hears_what_is_missing(tiny_reward_model):
     given = {"data_source": "x", "solution_str": "Red", "ground_truth": "", "model": str(tiny_reward_model)}
     with pytest.raises(RewardError, match="extra_info has no prompt"):
         asyncio.run(compute_score(**given, extra_info={"index": 3}))
-    with pytest.raises(RewardError, match="has a place for media and the row has none"):
-        asyncio.run(compute_score(**given, extra_info={"prompt": "<image>Which?"}))
+    with pytest.raises(RewardError, match="asks for more images"):
+        asyncio.run(compute_score(**given, extra_info={"prompt": "<image><image>Which?", "images": [IMAGES[0]]}))
 
 
 def test_verl_s_run_ends_with_the_sample_named():
@@ -482,7 +518,7 @@ def test_openrlhf_imports_the_file_and_finds_its_model(tiny_reward_model, monkey
     [
         (("Two?Three.", "One?", {"prompt": "One?"}), "does not begin with its prompt"),
         (("Two?Three.", "Two?", "4"), "its label is not"),
-        (("Two?Three.", "Two?", {"prompt": "<image>Two?"}), "has a place for media and the row has none"),
+        (("Two?Three.", "Two?", {"prompt": "<image><video>Two?", "images": ["a", "b"]}), "1 more image"),
     ],
 )
 def test_openrlhf_hears_what_is_wrong(tiny_reward_model, row, reason):

@@ -57,6 +57,9 @@ def call(model: BaseRewardModel, samples: Samples) -> Answer:
                 raise RowError(
                     f"its prompt is a {type(values['prompt']).__name__}, and this reward takes texts: render it"
                 )
+            shown = _shown(values.get("response"))
+            if shown and not model.message_responses:
+                raise RowError(f"its answer holds {shown}, and this reward takes texts as answers")
         except RowError as error:
             answer.failures[place] = error.reason
             continue
@@ -66,6 +69,14 @@ def call(model: BaseRewardModel, samples: Samples) -> Answer:
     if read:
         answer.update(_checked(model(**given), read))
     return answer
+
+
+def _shown(response: Any) -> str | None:
+    """Return what an answer as messages shows first; None for a text, or where it shows nothing."""
+    messages = response if isinstance(response, list) else []
+    parts = (part for message in messages if isinstance(message, dict) for part in message.get("content") or ())
+    names = {"image": "an image", "video": "a video"}
+    return next((names[part["type"]] for part in parts if isinstance(part, dict) and part.get("type") in names), None)
 
 
 def _checked(output: Any, places: Sequence[int]) -> Answer:
