@@ -6,6 +6,7 @@ sources stay where they are, and a row becomes a `Comparison` only on its way ou
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,14 +17,16 @@ import numpy as np
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.media import media_key
 from vlmrm.data.paths import PathRules
-from vlmrm.data.readers import read_row
+from vlmrm.data.readers import LAYOUTS, SPECIAL, Layout, is_noteworthy, read_row, recognise
 from vlmrm.data.schema import Comparison, media_references, text_of
 from vlmrm.data.streams import Group, stream_comparisons
-from vlmrm.data.tables import Source, load_source
-from vlmrm.errors import ConfigError, DataError, RowError
+from vlmrm.data.tables import Source, first_rows, load_source
+from vlmrm.errors import ConfigError, DataError, RowError, UnreadColumnError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+
+logger = logging.getLogger("vlmrm")
 
 # A row's cells, its id and what resolves its media references, in; its comparison out.
 ReadRow = Callable[[Mapping[str, Any], str, Callable[[Any], Any]], Comparison]
@@ -95,7 +98,29 @@ def load_comparisons(
 
 def _open(paths: Sequence[str], split: str, arguments: DataArguments, streaming: bool) -> list[Group]:
     """The sources of each path, each with the rules for its media paths."""
-    return [with_rules(load_source(path, split, streaming), arguments) for path in paths]
+    groups = [with_rules(load_source(path, split, streaming), arguments) for path in paths]
+    for group in groups:
+        check_first_rows(group)
+    return groups
+
+
+def check_first_rows(group: Group, read: ReadRow = read_row, layouts: Sequence[Layout] = LAYOUTS) -> None:
+    """Refuse a table as a whole when its first rows hold media or a prompt that nothing reads; name its long texts.
+
+    Raises:
+        DataError: naming the table, the column and what to do.
+    """
+    for source, rule in group:
+        texts: set[str] = set()
+        for number, cells in enumerate(first_rows(source), 1):
+            comparison = try_read(cells, f"{source.name}:{number}", rule, read)
+            if isinstance(comparison, UnreadColumnError):
+                raise DataError(f"{source.name}: {comparison.reason}")
+            if isinstance(comparison, Comparison):
+                known = recognise([name for name, value in cells.items() if value is not None], layouts).known()
+                texts.update(name for name in cells if name not in known | SPECIAL and is_noteworthy(cells[name]))
+        if texts:
+            logger.warning("%s: not read: %s", source.name, ", ".join(f"`{name}`" for name in sorted(texts)))
 
 
 def with_rules(sources: Sequence[Source], arguments: DataArguments) -> Group:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vlmrm.data.readers import LAYOUTS, Layout, recognise
 from vlmrm.errors import DataError, first_line
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv"}
+FIRST_ROWS = 20  # looked at when a table is opened
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -211,6 +212,23 @@ def check_layout(source: Source, layouts: Sequence[Layout] = LAYOUTS) -> None:
         recognise(columns, layouts)
     except DataError as error:
         raise DataError(f"{source.name}: {error}") from error
+
+
+def first_rows(source: Source) -> list[dict[str, Any]]:
+    """Return the cells of the first rows, to look at before anything is made of a table.
+
+    Raises:
+        DataError: when they cannot be read.
+    """
+    try:
+        if hasattr(source.table, "__len__"):
+            columns = cast("Dataset", source.table)[:FIRST_ROWS]
+        else:
+            columns = next(source.table.iter(batch_size=FIRST_ROWS), {})
+    except (ValueError, OSError) as error:  # what parsers raise; pyarrow's are ValueErrors too
+        raise unreadable(source.path, error) from error
+    count = len(next(iter(columns.values()), ()))
+    return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
 
 def _nearest(path: str) -> str:

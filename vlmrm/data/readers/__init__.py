@@ -14,16 +14,24 @@ from vlmrm.data.readers.pairs import PAIR
 from vlmrm.data.readers.ranked import RANKED
 from vlmrm.data.readers.swift import SWIFT
 from vlmrm.data.readers.text_to_image import HPSV3, IMAGE_PAIR, IMAGE_REWARD, PICK_A_PIC
+from vlmrm.data.readers.unread import SPECIAL, check_all_read, is_noteworthy
 from vlmrm.data.schema import Branch, Comparison, Messages
 from vlmrm.errors import DataError, RowError
 
-__all__ = ["LAYOUTS", "Layout", "read_row", "recognise", "resolved", "with_row_id"]
+__all__ = [
+    "LAYOUTS",
+    "SPECIAL",
+    "Layout",
+    "check_all_read",
+    "is_noteworthy",
+    "read_row",
+    "recognise",
+    "resolved",
+    "with_row_id",
+]
 
 # The first that fits reads the row: the particular before the general.
 LAYOUTS = (PICK_A_PIC, IMAGE_REWARD, HPSV3, IMAGE_PAIR, RANKED, ALPACA, SHAREGPT, SWIFT, PAIR)
-
-# Understood in every layout.
-SPECIAL = frozenset({"id", "margin", "weight", "tie", "category"})
 
 
 def recognise(columns: Iterable[str], layouts: Sequence[Layout] = LAYOUTS) -> Layout:
@@ -64,7 +72,7 @@ def read_row(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any])
         branches = _checked([Branch(resolved(b.messages, resolve), b.rating) for b in _tied(reading, cells)])
         other = {name: value for name, value in cells.items() if name not in layout.known() | SPECIAL}
         category = cells.get("category")
-        return Comparison(
+        comparison = Comparison(
             id=row_id,
             prompt=resolved(reading.prompt(), resolve),
             branches=branches,
@@ -73,6 +81,8 @@ def read_row(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any])
             category=None if category is None else str(category),
             columns={name: value for name, value in other.items() if isinstance(value, (str, int, float, bool))},
         )
+        check_all_read(cells, layout, reading, comparison, resolve)
+        return comparison
 
 
 @contextmanager

@@ -19,11 +19,15 @@ MEDIA = frozenset({"image", "images", "video", "videos"})
 
 @dataclass(frozen=True)
 class Reading:
-    """A row as conversations: the first `shared` messages of each are the prompt."""
+    """A row as conversations: the first `shared` messages of each are the prompt.
+
+    `skipped` are columns that the layout knows and did not read in this row.
+    """
 
     conversations: Sequence[list[Message]]
     ratings: Sequence[float]
     shared: int
+    skipped: frozenset[str] = frozenset()
 
     def prompt(self) -> list[Message]:
         return self.conversations[0][: self.shared] if self.conversations else []

@@ -16,13 +16,16 @@ PROMPTS = ("prompt", "question", "messages")  # the first that a row has
 
 def _read(row: Row) -> Reading:
     chosen, rejected = to_messages(row["chosen"], "assistant"), to_messages(row["rejected"], "assistant")
-    prompt = next((row[name] for name in PROMPTS if name in row), None)
+    asked = next((name for name in PROMPTS if name in row), None)
+    prompt = None if asked is None else row[asked]
     whole = chosen[0]["role"] != "assistant" and rejected[0]["role"] != "assistant"
     if whole and isinstance(prompt, str) and prompt.strip() not in text_of(chosen):
         raise RowError("`chosen` is a whole conversation without the row's `prompt` in it: leave one of them out")
     before = [] if whole else turns(row, prompt)
     conversations = [with_media(row, [*before, *answer]) for answer in (chosen, rejected)]
-    return Reading(conversations, [CHOSEN, REJECTED], common_turns(*conversations) if whole else len(before))
+    shared = common_turns(*conversations) if whole else len(before)
+    skipped = frozenset({"system", *PROMPTS}) - (frozenset() if whole else {"system", asked})
+    return Reading(conversations, [CHOSEN, REJECTED], shared, skipped)
 
 
 PAIR = Layout(

@@ -48,9 +48,15 @@ def _read_image_reward(row: Row) -> Reading:
     return images_for(row, row["prompt"], images, [-rank for rank in ranks])
 
 
+BESIDE = MEDIA | {"system"}  # read by `images_for`
+
 IMAGE_PAIR = Layout(
-    "text-to-image", _read_pair, frozenset({"prompt", "chosen_image", "rejected_image"}), optional=MEDIA | {"system"}
+    "text-to-image", _read_pair, frozenset({"prompt", "chosen_image", "rejected_image"}), optional=BESIDE
 )
-HPSV3 = Layout("HPSv3", _read_hpsv3, frozenset({"prompt", "path1", "path2"}))
-PICK_A_PIC = Layout("Pick-a-Pic", _read_pick_a_pic, frozenset({"caption", "jpg_0", "jpg_1", "label_0"}))
-IMAGE_REWARD = Layout("ImageReward", _read_image_reward, frozenset({"prompt", "generations", "ranking"}))
+HPSV3 = Layout("HPSv3", _read_hpsv3, frozenset({"prompt", "path1", "path2"}), optional=BESIDE)
+PICK_A_PIC = Layout(
+    "Pick-a-Pic", _read_pick_a_pic, frozenset({"caption", "jpg_0", "jpg_1", "label_0"}), optional=BESIDE
+)
+IMAGE_REWARD = Layout(
+    "ImageReward", _read_image_reward, frozenset({"prompt", "generations", "ranking"}), optional=BESIDE
+)
