@@ -38,24 +38,24 @@ def recognise(columns: Iterable[str], layouts: Sequence[Layout] = LAYOUTS) -> La
     """The one of `layouts` that columns of these names are read by.
 
     Raises:
-        DataError: listing the columns, the nearest known layout and what it lacks.
+        DataError: listing the columns, and what the nearest layout lacks if at least half of its columns are there.
     """
     names = frozenset(columns)
     for layout in layouts:
         if layout.matches(names):
             return layout
-    # Near: few columns missing; among equals, many of its columns there.
-    nearest = min(layouts, key=lambda layout: (_missing(layout, names), -len(layout.known() & names)))
+    nearest = max(layouts, key=lambda layout: (_share(layout, names), len(layout.known() & names)))
+    hint = f": the nearest is `{nearest.name}`, which also needs {nearest.lacks(names)}"
     raise DataError(
-        f"no known layout has the columns {', '.join(sorted(names)) or '(none)'}: the nearest is `{nearest.name}`, "
-        f"which also needs {nearest.lacks(names)} (docs/data.md shows every layout)"
+        f"no known layout has the columns {', '.join(sorted(names)) or '(none)'}"
+        f"{hint if _share(nearest, names) >= 0.5 else ''} (docs/data.md shows every layout)"
     )
 
 
-def _missing(layout: Layout, names: frozenset[str]) -> float:
-    wanted = len(layout.required) + bool(layout.one_of)
-    absent = len(layout.required - names) + (bool(layout.one_of) and not layout.one_of & names)
-    return absent / wanted
+def _share(layout: Layout, names: frozenset[str]) -> float:
+    """Return the share of the columns that `layout` needs that are there."""
+    needed = len(layout.required) + bool(layout.one_of)
+    return (len(layout.required & names) + bool(layout.one_of & names)) / needed
 
 
 def read_row(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any]) -> Comparison:
@@ -69,6 +69,8 @@ def read_row(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any])
     with with_row_id(row_id):
         layout = recognise(cells)
         reading = layout.read(cells)
+        if reading.unjudged:
+            raise RowError(f"{reading.unjudged}: remove the row, or leave such rows out with bad_rows: skip")
         branches = _checked([Branch(resolved(b.messages, resolve), b.rating) for b in _tied(reading, cells)])
         other = {name: value for name, value in cells.items() if name not in layout.known() | SPECIAL}
         category = cells.get("category")
