@@ -20,8 +20,10 @@ from vlmrm.errors import DataError, RowError
 
 __all__ = [
     "LAYOUTS",
+    "MALFORMED",
     "SPECIAL",
     "Layout",
+    "cells_and_id",
     "check_all_read",
     "is_noteworthy",
     "read_row",
@@ -32,6 +34,9 @@ __all__ = [
 
 # The first that fits reads the row: the particular before the general.
 LAYOUTS = (PICK_A_PIC, IMAGE_REWARD, HPSV3, IMAGE_PAIR, RANKED, ALPACA, SHAREGPT, SWIFT, PAIR)
+
+# The one column of a line that is no row; it says why.
+MALFORMED = "$malformed"
 
 
 def recognise(columns: Iterable[str], layouts: Sequence[Layout] = LAYOUTS) -> Layout:
@@ -64,8 +69,7 @@ def read_row(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any])
     Raises:
         RowError: with the row's id, what is wrong and what to do.
     """
-    cells = {name: value for name, value in row.items() if value is not None}
-    row_id = str(cells.get("id", row_id))
+    cells, row_id = cells_and_id(row, row_id)
     with with_row_id(row_id):
         layout = recognise(cells)
         reading = layout.read(cells)
@@ -85,6 +89,18 @@ def read_row(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any])
         )
         check_all_read(cells, layout, reading, comparison, resolve)
         return comparison
+
+
+def cells_and_id(row: Mapping[str, Any], row_id: str) -> tuple[dict[str, Any], str]:
+    """Return the cells of a row that are not empty, and its own id where it has one.
+
+    Raises:
+        RowError: when it is a line that could not be parsed.
+    """
+    if row.get(MALFORMED) is not None:
+        raise RowError(row[MALFORMED], row_id)
+    cells = {name: value for name, value in row.items() if value is not None}
+    return cells, str(cells.get("id", row_id))
 
 
 @contextmanager
