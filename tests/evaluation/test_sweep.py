@@ -18,7 +18,9 @@ from runs import colour_pairs, finish, square, start, words, write_rows
 from safetensors.torch import load_file, save_file
 
 from vlmrm import cli, load_scorer, media_store
+from vlmrm.data.arguments import DataArguments
 from vlmrm.data.fingerprint import data_fingerprint
+from vlmrm.data.sources import load_train_and_eval
 from vlmrm.errors import BelowThreshold, ConfigError, DataError
 from vlmrm.evaluation import measuring
 from vlmrm.evaluation import sweep as sweep_module
@@ -129,6 +131,41 @@ def test_equal_scores_are_counted_apart_and_are_not_right(run_folder, data):
 def test_a_checkpoint_itself_may_be_named(run_folder, data):
     [row] = sweep(asked(run_folder / "checkpoint-10", data)).rows
     assert (row["checkpoint"], row["model"]) == ("checkpoint-10", str(run_folder))
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"eval_dataset_path": "nope.jsonl"}, "eval_dataset_path is a key of training, .*: name the rows to score as"),
+        (
+            {"eval_dataset_split": "test"},
+            "eval_dataset_split is a key of training, .*: give the split .* dataset_split",
+        ),
+        ({"max_train_samples": 3}, "max_train_samples is a key of training, .*: give max_eval_samples"),
+        ({"streaming": True}, "streaming is a key of training"),
+        ({"shuffle_buffer": 7}, "shuffle_buffer is a key of training"),
+        ({"eval_fraction": 0.5, "dataset_weights": [2]}, "dataset_weights are of the rows that are trained on"),
+        ({"eval_fraction": 0.5, "train_data": "data/pairs.jsonl"}, r"train_data names data/pairs\.jsonl as a whole"),
+        ({"benchmark": "hpdv2", "eval_fraction": 0.5}, "eval_fraction does not go with benchmark"),
+        ({"benchmark": "hpdv2", "dataset_split": "test"}, "dataset_split does not go with benchmark"),
+        ({"benchmark": "hpdv2", "dataset_weights": [2]}, "dataset_weights does not go with benchmark"),
+        ({"benchmark": "hpdv2", "dataset_path": ["a", "b"]}, "dataset_path names 2 copies of one benchmark"),
+    ],
+)
+def test_keys_of_the_data_that_would_be_ignored_are_refused(keys, reason, run_folder, data):
+    with pytest.raises(ConfigError, match=reason):
+        sweep(asked(run_folder, "data/pairs.jsonl", **keys))
+    assert not Path("results.csv").exists()
+
+
+def test_the_rows_that_a_training_held_out_can_be_evaluated(run_folder, here):
+    data = colour_pairs(here / "many", 24, prompt=[f"Which colour is square {i}?" for i in range(24)])
+    keys = {"eval_fraction": 0.25, "split_seed": 3}
+    _, held_out = load_train_and_eval(DataArguments(dataset_path=[str(data)], **keys))
+    sweep(asked(run_folder / "checkpoint-10", data, ablations="none", **keys))
+    assert 0 < len(held_out) < 24
+    scored = pd.read_parquet("results.scores.parquet")
+    assert set(scored["comparison_id"]) == {row["comparison"].id for row in held_out}
 
 
 def test_a_broken_checkpoint_is_a_row_and_the_exit_code(run_folder, data, capsys):

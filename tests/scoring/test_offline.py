@@ -316,10 +316,26 @@ def test_input_that_is_no_table_of_answers_is_refused_at_once(tmp_path):
 # The command line ----------------------------------------------------------------------------------------------------
 
 
+def command(*words: str) -> None:
+    cli.app(list(words), exit_on_error=False, result_action="return_value")
+
+
 def words(job: OfflineJob) -> list[str]:
     inputs = [word for path in job.input for word in ("--input", path)]
     sizes = ["--shard-rows", str(job.shard_rows), "--dtype", "float32"]
     return ["score", "--model", job.model, *inputs, "--output", str(job.output), *sizes]
+
+
+@pytest.mark.parametrize("word", [["--response", "A"], ["--image", "a.png"], ["--response-image", "a"], ["--json"]])
+def test_what_belongs_to_a_prompt_does_not_go_with_input(word):
+    with pytest.raises(ConfigError, match=f"{word[0]} goes with --prompt, and --input says what to score"):
+        command("score", "--model", "m", "--input", "a.jsonl", "--output", "o", *word)
+
+
+@pytest.mark.parametrize("word", [["--output", "o"], ["--image-root", "i"], ["--streaming"], ["--ray-workers", "2"]])
+def test_what_belongs_to_an_input_does_not_go_with_a_prompt(word):
+    with pytest.raises(ConfigError, match=f"{word[0]} goes with --input, and --prompt says what to score"):
+        command("score", "--model", "m", "--prompt", "?", "--response", "A", *word)
 
 
 def test_the_command_says_what_it_did_and_fails_for_broken_rows(job, tmp_path, capsys):

@@ -10,6 +10,7 @@ from vlmrm.data.schema import Message
 from vlmrm.errors import RowError
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
+HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
 
 
@@ -29,6 +30,23 @@ def to_messages(value: Any, role: str) -> list[Message]:
     if not isinstance(value, Sequence) or isinstance(value, bytes) or not value:
         raise RowError(f"expected a text or a list of messages for the {role}, got {_short(value)}")
     return [_to_message(message, role) for message in value]
+
+
+def hh_turns(value: Any) -> Any:
+    """Return a text that spells out its turns as Anthropic's HH data do as messages; anything else as it is.
+
+    "\\n\\nHuman: Hello\\n\\nAssistant:", as a prompt ends, has no turn of the assistant yet.
+    """
+    if not isinstance(value, str):
+        return value
+    text = "\n\n" + value.lstrip() if value.lstrip().startswith("Human:") and "\n\nAssistant:" in value else value
+    if not text.startswith(("\n\nHuman:", "\n\nAssistant:")):
+        return value
+    _, *pieces = HH_TURN.split(text.rstrip())
+    turns = zip(pieces[::2], pieces[1::2], strict=True)
+    messages = [{"role": "user" if name == "Human" else "assistant", "content": said.strip()} for name, said in turns]
+    unanswered = len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}
+    return messages[:-1] if unanswered else messages
 
 
 def _to_message(message: Any, role: str) -> Message:

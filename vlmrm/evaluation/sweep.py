@@ -20,9 +20,9 @@ from vlmrm.config import parse
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.data.schema import Comparison
-from vlmrm.data.sources import comparisons_of, load_comparisons
+from vlmrm.data.sources import comparisons_of, load_comparisons, load_train_and_eval
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.evaluation.arguments import EvaluationArguments
+from vlmrm.evaluation.arguments import EvaluationArguments, check_data_keys
 from vlmrm.evaluation.choosing import Criterion
 from vlmrm.evaluation.conclusion import SweepResult, conclude
 from vlmrm.evaluation.files import sole_writer
@@ -50,6 +50,7 @@ def sweep(argv: Sequence[str]) -> SweepResult:
         DataError: when the data cannot be read. A checkpoint that cannot be is a row with its error.
     """
     args, data_args = parse((EvaluationArguments, DataArguments), argv, "eval_rm.py")
+    check_data_keys(args, data_args)
     log_path = start_log("eval")
     processes = launched()
     with sole_sweep(Path(args.output_file), processes):
@@ -150,9 +151,14 @@ def evaluate_all(checkpoints: Iterable[Path], dataset: Dataset, run: Run, result
 
 
 def open_data(public: Benchmark | None, data_args: DataArguments) -> Any:
-    """The comparisons to score: a public benchmark's, from the hub or the local copy at dataset_path, or one's own."""
+    """Return the comparisons to score: a public benchmark's, or those of dataset_path.
+
+    With `eval_fraction` these are the rows that a training of the same dataset_path and split_seed holds out.
+    """
     if public is not None:
         return load_benchmark(public.name, next(iter(data_args.dataset_path), None), data_args)
+    if data_args.eval_fraction:
+        return load_train_and_eval(data_args)[1]
     return load_comparisons(
         data_args.dataset_path,
         arguments=data_args,

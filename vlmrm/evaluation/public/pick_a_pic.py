@@ -19,7 +19,8 @@ THRESHOLDS = np.arange(11) / 10
 
 
 def _translate(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in ("caption", "jpg_0", "jpg_1", "label_0", "split")}
+    names = ("caption", "jpg_0", "jpg_1", "label_0", "split", "has_label")
+    return {name: row[name] for name in names if name in row}
 
 
 def accuracy_at(frame: pd.DataFrame, threshold: float) -> float:
