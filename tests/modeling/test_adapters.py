@@ -14,7 +14,7 @@ from peft import get_peft_model
 from runs import colour_pairs
 from safetensors.torch import load_file, save_file
 from samples import scores, tiny_llava
-from transformers import BitsAndBytesConfig, LlavaConfig
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -28,7 +28,6 @@ from vlmrm.modeling import (
     make_tiny,
     merge,
     quantization_config,
-    reward_model_class,
     save_reward_files,
     verify_complete,
     write_complete,
@@ -242,7 +241,7 @@ def quantizing(monkeypatch):
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, "llava"])
 def test_4_bits_are_for_the_language_model_and_nothing_else(quantizing, tmp_path, arch):
     if arch == "llava":
-        model = reward_model_class(LlavaConfig())(tiny_llava())
+        model = AutoModelForImageTextToText.from_config(tiny_llava())
     else:
         model = load_for_training(make_tiny(tmp_path, arch=arch), head="mlp")
     skipped = get_keys_to_not_convert(model) + quantizing.llm_int8_skip_modules
