@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import httpx2 as httpx
@@ -148,6 +149,14 @@ def test_a_reward_that_reads_no_answer_refuses_it_by_name():
     about = [turn("user", GREEN, "Explain."), turn("assistant", "So.")]
     [shown] = engine("Brightness")([{"messages": about}])
     assert "its answer is no image or video alone, and this reward reads no response" in shown["error"]
+
+
+def test_a_worker_takes_no_unknown_key_for_a_score_or_an_error():
+    answer = import_module("vlmrm.serving.worker.__main__").answer
+    [good] = answer(lambda items: [{"score": 1, "extra": {"error": "?"}}], {"id": 1, "items": [{}]}, set())["outcomes"]
+    assert good == {"score": 1.0, "extra": {"error": "?"}}
+    failed = answer(lambda items: [{"score": 1, "aesthetics": 2}], {"id": 1, "items": [{}]}, set())
+    assert failed["kind"] == "failed" and "answered the key aesthetics: put what is no" in failed["error"]
 
 
 def boastful(**settings):

@@ -300,6 +300,7 @@ OTHERS = {task: [-10.0, -10.0] for task in ("single_object", "two_object", "coun
         ("ocr", [told(0.5, read="x")], {"ocr_reward": [0.5]}),
         ("unified_reward", [{"score": 4.0}], {"unified_reward": [0.8]}),
         ("vlm_reward", [{"score": 1.5}], {"mine": [1.5]}),
+        ("my.Reward", [told(1.5, scores=[3, 4])], {"mine": [1.5]}),  # of no handler
     ],
 )
 def test_each_reward_has_its_documented_keys(kind, outcomes, expected):

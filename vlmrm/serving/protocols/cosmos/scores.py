@@ -19,7 +19,8 @@ def scores_of(reward: RewardSettings, outcomes: Sequence[Outcome], geneval: dict
     Args:
         geneval: the request's `tags`, `includes` and `only_strict`, where it has them.
     """
-    if all("scores" in outcome.get("extra", {}) for outcome in outcomes):  # of a handler, which has keys of its own
+    # Of a handler, which has keys of its own.
+    if reward.engine and all("scores" in outcome.get("extra", {}) for outcome in outcomes):
         return _together([outcome["extra"]["scores"] for outcome in outcomes])
     if reward.reward_type == "gen_eval" and geneval is not None:
         return _gen_eval(outcomes, geneval)
