@@ -1,4 +1,4 @@
-# One verb each. Everything runs in .venv, made on first use; only Python 3.10 or newer, make and a C compiler are needed.
+# One verb each. Everything runs in .venv, made on first use; only Python 3.11 or newer, make and a C compiler are needed.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from vlmrm.config import load_yaml, parse
 from vlmrm.errors import ConfigError
 
 
-class When(str, Enum):
+class When(StrEnum):
     NO = "no"
     STEPS = "steps"
 

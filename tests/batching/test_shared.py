@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import shutil
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -15,9 +18,10 @@ from transformers import AutoProcessor
 from vlmrm.batching.layout import Layout
 from vlmrm.batching.tree import grow
 from vlmrm.data.messages import to_messages
-from vlmrm.modeling import freeze, load_for_training
+from vlmrm.errors import ConfigError
+from vlmrm.modeling import freeze, load_for_training, shared_attention
 from vlmrm.modeling.batchers import batcher_for
-from vlmrm.modeling.shared_attention import per_segment
+from vlmrm.modeling.shared_attention import per_segment, shared_prefix
 from vlmrm.modeling.tiny import make_tiny
 from vlmrm.rendering import Renderer
 
@@ -307,3 +311,67 @@ def varlen_on_cpu(query, key, value, layout, scale):
             torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
         )
     return torch.cat(outputs, 2).transpose(1, 2)
+
+
+@pytest.fixture
+def windowed(checkpoints, tmp_path):
+    """A checkpoint whose layers see eight tokens back; the other keys are those of the one it was made from."""
+    folder = shutil.copytree(checkpoints["qwen2_5_vl"], tmp_path / "windowed")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 0,
+        "layer_types": ["sliding_attention"] * 2,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_sliding_window_is_not_lost_on_the_way_to_the_shared_batch(checkpoints, windowed, caplog):
+    with caplog.at_level(logging.WARNING, "vlmrm"):
+        reference, shared = (scores for scores, _ in both(windowed, CASES["one pair"]))
+    torch.testing.assert_close(shared, reference, rtol=1e-5, atol=1e-5)
+    without = both(checkpoints["qwen2_5_vl"], CASES["one pair"])[0][0]
+    assert (reference - without).abs().max() > 1e-3, "the window changes scores"
+    assert "batching: reference, because shared attention does not know the sliding window of 8" in caplog.text
+
+
+def attend(**keywords):
+    layout = Layout.of(grow([np.arange(6), np.arange(5)]))
+    states = torch.randn(1, 2, len(layout), 8, generator=torch.manual_seed(0))
+    mask = keywords.pop("attention_mask", None)
+    return shared_prefix(torch.nn.Identity(), states, states, states, mask, layout=layout, **keywords)[0]
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"sliding_window": 5},
+        {"s_aux": torch.zeros(2)},
+        {"softcap": 30.0},
+        {"is_causal": False},
+        {"cu_seq_lens_q": torch.tensor([0, 3])},
+        {"a_keyword_of_tomorrow": 1},
+        {"attention_mask": torch.ones(1, 1, 6, 6, dtype=torch.bool)},
+    ],
+)
+def test_attention_refuses_by_name_what_it_does_not_compute(keywords):
+    with pytest.raises(ConfigError, match=rf"does not compute {next(iter(keywords))}.*: write batching: reference\."):
+        attend(**keywords)
+
+
+def test_keywords_that_change_nothing_change_nothing():
+    harmless = {"sliding_window": 6, "position_ids": torch.arange(6), "use_cache": False, "softcap": None}
+    torch.testing.assert_close(attend(**harmless), attend(), rtol=0, atol=0)
+
+
+def test_a_torch_whose_kernel_lacks_a_keyword_is_refused_before_any_step(checkpoints, monkeypatch):
+    """That of torch 2.11; 2.10 lacks two more."""
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        pass
+
+    monkeypatch.setattr(shared_attention, "varlen_attn", varlen_attn)
+    with pytest.raises(ConfigError, match=r"torch 2\.12 or newer.* does not know enable_gqa: install a newer torch"):
+        rendered_of(checkpoints, CASES["one pair"])

@@ -158,6 +158,7 @@ def test_cells_that_are_none_are_absent():
         ({"rejected": None}, "also needs `rejected`"),
         ({"prompt": "<image><image> Which?", "images": ["a.png"]}, "more images"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "more images"),
+        ({"prompt": "<image> or <image>?", "videos": ["a.mp4"], "images": ["a.png"]}, "more images"),
         ({"prompt": "Other", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "without the row's `prompt`"),
     ],
 )
@@ -165,6 +166,14 @@ def test_a_bad_row_is_named_and_explained(change, reason):
     with pytest.raises(RowError, match=reason) as caught:
         read(**{"id": "r1", "prompt": "Look.", "chosen": "good", "rejected": "bad", **change})
     assert caught.value.row_id == "r1" and "row r1" in str(caught.value)
+
+
+@pytest.mark.parametrize("media", [{}, {"images": []}, {"videos": ["a.mp4"]}])
+def test_a_placeholder_is_text_where_the_row_has_no_media_of_its_kind(media):
+    row = read(prompt="What does <image> mean in HTML?", chosen="A picture.", rejected="No idea.", **media)
+    shown = [{"type": "video", "video": "a.mp4"}] if "videos" in media else []
+    [turn] = row.prompt
+    assert turn["content"] == [*shown, {"type": "text", "text": "What does <image> mean in HTML?"}]
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,11 @@ def test_keys_that_do_not_go_together_are_refused_before_anything_is_loaded(refu
     assert not (tmp_path / "out").exists()
 
 
+def test_an_output_folder_that_cannot_be_made_is_named(refused, training, tmp_path):
+    (tmp_path / "out").write_text("a file")
+    assert f"output_dir {tmp_path / 'out'} cannot be written" in refused(2, "train", *training())
+
+
 def test_data_that_is_not_there_is_named(refused, training, tmp_path):
     arguments = training()
     data = tmp_path / "data" / "pairs.jsonl"
@@ -200,13 +205,75 @@ def test_a_model_that_cannot_be_used_is_named(refused, training, tmp_path, tiny_
     assert str(folder) in refused(4, "train", *arguments)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(refused, training, tmp_path):
-    arguments = training(save_steps=1, learning_rate=1e30, max_grad_norm=0.0, max_steps=20)
+def test_a_training_whose_rows_are_all_left_out_stops_before_the_first_step(refused, training, tmp_path):
+    """Otherwise it would call a random head a trained reward model."""
+    sentence = refused(5, "train", *training(max_seq_length=20))
+    assert "none of the 4 rows of dataset_path" in sentence and "over max_seq_length 20" in sentence
+    assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
+
+    arguments = training(bad_rows="skip")
+    for path in (tmp_path / "data").glob("*.png"):
+        path.unlink()
     sentence = refused(5, "train", *arguments)
-    assert "the loss is" in sentence and "learning_rate" in sentence and str(tmp_path / "out") in sentence
-    saved = list((tmp_path / "out").glob("checkpoint-*/COMPLETE.json"))
-    assert saved
-    assert not (tmp_path / "out/final").exists()
+    assert "none of the 4 rows of dataset_path" in sentence and "does not exist" in sentence
+    assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
+
+
+def test_a_stream_whose_rows_are_all_left_out_saves_nothing(refused, training, tmp_path):
+    sentence = refused(5, "train", *training(streaming=True, max_seq_length=20, max_steps=3, save_steps=2))
+    assert "nothing was trained" in sentence and "over max_seq_length 20" in sentence
+    assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
+
+
+def test_rows_that_weigh_nothing_train_nothing(refused, training, tmp_path):
+    arguments = training()
+    data = tmp_path / "data/pairs.jsonl"
+    write_rows(data, [json.loads(line) | {"weight": 0.0} for line in data.read_text().splitlines()])
+    assert "none of the 4 rows of dataset_path" in refused(5, "train", *arguments)
+    assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
+
+
+@pytest.mark.parametrize("what", ["overlong", "ties"])
+def test_an_evaluation_set_without_a_pair_stops_before_the_first_step(refused, training, tmp_path, what):
+    held_out = colour_pairs(tmp_path / "eval", 3, **({"tie": True} if what == "ties" else {}))
+    if what == "overlong":
+        rows = [json.loads(line) for line in held_out.read_text().splitlines()]
+        write_rows(held_out, [row | {"chosen": row["chosen"] * 200} for row in rows])
+    keys = {"eval_dataset_path": held_out, "eval_strategy": "steps", "eval_steps": 2, "max_seq_length": 200}
+    sentence = refused(5, "train", *training(**keys))
+    assert "eval_dataset_path" in sentence and ("max_seq_length" in sentence) == (what == "overlong")
+    assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
+
+
+def test_a_large_share_of_rows_left_out_is_said(train_here, tmp_path, capsys):
+    data = colour_pairs(tmp_path / "data", 8)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    for row in rows[:3]:
+        row["chosen"] = "long " * 200
+    write_rows(data, rows)
+    train_here(data, max_seq_length=120, max_steps=4)
+    assert "3 of 8 rows (38 %) were left out" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(refused, training, tmp_path):
+    # The first step of the warmup has a rate of zero.
+    rate = {"learning_rate": 1e30, "warmup_steps": 2, "max_grad_norm": 0.0}
+    sentence = refused(5, "train", *training(save_steps=1, max_steps=20, **rate))
+    assert "learning_rate" in sentence and str(tmp_path / "out") in sentence
+    assert [path.parent.name for path in (tmp_path / "out").glob("*/COMPLETE.json")] == ["checkpoint-1"]
+
+    sentence = refused(5, "train", *training(output_dir=tmp_path / "unsaved", max_steps=20, **rate))
+    assert "the loss is" in sentence and "learning_rate" in sentence
+
+
+@pytest.mark.parametrize("rate", [1e9, 1e30], ids=["finite", "infinite"])
+def test_weights_without_finite_scores_are_not_saved_as_complete(refused, training, tmp_path, capfd, rate):
+    """The loss of the step was finite: what its update made of the weights shows in the next forward only."""
+    keys = {"save_steps": 1, "learning_rate": rate, "max_grad_norm": 0.0}
+    for resume in ("false", "auto"):
+        sentence = refused(5, "train", *training(**keys, max_steps=1, resume_from_checkpoint=resume))
+        assert "after step 1" in sentence and "learning_rate" in sentence
+        assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
 
 
 @pytest.mark.slow

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from vlmrm import cli
+from vlmrm.config import load_yaml
 from vlmrm.errors import ConfigError
 from vlmrm.frames import demo
 from vlmrm.frames.checkpoint import save_classifier
 from vlmrm.frames.classifier import build_classifier
 from vlmrm.frames.classifier_config import classifier_config
-from vlmrm.frames.settings import read_yaml
 
 TINY = {"n_steps": 16, "batch_size": 32}
 
@@ -22,7 +22,7 @@ TINY = {"n_steps": 16, "batch_size": 32}
 def output(tmp_path, monkeypatch):
     """A demo's folder with an untrained classifier; what comes of the shipped configuration is made short."""
     short = {"total_steps": 64, "num_envs": 2, "max_steps": 40, "evaluate_every": 32, "evaluation_episodes": 3}
-    monkeypatch.setattr(demo, "read_yaml", lambda path: read_yaml(path) | short | {"hyperparameters": TINY})
+    monkeypatch.setattr(demo, "load_yaml", lambda path: load_yaml(path) | short | {"hyperparameters": TINY})
     torch.manual_seed(0)
     figures = {"auc": 0.5, "validation_frames": 10, "validation_successes": 2, "precision": 0.2, "recall": 1.0}
     config = classifier_config(image_keys=("base_camera",), image_size=(3, 64, 64), metrics=figures)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from transformers import LlavaConfig
 
 
 def conversation(text: str, answer: str, *colours: str) -> list[dict[str, Any]]:
@@ -38,3 +39,18 @@ def scores(model, processor, conversations=SAMPLES, side: str = "right") -> torc
     """One float32 score for each conversation: [N]."""
     with torch.no_grad():
         return model.eval()(**batch_of(processor, conversations, side)).logits[:, 0]
+
+
+def tiny_llava() -> LlavaConfig:
+    """An architecture outside the Qwen family: its tower and projector stand beside the language model."""
+    return LlavaConfig(
+        vision_config={
+            "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        },
+        text_config={
+            "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 50,
+        },
+        image_token_index=49,
+    )  # fmt: skip

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import get_peft_model
+from runs import colour_pairs
 from safetensors.torch import load_file, save_file
-from samples import scores
+from samples import scores, tiny_llava
+from transformers import BitsAndBytesConfig, LlavaConfig
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling import (
@@ -22,10 +28,13 @@ from vlmrm.modeling import (
     make_tiny,
     merge,
     quantization_config,
+    reward_model_class,
     save_reward_files,
     verify_complete,
     write_complete,
 )
+from vlmrm.modeling.manifest import weights_digest
+from vlmrm.modeling.tiny import ARCHITECTURES
 
 
 def save_adapter(folder: Path, base: Path, head: str = "linear") -> torch.Tensor:
@@ -40,10 +49,26 @@ def save_adapter(folder: Path, base: Path, head: str = "linear") -> torch.Tensor
                 weight.add_(0.1 * torch.randn_like(weight))
     adapted.save_pretrained(folder)
     save_reward_files(
-        folder, processor=processor, head=head, min_pixels=None, max_pixels=9999, provenance={"base_model": "tiny"}
+        folder,
+        processor=processor,
+        head=head,
+        min_pixels=None,
+        max_pixels=9999,
+        provenance={"base_model": "tiny"},
+        base_digest=weights_digest(base),
     )
     write_complete(folder, world_size=1, step=7)
     return scores(adapted, processor)
+
+
+def without_base_digest(adapter: Path, folder: Path) -> Path:
+    """A copy of an adapter as it was saved before adapters kept the digest of their base."""
+    shutil.copytree(adapter, folder)
+    info = json.loads((folder / "reward_model.json").read_text())
+    del info["base_digest"]
+    (folder / "reward_model.json").write_text(json.dumps(info))
+    (folder / "COMPLETE.json").unlink()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +148,9 @@ def test_an_adapter_without_its_head_is_refused(adapter, tmp_path):
     (folder / "COMPLETE.json").unlink()
     with pytest.raises(CheckpointError, match="has no reward head"):
         load_checkpoint(folder)
+    save_file({"v_head.summary.weight": torch.ones(1, 128)}, folder / "value_head.safetensors")
+    with pytest.raises(CheckpointError, match=r"trained head in value_head\.safetensors"):
+        load_checkpoint(folder)
 
 
 def test_an_adapter_must_fit_its_base(adapter, tmp_path):
@@ -133,8 +161,53 @@ def test_an_adapter_must_fit_its_base(adapter, tmp_path):
     (folder / "COMPLETE.json").unlink()
     with pytest.raises(CheckpointError, match="differ in 1 weights"):
         load_checkpoint(folder)
+    forgetful = without_base_digest(adapter[0], tmp_path / "forgetful")
     with pytest.raises(CheckpointError, match="does not fit its base"):
-        load_checkpoint(adapter[0], base_model_path=make_tiny(tmp_path / "mimo", arch="mimo_vl"))
+        load_checkpoint(forgetful, base_model_path=make_tiny(tmp_path / "mimo", arch="mimo_vl"))
+
+
+def test_an_adapter_is_not_scored_on_another_base_of_equal_shape(train_here, tiny_checkpoint, tmp_path):
+    base = Path(shutil.copytree(tiny_checkpoint, tmp_path / "base"))
+    trained = train_here(colour_pairs(tmp_path / "data", 4), model=base, use_peft=True, max_steps=1).model_dir
+    other = make_tiny(tmp_path / "other", seed=1)
+    refused = pytest.raises(CheckpointError, match=r"was trained on other weights than those of .*base_model_path")
+    with refused:
+        load_checkpoint(trained, base_model_path=other)
+    with refused:
+        merge(trained, tmp_path / "merged", other)
+
+    moved = shutil.copytree(base, tmp_path / "moved")
+    (moved / "README.md").write_text("What stands beside the weights changes nothing.")
+    load_checkpoint(trained, base_model_path=moved)
+    shutil.copy(other / "model.safetensors", base)
+    with refused:
+        load_checkpoint(trained)
+
+
+def test_a_base_of_the_hub_is_opened_at_the_revision_of_the_training(train_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    kept = tmp_path / "hub" / "models--org--name"
+    (kept / "refs").mkdir(parents=True)
+    for seed, (revision, commit) in enumerate({"main": "c0ffee", "v2": "decade"}.items()):
+        make_tiny(kept / "snapshots" / commit, seed=seed)
+        (kept / "refs" / revision).write_text(commit)
+    data = colour_pairs(tmp_path / "data", 4)
+    trained = train_here(data, model="org/name", model_revision="v2", use_peft=True, max_steps=1).model_dir
+    base = load_for_training(kept / "snapshots" / "decade")
+    opened = load_checkpoint(trained).model
+    torch.testing.assert_close(opened.get_input_embeddings().weight.float(), base.get_input_embeddings().weight)
+    (kept / "refs" / "v2").write_text("c0ffee")
+    with pytest.raises(CheckpointError, match="was trained on other weights than those of org/name"):
+        load_checkpoint(trained)
+
+
+def test_an_adapter_that_does_not_know_its_base_says_so(adapter, tmp_path, caplog):
+    folder = without_base_digest(adapter[0], tmp_path / "older")
+    with caplog.at_level(logging.WARNING, "vlmrm"):
+        load_checkpoint(adapter[0])
+        assert "digest of its base" not in caplog.text
+        load_checkpoint(folder)
+    assert f"the adapter {folder} was saved without the digest of its base" in caplog.text
 
 
 def test_adapters_are_merged_before_more_training(adapter):
@@ -155,6 +228,28 @@ def test_4_bits_need_a_gpu():
     assert quantization_config(ModelArguments()) is None
     with pytest.raises(ConfigError, match="CUDA GPU"):
         quantization_config(ModelArguments(use_peft=True, load_in_4bit=True))
+
+
+@pytest.fixture
+def quantizing(monkeypatch):
+    """A machine that can hold weights in 4 bits, as far as configurations look."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(BitsAndBytesConfig, "post_init", lambda self: None)
+    return quantization_config(ModelArguments(use_peft=True, load_in_4bit=True))
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, "llava"])
+def test_4_bits_are_for_the_language_model_and_nothing_else(quantizing, tmp_path, arch):
+    if arch == "llava":
+        model = reward_model_class(LlavaConfig())(tiny_llava())
+    else:
+        model = load_for_training(make_tiny(tmp_path, arch=arch), head="mlp")
+    skipped = get_keys_to_not_convert(model) + quantizing.llm_int8_skip_modules
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    converted = {name for name in linear if should_convert_module(name, skipped)}
+    assert converted == {name for name in linear if name.startswith("model.language_model.")}
+    assert converted and converted < linear
 
 
 @pytest.mark.parametrize("wrong", [{"lora_r": 0}, {"lora_alpha": 0}, {"lora_dropout": 1.0}, {"load_in_4bit": True}])

@@ -7,14 +7,13 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from samples import scores
+from samples import scores, tiny_llava
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoProcessor,
     BertConfig,
-    LlavaConfig,
 )
 
 from vlmrm.errors import CheckpointError
@@ -85,18 +84,7 @@ def test_opens_with_transformers_alone_and_names_what_vllm_looks_for(tiny_checkp
 
 
 def test_other_architectures_go_through_the_factory_and_say_so(tmp_path, caplog):
-    config = LlavaConfig(
-        vision_config={
-            "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
-        },
-        text_config={
-            "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 50,
-        },
-        image_token_index=49,
-    )  # fmt: skip
-    language_model = AutoModelForImageTextToText.from_config(config)
+    language_model = AutoModelForImageTextToText.from_config(tiny_llava())
     language_model.save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, "vlmrm"):
         model = load_for_training(tmp_path).eval()

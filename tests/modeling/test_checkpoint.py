@@ -126,6 +126,55 @@ def test_wrong_weights_are_named(copy, load, change, said):
         load(copy)
 
 
+@pytest.fixture
+def language_model(tiny_checkpoint, tmp_path) -> Path:
+    """A copy of a checkpoint without a head of ours."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "language-model"))
+
+
+VALUE_HEAD = {"v_head.summary.weight": torch.ones(1, 128), "v_head.summary.bias": torch.ones(1)}
+
+
+@pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
+@pytest.mark.parametrize("name", ["value_head.safetensors", "value_head.bin", "rm_head.pt"])
+def test_a_trained_head_in_a_file_of_its_own_is_not_left_for_a_random_one(language_model, load, name):
+    """LLaMA-Factory's layout, in which Skywork-VL-Reward is published, and its like."""
+    if name.endswith(".safetensors"):
+        save_file(VALUE_HEAD, language_model / name)
+    else:
+        torch.save(VALUE_HEAD, language_model / name)
+    with pytest.raises(CheckpointError, match=rf"trained head in {name}.*score it with the library that trained it"):
+        load(language_model)
+
+
+def test_a_trained_head_on_the_hub_is_looked_for(tiny_checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "models--org--name"
+    shutil.copytree(tiny_checkpoint, kept / "snapshots" / "c0ffee")
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("c0ffee")
+    save_file(VALUE_HEAD, kept / "snapshots" / "c0ffee" / "value_head.safetensors")
+    with pytest.raises(CheckpointError, match=r"org/name has a trained head in value_head\.safetensors"):
+        load_for_training("org/name")
+
+
+@pytest.mark.parametrize(
+    "name", ["v_head.summary.weight", "rm_head.0.bias", "reward_head.weight", "classifier.weight", "score.bias"]
+)
+def test_a_trained_head_of_another_layout_is_called_one(language_model, name):
+    weights = load_file(language_model / "model.safetensors")
+    save_file(weights | {name: torch.ones(1)}, language_model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"trained head of another layout \({name}\)"):
+        load_for_training(language_model)
+
+
+@pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
+def test_a_head_under_another_name_is_not_called_missing(copy, load):
+    edit_weights(copy, lambda weights: weights.update({"rm_head.weight": weights.pop("score.weight")}))
+    with pytest.raises(CheckpointError, match=r"trained head of another layout \(rm_head\.weight\)"):
+        load(copy)
+
+
 def test_another_architecture_is_refused(copy, tmp_path):
     other = make_tiny(tmp_path / "qwen2", arch="qwen2_vl")
     vision = json.loads((other / "config.json").read_text())["vision_config"]
@@ -147,8 +196,10 @@ def test_damage_is_noticed_before_loading(copy):
 
 def test_another_chat_template_is_refused(copy):
     template = copy / "chat_template.jinja"
-    # As long as before, so that only its content can tell.
     template.write_text(template.read_text().replace("helpful", "harmful"))
+    with pytest.raises(CheckpointError, match=r"bytes of chat_template.jinja were changed"):
+        load_checkpoint(copy)
+    (copy / "COMPLETE.json").unlink()  # as in a copy that somebody put together by hand
     with pytest.raises(CheckpointError, match=r"chat template .* is not the one"):
         load_checkpoint(copy)
 

@@ -31,11 +31,16 @@ def kept_bytes(function) -> int:
 @pytest.mark.parametrize(
     ("parts", "prefixes"),
     [
-        ({"vit": True}, ["model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"]),
+        ({"vit": True}, ["model.visual"]),  # only what reads text is left to train
+        (
+            {"vit": True, "merger": False},
+            ["model.visual.patch_embed", "model.visual.pos_embed", "model.visual.blocks"],
+        ),
         ({"merger": True}, ["model.visual.merger", "model.visual.deepstack_merger_list"]),
+        ({"merger": False}, []),
         ({"vit": True, "merger": True}, ["model.visual"]),
         ({"llm": True}, ["model.language_model"]),
-        ({"vit": True, "merger": True, "llm": True}, ["model"]),
+        ({"vit": True, "llm": True}, ["model"]),
         ({}, []),
     ],
 )
@@ -66,7 +71,7 @@ def test_a_frozen_tower_keeps_no_activations(tiny_checkpoint, checkpointing, fro
     trained = load_for_training(tiny_checkpoint)
     frozen = load_for_training(tiny_checkpoint)
     if frozen_by != "lora":
-        freeze(frozen, vit=True, merger=True)
+        freeze(frozen, vit=True)
     if frozen_by != "freeze":
         get_peft_model(frozen, lora_config(ModelArguments(use_peft=True), frozen))
     kept = [
@@ -86,7 +91,7 @@ def test_a_frozen_tower_keeps_no_activations(tiny_checkpoint, checkpointing, fro
 def test_a_frozen_tower_with_a_trained_merger_keeps_only_the_mergers(tiny_checkpoint, checkpointing):
     batch = batch_of(AutoProcessor.from_pretrained(tiny_checkpoint), SAMPLES[:4])
     model = load_for_training(tiny_checkpoint)
-    freeze(model, vit=True)
+    freeze(model, vit=True, merger=False)
     prepare(model, checkpointing)
     with_merger = kept_bytes(lambda: model.vision_features(batch["pixel_values"], batch["image_grid_thw"]))
     merger = model.model.visual.merger
@@ -110,7 +115,7 @@ def test_an_error_in_a_frozen_tower_leaves_gradients_on(tiny_checkpoint):
 def test_only_the_head_is_left(tiny_checkpoint):
     batch = batch_of(AutoProcessor.from_pretrained(tiny_checkpoint), SAMPLES[:4])
     model = load_for_training(tiny_checkpoint, head="mlp")
-    freeze(model, vit=True, merger=True, llm=True)
+    freeze(model, vit=True, llm=True)
     model(**batch).logits.sum().backward()
     trained = {name for name, weight in model.named_parameters() if weight.grad is not None}
     assert trained == {"score.weight", "score_hidden.0.weight", "score_hidden.0.bias"}
@@ -122,5 +127,23 @@ def test_an_unknown_part_is_refused_by_name():
             super().__init__()
             self.model = torch.nn.ModuleDict({"eyes": torch.nn.Linear(1, 1), "mouth": torch.nn.Linear(1, 1)})
 
-    with pytest.raises(ConfigError, match=r"freeze_vit.*only eyes, mouth"):
+    with pytest.raises(ConfigError, match=r"freeze_vit.*only eyes, mouth: remove freeze_vit"):
         freeze(Odd(), vit=True)
+
+
+def test_a_merger_under_an_unknown_name_is_not_left_training():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = torch.nn.ModuleDict({"visual": torch.nn.Linear(1, 1), "bridge": torch.nn.Linear(1, 1)})
+
+    with pytest.raises(
+        ConfigError, match=r"freeze_vit.*has no merger.*only visual, bridge: write freeze_merger: false"
+    ):
+        freeze(Odd(), vit=True)
+    odd = Odd()
+    freeze(odd, vit=True, merger=False)
+    assert {name for name, weight in odd.named_parameters() if weight.requires_grad} == {
+        "model.bridge.weight",
+        "model.bridge.bias",
+    }

@@ -36,7 +36,7 @@ def checkpoint(request, tiny_checkpoint, tmp_path_factory) -> Path:
 
 def frozen(folder: Path, **options):
     model = load_for_training(folder, **options)
-    freeze(model, vit=True, merger=True)
+    freeze(model, vit=True)
     return model.eval()
 
 
@@ -231,9 +231,9 @@ def test_a_full_disk_is_said_once_and_changes_no_score(tiny_checkpoint, tmp_path
 def test_what_cannot_work_is_refused(tiny_checkpoint, tmp_path):
     (tmp_path / "file").touch()
     model = load_for_training(tiny_checkpoint)
-    with pytest.raises(ConfigError, match="set freeze_vit: true and freeze_merger: true"):
+    with pytest.raises(ConfigError, match="set freeze_vit: true without freeze_merger: false"):
         model.use_vision_cache(tmp_path)
-    freeze(model, vit=True)
+    freeze(model, vit=True, merger=False)
     with pytest.raises(ConfigError, match="freeze_merger"):
         model.use_vision_cache(tmp_path)
     freeze(model, merger=True)
@@ -256,7 +256,7 @@ def test_two_processes_write_and_evict_at_once(tiny_checkpoint, tmp_path):
 
 def test_training_sweep_and_scorer_share_a_cache_and_give_the_same_as_without(train_here, tmp_path, monkeypatch):
     data = [colour_pairs(tmp_path / "data", 8), text_pairs(tmp_path / "texts", 2)]
-    folder, frozen_keys = tmp_path / "cache", {"freeze_vit": True, "freeze_merger": True}
+    folder, frozen_keys = tmp_path / "cache", {"freeze_vit": True}
     plain = train_here(data, "plain", **frozen_keys)
     with monkeypatch.context() as patch:
         calls = []
@@ -292,8 +292,11 @@ def test_lora_may_cache_and_a_trained_tower_may_not(train_here, tmp_path):
     data = colour_pairs(tmp_path / "data", 4)
     train_here(data, "lora", use_peft=True, max_steps=1, vision_cache_dir=tmp_path / "cache")
     assert stored(tmp_path / "cache")
-    with pytest.raises(ConfigError, match=r"vision_cache_dir: .* set freeze_vit: true and freeze_merger: true"):
-        train_here(data, "full", freeze_vit=True, vision_cache_dir=tmp_path / "cache")
+    for keys in ({}, {"freeze_merger": True}, {"freeze_vit": True, "freeze_merger": False}):
+        with pytest.raises(
+            ConfigError, match=r"vision_cache_dir: .* set freeze_vit: true without freeze_merger: false"
+        ):
+            train_here(data, "full", vision_cache_dir=tmp_path / "cache", **keys)
 
 
 @pytest.mark.slow
@@ -301,7 +304,7 @@ def test_lora_may_cache_and_a_trained_tower_may_not(train_here, tmp_path):
 def test_ranks_that_have_different_images_cached_train_together(tmp_path, tiny_checkpoint, train_here, engine):
     """Batches of one row: while one rank finds its picture, another computes its own, and a third case has none."""
     data = [colour_pairs(tmp_path / "data", 6), text_pairs(tmp_path / "texts", 4)]
-    keys = {"freeze_vit": True, "freeze_merger": True, "per_device_train_batch_size": 1, "dtype": "float32"}
+    keys = {"freeze_vit": True, "per_device_train_batch_size": 1, "dtype": "float32"}
     plain = train_here(data, "plain", gradient_accumulation_steps=2, **keys)
     if engine == "zero3":
         keys["deepspeed"] = ROOT / "zero3.json"

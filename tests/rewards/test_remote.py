@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from types import SimpleNamespace
 
@@ -102,7 +102,7 @@ def test_a_group_is_one_request_whatever_the_batch_size(start):
 
 def test_what_passes_is_asked_again_and_the_server_says_when(start, waits):
     server = start()
-    later = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=55))
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=55))
     server.faults.extend(
         [
             (503, '{"detail": "loading"}', {"Retry-After": "7"}),

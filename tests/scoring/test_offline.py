@@ -54,7 +54,7 @@ def expected(scorer, *inputs: Path) -> list[list[float]]:
 
 
 def assert_same_rows(found: pd.DataFrame, reference: pd.DataFrame) -> None:
-    """Compare two outputs of one data set: scores to rounding, for threads differ; all else exactly."""
+    """Compare two outputs of one data set: scores to rounding, as threads differ; all else exactly."""
     pd.testing.assert_frame_equal(found.drop(columns="scores"), reference.drop(columns="scores"))
     for mine, theirs in zip(found["scores"], reference["scores"], strict=True):
         assert (mine is None) == (theirs is None)

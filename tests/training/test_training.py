@@ -56,7 +56,7 @@ def test_every_weight_learns_and_the_result_can_score(train_here, tmp_path, tiny
 
 @pytest.mark.parametrize(("part", "prefix"), [("vit", "model.visual."), ("llm", "model.language_model.")])
 def test_a_frozen_part_stays(train_here, tiny_checkpoint, data, part, prefix):
-    result = train_here(data, **{f"freeze_{part}": True, "freeze_merger": part == "vit"})
+    result = train_here(data, **{f"freeze_{part}": True})
     names = changed(start_weights(tiny_checkpoint), weights(result.model_dir))
     frozen = {name for name in weights(result.model_dir) if name.startswith(prefix)}
     if part == "llm":

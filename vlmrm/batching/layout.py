@@ -62,6 +62,11 @@ class Layout:
         """Tokens in the row."""
         return self.spans[-1].stop
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest path: the most that any query sees."""
+        return max(self._lengths()[1])
+
     def ends(self, device: torch.device) -> torch.Tensor:
         """The last tokens of the conversations [N], each position once, in row order."""
         if self._ends is None or self._ends.device != device:

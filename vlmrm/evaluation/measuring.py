@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -169,7 +169,7 @@ def provenance_of(loaded: LoadedReward, run: Run, folder: Path) -> Provenance:
     model = loaded.model
     made = provenance({})
     return {
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+        "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "git_commit": made["git_commit"],
         "versions": made["versions"],
         "data": run.data,

@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vlmrm.config import load_yaml
 from vlmrm.errors import ConfigError
 from vlmrm.frames.checkpoint import read_config
 from vlmrm.frames.collecting import collect, described
 from vlmrm.frames.comparison import write_comparison
 from vlmrm.frames.rl import Run, train_policies
 from vlmrm.frames.rl_settings import RLSettings
-from vlmrm.frames.settings import CollectSettings, checked, read_yaml
+from vlmrm.frames.settings import CollectSettings, checked
 from vlmrm.frames.train_settings import TrainSettings
 from vlmrm.frames.training import train_classifier
 from vlmrm.logs import say
@@ -71,12 +72,12 @@ def classifier(output: Path, seed: int, episodes: int = EPISODES, epochs: int = 
     return checkpoint
 
 
-def policy_settings(output: Path, checkpoint: Path, **changes: Any) -> RLSettings:
+def policy_settings(output: Path, checkpoint: Path, accept_unqualified: bool = False, **changes: Any) -> RLSettings:
     """Those of training_configs/frames_rl.yaml with a classifier and changes."""
     if not CONFIG.is_file():
         raise ConfigError(f"the demo reads {CONFIG.name}: run it from a checkout of the repository.")
-    content = read_yaml(CONFIG)
-    content["reward"]["reward_model"]["checkpoint_path"] = checkpoint
+    content = load_yaml(CONFIG)
+    content["reward"]["reward_model"] |= {"checkpoint_path": checkpoint, "accept_unqualified": accept_unqualified}
     return checked(RLSettings, {**content, "output_dir": output / "rl", **changes}, CONFIG.name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,16 +15,27 @@ from torch import nn
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling.arguments import ModelArguments
-from vlmrm.modeling.checkpoint import ADAPTER_CONFIG, load_for_training, load_scoring_files
-from vlmrm.modeling.freezing import language_model_path
-from vlmrm.modeling.manifest import verify_if_listed, write_complete
-from vlmrm.modeling.reward_files import find_file, read_json_of, save_reward_files
+from vlmrm.modeling.checkpoint import ADAPTER_CONFIG, load_for_training, load_scoring_files, refuse_head_beside
+from vlmrm.modeling.freezing import LANGUAGE_MODELS, language_model_path
+from vlmrm.modeling.manifest import verify_if_listed, weights_digest, write_complete
+from vlmrm.modeling.reward_files import (
+    find_file,
+    local_folder,
+    read_json_of,
+    read_reward_file,
+    save_reward_files,
+)
 from vlmrm.modeling.reward_model import RewardModel
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
+logger = logging.getLogger("vlmrm")
+
 HEAD_MODULES = ("score", "score_hidden")
+# All modules that are not inside the language model. transformers matches it with the start of a module's name, so a
+# list of towers would have to name each family's in full.
+NOT_QUANTIZED = rf"(?!model\.(?:{'|'.join(LANGUAGE_MODELS)})\.).*"
 # What peft puts before the names of the model's weights.
 PREFIX = "base_model.model."
 
@@ -78,7 +90,7 @@ def quantization_config(arguments: ModelArguments) -> Any:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=["visual", "vision_tower", *HEAD_MODULES],
+        llm_int8_skip_modules=[NOT_QUANTIZED],
     )
 
 
@@ -86,11 +98,13 @@ def open_adapter(path: str | Path, *, base_model_path: str | Path | None = None,
     """An adapter on its base: the one it names, or `base_model_path`. `options` go to `load_for_training`.
 
     Raises:
-        CheckpointError: when the adapter has no head, or its base cannot be opened.
+        CheckpointError: when the adapter has no head, or its base cannot be opened or is not that of its training.
     """
     from peft import PeftModel, get_peft_model_state_dict
 
+    info = read_reward_file(path) or {}
     base = base_model_path or (read_json_of(path, ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+    revision = None if base_model_path else info.get("provenance", {}).get("base_revision")
     if not base:
         raise CheckpointError(f"the adapter {path} does not name its base model: give it as base_model_path.")
     weights = find_file(path, "adapter_model.safetensors")
@@ -99,9 +113,11 @@ def open_adapter(path: str | Path, *, base_model_path: str | Path | None = None,
     with safe_open(weights, framework="pt") as file:
         saved = set(file.keys())
     if f"{PREFIX}score.weight" not in saved:
+        refuse_head_beside(path)
         raise CheckpointError(f"the adapter {path} has no reward head: train it with modules_to_save: [score].")
     head = "mlp" if any(name.startswith(f"{PREFIX}score_hidden.") for name in saved) else "linear"
-    model = load_for_training(base, head=head, **options)
+    model = load_for_training(base, head=head, revision=revision, **options)
+    _check_base(path, base, info.get("base_digest"), weights_digest(local_folder(base, revision)))
     try:
         adapted = PeftModel.from_pretrained(model, str(path))
     except (RuntimeError, ValueError) as error:
@@ -114,6 +130,22 @@ def open_adapter(path: str | Path, *, base_model_path: str | Path | None = None,
             "again."
         )
     return adapted
+
+
+def _check_base(path: str | Path, base: str | Path, expected: str | None, digest: str) -> None:
+    """Refuse a base with other weights than the adapter was trained on: of equal shape, it would score as well."""
+    if expected is None:
+        logger.warning(
+            "the adapter %s was saved without the digest of its base: nothing says that it was trained on the weights "
+            "of %s",
+            path,
+            base,
+        )
+    elif expected != digest:
+        raise CheckpointError(
+            f"the adapter {path} was trained on other weights than those of {base}: give the base that it was trained "
+            "on as base_model_path."
+        )
 
 
 def merge(

@@ -71,8 +71,13 @@ class ModelArguments(ComputeArguments):
             "choices": ["linear", "mlp"],
         },
     )
-    freeze_vit: bool = field(default=False, metadata={"help": "Do not train the vision tower."})
-    freeze_merger: bool = field(default=False, metadata={"help": "Do not train the merger (projector)."})
+    freeze_vit: bool = field(
+        default=False,
+        metadata={"help": "Do not train the vision tower, nor, unless `freeze_merger: false`, its merger."},
+    )
+    freeze_merger: bool | None = field(
+        default=None, metadata={"help": "Do not train the merger (projector). Default: as `freeze_vit`."}
+    )
     freeze_llm: bool = field(default=False, metadata={"help": "Do not train the language model."})
     use_peft: bool = field(
         default=False, metadata={"help": "Train LoRA adapters and the head instead of the weights."}
@@ -89,10 +94,10 @@ class ModelArguments(ComputeArguments):
         super().__post_init__()
         if isinstance(self.lora_target_modules, str):
             self.lora_target_modules = [self.lora_target_modules]
-        if self.vision_cache_dir and not (self.use_peft or (self.freeze_vit and self.freeze_merger)):
+        if self.vision_cache_dir and not (self.use_peft or (self.freeze_vit and self.freeze_merger is not False)):
             raise ConfigError(
-                "vision_cache_dir: what a trained vision tower makes of images changes with every step: set "
-                "freeze_vit: true and freeze_merger: true, or remove vision_cache_dir."
+                "vision_cache_dir: what a trained vision tower or merger makes of images changes with every step: "
+                "set freeze_vit: true without freeze_merger: false, or remove vision_cache_dir."
             )
         if self.load_in_4bit and not self.use_peft:
             raise ConfigError("load_in_4bit trains nothing by itself: set use_peft: true as well.")

@@ -9,7 +9,7 @@ from vlmrm.batching import PaddedBatcher, SharedBatcher
 from vlmrm.errors import ConfigError
 from vlmrm.modeling.last_layer import prune_last_layer
 from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
-from vlmrm.modeling.shared_attention import SHARED_PREFIX
+from vlmrm.modeling.shared_attention import SHARED_PREFIX, check_kernel
 
 logger = logging.getLogger("vlmrm")
 
@@ -19,14 +19,30 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
 
     Call it once, before training or scoring: attention that changes between a forward and its recomputation under
     checkpointing gives wrong gradients.
+
+    Raises:
+        ConfigError: when this torch lacks what shared attention computes with.
     """
-    if batching == "shared" and isinstance(model, QwenVLRewardModel):
+    if batching == "shared" and (reason := _not_shared(model)):
+        logger.warning("batching: reference, because shared attention does not know %s", reason)
+    elif batching == "shared":
+        check_kernel()
         model.set_attn_implementation({"text_config": SHARED_PREFIX})
         prune_last_layer(model.model.language_model)
         return SharedBatcher.for_model(model)
-    if batching == "shared":
-        logger.warning("batching: reference, because shared attention does not know %s", type(model).__name__)
     return PaddedBatcher.for_processor(processor)
+
+
+def _not_shared(model: RewardModel) -> str | None:
+    """Return what of the model keeps it from shared batches; None where nothing does."""
+    if not isinstance(model, QwenVLRewardModel):
+        return type(model).__name__
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    windowed = window is not None and "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if windowed and window < config.max_position_embeddings:
+        return f"the sliding window of {window} tokens in its layers"
+    return None
 
 
 def sequence_limit(model: RewardModel, max_seq_length: int | None) -> int:

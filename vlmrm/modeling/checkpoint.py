@@ -7,6 +7,7 @@ template other than the one a reward model was trained with.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,12 +25,16 @@ from vlmrm.errors import CheckpointError, ConfigError, first_line
 from vlmrm.modeling.architectures import reward_model_class
 from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.manifest import checkpoint_digest, verify_if_listed
-from vlmrm.modeling.reward_files import local_folder, read_json_of, read_reward_file, template_hash
+from vlmrm.modeling.reward_files import find_file, local_folder, read_json_of, read_reward_file, template_hash
 from vlmrm.modeling.reward_model import HEADS, RewardModel
 
 logger = logging.getLogger("vlmrm")
 
 ADAPTER_CONFIG = "adapter_config.json"
+# Files in which LLaMA-Factory puts a trained head, beside weights that do not mention it.
+HEAD_FILES = ("value_head.safetensors", "value_head.bin")
+# Weights of other trainers' heads (v_head.summary.bias, rm_head.0.weight, classifier.weight), and a bias of ours.
+HEAD_WEIGHTS = re.compile(r"(^|\.)((?!lm_head)\w+_head|score\w*|classifier|regression\w*)\.")
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ def load_for_training(
             f"{path} is a reward model with a {_head_of(config)} head: set head: {_head_of(config)}, or start from "
             "its base model."
         )
+    if not has_head:
+        refuse_head_beside(path, revision)
     config.reward_head = head
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
@@ -126,6 +133,7 @@ def load_checkpoint(
     else:
         config = _read_config(path, None, trust_remote_code)
         if not _is_reward_model(config):
+            refuse_head_beside(path)
             named = next(iter(config.architectures or []), config.model_type)
             raise CheckpointError(f"{path} is a {named} and has no reward head: train it first, with train_rm.py.")
         model = _load(path, config, new_head=False, **options)
@@ -179,6 +187,27 @@ def load_processor(path: str | Path, revision: str | None = None, trust_remote_c
     return processor
 
 
+def refuse_head_beside(path: str | Path, revision: str | None = None) -> None:
+    """Refuse a checkpoint with a trained head in a file of its own, which would be left for a new, random one.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    if Path(path).is_dir():
+        names = [
+            file.name
+            for file in sorted(Path(path).iterdir())
+            if file.stem.endswith("head") and file.stem != "lm_head" and file.suffix in (".safetensors", ".bin", ".pt")
+        ]
+    else:
+        names = [name for name in HEAD_FILES if find_file(path, name, revision) is not None]
+    if names:
+        raise CheckpointError(
+            f"{path} has a trained head in {names[0]}, a layout that cannot be opened here: score it with the library "
+            "that trained it, or train a new head from a copy of the folder without that file."
+        )
+
+
 def _has_processor(path: str | Path, revision: str | None = None) -> bool:
     files = ("processor_config.json", "preprocessor_config.json")
     return any(read_json_of(path, name, revision) is not None for name in files)
@@ -221,6 +250,11 @@ def _load(
 def _check_weights(path: str | Path, model: RewardModel, report: dict[str, Any], new_head: bool) -> None:
     heads = {name for name in model.state_dict() if name.startswith(("score.", "score_hidden."))}
     missing = set(report["missing_keys"])
+    if other_heads := {key for key in report["unexpected_keys"] if HEAD_WEIGHTS.search(key)}:
+        raise CheckpointError(
+            f"{path} has a trained head of another layout ({_some(other_heads)}), which cannot be opened here: score "
+            "it with the library that trained it, or start from its base model."
+        )
     if new_head and missing >= heads:
         missing -= heads
     elif missing & heads:

@@ -16,29 +16,35 @@ MERGERS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_project
 LANGUAGE_MODELS = ("language_model", "text_model")
 
 
-def freeze(model: nn.Module, vit: bool = False, merger: bool = False, llm: bool = False) -> None:
-    """Takes the named parts of a reward model out of training; the head always trains.
+def freeze(model: nn.Module, vit: bool = False, merger: bool | None = None, llm: bool = False) -> None:
+    """Take the named parts of a reward model out of training; the head always trains.
 
-    A frozen vision tower runs without gradients and keeps no activations, with gradient checkpointing or without,
-    whether or not its merger trains. Call it before adapters are added.
+    The merger goes with the vision tower, `merger=None`, unless `merger` says otherwise. A frozen tower runs without
+    gradients and keeps no activations, with gradient checkpointing or without, whether or not its merger trains. Call
+    it before adapters are added.
 
     Raises:
         ConfigError: when the architecture has no such part under a name known here.
     """
     backbone = model.get_submodule("model")
     mergers = _find(backbone, MERGERS)
-    if merger:
-        for part in _wanted(backbone, "merger", MERGERS):
-            part.requires_grad_(False)
-    if llm:
-        for part in _wanted(backbone, "llm", LANGUAGE_MODELS):
-            part.requires_grad_(False)
     if vit:
         for part in _wanted(backbone, "vit", TOWERS):
             for piece in _pieces_without(part, mergers):
                 piece.requires_grad_(False)
                 piece.register_forward_pre_hook(_grad_off)
                 piece.register_forward_hook(_grad_back, always_call=True)
+        if merger is None and not mergers:
+            raise ConfigError(
+                f"freeze_vit: {type(backbone).__name__} has no merger {' or '.join(MERGERS)}, only "
+                f"{_parts(backbone)}: write freeze_merger: false to freeze the vision tower alone."
+            )
+    if merger or (vit and merger is None):
+        for part in _wanted(backbone, "merger", MERGERS):
+            part.requires_grad_(False)
+    if llm:
+        for part in _wanted(backbone, "llm", LANGUAGE_MODELS):
+            part.requires_grad_(False)
 
 
 def _pieces_without(module: nn.Module, mergers: list[nn.Module]) -> Iterator[nn.Module]:

@@ -23,7 +23,7 @@ COMPLETE = "COMPLETE.json"
 FINAL, BEST = "final", "best"
 # What a score depends on: weights, head, configuration, processor and chat template. The rest is of the training.
 SCORING_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
-NOT_SCORING = (COMPLETE, "trainer_state.json")
+NOT_SCORING = (COMPLETE, "trainer_state.json", "training_settings.json")
 # What `reward_model.json` tells of the checkpoint's past or of other data changes no score.
 NOT_SCORING_KEYS = ("provenance", "pinned", "reward_mean", "reward_std", "reward_count", "reward_data")
 
@@ -97,6 +97,19 @@ def checkpoint_digest(folder: str | Path) -> str:
     for path, content in content_digests(path for path in files if path.name not in NOT_SCORING).items():
         digest.update(f"{path.name}\0{_scoring_part(path) or content}\0".encode())
     return digest.hexdigest()
+
+
+def weights_digest(folder: str | Path) -> str:
+    """Return a hex digest of a checkpoint's weights alone: what an adapter knows its base by, downloaded or copied.
+
+    Raises:
+        CheckpointError: when there is no such folder, or it holds no weights.
+    """
+    files = sorted(Path(folder).glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no model*.safetensors: check the path.")
+    names = (f"{path.name}\0{content}\0" for path, content in content_digests(files).items())
+    return hashlib.sha256("".join(names).encode()).hexdigest()
 
 
 def _scoring_part(path: Path) -> str | None:

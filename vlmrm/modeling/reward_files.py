@@ -34,12 +34,14 @@ def save_reward_files(
     reward_count: int | None = None,
     reward_data: str | None = None,
     pinned: list[dict[str, Any]] | None = None,
+    base_digest: str | None = None,
 ) -> None:
     """Puts the processor and `reward_model.json` beside weights that are already in `folder`.
 
     `head` is `linear` or `mlp`; pixel limits are areas, None for the processor's own. `provenance` is what
     the function of that name returns. `reward_mean` and `reward_std` are of `reward_count` raw scores on the data with
-    the fingerprint `reward_data`. `pinned` are samples with their scores, to check a copy against.
+    the fingerprint `reward_data`. `pinned` are samples with their scores, to check a copy against. `base_digest` is of
+    the weights that an adapter was trained on: `weights_digest`.
     """
     folder = Path(folder)
     processor.save_pretrained(folder)
@@ -57,6 +59,7 @@ def save_reward_files(
             "reward_count": reward_count,
             "reward_data": reward_data,
             "pinned": pinned,
+            "base_digest": base_digest,
             "provenance": provenance,
         },
     )

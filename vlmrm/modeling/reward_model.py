@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -169,6 +171,10 @@ class QwenVLRewardModel(RewardModel):
     # Features of a frozen tower from disk, after `use_vision_cache`.
     vision_cache: VisionCache | None = None
 
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        _check_takes_features(self.model)
+
     def hidden_states(
         self,
         pixel_values: torch.Tensor | None = None,
@@ -223,8 +229,8 @@ class QwenVLRewardModel(RewardModel):
     def use_vision_cache(self, directory: str | Path, gigabytes: float = 50.0) -> None:
         if self.trains_vision():
             raise ConfigError(
-                "vision_cache_dir: what a trained vision tower makes of images changes with every step: set "
-                "freeze_vit: true and freeze_merger: true, or remove vision_cache_dir."
+                "vision_cache_dir: what a trained vision tower or merger makes of images changes with every step: "
+                "set freeze_vit: true without freeze_merger: false, or remove vision_cache_dir."
             )
         self.vision_cache = VisionCache(directory, gigabytes)
 
@@ -268,4 +274,17 @@ class QwenVLRewardModel(RewardModel):
         return (
             torch.zeros(side**2, numbers, device=self.device),
             torch.tensor([[1, side, side]], device=self.device),
+        )
+
+
+def _check_takes_features(backbone: nn.Module) -> None:
+    """Refuse a backbone that would drop the features of images among its other keyword arguments, and see none.
+
+    Raises:
+        ConfigError: when its forward has no parameter for them.
+    """
+    if "mm_encoder_outputs" not in inspect.signature(type(backbone).forward).parameters:
+        raise ConfigError(
+            f"{type(backbone).__name__} of transformers {transformers.__version__} does not take features of images "
+            "and would score without seeing them: install transformers 5.18 or newer."
         )

@@ -6,16 +6,23 @@ patched: the layout comes as a keyword through the library's own forward, decode
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from vlmrm.batching.layout import Layout
+from vlmrm.errors import ConfigError
 
 # Not "flash...": transformers takes any name with that word in it for FlashAttention, also in the vision tower.
 SHARED_PREFIX = "shared_prefix"
+
+# Keywords that change nothing here: positions are in the queries and keys already, and no key is kept for later.
+WITHOUT_EFFECT = ("position_ids", "use_cache")
+KERNEL_KEYWORDS = ("scale", "window_size", "enable_gqa")
 
 
 def shared_prefix(
@@ -28,12 +35,41 @@ def shared_prefix(
     dropout: float = 0.0,
     *,
     layout: Layout,
-    **kwargs: Any,
+    sliding_window: int | None = None,
+    **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query[1, H, T, D], key and value[1, KV, T, D] → [1, T, H, D]; the kernel follows the device and type."""
+    """query[1, H, T, D], key and value[1, KV, T, D] → [1, T, H, D]; the kernel follows the device and type.
+
+    Raises:
+        ConfigError: for a window, a mask or any other keyword that changes attention and is not computed here.
+    """
+    refused = [name for name, value in keywords.items() if value is not None and name not in WITHOUT_EFFECT]
+    if attention_mask is not None:
+        refused.append("attention_mask")
+    if sliding_window is not None and sliding_window < layout.longest:
+        refused.append(f"sliding_window={sliding_window} over {layout.longest} tokens")
+    if refused:
+        raise ConfigError(
+            f"batching: shared does not compute {', '.join(refused)} of {type(module).__name__}: write batching: "
+            "reference."
+        )
     if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) and not dropout:
         return varlen(query, key, value, layout, scaling), None
     return per_segment(query, key, value, layout, scaling, dropout), None
+
+
+def check_kernel() -> None:
+    """Refuse a torch whose attention of variable length cannot do what `varlen` asks of it.
+
+    Raises:
+        ConfigError: naming what it lacks.
+    """
+    known = inspect.signature(varlen_attn).parameters
+    if missing := [name for name in KERNEL_KEYWORDS if name not in known]:
+        raise ConfigError(
+            f"batching: shared needs torch 2.12 or newer, and varlen_attn of torch {torch.__version__} does not know "
+            f"{', '.join(missing)}: install a newer torch, or write batching: reference."
+        )
 
 
 def per_segment(
@@ -77,8 +113,6 @@ def varlen(
     On CUDA, in half precision. Causal attention of unequal lengths is aligned to the bottom right, which is what a
     segment after its path needs.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     gathered = layout.gathered(query.device)
     # Rotary embedding may have promoted queries and keys under autocast.
     queries, keys, values = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))

@@ -115,7 +115,7 @@ class Fetcher:
         try:
             async with self._places:
                 data = await asyncio.wait_for(self._get(_parsed(remote.url)), self.limits.fetch_timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise MediaError(f"the image at its URL did not come in {self.limits.fetch_timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise MediaError(f"the image at its URL cannot be fetched ({type(error).__name__})") from error

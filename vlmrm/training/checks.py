@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
 
+from filelock import FileLock, Timeout
 from transformers.integrations import get_available_reporting_integrations
 
 from vlmrm.data.arguments import DataArguments
@@ -11,6 +15,9 @@ from vlmrm.errors import ConfigError
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.trainer import RewardTrainer
+
+LOCK_FILE = ".training.lock"
+LOCK_SECONDS = 10.0  # in which the workers of a run that was killed see that it is gone
 
 
 def check_required(model_args: ModelArguments, data_args: DataArguments, args: RewardTrainingArguments) -> None:
@@ -54,3 +61,30 @@ def check_engine(args: RewardTrainingArguments, trainer: RewardTrainer) -> None:
         raise ConfigError(
             "deepspeed is asked for but is not active: check that it is installed and the config's path."
         )
+
+
+@contextmanager
+def output_lock(args: RewardTrainingArguments) -> Generator[None]:
+    """Keep other trainings out of `output_dir` while this one writes into it. The lock of a killed process is free.
+
+    Raises:
+        ConfigError: when another training holds it, or the folder cannot be written.
+    """
+    if args.process_index != 0:
+        yield
+        return
+    folder = Path(args.output_dir)
+    lock = FileLock(folder / LOCK_FILE, timeout=LOCK_SECONDS)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"another training is writing into {folder}: wait for its end, or choose another --output_dir."
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"output_dir {folder} cannot be written ({error.strerror}): choose another.") from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -264,7 +264,7 @@ def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, pictur
     rewards.close()
     assert np.isnan(scored.rewards["it"][0]) and scored.rewards["it"][1] == 4.0
     lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
-    assert [line["reply"] for line in lines] == ["Lovely!", "Final Score: 4"]
+    assert [line["extra"]["reply"] for line in lines] == ["Lovely!", "Final Score: 4"]
     assert "no Final Score" in lines[0]["error"] and lines[1]["error"] is None
     metrics = scored.metrics()
     assert metrics["rewards/it/failures"] == 1 and metrics["rewards/it/calls"] == 2

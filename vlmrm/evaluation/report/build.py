@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pandas as pd
@@ -66,7 +66,7 @@ def build_report(
         light=style.css_variables(dark=False),
         dark=style.css_variables(dark=True),
         version=vlmrm.__version__,
-        date=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )
     path = folder / PAGE
     replace_file(path, html)

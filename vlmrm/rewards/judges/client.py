@@ -105,7 +105,7 @@ class JudgeClient:
     async def _within_deadline(self, question: Question, tries: int) -> Reply:
         try:
             return await asyncio.wait_for(self._try(question, tries), self.settings.deadline)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise RewardError(f"there was no answer within the deadline of {self.settings.deadline:g} s") from None
 
     async def _try(self, question: Question, tries: int) -> Reply:

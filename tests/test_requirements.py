@@ -1,0 +1,40 @@
+"""The declared requirements are those with which the package works."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_no_python_is_promised_on_which_trl_does_not_run():
+    assert "3.10" not in SpecifierSet(PROJECT["requires-python"])
+
+
+def test_the_oldest_python_is_the_same_everywhere():
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    for name in ("README.md", "Makefile"):
+        assert f"Python {oldest} or newer" in (ROOT / name).read_text(encoding="utf-8"), name
+
+
+@pytest.mark.parametrize(
+    ("library", "blind_or_broken"),
+    [
+        ("transformers", ["5.15.0", "5.16.0", "5.17.0"]),  # the backbones ignore features of images
+        ("torch", ["2.10.0", "2.11.0"]),  # attention of unequal lengths knows no grouped heads
+        ("torchvision", ["0.25.0", "0.26.0"]),  # those of these versions of torch
+    ],
+)
+def test_versions_that_cannot_work_are_not_allowed(library, blind_or_broken):
+    [allowed] = [line.specifier for line in map(Requirement, PROJECT["dependencies"]) if line.name == library]
+    assert not [version for version in blind_or_broken if Version(version) in allowed]
+    assert Version(re.sub(r"\+.*", "", metadata.version(library))) in allowed
