@@ -272,6 +272,38 @@ def test_results_of_other_data_or_settings_are_not_added_to(run_folder, data, he
     assert Path("results.json").read_bytes() == before
 
 
+def test_labels_flipped_in_the_middle_of_a_large_file_are_other_data(run_folder, data):
+    """As people mend labels: the file keeps its name, its size and a megabyte at either end."""
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    rows[0]["notes"] = rows[-1]["notes"] = "x" * 1_200_000
+    write_rows(data, rows)
+    sweep(asked(run_folder / "checkpoint-9", data))
+    before, size = Path("results.json").read_bytes(), data.stat().st_size
+    for row in rows[1:-1]:
+        row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+    write_rows(data, rows)
+    assert data.stat().st_size == size > 2 << 20
+    with pytest.raises(ConfigError, match=r"other data or settings \(data\): choose another output_file"):
+        sweep(asked(run_folder / "checkpoint-9", data))
+    assert Path("results.json").read_bytes() == before
+
+
+def test_altered_bytes_inside_the_weights_are_an_error_and_no_other_score(run_folder, data):
+    weights = run_folder / "checkpoint-10" / "model.safetensors"
+    assert [row["error"] for row in sweep(asked(run_folder, data)).rows] == [None] * 3
+    size = weights.stat().st_size
+    with open(weights, "r+b") as file:
+        file.seek(size // 2)
+        altered = bytes(byte ^ 1 for byte in file.read(4000))
+        file.seek(size // 2)
+        file.write(altered)
+    assert weights.stat().st_size == size
+    for output in ("results.csv", "new.csv"):
+        errors = {row["checkpoint"]: row["error"] for row in sweep(asked(run_folder, data, output_file=output)).rows}
+        assert "bytes of model.safetensors were changed" in (errors.pop("checkpoint-10") or "")
+        assert set(errors.values()) == {None}
+
+
 def test_pairs_that_are_gone_are_scored_again_and_broken_ones_are_said(run_folder, data):
     sweep(asked(run_folder, data))
     pairs = pd.read_parquet("results.scores.parquet")
