@@ -7,7 +7,6 @@ from pathlib import Path
 from vlmrm.errors import ConfigError
 from vlmrm.rewards.contract import RewardArguments
 
-
 # What hpsv3 prints when it is imported: where its instruction was printed into a file, so was this.
 PRINTED = "Flash Attention is not installed"
 

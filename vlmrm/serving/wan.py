@@ -33,7 +33,9 @@ class WanDecoder:
         try:
             from diffusers import AutoencoderKLWan
         except ImportError:
-            raise ConfigError("decoding latents needs diffusers: pip install 'vlmrm[latents]'.") from None
+            raise ConfigError(
+                "decoding latents needs diffusers: pip install -e '.[latents]' in vlmrm's folder."
+            ) from None
         if dtype not in DTYPES:
             raise ConfigError(f"decode_args.dtype is {dtype!r}: choose from {', '.join(DTYPES)}.")
         try:
