@@ -225,7 +225,7 @@ def test_ray_is_asked_for_by_name_where_it_is_absent(job, tmp_path, monkeypatch)
     from vlmrm.scoring.ray_data import score_on_ray
 
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'vlmrm\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[ray\]'"):
         score_on_ray(job(colour_pairs(tmp_path / "p", 2)), workers=1)
 
 
@@ -373,7 +373,7 @@ def test_two_processes_under_torchrun_write_what_one_does(job, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'vlmrm[ray]'")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install -e '.[ray]'")
 def test_two_workers_of_ray_write_what_one_process_does(job, tmp_path):
     import ray
 

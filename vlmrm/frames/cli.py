@@ -216,7 +216,7 @@ def train(settings: Annotated[TrainSettings, Parameter(name="*", consume_multipl
 def _need_simulators() -> None:
     missing = [name for name in ("gymnasium", "pygame", "stable_baselines3") if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"simulators need {', '.join(missing)}: pip install 'vlmrm[frames]'.")
+        raise ConfigError(f"simulators need {', '.join(missing)}: pip install -e '.[frames]' in vlmrm's folder.")
 
 
 @app.command

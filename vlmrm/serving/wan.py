@@ -33,7 +33,9 @@ class WanDecoder:
         try:
             from diffusers import AutoencoderKLWan
         except ImportError:
-            raise ConfigError("decoding latents needs diffusers: pip install 'vlmrm[latents]'.") from None
+            raise ConfigError(
+                "decoding latents needs diffusers: pip install -e '.[latents]' in vlmrm's folder."
+            ) from None
         weights = getattr(torch, dtype_named(dtype))
         try:
             vae = AutoencoderKLWan.from_pretrained(
