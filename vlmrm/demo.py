@@ -23,7 +23,7 @@ from vlmrm.modeling import make_tiny
 from vlmrm.scoring import load_scorer
 from vlmrm.training.main import train
 
-CONFIGS = Path(__file__).resolve().parents[1] / "training_configs"
+CONFIGS = Path(__file__).parent / "demo_configs"
 
 
 def run_demo(output: Path) -> dict[str, Any]:

@@ -91,6 +91,16 @@ def test_a_collection_goes_on_where_it_was(tmp_path):
     assert collect(settings(tmp_path / "parts")).frames == 0
 
 
+def test_two_processes_of_one_seed_store_every_episode_once(tmp_path, monkeypatch):
+    collect(settings(tmp_path, episodes=4))
+    before = contents(tmp_path)  # asserts that each seed is there once
+    monkeypatch.setattr("vlmrm.frames.collecting.trajectory_paths", lambda folder: [])  # looked before the other wrote
+    found = collect(settings(tmp_path, episodes=4))
+    monkeypatch.undo()
+    assert contents(tmp_path) == before and found.frames == 0
+    assert "4 episodes were stored meanwhile by another process with this --seed" in described(found)
+
+
 def test_imported_trajectories_of_the_same_simulator_are_no_hindrance(tmp_path):
     images = {"base_camera": np.zeros((1, 3, 16, 16), dtype=np.uint8)}
     imported = Trajectory(images, np.ones(1, dtype=np.float32), {"environment": "FrozenLake-v1", "source": "hash"})
