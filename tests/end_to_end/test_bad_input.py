@@ -157,6 +157,8 @@ def test_unknown_columns_are_listed_with_the_nearest_layout(refused, training, t
         (["absent.yaml"], 2, "absent.yaml"),
         (["--max_length", "100"], 2, "max_seq_length"),
         (["--deepspeed", "absent.json"], 2, "absent.json"),
+        (["--torch_compile", "true"], 2, "torch_compile does not work"),
+        (["--use_liger_kernel", "true"], 2, "use_liger_kernel does not work"),
     ],
     ids=lambda value: "_".join(value)[:30] if isinstance(value, list) else None,
 )
