@@ -14,6 +14,7 @@ from PIL import Image
 from runs import colour_pairs, finish, short_training, start, words, write_rows
 
 from vlmrm import cli
+from vlmrm.demo import run_demo
 from vlmrm.errors import TrainingError
 
 
@@ -156,6 +157,8 @@ def test_unknown_columns_are_listed_with_the_nearest_layout(refused, training, t
         (["absent.yaml"], 2, "absent.yaml"),
         (["--max_length", "100"], 2, "max_seq_length"),
         (["--deepspeed", "absent.json"], 2, "absent.json"),
+        (["--torch_compile", "true"], 2, "torch_compile does not work"),
+        (["--use_liger_kernel", "true"], 2, "use_liger_kernel does not work"),
     ],
     ids=lambda value: "_".join(value)[:30] if isinstance(value, list) else None,
 )
@@ -173,6 +176,42 @@ def test_keys_that_do_not_go_together_are_refused_before_anything_is_loaded(refu
 def test_an_output_folder_that_cannot_be_made_is_named(refused, training, tmp_path):
     (tmp_path / "out").write_text("a file")
     assert f"output_dir {tmp_path / 'out'} cannot be written" in refused(2, "train", *training())
+
+
+def kept(folder) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("verb", ["init-tiny", "demo"])
+def test_a_command_overwrites_nothing_that_it_did_not_make(refused, tiny_reward_model, tmp_path, verb):
+    mine = shutil.copytree(tiny_reward_model, tmp_path / "mine")
+    shutil.copytree(mine, mine / "training/best")
+    (mine / "report").mkdir()
+    (mine / "report/notes.txt").write_text("mine")
+    before = kept(mine)
+    words = {"init-tiny": [str(mine)], "demo": ["--output", str(mine)]}[verb]
+    assert f"{mine} is not empty" in refused(2, verb, *words)
+    if verb == "init-tiny":
+        assert f"{mine} is not empty" in refused(2, verb, *words, "--reward")
+    assert kept(mine) == before
+
+
+def test_an_earlier_demo_is_replaced(tmp_path, monkeypatch, capsys):
+    """Also one that was interrupted."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*args, **kwargs):
+        raise Interrupted
+
+    monkeypatch.setattr("vlmrm.demo.train", interrupt)
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            run_demo(tmp_path / "demo")
+        (tmp_path / "demo/training/checkpoint-1").mkdir(parents=True)
+    assert "replacing" in capsys.readouterr().out
+    assert (tmp_path / "demo/data/train_answers.jsonl").exists()
 
 
 def test_data_that_is_not_there_is_named(refused, training, tmp_path):

@@ -38,7 +38,14 @@ from vlmrm.modeling.reward_files import local_folder
 from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.checks import check_engine, check_launch, check_required, output_lock
+from vlmrm.training.checks import (
+    check_engine,
+    check_launch,
+    check_required,
+    launch_alone,
+    output_lock,
+    warn_slow_bf16,
+)
 from vlmrm.training.probe import ProbedDataset
 from vlmrm.training.resume import check_settings, checkpoint_to_resume, save_settings, training_settings
 from vlmrm.training.row_tally import can_evaluate, can_train, check_rows
@@ -63,8 +70,10 @@ def train(argv: Sequence[str]) -> TrainingResult:
     """
     model_args, data_args, args = parse((ModelArguments, DataArguments, RewardTrainingArguments), argv, "train_rm.py")
     log_path = start_log("train")
+    launch_alone(args)
     check_launch(args)
     check_required(model_args, data_args, args)
+    warn_slow_bf16(args)
     with output_lock(args):
         return train_in_folder(model_args, data_args, args, log_path)
 
