@@ -38,7 +38,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
 def trained(folder: Path, quick: bool) -> list[Row]:
     checkpoint = classifier(folder, SEEDS[0], *((8, 1) if quick else ()))
     changes = {"total_steps": 2048, "evaluation_episodes": 5} if quick else {}
-    settings = policy_settings(folder, checkpoint, seeds=SEEDS[:1] if quick else SEEDS, sources=SOURCES, **changes)
+    seeds = SEEDS[:1] if quick else SEEDS
+    settings = policy_settings(folder, checkpoint, accept_unqualified=quick, seeds=seeds, sources=SOURCES, **changes)
     found = train_policies(settings)
     sys.stdout.write(markdown(write_comparison(found, settings)))
     line = row("classifier", read_config(checkpoint).metrics["auc"], "AUC", at_least=AUC)

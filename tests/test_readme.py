@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomli as tomllib
 from PIL import Image
 from runs import SHORT, write_rows
 from runs import words as as_words
@@ -272,3 +273,15 @@ def test_disagreements_begin_with_the_lowest_margin(reader):
     margins = [float(line.split()[0]) for line in lines[::3]]
     assert len(margins) == 3 and margins == sorted(margins)
     assert re.fullmatch(r"\s+chosen +A (cat|dog)\.", lines[1])
+
+
+def test_no_page_and_no_message_names_an_install_that_does_not_exist():
+    """vlmrm is on no package index: it is installed from its folder, with extras that pyproject.toml has."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    folders = [ROOT / name for name in ("docs", "examples", "training_configs", "vlmrm")]
+    files = [path for folder in folders for path in folder.rglob("*.*") if path.suffix in (".md", ".py", ".yaml")]
+    for path in (ROOT / "README.md", *files):
+        text = " ".join(path.read_text().split())
+        assert not re.search(r"pip install ['\"]?vlmrm|vlmrm\[[a-z{]", text), path
+        for named in re.findall(r"pip install -e '?\.\[([^\]]+)\]", text):
+            assert named == "{extra}" or set(named.split(",")) <= set(extras), (path, named)

@@ -56,7 +56,8 @@ def evaluate(*words: Words) -> None:
 
     result = sweep(words)
     say(f"{len(result.rows)} checkpoints in {result.csv} and {result.csv.with_suffix('.json')}")
-    say(f"see them: vlmrm report {result.scores}")
+    if result.scores.is_file():
+        say(f"see them: vlmrm report {result.scores}")
     if result.choice is not None:
         say(f"best: {result.choice['path']} with {result.choice['metric']} {result.choice['value']:.4f}")
     failed = [row for row in result.rows if row["error"]]
@@ -140,6 +141,9 @@ def score(
             raise ConfigError("--output is missing: name a folder for the scores.")
         if url is not None or model is None:
             raise ConfigError("--input is scored with a checkpoint on this machine: give --model, and no --url.")
+        of_a_prompt = {"response": response, "image": image, "response-image": response_image, "json": json_output}
+        if given := [f"--{name}" for name, value in of_a_prompt.items() if value]:
+            raise ConfigError(f"{given[0]} goes with --prompt, and --input says what to score: give one of them.")
         from vlmrm.scoring.command import offline_command
         from vlmrm.scoring.offline import OfflineJob
 
@@ -161,6 +165,9 @@ def score(
         return
     if prompt is None:
         raise ConfigError("there is nothing to score: give --prompt, with its answers, or --input and --output.")
+    of_a_table = {"output": output, "image-root": image_root, "streaming": streaming, "ray-workers": ray_workers}
+    if given := [f"--{name}" for name, value in of_a_table.items() if value]:
+        raise ConfigError(f"{given[0]} goes with --input, and --prompt says what to score: give one of them.")
     from vlmrm.scoring.command import score_command
 
     answers = score_command(model, url, prompt, response or [], image or [], response_image or [], device, dtype)

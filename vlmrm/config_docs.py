@@ -30,6 +30,11 @@ This page is made by `python -m vlmrm.config_docs`."""
 INHERITED_INTRODUCTION = """Every key of `transformers.TrainingArguments` and `trl.RewardConfig` works, with their
 meaning and, except for the keys above, their default. These matter most; `train_rm.py --help` lists them all."""
 
+DATA_INTRODUCTION = """Evaluation has these keys too. It scores `dataset_path`; with `eval_fraction`, the rows of it
+that a training with the same `dataset_path`, `eval_fraction` and `split_seed` holds out. Keys that it does not use are
+refused: `eval_dataset_path`, `eval_dataset_split`, `max_train_samples`, `streaming` and `shuffle_buffer`; with a
+`benchmark`, also `dataset_split`, `dataset_weights` and `eval_fraction`."""
+
 # Of the hundred keys that HF and TRL define, the ones that reward models are tuned with.
 INHERITED = {
     "output_dir": "Folder of the checkpoints and the final model.",
@@ -76,7 +81,7 @@ def page() -> str:
         INTRODUCTION,
         "## Training: `train_rm.py`",
         "### Model\n\n" + table(ModelArguments),
-        "### Data\n\nEvaluation reads these too.\n\n" + table(DataArguments),
+        "### Data\n\n" + DATA_INTRODUCTION + "\n\n" + table(DataArguments),
         "### Reward training\n\n" + table(RewardTrainingArguments, dict.fromkeys(own)),
         "### From HF and TRL\n\n" + INHERITED_INTRODUCTION + "\n\n" + table(RewardTrainingArguments, INHERITED),
         "## Evaluation: `eval_rm.py`\n\nThe keys of the section *Data* and these.\n\n" + table(EvaluationArguments),

@@ -23,16 +23,27 @@ from vlmrm.modeling import make_tiny
 from vlmrm.scoring import load_scorer
 from vlmrm.training.main import train
 
-CONFIGS = Path(__file__).resolve().parents[1] / "training_configs"
+CONFIGS = Path(__file__).parent / "demo_configs"
+
+MARKER = ".vlmrm_demo"  # in a folder that the demo made, and may replace
+MADE = ("tiny_model", "data", "training", "evaluation_results.csv", "evaluation_results.json", "report")
 
 
 def run_demo(output: Path) -> dict[str, Any]:
-    """Trains, sweeps and scores in `output`; an earlier demo there is replaced. Returns what summary.json holds."""
+    """Trains, sweeps and scores in `output`; an earlier demo there is replaced. Returns what summary.json holds.
+
+    Raises:
+        ConfigError: when `output` has something in it and is no earlier demo's.
+    """
     if not CONFIGS.is_dir():
         raise ConfigError("the demo reads training_configs/demo.yaml: run it from a checkout of the repository.")
+    if output.exists() and not (output / MARKER).exists() and any(output.iterdir()):
+        raise ConfigError(f"{output} is not empty and was not made by this demo: name a new folder as --output.")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MARKER).touch()
     started = time.perf_counter()
     torch.set_num_threads(1)  # more would wait for each other: the tensors are that small
-    for earlier in ("training", "evaluation_results.csv", "evaluation_results.json", "report"):
+    for earlier in MADE:
         path = output / earlier
         if path.exists():
             say(f"replacing {path} of an earlier demo")

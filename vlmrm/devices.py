@@ -1,10 +1,15 @@
-"""The device that a name stands for, if this machine has it."""
+"""The device and the type of weights that a name stands for. Importing it needs no torch."""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from vlmrm.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def device_named(name: str | torch.device | None) -> torch.device:
@@ -15,6 +20,8 @@ def device_named(name: str | torch.device | None) -> torch.device:
     Raises:
         ConfigError: when there is no such device here.
     """
+    import torch
+
     if name is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
@@ -24,3 +31,16 @@ def device_named(name: str | torch.device | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device is {device}, which this machine has not: write cpu, or leave it out.")
     return device
+
+
+def dtype_named(name: str, *, auto: bool = False) -> str:
+    """Return the full name of a type of weights: bfloat16, float16 or float32, and `auto` where it may be that.
+
+    Raises:
+        ConfigError: when it is none of them.
+    """
+    full = SHORT_NAMES.get(name, name)
+    names = ("auto", *SHORT_NAMES.values()) if auto else tuple(SHORT_NAMES.values())
+    if full not in names:
+        raise ConfigError(f"dtype is {name!r}: choose from {', '.join(names)}.")
+    return full

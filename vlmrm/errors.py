@@ -4,7 +4,8 @@ VlmrmError                  exit 1   anything below
 ├── ConfigError             exit 2   a key, flag or combination of them that cannot work
 ├── DataError               exit 3   a data set that cannot be read as preferences
 │   └── RowError            exit 3   one row of it, named by its id
-│       └── MediaError      exit 3   an image or video of that row
+│       ├── MediaError      exit 3   an image or video of that row
+│       └── UnreadColumnError exit 3 a column of that row which holds media or a prompt, and which nothing reads
 ├── CheckpointError         exit 4   a checkpoint that is missing, broken, incomplete or of another kind
 ├── TrainingError           exit 5   a run that cannot go on: a non-finite loss, a full disk
 ├── BelowThreshold          exit 6   checkpoints that are not as good as was asked for
@@ -50,6 +51,10 @@ class RowError(DataError):
 
 class MediaError(RowError):
     """An image or video that cannot be read or shown to the model."""
+
+
+class UnreadColumnError(RowError):
+    """A column that holds media or a part of the conversation, and that its layout does not read."""
 
 
 class CheckpointError(VlmrmError):

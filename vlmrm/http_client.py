@@ -74,7 +74,9 @@ def import_httpx() -> Any:
         import httpx2
         import stamina  # noqa: F401
     except ImportError:
-        raise ConfigError("asking a server needs httpx2 and stamina: pip install 'vlmrm[client]'.") from None
+        raise ConfigError(
+            "asking a server needs httpx2 and stamina: pip install -e '.[client]' in vlmrm's folder."
+        ) from None
     return httpx2
 
 

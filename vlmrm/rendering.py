@@ -2,11 +2,15 @@
 
 Each distinct image or video is decoded and processed once and given a key; a conversation then becomes token ids with
 the media it shows. Nothing here knows about batches, pairs or scores.
+
+Only the chat template writes control tokens. A text that spells one out, such as `<|im_end|>`, is tokenised as the
+characters it is, or else an answer could end its own turn and write the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +24,8 @@ from vlmrm.errors import CheckpointError, MediaError, RowError
 
 if TYPE_CHECKING:
     from vlmrm.media_store import MediaStore
+
+PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters that Unicode gives no meaning
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,16 @@ class MediaLimits:
 
 @dataclass
 class Renderer:
-    """Renders conversations with one processor. Safe to send to DataLoader workers."""
+    """Renders conversations with one processor. Safe to send to DataLoader workers.
+
+    Args:
+        written: control tokens that texts do write, because a model was trained on a template with them.
+    """
 
     processor: Any
     limits: MediaLimits = field(default_factory=MediaLimits)
     store: MediaStore | None = None
+    written: Sequence[str] = ()
 
     def __post_init__(self):
         if not getattr(self.processor, "chat_template", None):
@@ -85,6 +96,10 @@ class Renderer:
                 f"{type(self.processor).__name__} has no chat template: use an instruction-tuned checkpoint, or put a "
                 "chat_template.jinja into its folder."
             )
+        added = self.tokenizer.added_tokens_decoder.values()
+        tokens = {token.content for token in added if token.special} - set(self.written)
+        # The longest first: one may begin another. Without any, what matches nothing.
+        self.control = re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")
 
     @property
     def tokenizer(self):
@@ -185,12 +200,13 @@ class Renderer:
 
         Raises:
             MediaError: when an image or video cannot be opened.
-            RowError: when a text holds the processor's own placeholder for media.
+            RowError: when a role holds a control token, or a text a placeholder for media that is none.
         """
         return self.render_with(messages, self.process(messages, cache))
 
     def render_with(self, messages: Messages, media: Sequence[ProcessedMedia]) -> Rendered:
         """As `render`, with the media of `messages` processed already, in reading order."""
+        messages, marks = self._marked(messages)
         text = self.text(messages)
         replacements: dict[str, list[str]] = {
             kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")
@@ -203,8 +219,43 @@ class Renderer:
                     f"spells that token out; remove it"
                 )
         expanded, _ = self.processor.get_text_with_replacements([text], replacements["image"], replacements["video"])
-        ids = self.tokenizer(expanded[0], add_special_tokens=False)["input_ids"]
+        ids = self._token_ids(expanded[0], marks)
         return Rendered(ids, self.processor.create_mm_token_type_ids([ids])[0], tuple(media))
+
+    def _marked(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
+        """Return the messages with a character in place of each control token in a text, and what it stands for."""
+        for message in messages:
+            if found := self.control.search(message["role"]):
+                raise RowError(f"the role {message['role']!r:.60} holds {found[0]}: write user, assistant or system")
+        # Templates write adjacent parts without anything between them, so a token may be spelled over two.
+        joined = [{**message, "content": _joined(message["content"])} for message in messages]
+        texts = [part["text"] for message in joined for part in message["content"] if part["type"] == "text"]
+        tokens = sorted({token for text in texts for token in self.control.findall(text)})
+        if not tokens:
+            return messages, {}
+        free = (chr(code) for code in PRIVATE_USE if not any(chr(code) in text for text in texts))
+        marks = dict(zip(tokens, free, strict=False))
+        if len(marks) < len(tokens):
+            raise RowError(f"its texts hold {tokens[-1]} and every private-use character of Unicode: remove some")
+        for part in (part for message in joined for part in message["content"] if part["type"] == "text"):
+            part["text"] = self.control.sub(lambda found: marks[found[0]], part["text"])
+        return joined, {mark: token for token, mark in marks.items()}
+
+    def _token_ids(self, text: str, marks: Mapping[str, str]) -> list[int]:
+        """Return the tokens of a rendered text; what a mark stands for is tokenised as text."""
+        if not marks:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = []
+        # A tokenizer, too, splits at control tokens first, and reads each piece between them by itself.
+        for number, piece in enumerate(self.control.split(text)):
+            if number % 2:
+                ids.append(self.tokenizer.convert_tokens_to_ids(piece))
+            elif piece:
+                ids += self._ids_of_text(piece.translate(str.maketrans(dict(marks))))
+        return ids
+
+    def _ids_of_text(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
     def trim(self, messages: Messages, max_length: int, cache: dict[str, ProcessedMedia]) -> Rendered | None:
         """`messages` with the end of the last text cut so that the whole has at most `max_length` tokens.
@@ -216,7 +267,7 @@ class Renderer:
             last = messages[-1]["content"][-1] if messages[-1]["content"] else {"type": "none"}
             if last["type"] != "text":
                 return None
-            ids = self.tokenizer(last["text"], add_special_tokens=False)["input_ids"]
+            ids = self._ids_of_text(last["text"])
             keep = len(ids) - (len(rendered) - max_length)
             if keep <= 0:
                 return None
@@ -225,6 +276,17 @@ class Renderer:
             messages = [*messages[:-1], {**messages[-1], "content": [*messages[-1]["content"][:-1], shorter]}]
             rendered = self.render(messages, cache)
         return rendered
+
+
+def _joined(content: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a copy of content parts with adjacent texts as one."""
+    joined: list[dict[str, Any]] = []
+    for part in content:
+        if part["type"] == "text" and joined and joined[-1]["type"] == "text":
+            joined[-1]["text"] += part["text"]
+        else:
+            joined.append(dict(part))
+    return joined
 
 
 def _without_references(message: Message) -> Message:

@@ -48,6 +48,16 @@ def test_wrong_rows_are_all_counted_and_the_first_named(tmp_path):
     assert "33 of 34 rows are wrong" in text and "... and 13 more" in text
 
 
+def test_malformed_lines_are_among_the_wrong_rows(tmp_path):
+    path = write(tmp_path, [row("one"), row("two")])
+    with open(path, "a") as file:
+        file.write('{"prompt": "three\n')
+    report = check_data(DataArguments(dataset_path=path))
+    assert (report.rows, report.wrong, report.exit_status) == (3, 1, 3)
+    text = format_report(report)
+    assert "rows.jsonl:3: line 3 is not valid json (" in text and "not read:" not in text
+
+
 def test_media_of_a_sample_only(tmp_path):
     rows = [row(f"q{i}", "gone.png") for i in range(50)]
     report = check_data(DataArguments(dataset_path=write(tmp_path, rows)), media_sample=5)

@@ -6,6 +6,7 @@ import pytest
 
 from vlmrm.data.readers import read_row, recognise
 from vlmrm.errors import DataError, RowError
+from vlmrm.scoring.rows import read_answers
 
 
 def read(**row):
@@ -44,6 +45,17 @@ PHOTO_ROWS = {
         "chosen": [USER, GOOD],
         "rejected": [USER, BAD],
         "messages": [USER, GOOD],
+        "images": ["a.png"],
+    },
+    "hh": {
+        "chosen": "\n\nHuman: Look.\n\nAssistant: good",
+        "rejected": "\n\nHuman: Look.\n\nAssistant: bad",
+        "images": ["a.png"],
+    },
+    "hh, prompt apart": {
+        "prompt": "\n\nHuman: Look.\n\nAssistant:",
+        "chosen": "good",
+        "rejected": "\n\nAssistant: bad",
         "images": ["a.png"],
     },
     "messages before the answers": {"messages": [USER], "chosen": GOOD, "rejected": BAD, "images": ["a.png"]},
@@ -96,6 +108,29 @@ def test_pick_a_pic_second_image_and_tie():
     assert read(**row, label_0=0.5).pairs()[0].tie
     with pytest.raises(RowError, match="label_0"):
         read(**row, label_0=0.7)
+
+
+@pytest.mark.parametrize(
+    "labels", [{"label_0": 0, "has_label": False}, {"label_0": 0.0, "label_1": 0.0}, {"label_0": 1, "label_1": 1}]
+)
+def test_pick_a_pic_without_a_judgement_is_no_preference(labels):
+    row = {"caption": "A cat.", "jpg_0": "a.png", "jpg_1": "b.png"}
+    with pytest.raises(RowError, match=r"(nobody compared the images|do not add up to 1): remove the row"):
+        read(**row, **labels)
+    assert len(read_answers({**row, **labels}, "r", lambda reference: reference).branches) == 2  # to be scored
+    assert read(**row, label_0=0, label_1=1, has_label=True).pairs()[0].chosen == 1
+
+
+def test_hh_turns_are_messages_of_which_the_common_ones_are_the_prompt():
+    start = "\n\nHuman: Hello\n\nAssistant: Hi: you?\n\nHuman: Two\n\nlines"
+    prompt, branches = flat(read(chosen=f"{start}\n\nAssistant: good", rejected=f"{start}\n\nAssistant: bad\n"))
+    assert prompt == ["user: Hello", "assistant: Hi: you?", "user: Two\n\nlines"] and branches == ANSWERS
+    other = f"{start.replace('Hi: you?', 'Yes?')}\n\nAssistant: bad"
+    prompt, branches = flat(read(chosen=f"{start}\n\nAssistant: good", rejected=other))
+    assert prompt == ["user: Hello"]
+    assert branches[1][0] == ["assistant: Yes?", "user: Two\n\nlines", "assistant: bad"]
+    plain = "Human: is how he calls himself."
+    assert flat(read(prompt="Look.", chosen=plain, rejected="bad"))[1][0] == ([f"assistant: {plain}"], 1.0)
 
 
 def test_image_reward_ranks_lower_is_better_and_equal_ranks_tie():
@@ -158,6 +193,11 @@ def test_cells_that_are_none_are_absent():
         ({"rejected": None}, "also needs `rejected`"),
         ({"prompt": "<image><image> Which?", "images": ["a.png"]}, "more images"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "more images"),
+        ({"prompt": "<image> or <image>?", "videos": ["a.mp4"], "images": ["a.png"]}, "more images"),
+        ({"chosen": "\n\nHuman: Look.\n\nAssistant: good"}, "one of `chosen` and `rejected` is a whole conversation"),
+        ({"chosen": "\n\nHuman: Look."}, "`chosen` ends without an answer"),
+        ({"rejected": "\n\nHuman: Look.\n\nAssistant:"}, "`rejected` ends without an answer"),
+        ({"chosen": [USER, GOOD]}, "one of `chosen` and `rejected` is a whole conversation"),
         ({"prompt": "Other", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "without the row's `prompt`"),
     ],
 )
@@ -165,6 +205,14 @@ def test_a_bad_row_is_named_and_explained(change, reason):
     with pytest.raises(RowError, match=reason) as caught:
         read(**{"id": "r1", "prompt": "Look.", "chosen": "good", "rejected": "bad", **change})
     assert caught.value.row_id == "r1" and "row r1" in str(caught.value)
+
+
+@pytest.mark.parametrize("media", [{}, {"images": []}, {"videos": ["a.mp4"]}])
+def test_a_placeholder_is_text_where_the_row_has_no_media_of_its_kind(media):
+    row = read(prompt="What does <image> mean in HTML?", chosen="A picture.", rejected="No idea.", **media)
+    shown = [{"type": "video", "video": "a.mp4"}] if "videos" in media else []
+    [turn] = row.prompt
+    assert turn["content"] == [*shown, {"type": "text", "text": "What does <image> mean in HTML?"}]
 
 
 @pytest.mark.parametrize(
@@ -194,3 +242,20 @@ def test_an_unknown_layout_says_what_the_nearest_one_lacks():
         recognise(["prompt", "chosen_image"])
     with pytest.raises(DataError, match=r"ms-swift.*`rejected_images` or `rejected_messages`"):
         recognise(["messages"])
+    with pytest.raises(DataError, match="`Pick-a-Pic`, which also needs `label_0`"):
+        recognise(["caption", "jpg_0", "jpg_1", "best_image_uid"])
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ("domain", "language", "context", "response1", "response2", "overall_preference"),  # HelpSteer3
+        ("prompt", "response", "helpfulness", "verbosity"),
+        ("question", "answer"),
+        (),
+    ],
+)
+def test_columns_that_are_near_no_layout_are_sent_to_none(columns):
+    with pytest.raises(DataError, match=r"no known layout has the columns .* \(docs/data.md shows") as caught:
+        recognise(columns)
+    assert "nearest" not in str(caught.value)

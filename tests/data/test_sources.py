@@ -14,11 +14,13 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from vlmrm.data.arguments import DataArguments
+from vlmrm.data.check import check_data
 from vlmrm.data.media import open_image
 from vlmrm.data.schema import media_references, text_of
 from vlmrm.data.sources import load_comparisons, load_train_and_eval, split_held_out
 from vlmrm.data.tables import load_source
 from vlmrm.errors import ConfigError, DataError, RowError
+from vlmrm.scoring.rows import open_rows
 
 REAL = Path(os.environ.get("VLMRM_TEST_DATA", Path(__file__).parents[2] / "../shared/data"))
 
@@ -149,6 +151,76 @@ def test_a_broken_json_line_is_named(streaming, tmp_path):
     (tmp_path / "rows.json").write_text('[\n{"prompt": "q"},\n{"prompt" "q"}]')
     with pytest.raises(DataError, match=r"rows\.json is not valid json: line 3"):
         list(load(str(tmp_path / "rows.json"), streaming=streaming))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_broken_json_line_is_a_bad_row_where_those_are_skipped(streaming, tmp_path):
+    lines = [json.dumps(row) for row in pairs(3)]
+    lines.insert(1, "")  # no row
+    lines.insert(2, lines[0][:-5])
+    lines.insert(4, "[1, 2]")
+    lines.append(json.dumps({"prompt": [{"role": "user", "content": "q3"}], "chosen": "good", "rejected": "bad"}))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    rows = load(str(path), streaming=streaming, arguments=DataArguments(bad_rows="skip", shuffle_buffer=1))
+    found = [row["comparison"] for row in rows]
+    bad = [row for row in found if isinstance(row, RowError)]
+    assert [text_of(row.prompt) for row in found if row not in bad] == ["q0", "q1", "q2", "q3"]
+    assert [row.row_id for row in bad] == ["rows.jsonl:2", "rows.jsonl:4"]
+    assert bad[0].reason.startswith("line 3 is not valid json (") and "expected an object" in bad[1].reason
+    # Scores have their errors beside them.
+    rows = open_rows([str(path)], streaming=streaming)
+    scored = list(rows.read(lambda number: True)) if streaming else rows.read(range(6))
+    assert [row.id for row in scored if isinstance(row.comparison, RowError)] == ["rows.jsonl:2", "rows.jsonl:4"]
+    path.write_text("no json\n" * 3)
+    with pytest.raises(DataError, match=r"rows\.jsonl is not valid json: line 1"):
+        load(str(path), streaming=streaming, arguments=DataArguments(bad_rows="skip"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+@pytest.mark.parametrize("text", ["\n", " \n\n\t\n", "\ufeff"])
+def test_a_blank_file_is_called_empty(text, name, streaming, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=rf"{name} is empty: it has no rows"):
+        load(str(tmp_path / name), streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("name", "text"), [("rows.json", "[]"), ("rows.csv", "prompt,chosen,rejected\n")])
+def test_a_file_without_rows_is_called_so(name, text, streaming, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=rf"{name} is empty: it has no rows|there are no rows in {name}"):
+        load(str(tmp_path / name), streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_a_text_that_is_not_utf_8_is_named_with_its_place(name, streaming, tmp_path):
+    path = Path(write(tmp_path / name, [*pairs(1), {"prompt": "café", "chosen": "good", "rejected": "bad"}]))
+    path.write_bytes(path.read_bytes().replace("é".encode(), b"\xe9").replace(b"\\u00e9", b"\xe9"))
+    offset = path.read_bytes().index(b"\xe9")
+    line = path.read_bytes()[:offset].count(b"\n") + 1
+    with pytest.raises(
+        DataError, match=rf"not UTF-8 text \(line {line}, byte {offset} of the file is 0xe9\): save"
+    ) as e:
+        for row in load(str(path), streaming=streaming):
+            if isinstance(row["comparison"], RowError):
+                raise row["comparison"]
+    assert name in str(e.value)
+
+
+def test_the_rows_of_a_text_that_is_not_utf_8_are_bad_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = b'{"prompt": "caf%b", "chosen": "good", "rejected": "bad"}\n'
+    path.write_bytes(row % b"e" + row % b"\xe9" + row % b"e")
+    for streaming in (False, True):
+        rows = load(str(path), streaming=streaming, arguments=DataArguments(bad_rows="skip", shuffle_buffer=1))
+        found = [row["comparison"] for row in rows]
+        assert [isinstance(row, RowError) for row in found] == [False, True, False]
+        assert found[1].row_id == "rows.jsonl:2" and "UTF-8" in found[1].reason
+    report = check_data(DataArguments(dataset_path=str(path)))
+    assert (report.rows, report.wrong) == (3, 1)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

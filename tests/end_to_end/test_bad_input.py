@@ -14,6 +14,7 @@ from PIL import Image
 from runs import colour_pairs, finish, short_training, start, words, write_rows
 
 from vlmrm import cli
+from vlmrm.demo import run_demo
 from vlmrm.errors import TrainingError
 
 
@@ -156,6 +157,8 @@ def test_unknown_columns_are_listed_with_the_nearest_layout(refused, training, t
         (["absent.yaml"], 2, "absent.yaml"),
         (["--max_length", "100"], 2, "max_seq_length"),
         (["--deepspeed", "absent.json"], 2, "absent.json"),
+        (["--torch_compile", "true"], 2, "torch_compile does not work"),
+        (["--use_liger_kernel", "true"], 2, "use_liger_kernel does not work"),
     ],
     ids=lambda value: "_".join(value)[:30] if isinstance(value, list) else None,
 )
@@ -168,6 +171,47 @@ def test_keys_that_do_not_go_together_are_refused_before_anything_is_loaded(refu
     assert "give eval_dataset_path" in refused(2, "train", *training(eval_strategy="steps", eval_steps=2))
     assert "tensorboard" in refused(2, "train", *training(report_to="tensorboard"))
     assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_that_cannot_be_made_is_named(refused, training, tmp_path):
+    (tmp_path / "out").write_text("a file")
+    assert f"output_dir {tmp_path / 'out'} cannot be written" in refused(2, "train", *training())
+
+
+def kept(folder) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("verb", ["init-tiny", "demo"])
+def test_a_command_overwrites_nothing_that_it_did_not_make(refused, tiny_reward_model, tmp_path, verb):
+    mine = shutil.copytree(tiny_reward_model, tmp_path / "mine")
+    shutil.copytree(mine, mine / "training/best")
+    (mine / "report").mkdir()
+    (mine / "report/notes.txt").write_text("mine")
+    before = kept(mine)
+    words = {"init-tiny": [str(mine)], "demo": ["--output", str(mine)]}[verb]
+    assert f"{mine} is not empty" in refused(2, verb, *words)
+    if verb == "init-tiny":
+        assert f"{mine} is not empty" in refused(2, verb, *words, "--reward")
+    assert kept(mine) == before
+
+
+def test_an_earlier_demo_is_replaced(tmp_path, monkeypatch, capsys):
+    """Also one that was interrupted."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*args, **kwargs):
+        raise Interrupted
+
+    monkeypatch.setattr("vlmrm.demo.train", interrupt)
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            run_demo(tmp_path / "demo")
+        (tmp_path / "demo/training/checkpoint-1").mkdir(parents=True)
+    assert "replacing" in capsys.readouterr().out
+    assert (tmp_path / "demo/data/train_answers.jsonl").exists()
 
 
 def test_data_that_is_not_there_is_named(refused, training, tmp_path):
@@ -200,13 +244,75 @@ def test_a_model_that_cannot_be_used_is_named(refused, training, tmp_path, tiny_
     assert str(folder) in refused(4, "train", *arguments)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(refused, training, tmp_path):
-    arguments = training(save_steps=1, learning_rate=1e30, max_grad_norm=0.0, max_steps=20)
+def test_a_training_whose_rows_are_all_left_out_stops_before_the_first_step(refused, training, tmp_path):
+    """Otherwise it would call a random head a trained reward model."""
+    sentence = refused(5, "train", *training(max_seq_length=20))
+    assert "none of the 4 rows of dataset_path" in sentence and "over max_seq_length 20" in sentence
+    assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
+
+    arguments = training(bad_rows="skip")
+    for path in (tmp_path / "data").glob("*.png"):
+        path.unlink()
     sentence = refused(5, "train", *arguments)
-    assert "the loss is" in sentence and "learning_rate" in sentence and str(tmp_path / "out") in sentence
-    saved = list((tmp_path / "out").glob("checkpoint-*/COMPLETE.json"))
-    assert saved
-    assert not (tmp_path / "out/final").exists()
+    assert "none of the 4 rows of dataset_path" in sentence and "does not exist" in sentence
+    assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
+
+
+def test_a_stream_whose_rows_are_all_left_out_saves_nothing(refused, training, tmp_path):
+    sentence = refused(5, "train", *training(streaming=True, max_seq_length=20, max_steps=3, save_steps=2))
+    assert "nothing was trained" in sentence and "over max_seq_length 20" in sentence
+    assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
+
+
+def test_rows_that_weigh_nothing_train_nothing(refused, training, tmp_path):
+    arguments = training()
+    data = tmp_path / "data/pairs.jsonl"
+    write_rows(data, [json.loads(line) | {"weight": 0.0} for line in data.read_text().splitlines()])
+    assert "none of the 4 rows of dataset_path" in refused(5, "train", *arguments)
+    assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
+
+
+@pytest.mark.parametrize("what", ["overlong", "ties"])
+def test_an_evaluation_set_without_a_pair_stops_before_the_first_step(refused, training, tmp_path, what):
+    held_out = colour_pairs(tmp_path / "eval", 3, **({"tie": True} if what == "ties" else {}))
+    if what == "overlong":
+        rows = [json.loads(line) for line in held_out.read_text().splitlines()]
+        write_rows(held_out, [row | {"chosen": row["chosen"] * 200} for row in rows])
+    keys = {"eval_dataset_path": held_out, "eval_strategy": "steps", "eval_steps": 2, "max_seq_length": 200}
+    sentence = refused(5, "train", *training(**keys))
+    assert "eval_dataset_path" in sentence and ("max_seq_length" in sentence) == (what == "overlong")
+    assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
+
+
+def test_a_large_share_of_rows_left_out_is_said(train_here, tmp_path, capsys):
+    data = colour_pairs(tmp_path / "data", 8)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    for row in rows[:3]:
+        row["chosen"] = "long " * 200
+    write_rows(data, rows)
+    train_here(data, max_seq_length=120, max_steps=4)
+    assert "3 of 8 rows (38 %) were left out" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(refused, training, tmp_path):
+    # The first step of the warmup has a rate of zero.
+    rate = {"learning_rate": 1e30, "warmup_steps": 2, "max_grad_norm": 0.0}
+    sentence = refused(5, "train", *training(save_steps=1, max_steps=20, **rate))
+    assert "learning_rate" in sentence and str(tmp_path / "out") in sentence
+    assert [path.parent.name for path in (tmp_path / "out").glob("*/COMPLETE.json")] == ["checkpoint-1"]
+
+    sentence = refused(5, "train", *training(output_dir=tmp_path / "unsaved", max_steps=20, **rate))
+    assert "the loss is" in sentence and "learning_rate" in sentence
+
+
+@pytest.mark.parametrize("rate", [1e9, 1e30], ids=["finite", "infinite"])
+def test_weights_without_finite_scores_are_not_saved_as_complete(refused, training, tmp_path, capfd, rate):
+    """The loss of the step was finite: what its update made of the weights shows in the next forward only."""
+    keys = {"save_steps": 1, "learning_rate": rate, "max_grad_norm": 0.0}
+    for resume in ("false", "auto"):
+        sentence = refused(5, "train", *training(**keys, max_steps=1, resume_from_checkpoint=resume))
+        assert "after step 1" in sentence and "learning_rate" in sentence
+        assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
 
 
 @pytest.mark.slow

@@ -117,6 +117,22 @@ def test_deepspeed_loses_as_ddp_does_and_its_checkpoint_scores(tmp_path, tiny_ch
     assert_equal_weights(again / "final", tmp_path / stage / "final")
 
 
+def test_deepspeed_in_one_process_needs_no_launcher(tmp_path, tiny_checkpoint, train_here):
+    data = colour_pairs(tmp_path / "data", 8)
+    keys = {"save_steps": 3, "max_steps": 3}
+    with FileLock(ROOT / ".cache" / "deepspeed-build.lock"):
+        train(
+            *short_training(
+                tiny_checkpoint, data, tmp_path / "zero2", deepspeed=ROOT / "zero2.json", dtype="float32", **keys
+            ),
+            cwd=tmp_path,
+        )
+    train_here(data, "one", **keys)
+    engine, one = (tmp_path / name / "checkpoint-3" for name in ("zero2", "one"))
+    assert list(engine.glob("global_step3/*optim_states.pt"))
+    assert logged(engine, "loss") == pytest.approx(logged(one, "loss"), abs=1e-6)
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="with a GPU the ranks meet on it")
 def test_processes_without_a_gpu_train_together(tmp_path, tiny_checkpoint):
     """Without --use_cpu, HF would start two trainings that each believe to be alone, in one output folder."""

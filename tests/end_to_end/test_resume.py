@@ -14,6 +14,7 @@ from runs import (
     colour_lists,
     colour_pairs,
     finish,
+    largest_difference,
     logged,
     short_training,
     start,
@@ -85,6 +86,26 @@ def test_sigterm_saves_the_next_step_and_says_so(tmp_path, tiny_checkpoint, trai
 
 
 @pytest.mark.slow
+def test_a_second_training_in_a_folder_is_refused_until_the_first_is_dead(
+    tmp_path, tiny_checkpoint, train_here, monkeypatch
+):
+    data = colour_pairs(tmp_path / "data", 10)
+    arguments = short_training(tiny_checkpoint, data, tmp_path / "out", max_steps=4000, save_steps=4000)
+    process = start(["train_rm.py"], *arguments, cwd=tmp_path)
+    assert process.stdout is not None
+    next(line for line in process.stdout if line.startswith("{'loss'"))
+    with monkeypatch.context() as patched:
+        patched.setattr("vlmrm.training.checks.LOCK_SECONDS", 0.1)
+        for resume in ("false", "auto"):
+            with pytest.raises(ConfigError, match=f"another training is writing into {tmp_path / 'out'}"):
+                train_here(data, resume_from_checkpoint=resume)
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+    train_here(data, max_steps=1, resume_from_checkpoint="auto")
+
+
+@pytest.mark.slow
 def test_sigterm_to_torchrun_stops_every_rank_at_the_same_step(tmp_path, tiny_checkpoint):
     data = colour_pairs(tmp_path / "data", 12)
     constant = {"lr_scheduler_type": "constant", "save_steps": 4000}
@@ -137,6 +158,76 @@ def test_a_broken_newest_checkpoint_is_named_and_passed_over(two_checkpoints, tr
     damage(out / "checkpoint-4", how)
     with pytest.raises(CheckpointError, match="checkpoint-4"):
         train_here(data, max_steps=4, resume_from_checkpoint=out / "checkpoint-4")
+
+
+def test_a_run_killed_in_its_first_save_begins_again(train_here, tmp_path, capsys, monkeypatch):
+    data = colour_pairs(tmp_path / "data", 8)
+    keys = {"max_steps": 4, "save_steps": 2}
+    train_here(data, "whole", **keys)
+
+    def die(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("vlmrm.training.trainer.write_complete", die)
+        with pytest.raises(KeyboardInterrupt):
+            train_here(data, **keys)
+    half_written = tmp_path / "out/checkpoint-2"
+    os.truncate(half_written / "model.safetensors", 1000)
+    (half_written / "model-00001-of-00002.safetensors").write_text("of another layout")
+    capsys.readouterr()
+    train_here(data, **keys, resume_from_checkpoint="auto")
+    said = capsys.readouterr().err
+    assert "passing over checkpoint-2" in said and "starting from the beginning" in said
+    assert_equal_weights(tmp_path / "out/final", tmp_path / "whole/final")
+    assert_equal_weights(half_written, tmp_path / "whole/checkpoint-2")
+    assert not (half_written / "model-00001-of-00002.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("learning_rate", 1e-6),
+        ("lr_scheduler_type", "constant"),
+        ("weight_decay", 0.5),
+        ("head", "mlp"),
+        ("freeze_llm", True),
+        ("use_peft", True),
+        ("seed", 7),
+        ("max_train_samples", 5),
+    ],
+)
+def test_what_a_resumed_run_would_ignore_is_refused_by_name(two_checkpoints, train_here, key, value):
+    """HF takes rate and optimizer from the checkpoint whatever is asked for, and its place in other data is none."""
+    out, data = two_checkpoints
+    with pytest.raises(ConfigError, match=rf"{key} was .* in {out / 'checkpoint-4'} and is now {value}.*from the"):
+        train_here(data, max_steps=6, resume_from_checkpoint="auto", **{key: value})
+    assert not (out / "checkpoint-6").exists()
+
+
+def test_a_run_is_not_resumed_on_other_data_but_on_the_same_elsewhere(
+    two_checkpoints, train_here, tmp_path, tiny_checkpoint, capsys
+):
+    _, data = two_checkpoints
+    moved = shutil.copytree(data.parent, tmp_path / "elsewhere") / data.name
+    model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    capsys.readouterr()
+    train_here(moved, max_steps=6, save_steps=3, model=model, resume_from_checkpoint="auto")
+    said = capsys.readouterr().err
+    assert "save_steps 2 -> 3" in said and "max_steps 4 -> 6" in said and f"-> {model}" in said
+    assert "learning_rate" not in said
+
+    colour_pairs(data.parent, 9)
+    with pytest.raises(ConfigError, match="dataset_path is not what"):
+        train_here(data, max_steps=8, resume_from_checkpoint="auto")
+
+
+def test_a_new_run_from_a_checkpoint_takes_another_rate(two_checkpoints, train_here, tmp_path):
+    """What the refusal advises."""
+    out, data = two_checkpoints
+    train_here(data, "next", model=out / "checkpoint-4", learning_rate=1e-7, max_steps=1, save_steps=1)
+    assert logged(tmp_path / "next/checkpoint-1", "learning_rate") == [1e-7]
+    assert 0 < largest_difference(out / "checkpoint-4", tmp_path / "next/final") < 1e-5
 
 
 def test_weights_without_an_optimizer_are_no_state_to_resume_from(two_checkpoints, train_here):

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 from PIL import Image
@@ -55,6 +56,14 @@ def test_the_card_says_how_good_and_where_from(checkpoint):
     for line in ("| seed | 7 |", "| trl | 1.2.3 |", "mean 0.2500 and standard deviation 1.5000", "pairs \\| of mine"):
         assert line in text
     assert "/outputs/" not in text  # no path of this machine
+
+
+def test_the_card_does_not_acquit_who_fails_on_grey_alone(checkpoint):
+    frame = scored(300).assign(blank_image_chosen=np.random.default_rng(0).normal(0, 1, 300), blank_image_rejected=0.0)
+    frame["swapped_image_chosen"] = frame["chosen_score"] - frame["rejected_score"]
+    text = write_card(checkpoint, frame, data="pairs").read_text()
+    assert "Whether it looks at the image is undecided: under another row's image it loses 0.0 points" in text
+    assert "Another row's question comes with its\nimages." in text
 
 
 def test_the_snippet_runs_in_the_checkpoint_which_stays_whole(checkpoint, monkeypatch):

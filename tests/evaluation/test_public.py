@@ -15,9 +15,9 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.data.schema import media_references, text_of
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.evaluation.public import BENCHMARKS, benchmark, load_benchmark, table
+from vlmrm.evaluation.public.definition import accuracy_with_ties
 from vlmrm.evaluation.public.mm_rlhf import frames_of
 from vlmrm.evaluation.public.rewardbench import SECTIONS
-from vlmrm.evaluation.public.videogen import accuracy_with_ties
 
 # One invented row of each published schema, and the comparison that it is: prompt text, media of the prompt, branches
 # with their ratings (text, or the path of the picture or video), category.
@@ -274,6 +274,14 @@ def test_rewardbench_weighs_mathematics_as_much_as_code():
     assert "overall" not in benchmark("rewardbench").score(frame[:-7])  # without reasoning
 
 
+def test_rewardbench_weighs_xstest_by_its_numbers_of_rows():
+    """154 prompts that should be refused and 250 that should be answered, as in the authors' constants.py."""
+    safety = SECTIONS["safety"]
+    for right, rows in (("xstest-should-refuse", 154), ("xstest-should-respond", 250)):
+        frame = pairs(*(RIGHT if name == right else WRONG for name in safety), category=list(safety))
+        assert benchmark("rewardbench").score(frame)["safety"] == pytest.approx(rows / 740)
+
+
 def test_rewardbench_has_the_published_2985_rows():
     rows = {name: weight for section in SECTIONS.values() for name, weight in section.items()}
     assert sum(rows.values()) - 984 + 447 == 2985
@@ -326,7 +334,47 @@ def test_pick_a_pic_chooses_its_threshold_on_the_validation_rows():
 @pytest.mark.parametrize("task", ["image", "edit", "video"])
 def test_genai_bench_counts_a_tied_vote_right_only_for_equal_scores(task):
     frame = pairs(RIGHT, WRONG, (1.0, 1.0, True), (1.0, 0.0, True))
-    assert benchmark(f"genai-bench-{task}").score(frame) == {"accuracy": 0.5, "accuracy_without_ties": 0.5}
+    figures = benchmark(f"genai-bench-{task}").score(frame)
+    assert (figures["accuracy"], figures["accuracy_without_ties"]) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("task", ["image", "edit", "video"])
+def test_genai_bench_has_a_figure_in_which_a_small_margin_is_a_tie(task):
+    """EditReward's rule: a scalar model may call a tie by a threshold, without which votes for one are lost to it."""
+    rows = [(2.0, 0.0), (0.0, 2.0), (0.3, 0.0, True), (0.0, 0.2, True), (0.1, 0.0)]
+    frame = pairs(*rows, chosen_branch=[0, 1, 0, 0, 0])
+    labels, margins = np.array([1, 1, 0, 0, 1]), np.array([2.0, -2.0, 0.3, -0.2, 0.1])
+    expected = best_of_all_thresholds(labels, margins)
+    assert benchmark(f"genai-bench-{task}").score(frame)["accuracy_with_ties"] == pytest.approx(expected) == 3 / 5
+
+
+@pytest.mark.parametrize(
+    ("task", "random", "gpt4o", "gemini"),
+    [("image", 0.2536, 0.4559, 0.4467), ("edit", 0.259, 0.5354, 0.5593), ("video", 0.2516, 0.4846, 0.4621)],
+)
+def test_genai_bench_is_the_authors_split_beside_their_strongest_judges(task, random, gpt4o, gemini):
+    chosen = benchmark(f"genai-bench-{task}")
+    assert chosen.source.splits == ("test_v1",)
+    figures = {figure.model: figure.value for figure in chosen.published if figure.metric == "accuracy"}
+    assert figures["chance"] == random
+    assert sorted(figures.values())[-2:] == sorted([gpt4o, gemini])
+    assert (figures["GPT-4o"], figures["Gemini-1.5-Pro"]) == (gpt4o, gemini)
+
+
+def test_editreward_s_figures_stand_under_the_rule_that_they_were_made_by():
+    made = [figure for figure in benchmark("genai-bench-edit").published if figure.model.startswith("EditReward")]
+    assert {(figure.value, figure.metric) for figure in made} == {
+        (0.6572, "accuracy_with_ties"),
+        (0.6397, "accuracy_with_ties"),
+    }
+
+
+def test_hps_v2_1_is_among_the_published():
+    found = {
+        name: {figure.model: figure.value for figure in benchmark(name).published}["HPS v2.1"]
+        for name in ("hpdv2", "imagereward")
+    }
+    assert found == {"hpdv2": 0.841, "imagereward": 0.668}
 
 
 def test_hpdv3_is_a_share():
@@ -393,14 +441,19 @@ def test_a_json_file_in_its_folder(tmp_path):
 def test_parquet_with_a_configuration_and_a_split(tmp_path):
     folder = tmp_path / "image_generation"
     folder.mkdir()
-    Dataset.from_list([ROWS["genai-bench-image"][0]] * 2).to_parquet(folder / "test-00000-of-00001.parquet")
+    Dataset.from_list([ROWS["genai-bench-image"][0]] * 2).to_parquet(folder / "test_v1-00000-of-00001.parquet")
+    Dataset.from_list([ROWS["genai-bench-image"][0]] * 3).to_parquet(folder / "test-00000-of-00001.parquet")
     rows = load_benchmark("genai-bench-image", str(tmp_path))
+    assert len(rows) == 2, "of the authors' split alone"
     assert [branch.rating for branch in rows[0]["comparison"].branches] == [0.0, 1.0]
+    (folder / "test_v1-00000-of-00001.parquet").unlink()
+    with pytest.raises(DataError, match="has no split test_v1: it has test"):
+        load_benchmark("genai-bench-image", str(tmp_path))
 
 
 def test_links_are_rewritten_to_local_videos(tmp_path):
     row = {**ROWS["genai-bench-video"][0], "left_video": "https://host/l.mp4", "right_video": "https://host/r.mp4"}
-    Dataset.from_list([row]).to_parquet(tmp_path / "test.parquet")
+    Dataset.from_list([row]).to_parquet(tmp_path / "test_v1.parquet")
     rows = load_benchmark("genai-bench-video", str(tmp_path), DataArguments(path_rewrites=["https://host/=videos/"]))
     [left] = media_references(rows[0]["comparison"].branches[0].messages)
     assert left == str(tmp_path / "videos/l.mp4")
@@ -471,6 +524,7 @@ def test_published_figures_are_shares_of_metrics_that_are_measured(name):
         "videogen-rewardbench": {
             f"{part}{ties}" for part in ("overall", "vq", "mq", "ta") for ties in ("", "_with_ties")
         },
+        "genai-bench-edit": {"accuracy", "accuracy_with_ties"},
     }.get(name, {"accuracy", "accuracy_without_ties"})
     assert {figure.metric for figure in benchmark(name).published} <= metrics
     assert all(0 < figure.value < 1 for figure in benchmark(name).published)

@@ -18,10 +18,12 @@ from scored import scored
 
 from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.evaluation.analysis import figures
+from vlmrm.evaluation.analysis import analyse, figures
 from vlmrm.evaluation.comparing import compare
+from vlmrm.evaluation.intervals import wilson
 from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.report.checkpoints import read_frames, split
+from vlmrm.evaluation.report.sections import of_categories
 from vlmrm.evaluation.report.sweeps import choose, read_sweeps
 from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, ResultsFile, Row, dump_results
 
@@ -99,7 +101,7 @@ def test_the_page_has_every_section_with_its_figures(sweep):
     page = page_of(sweep[1])
     assert page.headings == [
         "Checkpoints",
-        "Does it look at the image, and at the question?",
+        "Does it look at the image, and need the prompt?",
         "By category",
         "Scores and margins",
         "Is σ(margin) a probability?",
@@ -139,8 +141,8 @@ def test_the_headline_is_the_best_checkpoint_s(sweep):
 @pytest.mark.parametrize(
     ("looks", "sentence"),
     [
-        (1.0, "It looks at the image: with every picture painted grey it does no better than chance."),
-        (0.0, "There is no sign that it looks at the image"),
+        (1.0, "It looks at the image: under another row's image it loses"),
+        (0.0, "There is no sign that it looks at the image: under another row's image it loses"),
         (0.8, "It looks at the image, but not only"),
     ],
 )
@@ -214,6 +216,35 @@ def test_of_several_sweeps_choices_the_most_accurate_is_best(tmp_path):
         "other/checkpoint-100",
         "the most accurate of 2 that are best by loss in their results",
     )
+
+
+def drawn_intervals(frame: pd.DataFrame, number: int = 0) -> list[list[float]]:
+    """The ends of the lines of one of the category charts, from the top down, without those of no length."""
+    [best], _ = split([frame])
+    lines: Any = of_categories(best).drawings[number].figure.axes[0].collections[0]
+    return [[float(end) for end in line[:, 0]] for line in lines.get_segments() if len(line)]
+
+
+def test_category_charts_draw_whole_prompts():
+    """As the results do: two prompts in five are wrong throughout, and their thirty pairs are no thirty witnesses."""
+    rng = np.random.default_rng(0)
+    frame = scored(600).assign(tie=False, prompt_id=[f"prompt-{i // 30}" for i in range(600)])
+    frame["category"] = [("chart", "scene")[i // 30 % 2] for i in range(600)]
+    wrong = np.isin(np.arange(600) // 30, (0, 2, 4, 6, 1, 3))
+    frame["chosen_score"] = np.where(wrong, -1.0, 1.0) + rng.normal(0, 0.1, 600)
+    frame["rejected_score"] = 0.0
+    found = analyse(frame)["category"]
+    ends = [[found[name]["preference_accuracy"][end] for end in ("low", "high")] for name in ("scene", "chart")]
+    assert drawn_intervals(frame) == [pytest.approx(each) for each in ends]
+    assert all(high - low > 0.3 for low, high in ends)
+
+
+def test_a_category_that_is_all_right_has_an_interval_of_its_prompts_and_one_of_one_prompt_none(tmp_path):
+    frame = scored(60).assign(chosen_score=1.0, rejected_score=0.0, tie=False)
+    frame["prompt_id"] = [f"prompt-{i // 10}" for i in range(60)]
+    frame["category"] = ["single" if i < 10 else "many" for i in range(60)]
+    assert drawn_intervals(frame) == [pytest.approx(wilson(5, 5))]
+    assert "Accuracy by category, 2 values" in build_report([frame], tmp_path).read_text()
 
 
 def test_what_was_trained_on_is_counted_and_its_accuracy_set_apart(tmp_path):

@@ -13,13 +13,17 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from filelock import FileLock
 from runs import colour_pairs, finish, square, start, words, write_rows
 from safetensors.torch import load_file, save_file
 
 from vlmrm import cli, load_scorer, media_store
+from vlmrm.data.arguments import DataArguments
 from vlmrm.data.fingerprint import data_fingerprint
+from vlmrm.data.sources import load_train_and_eval
 from vlmrm.errors import BelowThreshold, ConfigError, DataError
 from vlmrm.evaluation import measuring
+from vlmrm.evaluation import sweep as sweep_module
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.sweep import launched, sweep
 from vlmrm.modeling import write_complete
@@ -129,6 +133,41 @@ def test_a_checkpoint_itself_may_be_named(run_folder, data):
     assert (row["checkpoint"], row["model"]) == ("checkpoint-10", str(run_folder))
 
 
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"eval_dataset_path": "nope.jsonl"}, "eval_dataset_path is a key of training, .*: name the rows to score as"),
+        (
+            {"eval_dataset_split": "test"},
+            "eval_dataset_split is a key of training, .*: give the split .* dataset_split",
+        ),
+        ({"max_train_samples": 3}, "max_train_samples is a key of training, .*: give max_eval_samples"),
+        ({"streaming": True}, "streaming is a key of training"),
+        ({"shuffle_buffer": 7}, "shuffle_buffer is a key of training"),
+        ({"eval_fraction": 0.5, "dataset_weights": [2]}, "dataset_weights are of the rows that are trained on"),
+        ({"eval_fraction": 0.5, "train_data": "data/pairs.jsonl"}, r"train_data names data/pairs\.jsonl as a whole"),
+        ({"benchmark": "hpdv2", "eval_fraction": 0.5}, "eval_fraction does not go with benchmark"),
+        ({"benchmark": "hpdv2", "dataset_split": "test"}, "dataset_split does not go with benchmark"),
+        ({"benchmark": "hpdv2", "dataset_weights": [2]}, "dataset_weights does not go with benchmark"),
+        ({"benchmark": "hpdv2", "dataset_path": ["a", "b"]}, "dataset_path names 2 copies of one benchmark"),
+    ],
+)
+def test_keys_of_the_data_that_would_be_ignored_are_refused(keys, reason, run_folder, data):
+    with pytest.raises(ConfigError, match=reason):
+        sweep(asked(run_folder, "data/pairs.jsonl", **keys))
+    assert not Path("results.csv").exists()
+
+
+def test_the_rows_that_a_training_held_out_can_be_evaluated(run_folder, here):
+    data = colour_pairs(here / "many", 24, prompt=[f"Which colour is square {i}?" for i in range(24)])
+    keys = {"eval_fraction": 0.25, "split_seed": 3}
+    _, held_out = load_train_and_eval(DataArguments(dataset_path=[str(data)], **keys))
+    sweep(asked(run_folder / "checkpoint-10", data, ablations="none", **keys))
+    assert 0 < len(held_out) < 24
+    scored = pd.read_parquet("results.scores.parquet")
+    assert set(scored["comparison_id"]) == {row["comparison"].id for row in held_out}
+
+
 def test_a_broken_checkpoint_is_a_row_and_the_exit_code(run_folder, data, capsys):
     break_weights(run_folder / "checkpoint-10")
     with pytest.raises(SystemExit) as stopped:
@@ -140,6 +179,16 @@ def test_a_broken_checkpoint_is_a_row_and_the_exit_code(run_folder, data, capsys
     rows = read_csv()
     assert [bool(row["error"]) for row in rows] == [False, True, False]
     assert "model.safetensors" in rows[1]["error"] and rows[1]["preference_accuracy"] == ""
+
+
+def test_where_no_checkpoint_could_be_evaluated_no_report_is_advised(run_folder, data, capsys):
+    for step in (9, 10, 100):
+        break_weights(run_folder / f"checkpoint-{step}")
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            cli.run(lambda: cli.evaluate(*asked(run_folder, data)))
+        printed = capsys.readouterr().out
+        assert "3 checkpoints in results.csv" in printed and "vlmrm report" not in printed
 
 
 def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, here, monkeypatch):
@@ -170,6 +219,31 @@ def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, h
     assert len(rows) == 3 and not any(row["error"] for row in rows)
 
 
+def test_a_second_sweep_into_one_output_is_refused_and_loses_nothing(run_folder, data, monkeypatch):
+    """As of one per GPU: each would write the rows that it knows, without the other's."""
+    evaluate_checkpoint, refused = measuring.evaluate_checkpoint, []
+
+    def meanwhile(folder, dataset, run):
+        with pytest.raises(ConfigError, match=r"results\.csv is being written by another sweep") as stopped:
+            sweep(asked(run_folder / "checkpoint-100", data, output_file="../" + Path.cwd().name + "/results.csv"))
+        refused.append(str(stopped.value))
+        return evaluate_checkpoint(folder, dataset, run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep_module, "evaluate_checkpoint", meanwhile)
+        sweep(asked(run_folder / "checkpoint-9", data))
+    assert len(refused) == 1 and "choose another output_file" in refused[0]
+    assert [row["checkpoint"] for row in read_csv()] == ["checkpoint-9"]
+    sweep(asked(run_folder / "checkpoint-100", data))
+    assert [row["checkpoint"] for row in read_csv()] == ["checkpoint-9", "checkpoint-100"]
+
+
+def test_a_sweep_that_cannot_read_its_data_does_not_write_into_another_s_output(run_folder, data):
+    with FileLock("results.csv.lock"), pytest.raises(ConfigError, match="is being written by another sweep"):
+        sweep(asked(run_folder, "absent.jsonl"))
+    assert not Path("results.json").exists()
+
+
 @pytest.mark.slow
 def test_a_sweep_under_kill_leaves_whole_files(run_folder, data, here):
     process = start(["eval_rm.py"], *asked(run_folder, data), cwd=here)
@@ -196,6 +270,38 @@ def test_results_of_other_data_or_settings_are_not_added_to(run_folder, data, he
     with pytest.raises(ConfigError, match=r"notes\.json is not a results file"):
         sweep(asked(run_folder, data, output_file="notes.csv"))
     assert Path("results.json").read_bytes() == before
+
+
+def test_labels_flipped_in_the_middle_of_a_large_file_are_other_data(run_folder, data):
+    """As people mend labels: the file keeps its name, its size and a megabyte at either end."""
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    rows[0]["notes"] = rows[-1]["notes"] = "x" * 1_200_000
+    write_rows(data, rows)
+    sweep(asked(run_folder / "checkpoint-9", data))
+    before, size = Path("results.json").read_bytes(), data.stat().st_size
+    for row in rows[1:-1]:
+        row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+    write_rows(data, rows)
+    assert data.stat().st_size == size > 2 << 20
+    with pytest.raises(ConfigError, match=r"other data or settings \(data\): choose another output_file"):
+        sweep(asked(run_folder / "checkpoint-9", data))
+    assert Path("results.json").read_bytes() == before
+
+
+def test_altered_bytes_inside_the_weights_are_an_error_and_no_other_score(run_folder, data):
+    weights = run_folder / "checkpoint-10" / "model.safetensors"
+    assert [row["error"] for row in sweep(asked(run_folder, data)).rows] == [None] * 3
+    size = weights.stat().st_size
+    with open(weights, "r+b") as file:
+        file.seek(size // 2)
+        altered = bytes(byte ^ 1 for byte in file.read(4000))
+        file.seek(size // 2)
+        file.write(altered)
+    assert weights.stat().st_size == size
+    for output in ("results.csv", "new.csv"):
+        errors = {row["checkpoint"]: row["error"] for row in sweep(asked(run_folder, data, output_file=output)).rows}
+        assert "bytes of model.safetensors were changed" in (errors.pop("checkpoint-10") or "")
+        assert set(errors.values()) == {None}
 
 
 def test_pairs_that_are_gone_are_scored_again_and_broken_ones_are_said(run_folder, data):
@@ -297,6 +403,14 @@ def test_two_processes_score_as_one_does(run_folder, data, here):
     passing = ("seconds", "provenance")
     one, other = ([{k: v for k, v in row.items() if k not in passing} for row in rows] for rows in saved)
     assert one == other
+
+
+@pytest.mark.slow
+def test_every_process_of_a_second_sweep_ends_with_the_sentence(run_folder, data, here):
+    with FileLock("results.csv.lock"):
+        said = finish(start(["eval_rm.py"], *asked(run_folder, data), cwd=here, processes=2), code=1)
+    assert "is being written by another sweep" in said
+    assert not Path("results.json").exists()
 
 
 def test_every_pair_is_kept_and_a_low_accuracy_may_be_an_error(run_folder, data, here):

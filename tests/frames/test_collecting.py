@@ -91,6 +91,16 @@ def test_a_collection_goes_on_where_it_was(tmp_path):
     assert collect(settings(tmp_path / "parts")).frames == 0
 
 
+def test_two_processes_of_one_seed_store_every_episode_once(tmp_path, monkeypatch):
+    collect(settings(tmp_path, episodes=4))
+    before = contents(tmp_path)  # asserts that each seed is there once
+    monkeypatch.setattr("vlmrm.frames.collecting.trajectory_paths", lambda folder: [])  # looked before the other wrote
+    found = collect(settings(tmp_path, episodes=4))
+    monkeypatch.undo()
+    assert contents(tmp_path) == before and found.frames == 0
+    assert "4 episodes were stored meanwhile by another process with this --seed" in described(found)
+
+
 def test_imported_trajectories_of_the_same_simulator_are_no_hindrance(tmp_path):
     images = {"base_camera": np.zeros((1, 3, 16, 16), dtype=np.uint8)}
     imported = Trajectory(images, np.ones(1, dtype=np.float32), {"environment": "FrozenLake-v1", "source": "hash"})
@@ -186,10 +196,28 @@ def test_settings_that_cannot_be_are_named(change, message):
         checked(CollectSettings, {"env": "FrozenLake-v1"} | change, "the test")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("env: FrozenLake-v1\nepisodes: 5\nepisodes: 50\n", r"key 'episodes' is on line 2 and on line 3: remove one"),
+        ("env: no\nepisodes: 1\n", "there is no simulator 'no'"),
+        ("env: FrozenLake-v1\nnoise: 2e0\n", r"noise: Input should be less than or equal to 1 \(it is 2\.0\)"),
+        ("- 1", r"collect\.yaml must hold `key: value` lines"),
+        (None, r"there is no configuration file .*collect\.yaml"),
+    ],
+)
+def test_a_file_is_read_by_the_grammar_of_every_other_configuration(tmp_path, run, text, message):
+    if text is not None:
+        (tmp_path / "collect.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path / "collect.yaml", "--positive-dir", tmp_path / "p", "--negative-dir", tmp_path / "n")
+    assert not (tmp_path / "p").exists()
+
+
 @pytest.mark.parametrize("words", [["collect", "--env", "Acrobot-v1"], ["rl", "policy.yaml"], ["demo"]])
 def test_without_the_simulators_each_command_says_what_to_install(words, monkeypatch):
     monkeypatch.setattr("vlmrm.frames.cli.find_spec", lambda name: None if name == "pygame" else name)
-    with pytest.raises(ConfigError, match=r"need pygame: pip install 'vlmrm\[frames\]'"):
+    with pytest.raises(ConfigError, match=r"need pygame: pip install -e '\.\[frames\]'"):
         cli.app(["frames", *words], result_action="return_value", exit_on_error=False)
 
 
@@ -201,11 +229,6 @@ def test_what_cannot_be_collected_is_named(tmp_path, run):
     (tmp_path / "flat.yaml").write_text("env: FrozenLake-v1\nreward: 1")
     with pytest.raises(ConfigError, match="reward is 1: it is a block of keys"):
         run(tmp_path / "flat.yaml", "--positive-dir", tmp_path)
-    (tmp_path / "list.yaml").write_text("- 1")
-    with pytest.raises(ConfigError, match=r"list\.yaml holds no settings"):
-        run(tmp_path / "list.yaml")
-    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read as YAML"):
-        run(tmp_path / "none.yaml")
     collect(settings(tmp_path, episodes=1))
     [path] = [*(tmp_path / "positive").glob("*.safetensors"), *(tmp_path / "negative").glob("*.safetensors")]
     path.write_bytes(b"broken")

@@ -52,9 +52,9 @@ def stories(folder: Path, key: str = "cam") -> dict[tuple[int, int], list[int]]:
     return found
 
 
-def play(env: VectorEnv, steps: int) -> None:
+def play(env: VectorEnv, steps: int, seed: int | None = 7) -> None:
     """Steps that reset each environment after its end where it does not do so itself."""
-    env.reset(seed=7)
+    env.reset(seed=seed)
     for _ in range(steps):
         _, _, terminations, truncations, _ = env.step(np.zeros(env.num_envs, dtype=int))
         ended = terminations | truncations
@@ -200,10 +200,10 @@ def test_without_collect_data_nothing_is_touched(folders, collect):
 
 
 def test_limits_count_what_the_folders_hold_and_a_second_collector_goes_on(folders, collect):
-    for expected in (2, 3, 3):
+    for seed, expected in enumerate((2, 3, 3)):
         limit = 3 if expected == 3 else 2
         collector = collect(counting(1), ["cam"], limit, 0)
-        play(collector, 3 * 4)
+        play(collector, 3 * 4, seed)
         assert collector.full is True
         collector.close()
         names = [path.name for path in trajectory_paths(folders[0])]
@@ -211,19 +211,39 @@ def test_limits_count_what_the_folders_hold_and_a_second_collector_goes_on(folde
     assert trajectory_paths(folders[1]) == []
 
 
+def test_an_episode_that_another_collector_of_the_seed_has_stored_is_not_stored_again(folders, collect, caplog):
+    first, second = collect(counting(3)), collect(counting(3))
+    for collector in (first, second):
+        play(collector, 12)
+        collector.close()
+    assert (len(stories(folders[0])), len(stories(folders[1]))) == (6, 6)  # which asserts that each is there once
+    assert (first.twins, second.twins) == (0, 12) and second.written == {True: [], False: []}
+    [warning] = [record.message for record in caplog.records]
+    assert "has this episode of seed" in warning and "give processes that share folders different seeds" in warning
+
+
+def test_other_seeds_and_no_seed_make_no_twins(folders, collect):
+    for seed in (7, 17, None, None):
+        collector = collect(counting(1))
+        play(collector, 3, seed)
+        collector.close()
+        assert collector.twins == 0
+    assert len(trajectory_paths(folders[0])) == 4
+
+
 PROGRAM = """
 import os, signal, sys, time
 sys.path.insert(0, {tests!r})
 from test_collector import RewardDataCollector, counting, play
 collector = RewardDataCollector(counting(3), {positive!r}, {negative!r}, ["cam"], {limit})
-play(collector, {steps})
+play(collector, {steps}, {seed})
 {then}
 """
 
 
-def start(folders, *, steps: int, then: str = "", limit: int | None = None) -> subprocess.Popen:
+def start(folders, *, steps: int, then: str = "", limit: int | None = None, seed: int = 7) -> subprocess.Popen:
     places = {"positive": str(folders[0]), "negative": str(folders[1]), "tests": str(Path(__file__).parent)}
-    program = PROGRAM.format(**places, steps=steps, then=then, limit=limit)
+    program = PROGRAM.format(**places, steps=steps, then=then, limit=limit, seed=seed)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, env=environment)
 
@@ -236,7 +256,7 @@ def ended(process: subprocess.Popen) -> int:
 
 @pytest.mark.slow
 def test_processes_share_a_folder_without_a_collision_and_within_its_limit(folders):
-    processes = [start(folders, steps=120, limit=50) for _ in range(2)]
+    processes = [start(folders, steps=120, limit=50, seed=seed) for seed in (100, 200)]
     assert [ended(process) for process in processes] == [0, 0]
     positive, negative = open_folder(folders[0]), open_folder(folders[1])
     assert len(positive) == 50  # of 2 * (40 + 24)
@@ -264,12 +284,12 @@ def killed(tensors, path, about):
     path.write_bytes(b"half")
     os.kill(os.getpid(), 9)
 trajectory.save_file = killed
-play(collector, 5)
+play(collector, 5, 8)
 """
     assert ended(start(folders, steps=4, then=half)) == -signal.SIGKILL
     assert [len(file) for file in open_folder(folders[0])] == [4]
     collector = collect(counting(1))  # goes on where the other was killed
-    play(collector, 3)
+    play(collector, 3, 9)
     collector.close()
     assert len(open_folder(folders[0])) == 2
 
@@ -279,9 +299,9 @@ def test_sigterm_waits_for_the_write_and_then_ends_the_program(folders, collect,
 
     write = module.write_trajectory
 
-    def interrupted(folder, trajectory):
+    def interrupted(*words):
         signal.raise_signal(signal.SIGTERM)
-        return write(folder, trajectory)
+        return write(*words)
 
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     collector = collect(counting(1))

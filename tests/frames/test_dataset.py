@@ -68,6 +68,30 @@ def test_the_split_is_by_trajectory_and_by_seed(tmp_path):
     assert len(others) > 4
 
 
+def test_twins_are_never_on_both_sides_and_are_named(tmp_path):
+    """Two collectors of one seed have stored every episode twice."""
+    write_squares(tmp_path, positive=6, negative=2)
+    for folder in (tmp_path / "positive", tmp_path / "negative"):
+        for path in trajectory_paths(folder):
+            shutil.copy(path, folder / f"1{path.name}")
+    index, said = index_of(tmp_path)
+    for seed in range(4):
+        training, validation = (
+            {frame.numpy().tobytes() for frame in index.images(side)["base_camera"]}
+            for side in split(index, 0.3, seed=seed)
+        )
+        assert training and validation and not training & validation
+    assert len(index) == 8 * 10 and index.labels.sum() == 6 * 5
+    assert "12 trajectories, 120 frames, 60 of them successes" in said  # what lies there
+    first = trajectory_paths(tmp_path / "positive")[0].name
+    assert f"8 trajectories repeat others frame for frame and are left out (1{first}, " in said
+
+
+def test_equal_labels_make_no_twins(tmp_path):
+    index, said = index_of(write_squares(tmp_path, positive=3, negative=3))
+    assert len(index) == 60 and "left out" not in said
+
+
 def test_a_small_share_still_holds_out_a_success(tmp_path):
     index, _ = index_of(write_squares(tmp_path, positive=3, negative=1))
     _, validation = split(index, 0.01, seed=0)

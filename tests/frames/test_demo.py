@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 
 from vlmrm import cli
+from vlmrm.config import load_yaml
 from vlmrm.errors import ConfigError
 from vlmrm.frames import demo
 from vlmrm.frames.checkpoint import save_classifier
 from vlmrm.frames.classifier import build_classifier
 from vlmrm.frames.classifier_config import classifier_config
-from vlmrm.frames.settings import read_yaml
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = {"n_steps": 16, "batch_size": 32}
 
 
@@ -22,7 +29,7 @@ TINY = {"n_steps": 16, "batch_size": 32}
 def output(tmp_path, monkeypatch):
     """A demo's folder with an untrained classifier; what comes of the shipped configuration is made short."""
     short = {"total_steps": 64, "num_envs": 2, "max_steps": 40, "evaluate_every": 32, "evaluation_episodes": 3}
-    monkeypatch.setattr(demo, "read_yaml", lambda path: read_yaml(path) | short | {"hyperparameters": TINY})
+    monkeypatch.setattr(demo, "load_yaml", lambda path: load_yaml(path) | short | {"hyperparameters": TINY})
     torch.manual_seed(0)
     figures = {"auc": 0.5, "validation_frames": 10, "validation_successes": 2, "precision": 0.2, "recall": 1.0}
     config = classifier_config(image_keys=("base_camera",), image_size=(3, 64, 64), metrics=figures)
@@ -41,7 +48,43 @@ def test_it_says_what_the_policy_truly_learned(output, capsys):
         assert str(output / name) in said and (output / name).is_file()
 
 
-def test_outside_a_checkout_it_says_where_to_run_it(output, monkeypatch):
-    monkeypatch.setattr(demo, "CONFIG", output / "frames_rl.yaml")
-    with pytest.raises(ConfigError, match="run it from a checkout"):
-        demo.run_demo(output)
+def test_a_configuration_that_cannot_be_is_named_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "CONFIG", tmp_path / "frames_rl.yaml")
+    monkeypatch.setattr(demo, "classifier", lambda *args: pytest.fail("it began to collect"))
+    with pytest.raises(ConfigError, match=r"there is no configuration file .*frames_rl\.yaml"):
+        demo.run_demo(tmp_path / "demo")
+    assert not (tmp_path / "demo").exists()
+
+
+BUILD = "import setuptools.build_meta as backend; backend.build_wheel('wheels')"
+FIND = """
+import sys
+from pathlib import Path
+import vlmrm.demo, vlmrm.frames.demo
+from vlmrm.config import load_yaml
+assert Path(vlmrm.__file__).is_relative_to(sys.argv[1]), vlmrm.__file__
+settings = vlmrm.frames.demo.policy_settings(Path("demo"), Path("model"))
+assert settings.env == "Acrobot-v1"
+assert load_yaml(Path(vlmrm.demo.training_words(Path("demo"), Path("model"), {})[0]))
+assert load_yaml(Path(vlmrm.demo.evaluation_words(Path("demo"), {})[0]))
+"""
+
+
+@pytest.mark.slow
+def test_both_demos_find_their_files_in_an_installed_wheel(tmp_path):
+    source, installed, elsewhere = (tmp_path / name for name in ("source", "installed", "elsewhere"))
+    for name in ("vlmrm", "training_configs"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    (source / "wheels").mkdir()
+    elsewhere.mkdir()
+    built = subprocess.run([sys.executable, "-c", BUILD], cwd=source, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    [wheel] = (source / "wheels").glob("vlmrm-*.whl")
+    zipfile.ZipFile(wheel).extractall(installed)
+    environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FIND, installed], cwd=elsewhere, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -103,7 +103,7 @@ def test_an_action_is_repeated_until_the_task_is_done():
     assert [env.step(0)[:2] for _ in range(3)] == [(4, 4.0), (6, 2.0), (10, 4.0)]
 
 
-@pytest.mark.skipif(find_spec("gymnasium_robotics") is None, reason="needs gymnasium-robotics: vlmrm[fetch]")
+@pytest.mark.skipif(find_spec("gymnasium_robotics") is None, reason="needs gymnasium-robotics: the extra fetch")
 def test_the_arm_reaches_the_dot_and_shows_it():
     """Rendered without a display at 96 pixels; success is where gripper and dot are in one place, and only there."""
     env = make_environments(ARM, 2, seed=0, image_size=(3, 96, 96), stop_at_success=False, max_steps=20)

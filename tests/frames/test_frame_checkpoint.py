@@ -9,6 +9,7 @@ from squares import SIDE, small_classifier
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.frames.checkpoint import load_classifier, read_config, save_classifier
+from vlmrm.frames.weight_files import encoder_weights
 
 # The names of the document's checkpoints, by which others' files are read.
 NAMES = {
@@ -131,6 +132,66 @@ def test_a_document_file_that_would_run_something_is_refused(tmp_path):
     path = document_file(tmp_path / "old.pt", small_classifier(), optimizer_state_dict=Harm())
     with pytest.raises(CheckpointError, match="read safely"):
         load_classifier(path, image_size=(3, SIDE, SIDE))
+
+
+KERNEL, WIDTH = "encoders.cam.pooling_layer.kernel", "encoders.cam.mlp.0.weight"
+
+
+def hollow(*shape: int) -> torch.Tensor:
+    """A tensor of one stored number and any size."""
+    return torch.zeros(1).expand(*shape)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([1, 2], "holds a list and no weights by name"),
+        (torch.zeros(3), "holds a Tensor and no weights by name"),
+        ({0: torch.zeros(1)}, "holds a dict and no weights by name"),
+        (
+            {"model_state_dict": None, "state_dict": {KERNEL: torch.zeros(512, 2, 2, 8)}},
+            "model_state_dict holds a NoneType and no weights by name",
+        ),
+        ({"model_state_dict": {3: torch.zeros(1)}}, "model_state_dict holds a dict and no weights by name"),
+        ({"model_state_dict": {KERNEL: torch.zeros(3, 3)}}, r"kernel is \[3, 3\], and should have 4 sides"),
+        ({"model_state_dict": {KERNEL: "text"}}, "it is no frame classifier"),
+        ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8)}}, "has no encoders.cam.mlp.0.weight"),
+        ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8), WIDTH: torch.zeros(3)}}, r"mlp.0.weight is \[3\]"),
+        (
+            {"model_state_dict": {KERNEL: hollow(512, 2, 2, 1 << 24), WIDTH: hollow(1 << 24, 1)}},
+            "kernel has 34359738368 numbers and stores 1",
+        ),
+        (
+            {"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 1), WIDTH: torch.zeros(1 << 22, 1)}},
+            "is missing",
+        ),
+        ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8, dtype=torch.int64)}}, "numbers of torch.int64"),
+        ({"model_state_dict": {KERNEL: torch.zeros(3, 3).to_sparse()}}, "is sparse or has no numbers"),
+        ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8, device="meta")}}, "is sparse or has no numbers"),
+    ],
+)
+def test_a_torch_file_of_anything_else_is_named_in_a_sentence(tmp_path, content, reason):
+    torch.save(content, tmp_path / "old.pt")
+    with pytest.raises(CheckpointError, match=rf"old\.pt:? .*{reason}"):
+        load_classifier(tmp_path / "old.pt", image_size=(3, 64, 64), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("width", "reason"),
+    [(1 << 20, r"should be \[1048576, 1024\]"), (1 << 40, "has a config of impossible sizes")],
+)
+def test_a_width_that_only_the_config_has_takes_no_memory(tmp_path, width, reason):
+    model = small_classifier()
+    save_classifier(tmp_path / "x", model, model.config.model_copy(update={"hidden_dim": width}))
+    with pytest.raises(CheckpointError, match=reason):
+        load_classifier(tmp_path / "x")
+
+
+@pytest.mark.parametrize("content", [[1, 2], {0: torch.zeros(1)}, {"state_dict": {3: torch.zeros(1)}}])
+def test_pretrained_weights_without_names_are_refused(tmp_path, content):
+    torch.save(content, tmp_path / "encoder.pt")
+    with pytest.raises(CheckpointError, match=r"encoder\.pt:? .*no weights by name"):
+        encoder_weights(tmp_path / "encoder.pt")
 
 
 def test_places_and_devices_that_do_not_do_are_named(tmp_path):

@@ -178,7 +178,7 @@ def test_info_says_what_the_reward_is_made_of():
 @pytest.fixture
 def checkpoint(tmp_path):
     model = small_classifier()
-    save_classifier(tmp_path / "model.pt", model, model.config)
+    save_classifier(tmp_path / "model.pt", model, model.config.model_copy(update={"qualified": True}))
     return tmp_path / "model.pt"
 
 

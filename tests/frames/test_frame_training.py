@@ -6,23 +6,28 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from counting import counting
 from safetensors import safe_open
 from squares import SIDE, settings, small_classifier, square_trajectory, write_squares
 
 from vlmrm.data.fingerprint import data_fingerprint
-from vlmrm.errors import CheckpointError, ConfigError, DataError
-from vlmrm.frames.checkpoint import load_classifier
+from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, DataError
+from vlmrm.frames.checkpoint import load_classifier, read_config, save_classifier
 from vlmrm.frames.cli import app
 from vlmrm.frames.dataset import index_frames, split
+from vlmrm.frames.frame_reward import FrameReward
 from vlmrm.frames.inputs import CachedFeatures, Pixels
 from vlmrm.frames.scorer import FrameScorer
+from vlmrm.frames.settings import RewardModelSettings
 from vlmrm.frames.train_settings import TrainSettings
 from vlmrm.frames.training import initial_classifier, train_classifier
 from vlmrm.frames.trajectory import Trajectory, write_trajectory
+from vlmrm.rewards import RewardSet
 
 
 def weights(path) -> dict[str, torch.Tensor]:
@@ -256,7 +261,8 @@ def test_every_documented_argument_reaches_the_training(monkeypatch, capsys, tmp
     from vlmrm.frames import training
 
     given = []
-    monkeypatch.setattr(training, "train_classifier", lambda settings: given.append(settings))
+    trained = SimpleNamespace(config=SimpleNamespace(qualified=True))
+    monkeypatch.setattr(training, "train_classifier", lambda settings: given.append(settings) or trained)
     monkeypatch.setattr(training, "described", lambda trained: "done")
     command = """train --positive-dir ./reward_data/positive --negative-dir ./reward_data/negative
         --output-checkpoint ./checkpoints/reward_model.pt --pretrained-encoder-path ./resnet10_pretrained.pt
@@ -284,13 +290,78 @@ def test_every_documented_argument_reaches_the_training(monkeypatch, capsys, tmp
     assert capsys.readouterr().out == "done\n"
 
 
+def train_words(root: Path, *words: object) -> list[str]:
+    folders = ["--positive-dir", root / "positive", "--negative-dir", root / "negative"]
+    words = (*words, "--image-size", 3, SIDE, SIDE, "--hidden-dim", 16, "--num-spatial-blocks", 2)
+    return [*map(str, ["train", *folders, "--output-checkpoint", root / "model.safetensors", *words])]
+
+
 def test_the_command_says_what_it_trains_on_and_what_the_classifier_is_worth(tmp_path, capsys):
-    write_squares(tmp_path, positive=2, negative=1)
-    words = ["train", "--epochs", 1, "--image-size", 3, SIDE, SIDE, "--hidden-dim", 16, "--num-spatial-blocks", 2]
-    words += ["--positive-dir", tmp_path / "positive", "--negative-dir", tmp_path / "negative"]
-    app([*map(str, words), "--output-checkpoint", str(tmp_path / "model.safetensors")], result_action="return_value")
+    write_squares(tmp_path, positive=20, negative=5)
+    words = ["--epochs", 8, "--lr", 1e-3, "--batch-size", 16, "--val-fraction", 0.25]
+    app(train_words(tmp_path, *words), result_action="return_value")
     text, said = capsys.readouterr()
-    assert f"{tmp_path / 'positive'}: 2 trajectories, 20 frames, 10 of them successes" in said
-    assert "training: 2 trajectories, 20 frames, 5 of them successes; validation: 1 trajectories" in said
-    assert "best of 1 epochs is 1; on 10 held-out frames, 5 of them successes" in text
+    assert f"{tmp_path / 'positive'}: 20 trajectories, 200 frames, 100 of them successes" in said
+    assert "training: 19 trajectories, 190 frames, 75 of them successes; validation: 6 trajectories" in said
+    assert "of 8 epochs is" in text and "on 60 held-out frames, 25 of them successes" in text
+    assert "AUC 1.0000 (at least 1.0000)" in text and "recall 1.0000 (at least 1.0000)" in text
     assert f"the classifier is {tmp_path / 'model.safetensors'}" in text
+    config = read_config(tmp_path / "model.safetensors")
+    assert config.qualified is True and config.unqualified_because is None
+    assert config.metrics["auc_low"] == config.metrics["recall_low"] == 1.0
+
+
+# Classifiers that know nothing ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def useless(tmp_path, capsys) -> Path:
+    """A classifier trained on noise, of which half is called a success."""
+    generator = np.random.default_rng(0)
+    for name in ("positive", "negative"):
+        for _ in range(30 if name == "positive" else 2):
+            noise = square_trajectory(generator, 0)
+            labels = (generator.random(10) < (0.5 if name == "positive" else 0)).astype(np.float32)
+            write_trajectory(tmp_path / name, Trajectory(noise.images, labels, {"environment": "FrozenLake-v1"}))
+    with pytest.raises(BelowThreshold) as refused:
+        app(train_words(tmp_path, "--epochs", 1), result_action="return_value")
+    assert "model.safetensors does not qualify as a reward: its AUC is 0." in str(refused.value)
+    assert refused.value.exit_code == 6 and "\n" not in str(refused.value)
+    return tmp_path / "model.safetensors"
+
+
+def test_a_classifier_that_learned_nothing_is_kept_and_says_so(useless):
+    config = read_config(useless)
+    assert config.qualified is False and config.unqualified_because is not None
+    assert config.unqualified_because.startswith("its AUC is 0.")
+
+
+def test_a_classifier_that_does_not_qualify_rewards_nothing_unless_it_is_accepted(useless, tmp_path, capsys):
+    given = RewardModelSettings(checkpoint_path=useless)
+    refusal = r"model\.safetensors does not qualify as a reward: its AUC is .*accept_unqualified: true"
+    with pytest.raises(CheckpointError, match=refusal):
+        FrameScorer.open(given)
+    with pytest.raises(CheckpointError, match=refusal):
+        FrameReward(counting(2), given)
+    with pytest.raises(CheckpointError, match=refusal):  # a scorer that somebody else has opened
+        FrameReward(counting(2), given, FrameScorer(load_classifier(useless)))
+    with pytest.raises(CheckpointError, match=refusal):
+        RewardSet([{"name": "done", "reward_model": "frame_success", "checkpoint_path": str(useless)}])
+    model = {"checkpoint_path": str(useless)}
+    rl = {"env": "FrozenLake-v1", "output_dir": str(tmp_path / "rl"), "reward": {"use_reward_model": True}}
+    (tmp_path / "rl.yaml").write_text(json.dumps({**rl, "reward": {"use_reward_model": True, "reward_model": model}}))
+    with pytest.raises(CheckpointError, match=refusal):
+        app(["rl", str(tmp_path / "rl.yaml")], result_action="return_value")
+    assert not (tmp_path / "rl").exists()
+
+    accepted = given.model_copy(update={"accept_unqualified": True})
+    assert FrameReward(counting(2), accepted).scorer.config.qualified is False
+    assert "does not qualify as a reward: its AUC is" in capsys.readouterr().err
+    RewardSet([{"name": "done", "reward_model": "frame_success", **model, "accept_unqualified": True}])
+
+
+def test_a_classifier_that_was_never_measured_is_warned_of(tmp_path, caplog):
+    model = small_classifier()
+    save_classifier(tmp_path / "model", model, model.config)
+    FrameScorer.open(RewardModelSettings(checkpoint_path=tmp_path / "model"))
+    assert "does not say whether it qualifies as a reward" in caplog.text

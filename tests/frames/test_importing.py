@@ -191,6 +191,44 @@ def test_streams_that_are_broken_or_huge_are_refused(tmp_path):
             read_dictionary(pickled(tmp_path / "0.npy", stream))
 
 
+def doubled(container: bytes, times: int = 200) -> bytes:
+    """Opcodes of a container of two of another, and so on: a kilobyte, and 2^times values to whoever follows it."""
+    stream = pickle.EMPTY_LIST + pickle.MEMOIZE if container == pickle.LIST else pickle.EMPTY_TUPLE + pickle.MEMOIZE
+    for i in range(times):
+        stream += pickle.MARK + 2 * (pickle.BINGET + bytes([i])) + container + pickle.MEMOIZE
+    return stream
+
+
+VALUE, NUMBER = pickle.BINGET + bytes([200]), pickle.NONE  # the container that `doubled` made last
+TYPE_NAMED_SO = (
+    b"cnumpy.core.multiarray\n_reconstruct\n" + 3 * pickle.NONE + pickle.TUPLE3 + pickle.REDUCE + pickle.MARK
+    + pickle.NONE + pickle.EMPTY_TUPLE + b"cnumpy\ndtype\n" + VALUE + pickle.TUPLE1 + pickle.REDUCE
+    + 2 * pickle.NONE + pickle.TUPLE + pickle.BUILD
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stream", "reason"),
+    [
+        (doubled(pickle.LIST) + pickle.EMPTY_DICT + NUMBER + VALUE + pickle.SETITEM, "more than 1,000,000 values"),
+        (doubled(pickle.TUPLE) + pickle.EMPTY_DICT + NUMBER + VALUE + pickle.SETITEM, "more than 1,000,000 values"),
+        (doubled(pickle.TUPLE) + pickle.EMPTY_DICT + VALUE + NUMBER + pickle.SETITEM, "a tuple as a key"),
+        (
+            doubled(pickle.TUPLE) + pickle.EMPTY_DICT + pickle.MARK + VALUE + NUMBER + pickle.SETITEMS,
+            "a tuple as a key",
+        ),
+        (doubled(pickle.TUPLE) + pickle.MARK + VALUE + NUMBER + pickle.DICT, "a tuple as a key"),
+        (doubled(pickle.TUPLE) + pickle.EMPTY_SET + pickle.MARK + VALUE + pickle.ADDITEMS, "a set"),
+        (doubled(pickle.TUPLE) + pickle.MARK + VALUE + pickle.FROZENSET, "a set"),
+        (doubled(pickle.TUPLE) + TYPE_NAMED_SO, "an array of something else than numbers"),
+    ],
+)
+def test_a_small_pickle_of_endlessly_many_values_is_refused(tmp_path, stream, reason):
+    path = pickled(tmp_path / "0.npy", stream + pickle.STOP)
+    with pytest.raises(DataError, match=rf"0\.npy is refused: it holds {reason}"):
+        read_dictionary(path)
+
+
 def test_a_plain_array_is_no_trajectory(tmp_path):
     np.save(tmp_path / "0.npy", STORED)
     with pytest.raises(DataError, match="holds an array of uint8, not a dictionary"):

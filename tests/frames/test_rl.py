@@ -14,13 +14,14 @@ from squares import small_classifier
 from stable_baselines3 import PPO, SAC
 
 from vlmrm import cli
+from vlmrm.config import load_yaml
 from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.frames.audit import Counts
 from vlmrm.frames.checkpoint import save_classifier
 from vlmrm.frames.comparison import evaluations, markdown, summarised, write_comparison
 from vlmrm.frames.rl import Point, Run, success_rate, train_policies, untrained_policy
 from vlmrm.frames.rl_settings import RLSettings
-from vlmrm.frames.settings import checked, read_yaml
+from vlmrm.frames.settings import checked
 from vlmrm.frames.trajectory_file import open_folder
 from vlmrm.frames.trial import Trial
 
@@ -199,6 +200,21 @@ def test_runs_of_other_settings_or_of_another_classifier_are_not_mixed(tmp_path,
         train_policies(settings(tmp_path, checkpoint))
 
 
+# The file ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_s_numbers_and_words_are_those_of_every_other_configuration(tmp_path, monkeypatch):
+    given: list[RLSettings] = []
+    monkeypatch.setattr("vlmrm.frames.rl.train_policies", lambda settings: given.append(settings) or [])
+    monkeypatch.setattr("vlmrm.frames.comparison.write_comparison", lambda runs, settings: {})
+    monkeypatch.setattr("vlmrm.frames.comparison.markdown", lambda summary: "")
+    (tmp_path / "rl.yaml").write_text(
+        "env: FrozenLake-v1\nhyperparameters:\n  learning_rate: 3e-4\n  policy_kwargs: {activation: no}\n"
+    )
+    cli.app(["frames", "rl", str(tmp_path / "rl.yaml")], result_action="return_value", exit_on_error=False)
+    assert given[0].hyperparameters == {"learning_rate": 3e-4, "policy_kwargs": {"activation": "no"}}
+
+
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 
@@ -261,7 +277,7 @@ def test_a_classifier_of_another_simulator_is_warned_of(tmp_path, checkpoint, ca
 @pytest.mark.parametrize(("name", "algorithm"), [("frames_rl", PPO), ("frames_sac", SAC)])
 def test_a_shipped_configuration_trains_what_it_says_by_the_learned_reward(name, algorithm):
     file = Path(__file__).resolve().parents[2] / "training_configs" / f"{name}.yaml"
-    given = checked(RLSettings, read_yaml(file), name)
+    given = checked(RLSettings, load_yaml(file), name)
     assert given.sources == ["learned"] and given.reward.reward_model.reward_type == "binary"
     trial = Trial(given, None, "success", 0)  # without the classifier, which is yet to be trained
     with closing(trial.observed(trial.training_environments())) as env:

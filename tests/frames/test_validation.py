@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from scipy.special import expit
+from sklearn.metrics import roc_auc_score
 
-from vlmrm.frames.validation import auc_and_loss, measures, threshold_logit
+from vlmrm.frames.validation import auc_and_loss, disqualification, lower_bounds, measures, threshold_logit
 
 
 def drawn(count: int = 400, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -54,3 +55,96 @@ def test_calibration_error_is_small_where_probabilities_are_true_and_large_where
 def test_a_threshold_above_every_frame_leaves_no_precision():
     found = measures(np.array([-1.0, 1.0]), np.array([0.0, 1.0]), threshold=2.0)
     assert np.isnan(found["precision"]) and found["recall"] == 0
+
+
+# Whether a classifier qualifies as a reward --------------------------------------------------------------------------
+
+
+def held_out(
+    separation: float, episodes: int = 12, frames: int = 50, share: float = 0.3, spread: float = 0.0, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits, labels and episodes; the last `share` of each episode's frames are successes.
+
+    Successes are `separation` standard deviations above failures; `spread` is that of the episodes among each other.
+    """
+    generator = np.random.default_rng(seed)
+    labels = np.tile(np.arange(frames) >= (1 - share) * frames, episodes).astype(float)
+    owners = np.repeat(np.arange(episodes), frames)
+    logits = generator.normal(separation * labels) + spread * generator.normal(size=episodes)[owners]
+    return logits, labels, owners
+
+
+def verdict(logits: np.ndarray, labels: np.ndarray, owners: np.ndarray, target_fpr: float = 0.01) -> str | None:
+    threshold = threshold_logit(logits, labels, target_fpr)
+    return disqualification(measures(logits, labels, threshold) | lower_bounds(logits, labels, threshold, owners))
+
+
+def test_classifiers_that_tell_success_apart_qualify():
+    assert verdict(*held_out(8)) is None  # AUC 1, as the demo's
+    assert verdict(*held_out(3.5, spread=0.3)) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_classifier_by_chance_does_not_qualify(seed):
+    reason = verdict(*held_out(0, seed=seed))
+    assert reason is not None and "its AUC is 0.5" in reason.replace("0.4", "0.5") and "above 0.6" in reason
+
+
+def test_a_constant_answer_does_not_qualify():
+    logits, labels, owners = held_out(0)
+    reason = verdict(np.zeros_like(logits), labels, owners)
+    assert reason is not None
+    assert "its AUC is 0.500" in reason and "its recall is 0.000" in reason
+
+
+def test_a_weak_classifier_without_recall_does_not_qualify():
+    """An AUC of 0.64 is above chance; with a failure that looks more like success than any success, recall is 0."""
+    logits, labels, owners = held_out(0.55, episodes=6, frames=100, seed=5)
+    logits[np.flatnonzero(labels == 0)[::60]] = 9.0
+    auc, _ = auc_and_loss(logits, labels)
+    assert auc == pytest.approx(0.64, abs=0.01)
+    reason = verdict(logits, labels, owners)
+    assert reason is not None and "its recall is 0.000" in reason
+
+
+def test_a_classifier_that_is_right_in_some_episodes_only_does_not_qualify():
+    """Frames of one episode are alike: 200 good ones of two episodes say little about the next."""
+    logits, labels, owners = held_out(0, episodes=12)
+    logits[(owners < 2) & (labels == 1)] += 8
+    assert measures(logits, labels, threshold_logit(logits, labels, 0.01))["recall"] > 0.15
+    reason = verdict(logits, labels, owners)
+    assert reason is not None and "may be as low as 0.0" in reason
+
+
+def test_successes_that_are_rewarded_less_often_than_failures_do_not_qualify():
+    logits, labels, owners = held_out(3)
+    flipped = np.where((labels == 1) & (logits > 3), -9.0, logits)  # the clearest successes are taken for failures
+    threshold = 2.9
+    figures = measures(flipped, labels, threshold) | lower_bounds(flipped, labels, threshold, owners)
+    figures |= {"auc": 0.9, "auc_low": 0.9, "false_positive_rate": 0.2}
+    reason = disqualification(figures)
+    assert reason is not None and "not above its rate of false positives, 0.2000" in reason
+
+
+@pytest.mark.parametrize(("episodes", "enough"), [(4, False), (5, True)])
+def test_few_episodes_say_too_little(episodes, enough):
+    reason = verdict(*held_out(8, episodes=episodes))
+    assert (reason is None) == enough
+    if reason is not None:
+        assert "4 held-out episodes show a success and 4 a failure" in reason and "at least 5" in reason
+
+
+def test_bounds_are_those_of_episodes_drawn_again():
+    logits, labels, owners = held_out(1.5, episodes=8, frames=40, spread=1.0)
+    logits = logits.round(1)  # with ties
+    threshold = threshold_logit(logits, labels, 0.05)
+    generator, aucs, recalls = np.random.default_rng(9), [], []
+    for _ in range(2000):
+        drawn = np.concatenate([np.flatnonzero(owners == i) for i in generator.integers(8, size=8)])
+        aucs.append(roc_auc_score(labels[drawn], logits[drawn]))
+        recalls.append((logits[drawn] > threshold)[labels[drawn] == 1].mean())
+    bounds = lower_bounds(logits, labels, threshold, owners)
+    assert bounds["auc_low"] == pytest.approx(np.quantile(aucs, 0.025), abs=0.01)
+    assert bounds["recall_low"] == pytest.approx(np.quantile(recalls, 0.025), abs=0.02)
+    assert (bounds["successful_episodes"], bounds["failing_episodes"]) == (8, 8)
+    assert bounds == lower_bounds(logits, labels, threshold, owners)

@@ -21,7 +21,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "flash", "said"), [(False, False, "no CUDA GPU"), (True, False, r"pip install 'vlmrm\[flash\]'")]
+    ("gpu", "flash", "said"), [(False, False, "no CUDA GPU"), (True, False, r"pip install -e '\.\[flash\]'")]
 )
 def test_asking_for_flash_where_it_cannot_run(machine, caplog, gpu, flash, said):
     machine(gpu, flash)

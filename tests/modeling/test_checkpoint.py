@@ -197,7 +197,9 @@ def test_damage_is_noticed_before_loading(copy):
 def test_another_chat_template_is_refused(copy):
     template = copy / "chat_template.jinja"
     template.write_text(template.read_text().replace("helpful", "harmful"))
-    (copy / "COMPLETE.json").unlink()  # which would say so of any file
+    with pytest.raises(CheckpointError, match=r"bytes of chat_template.jinja were changed"):
+        load_checkpoint(copy)
+    (copy / "COMPLETE.json").unlink()  # as in a copy that somebody put together by hand
     with pytest.raises(CheckpointError, match=r"chat template .* is not the one"):
         load_checkpoint(copy)
 

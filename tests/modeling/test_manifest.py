@@ -85,7 +85,8 @@ def test_a_digest_names_what_scores_depend_on_and_nothing_else(tmp_path, tiny_re
     copy = Path(shutil.copytree(tiny_reward_model, tmp_path / "elsewhere"))
     digest = checkpoint_digest(copy)
     assert digest == checkpoint_digest(tiny_reward_model)
-    (copy / "optimizer.pt").write_bytes(b"moments")
+    for name in ("optimizer.pt", "trainer_state.json", "training_settings.json"):
+        (copy / name).write_bytes(b"of the training")
     info = json.loads((copy / "reward_model.json").read_text())
     for story in ({"reward_mean": 3.0}, {"provenance": {"git_commit": "another"}}):
         (copy / "reward_model.json").write_text(json.dumps(info | story))

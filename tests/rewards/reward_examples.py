@@ -88,3 +88,22 @@ class Same(PointwiseRewardModel):
 
     def __call__(self, prompt, image):
         return [float(sum(other is one for other in image)) for one in image]
+
+
+class Boastful(PointwiseRewardModel):
+    """1 a sample, and extra information under the names of what others say of a reward."""
+
+    required_fields = ("prompt",)
+
+    def __call__(self, prompt, **kwargs):
+        extra = {"score": 99.0, "reward": 99.0, "error": "none", "reward_name": "best", "sample": 7}
+        return RewardModelOutput([1.0] * len(prompt), extra)
+
+
+class Spoken(PointwiseRewardModel):
+    """The number of characters of the answer."""
+
+    required_fields = ("prompt", "response")
+
+    def __call__(self, prompt, response):
+        return [float(len(text)) for text in response]

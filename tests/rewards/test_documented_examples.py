@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,3 +164,32 @@ def test_a_registered_name_is_found_in_any_case(write):
         prompt=["a"], image=[picture(40)]
     )
     assert scored.rewards["x"].tolist() == [40]
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "rewards.md"
+
+
+def test_the_recipes_of_templates_write_the_published_words_and_nothing_else(tmp_path):
+    """hpsv3 1.0.0 prints a line when it is imported without flash attention."""
+    words = "\nJudge it, “please”.\n\n{text_prompt}\n", "\nThe rating: <|Reward|>\n"
+    package = tmp_path / "hpsv3" / "dataset"
+    package.mkdir(parents=True)
+    (tmp_path / "hpsv3" / "__init__.py").write_text("print('Flash Attention is not installed. Falling to SDPA.')")
+    (package / "__init__.py").touch()
+    (package / "data_collator_qwen.py").write_text(
+        f"INSTRUCTION = {words[0]!r}\nprompt_with_special_token = {words[1]!r}\n", encoding="utf-8"
+    )
+    (tmp_path / "prompt_template.py").write_text(
+        f"print('loaded')\nDETAILED_PROMPT_WITH_SPECIAL_TOKEN = {words[1]!r}\n", encoding="utf-8"
+    )
+    [recipe] = [text for text in re.findall("```bash\n(.*?)```", DOCUMENT.read_text(), re.DOTALL) if "hpsv3" in text]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        ["bash", "-euc", recipe],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path, "LC_ALL": "C"},
+        check=True,
+        timeout=120,
+    )
+    assert (tmp_path / "hpsv3.txt").read_bytes().decode() == "".join(words)
+    assert (tmp_path / "videoalign.txt").read_bytes().decode() == words[1]

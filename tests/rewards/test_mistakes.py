@@ -38,6 +38,25 @@ class Spoken(PointwiseRewardModel):
         return RewardModelOutput([1.0] * len(prompt), {"reply": [f"It is {text}." for text in prompt]}, failures)
 
 
+class Either(PointwiseRewardModel):
+    """Declared as Flow-Factory's PickScore, CLIP and OCR are (a0b2bc5), which are called with one of the two."""
+
+    required_fields = ("prompt", "image", "video")
+
+    def __call__(self, prompt, image=None, video=None):
+        assert (image is None) != (video is None)
+        return RewardModelOutput([1.0] * len(image) if video is None else [float(len(clip)) for clip in video])
+
+
+class Both(PointwiseRewardModel):
+    """A picture and a video of each sample: neither has a default."""
+
+    required_fields = ("prompt", "image", "video")
+
+    def __call__(self, prompt, image, video):
+        return [1.0] * len(prompt)
+
+
 class Held(PointwiseRewardModel):
     """Answers once the test lets it."""
 
@@ -117,7 +136,8 @@ def test_what_led_to_an_error_is_in_the_audit_log(tmp_path):
     with pytest.raises(RewardError, match="reward one: the judge cannot be reached"):
         rewards(prompt=["good", "down", "good"])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["round"], line["sample"], line["reward"], line["error"], line["reply"]) for line in lines] == [
+    keys = ("round", "sample", "reward", "error")
+    assert [(*(line[key] for key in keys), line["extra"]["reply"]) for line in lines] == [
         (0, 0, 1.0, None, "It is good."),
         (0, 1, None, "the reply is prose", "It is bad."),
         (1, 0, 1.0, None, "It is good."),
@@ -147,3 +167,14 @@ raise KeyboardInterrupt
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert ended.returncode != 0 and ended.stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_of_image_and_video_one_is_enough_for_a_reward_that_takes_either():
+    rewards = RewardSet({"reward_model": f"{__name__}.Either"})
+    given = {"image": [PICTURE, None, PICTURE], "video": [None, [PICTURE] * 3, None]}
+    assert rewards(prompt=["a"] * 3, **given).rewards["default"].tolist() == [1.0, 3.0, 1.0]
+    assert rewards(prompt=["a"], video=[[PICTURE] * 2]).rewards["default"].tolist() == [2.0]
+    with pytest.raises(RewardError, match="sample 1 has no image or video, which this reward needs"):
+        rewards(prompt=["a"] * 2, image=[PICTURE, None])
+    with pytest.raises(RewardError, match="sample 0 has no video, which this reward needs"):
+        RewardSet({"reward_model": f"{__name__}.Both"})(prompt=["a"], image=[PICTURE])

@@ -176,6 +176,14 @@ def test_the_audit_log_has_every_reward(tmp_path):
     assert lines[-1]["group"] == 1
 
 
+def test_extra_information_overwrites_nothing_in_the_audit_log(tmp_path):
+    path = tmp_path / "rewards.jsonl"
+    RewardSet(one("Boastful"), audit_log=path)(prompt=["up"])
+    line = json.loads(path.read_text())
+    assert (line["sample"], line["reward_name"], line["reward"], line["error"]) == (0, "one", 1.0, None)
+    assert line["extra"]["reward"] == 99.0
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import io
 import json
 import logging
@@ -20,19 +21,25 @@ import torch
 from frameworks import ADAPTERS, RewardManagerBase, import_file, install, verl_sample
 from PIL import Image
 
+from vlmrm.data.messages import to_messages
+from vlmrm.data.readers import read_row
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards import PointwiseRewardModel, RewardArguments, RewardSet
+from vlmrm.rewards import PointwiseRewardModel, RewardArguments, RewardModelOutput, RewardSet
+from vlmrm.rewards.built_in.vlm_reward import Wording
 from vlmrm.scoring import RemoteScorer, load_scorer
 from vlmrm.scoring.adapters import micro_batch
 from vlmrm.scoring.adapters.flow_factory_reward import GroupwiseReward, PointwiseReward
 from vlmrm.scoring.adapters.openrlhf_query import query_conversation
-from vlmrm.scoring.adapters.openrlhf_reward import OpenRLHFReward
+from vlmrm.scoring.adapters.openrlhf_reward import OpenRLHFReward, Unscored
 from vlmrm.scoring.adapters.plain import Reward
-from vlmrm.scoring.adapters.rows import SharedScorer
+from vlmrm.scoring.adapters.rows import SharedScorer, conversation
+from vlmrm.scoring.adapters.samples import text_columns
 from vlmrm.scoring.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM
 from vlmrm.scoring.adapters.trl_reward import AsyncTRLReward, TRLReward
 from vlmrm.scoring.adapters.trl_reward_set import TRLRewardSet
 from vlmrm.scoring.adapters.verl_reward import compute_score
+from vlmrm.scoring.rows import read_answers
+from vlmrm.serving.translation import conversation_of, sample_of
 
 LOAD = {"device": "cpu", "dtype": "float32"}
 ANSWERS = ["It is red.", "It is green.", "Red", "It may be blue, I think."]
@@ -70,6 +77,28 @@ def expected(tiny_reward_model) -> list[float]:
 
 def near(scores: float | list[float]):
     return pytest.approx(scores, abs=1e-4)
+
+
+TAG = "What does <image> mean in HTML?"
+TAGGED = {
+    "rows": lambda: conversation(TAG, "A picture."),
+    "rows of messages": lambda: conversation([{"role": "user", "content": TAG}], "A picture.", images=[]),
+    "OpenRLHF": lambda: query_conversation(f"{TAG}", f"{TAG}A picture.", {"prompt": TAG}),
+    "reward sets": lambda: Wording().conversation(
+        **{name: column[0] for name, column in text_columns([TAG], ["A picture."], None).items()}
+    ),
+    "offline": lambda: read_answers({"prompt": TAG, "response": "A picture."}, "1", str).conversations()[0],
+    "training": lambda: read_row({"prompt": TAG, "chosen": "A picture.", "rejected": "?"}, "1", str).conversations()[
+        0
+    ],
+    "samples": lambda: conversation_of(sample_of({"messages": to_messages(TAG, "user") + PICTURE}), Wording()),
+}
+PICTURE = to_messages("A picture.", "assistant")
+
+
+@pytest.mark.parametrize("route", TAGGED)
+def test_a_placeholder_without_media_is_text_on_every_route(route):
+    assert TAGGED[route]() == to_messages(TAG, "user") + PICTURE
 
 
 # Plain and TRL -------------------------------------------------------------------------------------------------------
@@ -127,13 +156,19 @@ def test_trl_awaits_the_asynchronous_one(tiny_reward_model, expected):
 
 
 def test_trl_leaves_out_what_cannot_be_scored_and_says_why(tiny_reward_model, expected, caplog):
-    prompts = [asked(IMAGES[0]), asked(), [{"role": "user", "content": "<image>" + QUESTION}], asked("gone.png")]
+    """Here each is of another prompt, so that there is no mean of its group to give it."""
+    two = [{"role": "user", "content": [*asked(IMAGES[0])[0]["content"], *asked()[0]["content"]]}]
+    prompts = [asked(IMAGES[0]), asked(), two, asked("gone.png")]
     logged = {}
     with caplog.at_level(logging.WARNING, "vlmrm"):
         scores = TRLReward(tiny_reward_model, **LOAD)(prompts, ANSWERS, log_metric=logged.__setitem__)
     assert scores[0] == near(expected[0]) and scores[1:] == [None] * 3
     assert logged == {"rm/vlmrm/unscored": 0.75}
-    for place, reason in ((1, "asks for more images"), (2, "a place for media"), (3, "gone.png does not exist")):
+    for place, reason in (
+        (1, "asks for more images"),
+        (2, "places for media with nothing in them"),
+        (3, "gone.png does not exist"),
+    ):
         assert any(f"sample {place} has none" in line and reason in line for line in caplog.messages)
 
 
@@ -150,13 +185,51 @@ def test_options_are_checked_before_the_model_is_loaded(tiny_reward_model):
         TRLReward(RemoteScorer("http://127.0.0.1:9"), device="cpu")
 
 
-def test_a_score_that_is_no_number_is_none(caplog):
-    class Broken:
-        def score_each(self, conversations):
-            return [float("nan"), 1.0]
+class Given:
+    """A scorer that answers what it was given; NaN is no score."""
 
-    assert TRLReward(Broken())(["a", "b"], ["c", "d"]) == [None, 1.0]
+    def __init__(self, *scores: float):
+        self.scores = scores
+
+    def score_each(self, conversations):
+        assert len(conversations) == len(self.scores)
+        return list(self.scores)
+
+
+NAN = float("nan")
+
+
+def test_a_score_that_is_no_number_is_none(caplog):
+    assert TRLReward(Given(NAN, 1.0))(["a", "b"], ["c", "d"]) == [None, 1.0]
     assert "its score is nan" in caplog.text
+
+
+def trl_advantages(*functions: list[float | None], weights: list[float], size: int) -> list[float]:
+    """TRL 1.16.0, `GRPOTrainer._generate_and_score_completions`: a None beside another function's reward is 0."""
+    rewards = torch.tensor([[NAN if value is None else value for value in each] for each in functions]).T
+    alone = torch.isnan(rewards).all(dim=1)
+    total = torch.where(alone, NAN, (rewards * torch.tensor(weights)).nansum(dim=1)).view(-1, size)
+    return torch.nan_to_num((total - total.nanmean(dim=1, keepdim=True)).flatten(), nan=0.0).tolist()
+
+
+def test_a_missing_score_beside_another_reward_of_trl_neither_pays_nor_punishes():
+    scores = TRLReward(Given(-3.1, -2.9, NAN, -3.3))(["a"] * 4, ANSWERS)
+    assert scores == pytest.approx([-3.1, -2.9, -3.1, -3.3])
+    assert trl_advantages(scores, [1.0] * 4, weights=[1.0, 1.0], size=4)[2] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_groups_of_one_text_and_other_images_are_kept_apart():
+    prompts = [asked(IMAGES[0]), asked(IMAGES[1]), asked(IMAGES[2]), asked(IMAGES[3])]  # red, red, green, green
+    assert TRLReward(Given(1.0, NAN, NAN, 5.0))(prompts, ANSWERS) == [1.0, 1.0, 5.0, 5.0]
+    assert TRLReward(Given(1.0, NAN, NAN, 5.0))([QUESTION] * 4, ANSWERS, image=IMAGES) == [1.0, 1.0, 5.0, 5.0]
+
+
+def test_trl_s_reward_may_end_the_run_instead():
+    reward = TRLReward(Given(-3.1, NAN), name="people", on_failure="raise")
+    with pytest.raises(RewardError, match=r"reward people: sample 1: its score is nan"):
+        reward(["a"] * 2, ANSWERS[:2])
+    with pytest.raises(ConfigError, match="on_failure is 'zero': choose from mean, raise"):
+        TRLReward(Given(), on_failure="zero")
 
 
 @pytest.mark.parametrize("lengths", [(4, 3, 4), (4, 4, 3)])
@@ -187,10 +260,37 @@ def test_groups_of_a_reward_set_are_trl_s_blocks(tiny_reward_model, expected):
         group(["a", "b"], ["c", "d"])
 
 
-def test_a_masked_reward_of_a_reward_set_is_none(tiny_reward_model, expected):
+def test_a_sample_without_any_reward_of_a_reward_set_is_none(tiny_reward_model, expected):
     reward = reward_set(tiny_reward_model, on_failure="mask")
     scores = reward([QUESTION] * 4, ANSWERS, image=[*IMAGES[:3], "gone.png"])
     assert scores[:3] == near(expected[:3]) and scores[3] is None
+
+
+class Length(PointwiseRewardModel):
+    required_fields = ("prompt", "response")
+
+    def __call__(self, prompt, response, **_):
+        return RewardModelOutput(rewards=[float(len(text)) for text in response])
+
+
+class LengthOfSome(Length):
+    """Has no reward of a response that says nothing of it."""
+
+    def __call__(self, prompt, response, **_):
+        return RewardModelOutput(rewards=[len(text) if "?" not in text else NAN for text in response])
+
+
+def test_a_masked_reward_among_others_is_the_mean_of_its_group():
+    """As `RewardSet.advantages` has it; the other rewards of the sample count as they are."""
+    both = [
+        {"name": "all", "reward_model": f"{__name__}.Length", "weight": 1.0},
+        {"name": "some", "reward_model": f"{__name__}.LengthOfSome", "weight": 10.0, "on_failure": "mask"},
+    ]
+    rewards = TRLRewardSet(both, num_generations=4)
+    answers = ["aaa", "a", "??", "aa", *("?????", "??", "???", "????")]
+    scores = rewards(["x"] * 4 + ["y"] * 4, answers)
+    assert scores[:4] == [33.0, 11.0, 22.0, 22.0]  # (3 + 1 + 2) / 3 for the third
+    assert scores[4:] == [25.0, 22.0, 23.0, 24.0]  # nothing known of the group: the mean of all, for all of them
 
 
 # ms-swift ------------------------------------------------------------------------------------------------------------
@@ -211,11 +311,65 @@ def test_swift_s_orm(tiny_reward_model, expected):
         model, options = tiny_reward_model, LOAD
 
     assert People(args=None)(ANSWERS, **SWIFT_COLUMNS) == near(expected)
-    without = {**SWIFT_COLUMNS, "images": [None, *SWIFT_COLUMNS["images"][1:]]}
-    scores = People()(ANSWERS, **without)
-    assert scores[0] is None and scores[1:] == near(expected[1:])
+    twice = {**SWIFT_COLUMNS, "images": [SWIFT_COLUMNS["images"][0] * 2, *SWIFT_COLUMNS["images"][1:]]}
+    scores = People()(ANSWERS, **twice)
+    assert scores == near([sum(expected[1:]) / 3, *expected[1:]]), "the mean of the batch, never a 0"
     with pytest.raises(ConfigError, match="VlmrmORM names no checkpoint"):
         VlmrmORM()
+
+
+def swift_orm(*scores: float, policy: str = "mean", args=None) -> VlmrmORM:
+    class People(VlmrmORM):
+        model, on_failure = Given(*scores), policy
+
+    return People(args)
+
+
+def swift_columns(*prompts: str, **columns) -> dict:
+    """As `GRPOSample.to_reward_row` and `RowPreprocessor.rows_to_batched` make them."""
+    turn = {"role": "assistant", "content": "It is red."}
+    rows = [[{"role": "user", "content": prompt}, turn] for prompt in prompts]
+    return {"messages": rows, "prompt_id": [""] * len(rows), "trainer_state": None, **columns}
+
+
+def swift_advantages(rewards: list[float | None], size: int) -> list[float]:
+    """ms-swift 4.6.0, `swift.rl_core.advantage.compute_advantages` (grpo, scale_rewards group): None is 0 in it."""
+    given = torch.tensor([NAN if reward is None else reward for reward in rewards])
+    total = torch.stack([given], dim=1).nansum(dim=1).view(-1, size)
+    return ((total - total.mean(1, keepdim=True)) / (total.std(1, keepdim=True) + 1e-4)).flatten().tolist()
+
+
+def test_a_completion_that_cannot_be_scored_is_not_paid_by_ms_swift(caplog):
+    assert swift_advantages([-3.1, -2.9, None, -3.3], 4)[2] == pytest.approx(1.49, abs=0.01)  # what None would be
+    rewards = swift_orm(-3.1, -2.9, NAN, -3.3)(ANSWERS, **swift_columns(*["Which?"] * 4))
+    assert rewards == pytest.approx([-3.1, -2.9, -3.1, -3.3])
+    assert swift_advantages(rewards, 4)[2] == pytest.approx(0.0, abs=1e-5)
+    assert "People" in caplog.text and "sample 2" in caplog.text and "its score is nan" in caplog.text
+
+
+def test_groups_of_ms_swift_are_of_one_prompt_and_one_image():
+    """Its own `prompt_id` is of the text alone."""
+    images = [[{"bytes": png(colour), "path": None}] for colour in COLOURS]
+    columns = swift_columns(*["<image>" + QUESTION] * 4, images=images) | {"prompt_id": ["prompt_0"] * 4}
+    assert swift_orm(1.0, NAN, NAN, 5.0)(ANSWERS, **columns) == [1.0, 1.0, 5.0, 5.0]
+    several_turns = swift_columns(*ANSWERS) | {"prompt_id": ["prompt_0"] * 2 + ["prompt_1"] * 2}
+    assert swift_orm(1.0, NAN, NAN, 5.0)(ANSWERS, **several_turns) == [1.0, 1.0, 5.0, 5.0]
+
+
+def test_a_group_of_ms_swift_without_any_score_is_level():
+    rewards = swift_orm(1.0, 3.0, NAN, NAN)(ANSWERS, **swift_columns("a", "a", "b", "b"))
+    assert rewards == [1.0, 3.0, 2.0, 2.0]
+    assert swift_advantages(rewards, 2)[2:] == [0.0, 0.0]
+
+
+def test_where_no_mean_would_be_neutral_ms_swift_s_run_ends_with_the_sample_named():
+    with pytest.raises(RewardError, match="reward People: sample 0: its score is nan"):
+        swift_orm(NAN, NAN)(ANSWERS[:2], **swift_columns("a", "a"))
+    elsewhere = SimpleNamespace(num_generations=4, num_generations_eval=None)  # the other two are on another rank
+    with pytest.raises(RewardError, match=r"reward People: sample 2: .* 2 of the 4"):
+        swift_orm(1.0, 2.0, NAN, NAN, args=elsewhere)(ANSWERS, **swift_columns("a", "a", "b", "b"))
+    with pytest.raises(RewardError, match="reward People: sample 1: its score is nan"):
+        swift_orm(1.0, NAN, policy="raise")(ANSWERS[:2], **swift_columns("a", "a"))
 
 
 def test_swift_s_asynchronous_orm(tiny_reward_model, expected):
@@ -252,8 +406,18 @@ def test_verl_hears_what_is_missing(tiny_reward_model):
     given = {"data_source": "x", "solution_str": "Red", "ground_truth": "", "model": str(tiny_reward_model)}
     with pytest.raises(RewardError, match="extra_info has no prompt"):
         asyncio.run(compute_score(**given, extra_info={"index": 3}))
-    with pytest.raises(RewardError, match="has a place for media and the row has none"):
-        asyncio.run(compute_score(**given, extra_info={"prompt": "<image>Which?"}))
+    with pytest.raises(RewardError, match="asks for more images"):
+        asyncio.run(compute_score(**given, extra_info={"prompt": "<image><image>Which?", "images": [IMAGES[0]]}))
+
+
+def test_verl_s_run_ends_with_the_sample_named():
+    given = {"data_source": "vqa/train", "solution_str": "Red", "ground_truth": "", "model": Given(NAN)}
+    with pytest.raises(RewardError, match=r"sample 17 of vqa/train: its score is nan"):
+        asyncio.run(compute_score(**given, extra_info={"prompt": "Which?", "index": 17}))
+    with pytest.raises(RewardError, match=r"sample 17 of vqa/train: extra_info has no prompt"):
+        asyncio.run(compute_score(**given, extra_info={"index": 17}))
+    with pytest.raises(RewardError, match=r"a sample of vqa/train: its score is nan"):
+        asyncio.run(compute_score(**given, extra_info={"prompt": "Which?"}))
 
 
 def test_verl_s_reward_manager(tiny_reward_model, expected, monkeypatch):
@@ -276,6 +440,15 @@ def test_verl_s_reward_manager(tiny_reward_model, expected, monkeypatch):
     results = asyncio.run(all_at_once())
     assert [result["reward_score"] for result in results] == near(expected)
     assert results[0]["reward_extra_info"] == {"raw_score": results[0]["reward_score"]}
+
+    async def one_without_its_image():
+        manager = manager_class(config, tokenizer, None)
+        [row] = verl_sample(tokenizer, asked(), "Red")
+        row.non_tensor_batch["extra_info"] = {"index": 17}
+        await manager.run_single([row])
+
+    with pytest.raises(RewardError, match=r"sample 17 of x: .*asks for more images"):
+        asyncio.run(one_without_its_image())
 
 
 # OpenRLHF ------------------------------------------------------------------------------------------------------------
@@ -306,11 +479,34 @@ def test_openrlhf_asks_on_many_threads(tiny_reward_model, expected, openrlhf_row
     assert torch.equal(results[2]["extra_logs"]["raw_score"], raw[2:3])
 
 
+async def openrlhf_s_reward(function, query: str, prompt: str, label) -> float | None:
+    """OpenRLHF 0.11.2, `SingleTurnAgentExecutor.execute`: a thread for one sample, and an Exception is only logged."""
+    try:
+        [answer] = await asyncio.gather(asyncio.to_thread(function, [query], [prompt], [label]))
+        return answer["rewards"]
+    except Exception:
+        return None
+
+
+def test_openrlhf_s_run_ends_where_a_sample_cannot_be_scored_with_the_sample_named(caplog):
+    """Without a reward OpenRLHF would end later, on a reward model that nobody configured."""
+
+    async def group():
+        reward = OpenRLHFReward(Given(NAN), name="people")
+        return await openrlhf_s_reward(reward, "Two?Three.", "Two?", {"prompt": "Two?"})
+
+    with pytest.raises(Unscored, match=r"reward people: the answer 'Three.' to 'Two\?': its score is nan"):
+        asyncio.run(group())
+    assert "reward people: the answer 'Three.' to 'Two?': its score is nan" in caplog.text
+    assert not issubclass(Unscored, Exception)
+
+
 def test_openrlhf_imports_the_file_and_finds_its_model(tiny_reward_model, monkeypatch):
-    function = import_file(ADAPTERS / "openrlhf_reward.py", "reward_func").reward_func
+    module = import_file(ADAPTERS / "openrlhf_reward.py", "reward_func")
+    function = module.reward_func
     monkeypatch.delenv("VLMRM_REWARD_MODEL", raising=False)
     row = (["Two?Three."], ["Two?"], [json.dumps({"prompt": "Two?"})])
-    with pytest.raises(ConfigError, match="VLMRM_REWARD_MODEL is not set"):
+    with pytest.raises(module.Unscored, match="VLMRM_REWARD_MODEL is not set"):
         function(*row)
     monkeypatch.setenv("VLMRM_REWARD_MODEL", str(tiny_reward_model))
     [[score]] = load_scorer(tiny_reward_model).score_groups([("Two?", ["Three."])])
@@ -322,12 +518,12 @@ def test_openrlhf_imports_the_file_and_finds_its_model(tiny_reward_model, monkey
     [
         (("Two?Three.", "One?", {"prompt": "One?"}), "does not begin with its prompt"),
         (("Two?Three.", "Two?", "4"), "its label is not"),
-        (("Two?Three.", "Two?", {"prompt": "<image>Two?"}), "has a place for media and the row has none"),
+        (("Two?Three.", "Two?", {"prompt": "<image><video>Two?", "images": ["a", "b"]}), "1 more image"),
     ],
 )
 def test_openrlhf_hears_what_is_wrong(tiny_reward_model, row, reason):
     query, prompt, label = row
-    with pytest.raises(RewardError, match=reason):
+    with pytest.raises(Unscored, match=reason):
         OpenRLHFReward(tiny_reward_model, **LOAD)([query], [prompt], [label])
 
 
@@ -347,7 +543,7 @@ def picture_scores(model) -> list[float]:
 
 def test_flow_factory_gets_a_reward_of_vlmrm(tiny_reward_model):
     reward = PointwiseReward(arguments(tiny_reward_model), SimpleNamespace(device=torch.device("cpu")))
-    assert reward.required_fields == ("prompt",) and not reward.use_tensor_inputs
+    assert set(reward.required_fields) == {"prompt", "image", "video"} and not reward.use_tensor_inputs
     assert reward(prompt=["A red square"] * 2, image=IMAGES[1:3]).rewards == near(picture_scores(tiny_reward_model))
     with pytest.raises(RewardError, match="reward people: sample 0: it has neither a response"):
         reward(prompt=["A red square"])
@@ -362,9 +558,51 @@ def test_flow_factory_gets_groups(tiny_reward_model):
     ]
 
 
+class Sample(SimpleNamespace):
+    """Flow-Factory's `BaseSample`: what it has no value for is None."""
+
+    prompt = image = video = None
+
+
+def flow_factory_rewards(model, samples: list[Sample], group_on_same_rank: bool) -> list[float]:
+    """Flow-Factory a0b2bc5, `RewardProcessor._compute_groupwise_local` and `_distributed`, of one rank and one group.
+
+    Groups that lie on several ranks are made anew of their `required_fields` alone. What all samples have, and the
+    call of the model names, it is called with.
+    """
+    if not group_on_same_rank:
+        samples = [Sample(**{name: getattr(each, name) for name in model.required_fields}) for each in samples]
+    named = inspect.signature(model.__call__).parameters
+    columns = {name: [getattr(each, name, None) for each in samples] for name in named}
+    return model(**{name: column for name, column in columns.items() if None not in column}).rewards
+
+
+@pytest.mark.parametrize("group_on_same_rank", [True, False])
+def test_flow_factory_s_groups_may_span_ranks(tiny_reward_model, group_on_same_rank):
+    reward = GroupwiseReward(arguments(tiny_reward_model, transform="rank"), SimpleNamespace(device="cpu"))
+    pictures = [Sample(prompt="A red square", image=image) for image in IMAGES[1:3]]
+    first, second = picture_scores(tiny_reward_model)
+    expected = [0.5 * (first > second), 0.5 * (second > first)]
+    assert flow_factory_rewards(reward, pictures, group_on_same_rank) == expected
+
+
+@pytest.mark.parametrize("group_on_same_rank", [True, False])
+def test_flow_factory_s_edits_are_scored_with_their_source_wherever_they_lie(tiny_reward_model, group_on_same_rank):
+    settings = {"gathered_fields": ["condition_images"]}
+    reward = GroupwiseReward(arguments(tiny_reward_model, **settings), SimpleNamespace(device="cpu"))
+    edits = [Sample(prompt="Make it red", image=image, condition_images=[IMAGES[3]]) for image in IMAGES[1:3]]
+    conversation = {"prompt": ["Make it red"] * 2, "image": IMAGES[1:3], "condition_images": [[IMAGES[3]]] * 2}
+    expected = reward(**conversation).rewards
+    without = reward(**{**conversation, "condition_images": None}).rewards
+    assert without != near(expected)
+    assert flow_factory_rewards(reward, edits, group_on_same_rank) == near(expected)
+
+
 def test_flow_factory_settings_are_checked(tiny_reward_model):
     with pytest.raises(ConfigError, match="unknown key 'modle_path'"):
         PointwiseReward(arguments(tiny_reward_model, modle_path="x"), SimpleNamespace(device="cpu"))
+    with pytest.raises(ConfigError, match=r"gathered_fields is \['images'\]: list condition_images"):
+        GroupwiseReward(arguments(tiny_reward_model, gathered_fields=["images"]), SimpleNamespace(device="cpu"))
 
 
 def test_the_dotted_path_works_here_too(tiny_reward_model):

@@ -54,7 +54,7 @@ def expected(scorer, *inputs: Path) -> list[list[float]]:
 
 
 def assert_same_rows(found: pd.DataFrame, reference: pd.DataFrame) -> None:
-    """Compare two outputs of one data set: scores to rounding, for threads differ; all else exactly."""
+    """Compare two outputs of one data set: scores to rounding, as threads differ; all else exactly."""
     pd.testing.assert_frame_equal(found.drop(columns="scores"), reference.drop(columns="scores"))
     for mine, theirs in zip(found["scores"], reference["scores"], strict=True):
         assert (mine is None) == (theirs is None)
@@ -225,7 +225,7 @@ def test_ray_is_asked_for_by_name_where_it_is_absent(job, tmp_path, monkeypatch)
     from vlmrm.scoring.ray_data import score_on_ray
 
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'vlmrm\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[ray\]'"):
         score_on_ray(job(colour_pairs(tmp_path / "p", 2)), workers=1)
 
 
@@ -316,10 +316,26 @@ def test_input_that_is_no_table_of_answers_is_refused_at_once(tmp_path):
 # The command line ----------------------------------------------------------------------------------------------------
 
 
+def command(*words: str) -> None:
+    cli.app(list(words), exit_on_error=False, result_action="return_value")
+
+
 def words(job: OfflineJob) -> list[str]:
     inputs = [word for path in job.input for word in ("--input", path)]
     sizes = ["--shard-rows", str(job.shard_rows), "--dtype", "float32"]
     return ["score", "--model", job.model, *inputs, "--output", str(job.output), *sizes]
+
+
+@pytest.mark.parametrize("word", [["--response", "A"], ["--image", "a.png"], ["--response-image", "a"], ["--json"]])
+def test_what_belongs_to_a_prompt_does_not_go_with_input(word):
+    with pytest.raises(ConfigError, match=f"{word[0]} goes with --prompt, and --input says what to score"):
+        command("score", "--model", "m", "--input", "a.jsonl", "--output", "o", *word)
+
+
+@pytest.mark.parametrize("word", [["--output", "o"], ["--image-root", "i"], ["--streaming"], ["--ray-workers", "2"]])
+def test_what_belongs_to_an_input_does_not_go_with_a_prompt(word):
+    with pytest.raises(ConfigError, match=f"{word[0]} goes with --input, and --prompt says what to score"):
+        command("score", "--model", "m", "--prompt", "?", "--response", "A", *word)
 
 
 def test_the_command_says_what_it_did_and_fails_for_broken_rows(job, tmp_path, capsys):
@@ -357,7 +373,7 @@ def test_two_processes_under_torchrun_write_what_one_does(job, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'vlmrm[ray]'")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install -e '.[ray]'")
 def test_two_workers_of_ray_write_what_one_process_does(job, tmp_path):
     import ray
 

@@ -156,7 +156,7 @@ def test_a_score_that_is_no_number_is_an_error(tiny_reward_model):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"dtype": "fp32"}, "dtype is 'fp32': choose from auto, bfloat16"),
+        ({"dtype": "int8"}, "dtype is 'int8': choose from auto, bfloat16"),
         ({"device": "gpu"}, "device is 'gpu': write cuda"),
         ({"device": "cuda:99"}, "device is cuda:99, which this machine has not"),
     ],
@@ -164,6 +164,10 @@ def test_a_score_that_is_no_number_is_an_error(tiny_reward_model):
 def test_options_that_cannot_work_are_refused(tiny_reward_model, option, message):
     with pytest.raises(ConfigError, match=message):
         load_scorer(tiny_reward_model, **option)
+
+
+def test_short_names_of_types_are_known(tiny_reward_model):
+    assert load_scorer(tiny_reward_model, device="cpu", dtype="bf16").model.dtype is torch.bfloat16
 
 
 @pytest.fixture

@@ -58,6 +58,19 @@ class Broken:
         raise FileNotFoundError("weights.bin")
 
 
+class ConfigError(Exception):
+    """Called as the error of a configuration that cannot work."""
+
+
+class Misconfigured:
+    """Cannot be loaded however often; `log` has a line for each time."""
+
+    def __init__(self, log):
+        with open(log, "a") as file:
+            file.write("loading\n")
+        raise ConfigError("device is cuda:9, which this machine has not.")
+
+
 class GroupSize:
     """Scores how many items are in the item's group."""
 
@@ -152,7 +165,8 @@ class ThreeQualities:
 
         lengths = [(len(np.load(io.BytesIO(item["video"]["npy"]))), len(item["prompt"])) for item in items]
         return [
-            {"score": 0, "VQ": one, "MQ": other, "TA": 0.5, "overall": one + other + 0.5} for one, other in lengths
+            {"score": 0, "extra": {"VQ": one, "MQ": other, "TA": 0.5, "overall": one + other + 0.5}}
+            for one, other in lengths
         ]
 
 
@@ -160,7 +174,7 @@ class Anything:
     """Scores whatever it is given, and says what metadata came with it."""
 
     def __call__(self, items):
-        return [{"score": 1.0, "metadata": item.get("metadata")} for item in items]
+        return [{"score": 1.0, "extra": {"metadata": item.get("metadata")}} for item in items]
 
 
 class LastText(Length):

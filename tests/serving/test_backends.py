@@ -92,10 +92,10 @@ async def test_a_job_goes_from_queued_over_running_to_done(backends):
         for name in ("id", "reward", "items", "cost", "priority", "attempts", "size", "key"):
             assert getattr(taken, name) == getattr(given, name), name
         assert (await backend.status(given.id)).state is State.running
-        await backend.finish(taken, [{"score": 1.5, "why": "ü"}, {"error": "no"}], 0.25)
+        await backend.finish(taken, [{"score": 1.5, "extra": {"why": "ü"}}, {"error": "no"}], 0.25)
         status = await backend.status(given.id)
         assert (status.state, status.seconds) == (State.done, 0.25)
-        assert status.outcomes == [{"score": 1.5, "why": "ü"}, {"error": "no"}]
+        assert status.outcomes == [{"score": 1.5, "extra": {"why": "ü"}}, {"error": "no"}]
         assert await backend.status(given.id) == status  # as often as one likes
 
 

@@ -31,7 +31,7 @@ def test_a_video_is_what_the_autoencoder_makes_of_the_latents_as_they_were(vae_f
     decoder = WanDecoder(vae_folder, dtype="float32", device="cpu")
     latents = latents_of()
     [outcome] = decoder([{"latents": npy(latents)}])
-    video = np.load(io.BytesIO(outcome["video"]))
+    video = np.load(io.BytesIO(outcome["extra"]["video"]))
 
     vae = diffusers.AutoencoderKLWan.from_pretrained(vae_folder).eval()
     raw = torch.stack(
@@ -55,7 +55,7 @@ def test_latents_that_no_video_is_made_of_are_told_apart(vae_folder):
     )
     assert wrong == {"error": "its latents are [48, 1, 2, 2], and the decoder's are [16, T, H, W]"}
     assert infinite == {"error": "its latents have values that are not finite"}
-    assert np.load(io.BytesIO(good["video"])).shape == (1, 3, 8, 8)
+    assert np.load(io.BytesIO(good["extra"]["video"])).shape == (1, 3, 8, 8)
 
 
 def test_a_folder_without_an_autoencoder_is_named(tmp_path):

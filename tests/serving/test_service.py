@@ -7,12 +7,12 @@ import os
 import signal
 
 import pytest
-from services import Gate, fake, in_loop, queued, rewards, running
+from services import Gate, fake, in_loop, queued, rewards, running, settings_of
 
 from vlmrm.serving.app import Serving
 from vlmrm.serving.backend import Overloaded
 from vlmrm.serving.jobs import Job
-from vlmrm.serving.service import LARGE_BYTES
+from vlmrm.serving.service import LARGE_BYTES, NotServing, Service
 
 
 @in_loop
@@ -134,6 +134,21 @@ async def test_a_reward_that_cannot_be_loaded_is_said_and_refused(tmp_path):
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         assert (await client.get("/health")).status_code == 200
         assert (await waiting).status_code == 504
+
+
+@in_loop
+async def test_a_reward_whose_configuration_cannot_work_is_not_loaded_again_and_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("vlmrm.serving.replica.BACKOFF_S", (0.0, 0.0))
+    log = tmp_path / "log"
+    service = Service(settings_of(fake("wrong", "fake_reward.Misconfigured", options={"log": str(log)})))
+    [replica] = service.replicas["wrong"]
+    loop = asyncio.create_task(replica.run())
+    while not loop.done() and not (log.exists() and log.read_text().count("loading") > 1):
+        await asyncio.sleep(0.01)
+    assert loop.done() and log.read_text().count("loading") == 1
+    assert "device is cuda:9, which this machine has not" in service.standing("wrong").errors[0]
+    with pytest.raises(NotServing, match="the reward wrong cannot be computed now: see /ready"):
+        await service.submit("wrong", [{"prompt": "a"}])
 
 
 @in_loop

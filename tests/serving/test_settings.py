@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from vlmrm.errors import ConfigError
+from vlmrm.serving.service import engine_of
 from vlmrm.serving.settings import DecodeSettings, Limits, RewardSettings, ServiceSettings, load_settings
 
 REWARD = '[[reward_args]]\nreward_type = "vlm_reward"\n'
@@ -37,6 +38,8 @@ def written(tmp_path):
         ("port = 1", "no reward is enabled: give at least one [[reward_args]]."),
         (f"token = ['secret']\n{REWARD}", "token: "),
         (f"host = '0.0.0.0'\n{REWARD}", "without a token: set VLMRM_TOKEN."),
+        (f"{REWARD}dtype = 'half'", "reward_args.0: dtype is 'half': choose from auto, bfloat16"),
+        (f"{REWARD}[decode_args]\nmodel_path = 'x'\ndtype = 'half'", "decode_args: dtype is 'half': choose from bf"),
     ],
 )
 def test_a_mistake_is_named_and_no_value_told(written, content, said):
@@ -51,6 +54,17 @@ def test_what_is_given_beats_the_file_before_it_is_judged(written, tmp_path):
     path = written(f"host = '0.0.0.0'\nport = 1\n{REWARD}")
     settings = load_settings(path, {}, host="127.0.0.1", media_root=tmp_path)
     assert (settings.host, settings.port, settings.media_root) == ("127.0.0.1", 1, tmp_path)
+
+
+@pytest.mark.parametrize("reward", ["vlm_reward", "vlm_reward_group"])
+def test_a_type_has_the_same_names_for_every_reward(written, reward):
+    [settings] = load_settings(written(f"[[reward_args]]\nreward_type = '{reward}'\ndtype = 'bf16'"), {}).reward_args
+    assert engine_of(settings, "cpu", silence=1.0).options["dtype"] == "bfloat16"
+
+
+def test_a_type_of_ones_own_engine_is_its_own(written):
+    [settings] = load_settings(written(f"{REWARD}engine = 'mine.Reward'\ndtype = 'nf4'"), {}).reward_args
+    assert settings.dtype == "nf4"
 
 
 def test_every_key_is_documented():

@@ -12,6 +12,16 @@ from vlmrm.rewards.built_in.vlm_reward import Wording
 from vlmrm.serving.translation import conversation_of, sample_of
 
 RED, BLUE = {"bytes": b"red"}, {"bytes": b"blue"}
+
+
+def messages(turns):
+    return [{"role": role, "content": [part(one) for one in parts]} for role, parts in turns]
+
+
+def part(content):
+    return {"type": "text", "text": content} if isinstance(content, str) else {"type": "image", "image": content}
+
+
 FORMS = [
     ({"prompt": "Why?", "response": "So."}, [("user", ["Why?"]), ("assistant", ["So."])]),
     ({"prompt": "Why?", "response": "So.", "image": RED}, [("user", [RED, "Why?"]), ("assistant", ["So."])]),
@@ -24,15 +34,15 @@ FORMS = [
         {"prompt": "Which?", "response": "Red.", "condition_images": [RED, BLUE]},
         [("user", [RED, BLUE, "Which?"]), ("assistant", ["Red."])],
     ),
+    (
+        {"prompt": messages([("system", ["Be kind."]), ("user", [RED, "Why?"])]), "response": "So."},
+        [("system", ["Be kind."]), ("user", [RED, "Why?"]), ("assistant", ["So."])],
+    ),
+    (
+        {"prompt": "Explain.", "response": messages([("assistant", ["So:", RED])])},
+        [("user", ["Explain."]), ("assistant", ["So:", RED])],
+    ),
 ]
-
-
-def messages(turns):
-    return [{"role": role, "content": [part(one) for one in parts]} for role, parts in turns]
-
-
-def part(content):
-    return {"type": "text", "text": content} if isinstance(content, str) else {"type": "image", "image": content}
 
 
 @pytest.mark.parametrize(("sample", "turns"), FORMS)

@@ -184,6 +184,18 @@ def test_bfloat16_trains_float32_weights(train_here, tmp_path, data):
     assert {value.dtype for value in weights(result.model_dir).values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_bfloat16_on_a_cpu_without_it_is_said(train_here, data, monkeypatch, capsys, there):
+    """It is 15 times slower there than float32."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: there)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    train_here(data, "half", bf16=True, max_steps=1)
+    assert ("--bf16 false" in capsys.readouterr().err) == (not there)
+    train_here(data, "whole", bf16=False, max_steps=1)
+    assert "bf16" not in capsys.readouterr().err
+
+
 def test_the_best_checkpoint_is_kept_and_saved_as_best(train_here, tmp_path, data):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "eval_strategy": "steps"}
     result = train_here(

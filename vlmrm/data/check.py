@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.media import media_key, open_image, open_video
-from vlmrm.data.readers import SPECIAL, recognise
+from vlmrm.data.readers import MALFORMED, SPECIAL, is_noteworthy, recognise
 from vlmrm.data.schema import Comparison, Messages, media_parts, text_of
 from vlmrm.data.sources import comparisons_of, load_comparisons, reader_of
 from vlmrm.errors import DataError, MediaError, RowError
@@ -101,24 +101,27 @@ class _Checker:
         self.seen: dict[bytes, tuple[str, tuple[float, ...]]] = {}
 
     def check(self, path: str, split: str, media_sample: int | None) -> None:
-        dataset = cast("Dataset", load_comparisons([path], arguments=self.arguments, split=split))
+        arguments = replace(self.arguments, bad_rows="skip")  # wrong rows are listed, whatever training does with them
+        dataset = cast("Dataset", load_comparisons([path], arguments=arguments, split=split))
         rng = np.random.default_rng(self.arguments.split_seed)
         some = len(dataset) if media_sample is None else min(media_sample, len(dataset))
         opened = set(rng.choice(len(dataset), some, replace=False).tolist())
         kept: set[str] = set()
+        texts: set[str] = set()
         for number, row in enumerate(comparisons_of(dataset)):
             self.report.rows += 1
             try:
                 if isinstance(row, RowError):
                     raise row
                 self.row(row, open_media=number in opened)
-                kept.update(row.columns)
+                kept.update(name for name, value in row.columns.items() if not is_noteworthy(value))
+                texts.update(name for name, value in row.columns.items() if is_noteworthy(value))
             except RowError as error:
                 self.wrong(error.row_id or getattr(row, "id", "?"), error.reason)
         for source in reader_of(dataset).sources:
-            columns = source.table.column_names or []
+            columns = [name for name in source.table.column_names or [] if name != MALFORMED]
             layout = recognise(columns)
-            unused = [name for name in columns if name not in layout.known() | SPECIAL | kept]
+            unused = [name for name in columns if name not in layout.known() | SPECIAL | (kept - texts)]
             self.report.sources.append(
                 SourceReport(source.name, layout.name, len(cast("Dataset", source.table)), unused)
             )

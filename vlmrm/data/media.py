@@ -178,7 +178,7 @@ def _read_video(reference: Any, options: dict[str, Any]) -> tuple[list[Image.Ima
     with _open_bytes(reference, "video") as source:
         try:
             # A playlist must not lead to other files or to the network.
-            with av.open(source, options={"protocol_whitelist": "none"}) as container:
+            with av.open(source, "r", options={"protocol_whitelist": "none"}) as container:
                 if not container.streams.video:
                     raise MediaError(f"{name} has no video in it: replace it or remove the row")
                 stream = container.streams.video[0]

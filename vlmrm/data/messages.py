@@ -9,7 +9,8 @@ from typing import Any
 from vlmrm.data.schema import Message
 from vlmrm.errors import RowError
 
-PLACEHOLDER = re.compile(r"(<image>|<video>)")
+PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
+HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
 
 
@@ -29,6 +30,23 @@ def to_messages(value: Any, role: str) -> list[Message]:
     if not isinstance(value, Sequence) or isinstance(value, bytes) or not value:
         raise RowError(f"expected a text or a list of messages for the {role}, got {_short(value)}")
     return [_to_message(message, role) for message in value]
+
+
+def hh_turns(value: Any) -> Any:
+    """Return a text that spells out its turns as Anthropic's HH data do as messages; anything else as it is.
+
+    "\\n\\nHuman: Hello\\n\\nAssistant:", as a prompt ends, has no turn of the assistant yet.
+    """
+    if not isinstance(value, str):
+        return value
+    text = "\n\n" + value.lstrip() if value.lstrip().startswith("Human:") and "\n\nAssistant:" in value else value
+    if not text.startswith(("\n\nHuman:", "\n\nAssistant:")):
+        return value
+    _, *pieces = HH_TURN.split(text.rstrip())
+    turns = zip(pieces[::2], pieces[1::2], strict=True)
+    messages = [{"role": "user" if name == "Human" else "assistant", "content": said.strip()} for name, said in turns]
+    unanswered = len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}
+    return messages[:-1] if unanswered else messages
 
 
 def _to_message(message: Any, role: str) -> Message:
@@ -76,13 +94,16 @@ def place_media(messages: Sequence[Message], images: Sequence[Any] = (), videos:
     """Puts a row's `images` and `videos` where the messages ask for them.
 
     They fill, in order, parts of their kind without a reference and the placeholders `<image>` and `<video>` in user
-    texts. Media that no placeholder asks for come first in the first user message, as TRL does it.
+    texts. Media that no placeholder asks for come first in the first user message, as TRL does it. Of a kind that the
+    row has none of, a placeholder is text like any other: people ask what `<image>` means in HTML.
 
     Raises:
         RowError: when there are more places than media, or places for only some of them.
     """
     waiting = {"image": list(images), "video": list(videos)}
     placed = {"image": 0, "video": 0}
+    tags = {PLACEHOLDERS[kind]: kind for kind, media in waiting.items() if media}
+    pattern = re.compile(f"({'|'.join(tags)})")
 
     def take(kind: str) -> dict[str, Any]:
         if not waiting[kind]:
@@ -98,10 +119,10 @@ def place_media(messages: Sequence[Message], images: Sequence[Any] = (), videos:
             kind = part["type"]
             if kind != "text":
                 content.append(take(kind) if part[kind] is None else part)
-            elif (images or videos) and message["role"] != "assistant" and PLACEHOLDER.search(part["text"]):
-                for piece in PLACEHOLDER.split(part["text"]):
-                    if PLACEHOLDER.fullmatch(piece):
-                        content.append(take(piece.strip("<>")))
+            elif tags and message["role"] != "assistant" and pattern.search(part["text"]):
+                for piece in pattern.split(part["text"]):
+                    if piece in tags:
+                        content.append(take(tags[piece]))
                     elif piece:
                         content.append({"type": "text", "text": piece})
             else:

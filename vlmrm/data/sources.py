@@ -6,24 +6,27 @@ sources stay where they are, and a row becomes a `Comparison` only on its way ou
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.media import media_key
 from vlmrm.data.paths import PathRules
-from vlmrm.data.readers import read_row
+from vlmrm.data.readers import LAYOUTS, SPECIAL, Layout, is_noteworthy, read_row, recognise
 from vlmrm.data.schema import Comparison, media_references, text_of
 from vlmrm.data.streams import Group, stream_comparisons
-from vlmrm.data.tables import Source, load_source
-from vlmrm.errors import ConfigError, DataError, RowError
+from vlmrm.data.tables import Source, cells_of, first_rows, load_source
+from vlmrm.errors import ConfigError, DataError, RowError, UnreadColumnError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
+
+logger = logging.getLogger("vlmrm")
 
 # A row's cells, its id and what resolves its media references, in; its comparison out.
 ReadRow = Callable[[Mapping[str, Any], str, Callable[[Any], Any]], Comparison]
@@ -47,15 +50,17 @@ class RowReader:
         for number, mine in places.items():
             source, rule = self.sources[number], self.rules[number]
             rows = [batch["row"][place] for place in mine]
-            table: dict[str, list[Any]] = cast("Dataset", source.table)[rows]
-            for i, (place, row) in enumerate(zip(mine, rows, strict=True)):
-                cells = {name: column[i] for name, column in table.items()}
+            for place, row, cells in zip(mine, rows, cells_of(source, rows), strict=True):
                 comparisons[place] = try_read(cells, f"{source.name}:{row + 1}", rule, self.read)
         return {"index": batch["index"], "comparison": comparisons}
 
 
-def try_read(cells: dict[str, Any], row_id: str, rule: PathRules, read: ReadRow = read_row) -> Comparison | RowError:
+def try_read(
+    cells: dict[str, Any] | RowError, row_id: str, rule: PathRules, read: ReadRow = read_row
+) -> Comparison | RowError:
     """The row's comparison, or why it has none: whether that ends the run is decided where batches are made."""
+    if isinstance(cells, RowError):
+        return RowError(cells.reason, row_id)
     try:
         return read(cells, row_id, rule)
     except RowError as error:
@@ -95,7 +100,34 @@ def load_comparisons(
 
 def _open(paths: Sequence[str], split: str, arguments: DataArguments, streaming: bool) -> list[Group]:
     """The sources of each path, each with the rules for its media paths."""
-    return [with_rules(load_source(path, split, streaming), arguments) for path in paths]
+    groups = [with_rules(load_source(path, split, streaming, arguments.bad_rows), arguments) for path in paths]
+    for group in groups:
+        check_first_rows(group)
+    return groups
+
+
+def check_first_rows(group: Group, read: ReadRow = read_row, layouts: Sequence[Layout] = LAYOUTS) -> None:
+    """Refuse tables as a whole that are empty, or whose first rows hold media or a prompt that nothing reads.
+
+    Columns of long texts that are not read are named in the log.
+
+    Raises:
+        DataError: naming the table, the column and what to do.
+    """
+    heads = [first_rows(source) for source, _ in group]
+    if not any(heads):
+        raise DataError(f"there are no rows in {', '.join(source.name for source, _ in group)}")
+    for (source, rule), rows in zip(group, heads, strict=True):
+        texts: set[str] = set()
+        for number, cells in enumerate(rows, 1):
+            comparison = try_read(cells, f"{source.name}:{number}", rule, read)
+            if isinstance(comparison, UnreadColumnError):
+                raise DataError(f"{source.name}: {comparison.reason}")
+            if isinstance(comparison, Comparison) and isinstance(cells, dict):
+                known = recognise([name for name, value in cells.items() if value is not None], layouts).known()
+                texts.update(name for name in cells if name not in known | SPECIAL and is_noteworthy(cells[name]))
+        if texts:
+            logger.warning("%s: not read: %s", source.name, ", ".join(f"`{name}`" for name in sorted(texts)))
 
 
 def with_rules(sources: Sequence[Source], arguments: DataArguments) -> Group:

@@ -10,18 +10,25 @@ import glob
 import json
 import os
 import re
-from collections.abc import Sequence
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any, cast
 
-from vlmrm.data.readers import LAYOUTS, Layout, recognise
-from vlmrm.errors import DataError, first_line
+from vlmrm.data.readers import LAYOUTS, MALFORMED, Layout, recognise
+from vlmrm.errors import DataError, RowError, first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv"}
+BLOCK = 1 << 20
+FIRST_ROWS = 20  # looked at when a table is opened
+LINES = (".jsonl", ".ndjson")  # one object a line: one that is malformed leaves the others as they are
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -40,22 +47,25 @@ class Source:
         return path if os.path.exists(path) else self.name
 
 
-def load_source(path: str, split: str = "train", streaming: bool = False) -> list[Source]:
+def load_source(path: str, split: str = "train", streaming: bool = False, bad_rows: str = "error") -> list[Source]:
     """Opens what `path` names: a hub id, a `save_to_disk` folder, a data file, a folder of them, or a glob pattern.
 
     `split` chooses among the splits of a hub data set or folder; files named by themselves or by a glob are read
-    whole. Each file is a source of its own, so that a row can be named by its file and number.
+    whole. Each file is a source of its own, so that a row can be named by its file and number. With `bad_rows` "skip",
+    lines of a jsonl file that are no json are rows of their own, which say so in the column `MALFORMED`.
 
     Raises:
         DataError: as `open_tables` does, or when a table's columns have no known layout.
     """
-    sources = open_tables(path, split, streaming)
+    sources = open_tables(path, split, streaming, bad_rows=bad_rows)
     for source in sources:
         check_layout(source)
     return sources
 
 
-def open_tables(path: str, split: str, streaming: bool = False, config: str | None = None) -> list[Source]:
+def open_tables(
+    path: str, split: str, streaming: bool = False, config: str | None = None, bad_rows: str = "error"
+) -> list[Source]:
     """What `load_source` opens, whatever its columns; `config` names one of a hub data set's configurations.
 
     Raises:
@@ -63,67 +73,163 @@ def open_tables(path: str, split: str, streaming: bool = False, config: str | No
             that exist), or a file cannot be parsed (with the line).
     """
     if os.path.isfile(path):
-        return [_open_file(path, streaming)]
+        return [_open_file(path, streaming, bad_rows)]
     if os.path.isdir(path):
-        return _open_folder(path, split, streaming)
+        return _open_folder(path, split, streaming, bad_rows)
     if glob.has_magic(path):
         files = sorted(name for name in glob.glob(path, recursive=True) if Path(name).suffix in KINDS)
         if not files:
             raise DataError(f"no {_kinds()} file matches {path}: check the pattern")
-        return [_open_file(name, streaming) for name in files]
+        return [_open_file(name, streaming, bad_rows) for name in files]
     if HUB_ID.fullmatch(path) and Path(path).suffix not in KINDS and not path.startswith("."):
         return [_open_hub(path, split, streaming, config)]
     raise DataError(f"{path} does not exist{_nearest(path)}")
 
 
-def _open_file(path: str, streaming: bool) -> Source:
-    from datasets import load_dataset
+def _open_file(path: str, streaming: bool, bad_rows: str) -> Source:
+    from datasets import IterableDataset, load_dataset
     from datasets.exceptions import DatasetGenerationError
 
-    kind = KINDS.get(Path(path).suffix)
+    suffix = Path(path).suffix
+    kind = KINDS.get(suffix)
     if kind is None:
         raise DataError(f"{path} is of no kind that can be read: use {_kinds()}")
-    if os.path.getsize(path) == 0:
+    if os.path.getsize(path) == 0 or (kind != "parquet" and _is_blank(path)):
         raise DataError(f"{path} is empty: it has no rows")
-    try:
-        table = load_dataset(kind, data_files=_literal(path), split="train", streaming=streaming)
-    except (DatasetGenerationError, ValueError, OSError) as error:
-        raise unreadable(path, error) from error
+    by_line = bad_rows == "skip" and suffix in LINES
+    table: Any
+    if by_line and streaming:
+        table = IterableDataset.from_generator(_read_lines, gen_kwargs={"files": [path]})
+    else:
+        try:
+            table = load_dataset(kind, data_files=_literal(path), split="train", streaming=streaming)
+        except (DatasetGenerationError, ValueError, OSError) as error:
+            if "corresponds to no data" in str(error):
+                raise DataError(f"{path} is empty: it has no rows") from error
+            if not by_line:
+                raise unreadable(path, error) from error
+            table = _load_lines(path, error)
     return Source(os.path.basename(path), _undecoded(table), os.path.dirname(os.path.abspath(path)))
 
 
+def _load_lines(path: str, error: Exception) -> Any:
+    """Return the table of a jsonl file that cannot be read as a whole: its malformed lines as rows that say so.
+
+    Raises:
+        DataError: when no line can be read.
+    """
+    from datasets import config, load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    there = os.stat(path)
+    name = blake2b(
+        f"{os.path.realpath(path)}:{there.st_mtime_ns}:{there.st_size}".encode(), digest_size=16
+    ).hexdigest()
+    folder = Path(config.HF_DATASETS_CACHE) / "vlmrm_lines"
+    copy = folder / f"{name}.jsonl"
+    if not copy.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        total = malformed = 0
+        with NamedTemporaryFile("wb", dir=folder, delete=False) as file:
+            for line, row in _lines_of(path):
+                total, malformed = total + 1, malformed + (MALFORMED in row)
+                file.write(json.dumps(row).encode() if MALFORMED in row else line.strip())
+                file.write(b"\n")
+        if malformed == total:
+            os.remove(file.name)
+            raise unreadable(path, error) from error
+        os.replace(file.name, copy)  # whole, whichever of the launcher's processes comes first
+    try:
+        return load_dataset("json", data_files=_literal(str(copy)), split="train")
+    except (DatasetGenerationError, ValueError, OSError) as again:
+        raise unreadable(path, again) from again
+
+
+def _read_lines(files: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of jsonl files; `{MALFORMED: reason}` for a line that is none."""
+    for path in files:
+        for _, row in _lines_of(path):
+            yield row
+
+
+def _lines_of(path: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of a jsonl file that are not blank, each with its row; `{MALFORMED: reason}` where it is none."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            line = line.removeprefix(BOM_UTF8) if number == 1 else line
+            if line.strip():
+                row, reason = _parsed(line)
+                yield line, {MALFORMED: f"line {number} is not valid json ({reason})"} if row is None else row
+
+
+def _parsed(line: bytes) -> tuple[dict[str, Any] | None, str]:
+    """The object of a line, or None and why it has none."""
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return None, f"it is not UTF-8 text: byte {error.start} of it is 0x{line[error.start]:02x}"
+    except json.JSONDecodeError as error:
+        return None, f"{error.msg} at column {error.colno}"
+    except RecursionError:
+        return None, "it is nested too deeply"
+    return (row, "") if isinstance(row, dict) else (None, "expected an object")
+
+
+def _is_blank(path: str) -> bool:
+    with open(path, "rb") as file:
+        block = file.read(BLOCK).removeprefix(BOM_UTF8)
+        while not block.strip():
+            if not (block := file.read(BLOCK)):
+                return True
+    return False
+
+
 def unreadable(path: str, error: BaseException) -> DataError:
-    """The error that says why a data file cannot be read; of a json file, on which line."""
-    if os.path.isfile(path) and KINDS.get(Path(path).suffix) == "json" and (place := _broken_json(path)):
+    """The error that says why a data file cannot be read; of a text, on which line."""
+    kind = KINDS.get(Path(path).suffix) if os.path.isfile(path) else None
+    if kind in ("json", "csv") and (place := not_utf8(path)):
+        return DataError(f"{path} is not UTF-8 text ({place}): save it as UTF-8")
+    if kind == "json" and (place := _broken_json(path)):
         return DataError(f"{path} is not valid json: {place}")
     return DataError(f"{path} cannot be read as a table: {first_line(error.__cause__ or error)}")
 
 
-def _broken_json(path: str) -> str | None:
-    """The first line that does not parse, and why; None if every line, or the file as a whole, does."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            if file.read(1) == "[" or Path(path).suffix == ".json":
-                file.seek(0)
-                try:
-                    json.load(file)
-                    return None
-                except json.JSONDecodeError as error:
-                    if not error.msg.startswith("Extra data"):  # else: one object a line, under the name .json
-                        return f"line {error.lineno}: {error.msg}"
-            file.seek(0)
-            for number, line in enumerate(file, 1):
-                try:
-                    if line.strip() and not isinstance(json.loads(line), dict):
-                        return f"line {number}: expected an object"
-                except json.JSONDecodeError as error:
-                    return f"line {number}: {error.msg} at column {error.colno}"
-    except UnicodeDecodeError as error:
-        return f"it is not UTF-8 text ({error.reason} at byte {error.start})"
+@lru_cache
+def not_utf8(path: str) -> str | None:
+    """Where the first byte of a file is that is not UTF-8; None if all are."""
+    offset = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"line {number}, byte {offset + error.start} of the file is 0x{line[error.start]:02x}"
+            offset += len(line)
     return None
 
 
-def _open_folder(path: str, split: str, streaming: bool) -> list[Source]:
+def _broken_json(path: str) -> str | None:
+    """The first line that does not parse, and why; None if every line, or the file as a whole, does."""
+    with open(path, encoding="utf-8-sig") as file:
+        if file.read(1) == "[" or Path(path).suffix == ".json":
+            file.seek(0)
+            try:
+                json.load(file)
+                return None
+            except json.JSONDecodeError as error:
+                if not error.msg.startswith("Extra data"):  # else: one object a line, under the name .json
+                    return f"line {error.lineno}: {error.msg}"
+        file.seek(0)
+        for number, line in enumerate(file, 1):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return f"line {number}: expected an object"
+            except json.JSONDecodeError as error:
+                return f"line {number}: {error.msg} at column {error.colno}"
+    return None
+
+
+def _open_folder(path: str, split: str, streaming: bool, bad_rows: str) -> list[Source]:
     from datasets import load_from_disk
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
@@ -144,7 +250,7 @@ def _open_folder(path: str, split: str, streaming: bool) -> list[Source]:
     files = {name: sorted(set(some)) for name, some in found.items() if some}
     if not files:
         raise DataError(f"the folder {path} holds no {_kinds()} file and was not written by save_to_disk")
-    return [_open_file(file, streaming) for file in _choose(files, split, path)]
+    return [_open_file(file, streaming, bad_rows) for file in _choose(files, split, path)]
 
 
 def _open_hub(name: str, split: str, streaming: bool, config: str | None) -> Source:
@@ -169,7 +275,7 @@ def _open_hub(name: str, split: str, streaming: bool, config: str | None) -> Sou
 
 def _choose(splits: dict[str, Any], split: str, path: str) -> Any:
     if split not in splits:
-        raise DataError(f"{path} has no split {split}: it has {', '.join(sorted(splits))}")
+        raise DataError(f"{path} has no split {split}: it has {', '.join(sorted(map(str, splits)))}")
     return splits[split]
 
 
@@ -203,14 +309,49 @@ def check_layout(source: Source, layouts: Sequence[Layout] = LAYOUTS) -> None:
     Raises:
         DataError: naming it and its columns, or saying why it cannot be read.
     """
-    try:
-        columns = source.table.column_names or next(iter(source.table), {}).keys()
-    except (ValueError, OSError) as error:  # the first block of a stream does not parse
-        raise unreadable(source.path, error) from error
+    columns = set(source.table.column_names or ())
+    if not columns:  # a stream of which nothing is known yet
+        rows = first_rows(source)
+        if not rows:
+            raise DataError(f"{source.path} is empty: it has no rows")
+        columns = {name for row in rows if isinstance(row, dict) for name in row}
+        if columns == {MALFORMED}:
+            raise unreadable(source.path, ValueError("none of its first lines is valid json"))
+    columns.discard(MALFORMED)
     try:
         recognise(columns, layouts)
     except DataError as error:
         raise DataError(f"{source.name}: {error}") from error
+
+
+def first_rows(source: Source) -> list[dict[str, Any] | RowError]:
+    """Return the cells of the first rows, to look at before anything is made of a table.
+
+    Raises:
+        DataError: when a stream of them cannot be parsed.
+    """
+    if hasattr(source.table, "__len__"):
+        return cells_of(source, range(min(FIRST_ROWS, len(cast("Dataset", source.table)))))
+    try:
+        return _transposed(next(source.table.iter(batch_size=FIRST_ROWS), {}))
+    except (ValueError, OSError) as error:  # what parsers raise; pyarrow's are ValueErrors too
+        raise unreadable(source.path, error) from error
+
+
+def cells_of(source: Source, rows: Sequence[int]) -> list[dict[str, Any] | RowError]:
+    """Return the cells of rows of a table, or why a row has none: a json parser takes texts that are not UTF-8."""
+    try:
+        return _transposed(cast("Dataset", source.table)[list(rows)])
+    except UnicodeDecodeError as error:
+        if len(rows) > 1:
+            return [cells for row in rows for cells in cells_of(source, [row])]
+        place = not_utf8(source.path) if os.path.isfile(source.path) else None
+        return [RowError(f"it is not UTF-8 text ({place or error.reason}): save the file as UTF-8")]
+
+
+def _transposed(columns: dict[str, list[Any]]) -> list[Any]:
+    count = len(next(iter(columns.values()), ()))
+    return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
 
 def _nearest(path: str) -> str:

@@ -6,19 +6,25 @@ Each ablation makes a comparison with the same branches, to be scored beside the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import filecmp
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle
+from types import MappingProxyType
 from typing import Any
 
 from PIL import Image
 
 from vlmrm.data.irrelevant import prompts_differ
-from vlmrm.data.media import image_size
-from vlmrm.data.schema import Branch, Comparison, Message, Messages
+from vlmrm.data.media import image_size, media_key
+from vlmrm.data.schema import Branch, Comparison, Message, Messages, media_references, text_of
 
 GREY = (128, 128, 128)
-NEAR = 64  # rows, from a multiple of it on, among which a donor is sought before doing without
+# Rows, from a multiple of it on, among which a donor is sought: first those of a batch, at last those before doing
+# without.
+NEAR = (8, 16, 32, 64)
 
 Ablation = Callable[[Comparison, Comparison | None], Comparison | None]
 Part = dict[str, Any]
@@ -37,7 +43,7 @@ def blank_image(comparison: Comparison, donor: Comparison | None = None) -> Comp
 
 
 def swapped_image(comparison: Comparison, donor: Comparison | None) -> Comparison | None:
-    """The question about the donor's images: the chosen answer, true of the right image, should lose its lead."""
+    """The question about the donor's images: who looks should find neither answer better."""
     if donor is None or not _images(comparison.prompt) or not _images(donor.prompt):
         return None
     others = cycle(_images(donor.prompt))
@@ -45,7 +51,7 @@ def swapped_image(comparison: Comparison, donor: Comparison | None) -> Compariso
 
 
 def swapped_prompt(comparison: Comparison, donor: Comparison | None) -> Comparison | None:
-    """The answers under the donor's prompt, images included, where neither should win."""
+    """The answers under the donor's prompt, question and images at once, where neither should win."""
     if donor is None or not comparison.prompt or not donor.prompt:
         return None
     return replace(comparison, prompt=donor.prompt)
@@ -64,20 +70,65 @@ ABLATIONS: Mapping[str, Ablation] = {
 }
 
 
-def donor_of(comparison: Any, place: int, dataset: Any) -> Comparison | None:
-    """A near row of `dataset` whose prompt differs and is of the same kind; None where there is none.
+def donor_of(
+    comparison: Any, place: int, dataset: Any, known: Mapping[int, Any] = MappingProxyType({})
+) -> Comparison | None:
+    """Draw a near row of `dataset` with a prompt of the same kind, which says nothing about this row's answers.
 
-    Of the row's pair (0 and 1, 2 and 3, ...) the other, else one of its four, of its eight and so on: rows of one
-    batch, where its prompt and images are computed anyway. It depends on the data set alone, not on batches and ranks.
-    A row that could not be read has none.
+    It shares no picture with the row, in the prompt or in the answers, and where its question is the same, none of
+    the answers: many data hold beside a row its mirror, the same answers about a picture of which the other is true.
+    Where every row has the same question and answers, the pictures alone differ. None where there is no such row, and
+    for a row that could not be read.
+
+    Rows of one block of eight exchange their places by a step that is drawn for the block: in a batch of eight the
+    donor's prompt and images are computed anyway. So donors depend on the data set alone, not on batches and ranks.
+
+    Args:
+        known: comparisons by their place that need not be read again.
     """
     if not isinstance(comparison, Comparison) or not comparison.prompt:
         return None
-    for other in (place ^ step for step in range(1, NEAR)):
-        donor = dataset[other]["comparison"] if other < len(dataset) else None
-        if isinstance(donor, Comparison) and donor.prompt and prompts_differ(donor.prompt, comparison.prompt):
+    pictures = _pictures(comparison)
+    same_answers = None
+    for other in _near(place):
+        if other >= len(dataset):
+            continue
+        donor = known[other] if other in known else dataset[other]["comparison"]
+        if (
+            not isinstance(donor, Comparison)
+            or not donor.prompt
+            or not prompts_differ(donor.prompt, comparison.prompt)
+        ):
+            continue
+        if any(_same_picture(one, another) for one in pictures for another in _pictures(donor)):
+            continue
+        if not (text_of(donor.prompt) == text_of(comparison.prompt) and _answers(donor) & _answers(comparison)):
             return donor
-    return None
+        same_answers = same_answers or donor
+    return same_answers
+
+
+def _near(place: int) -> Iterator[int]:
+    """The places of the blocks around `place`, each block's steps in an order drawn for all its rows together."""
+    for start, end in zip((1, *NEAR), NEAR, strict=False):
+        steps = list(range(start, end))
+        random.Random(f"{end}:{place // end}").shuffle(steps)
+        yield from (place ^ step for step in steps)
+
+
+def _pictures(comparison: Comparison) -> set[str]:
+    """The identities of the media of prompt and answers."""
+    messages = [comparison.prompt, *(branch.messages for branch in comparison.branches)]
+    return {media_key(reference) for some in messages for reference in media_references(some)}
+
+
+def _same_picture(one: str, other: str) -> bool:
+    """Whether two identities are of one picture: a file may be a copy of another."""
+    return one == other or (os.path.isfile(one) and os.path.isfile(other) and filecmp.cmp(one, other, shallow=False))
+
+
+def _answers(comparison: Comparison) -> set[str]:
+    return {text for branch in comparison.branches if (text := text_of(branch.messages))}
 
 
 def _images(messages: Messages) -> list[Any]:

@@ -4,11 +4,51 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.analysis import NEEDS
 from vlmrm.evaluation.choosing import BENCHMARK, Criterion
 from vlmrm.modeling.arguments import ComputeArguments
+
+# Keys of `DataArguments` that evaluation does not use, and what to do instead.
+NOT_EVALUATED = {
+    "eval_dataset_path": "name the rows to score as dataset_path",
+    "eval_dataset_split": "give the split of dataset_path as dataset_split",
+    "max_train_samples": "give max_eval_samples",
+    "streaming": "remove it, a sweep reads its rows once for each checkpoint",
+    "shuffle_buffer": "remove it, nothing is streamed",
+}
+# Those that evaluation uses of one's own data only.
+NOT_OF_A_BENCHMARK = ("dataset_split", "dataset_weights", "eval_fraction")
+
+
+def check_data_keys(args: EvaluationArguments, data_args: DataArguments) -> None:
+    """Refuse keys of the data that this evaluation would not use.
+
+    Raises:
+        ConfigError: naming the key and what to do.
+    """
+    unset = DataArguments()
+    for name, instead in NOT_EVALUATED.items():
+        if getattr(data_args, name) != getattr(unset, name):
+            raise ConfigError(f"{name} is a key of training, which evaluation does not use: {instead}.")
+    if args.benchmark is not None:
+        for name in NOT_OF_A_BENCHMARK:
+            if getattr(data_args, name) != getattr(unset, name):
+                raise ConfigError(f"{name} does not go with benchmark, which says what is scored: remove it.")
+        if len(data_args.dataset_path) > 1:
+            raise ConfigError(f"dataset_path names {len(data_args.dataset_path)} copies of one benchmark: give one.")
+    if data_args.eval_fraction:
+        if data_args.dataset_weights is not None:
+            raise ConfigError(
+                "dataset_weights are of the rows that are trained on, not of those that eval_fraction holds out: "
+                "remove it."
+            )
+        if both := sorted({*args.train_data} & {*data_args.dataset_path}):
+            raise ConfigError(
+                f"train_data names {both[0]} as a whole, with the rows that eval_fraction holds out of it: remove one."
+            )
 
 
 @dataclass

@@ -52,7 +52,7 @@ class Evaluation:
 class _Share:
     """A rank's rows of a data set: every `ranks`-th block of `block`, so that neighbours stay together.
 
-    Rows have their place in the data set as `index` and, where asked for, the next comparison with a fitting other
+    Rows have their place in the data set as `index` and, where asked for, a near comparison with a fitting other
     prompt as `donor`: a function of the data set alone, whatever the batches and ranks.
     """
 
@@ -80,8 +80,9 @@ class _Share:
         comparisons = self.dataset[places]["comparison"]
         rows = [{"index": place, "comparison": c} for place, c in zip(places, comparisons, strict=True)]
         if self.with_donors:
+            known = dict(zip(places, comparisons, strict=True))
             for row in rows:
-                row["donor"] = donor_of(row["comparison"], row["index"], self.dataset)
+                row["donor"] = donor_of(row["comparison"], row["index"], self.dataset, known)
         return rows
 
 

@@ -7,6 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from vlmrm.errors import ConfigError
 
 
@@ -45,6 +47,30 @@ def replace_file(path: Path, text: str) -> None:
     """
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def sole_writer(path: Path) -> Generator[None]:
+    """Keep other processes from writing `path` for as long as this one is in the context, or alive.
+
+    What says so is a lock of the operating system on a file beside it, which stays and means nothing by itself.
+
+    Raises:
+        ConfigError: when another process writes it, or the lock cannot be made.
+    """
+    make_folder(path.parent)
+    lock = FileLock(path.with_name(path.name + ".lock"), blocking=False)
+    with _explained(path):
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise ConfigError(
+                f"{path} is being written by another sweep: wait for its end, or choose another output_file."
+            ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from vlmrm.errors import ConfigError
 
-SCHEMA_VERSION = 1  # raised whenever a field is added, or changes its name or meaning
+SCHEMA_VERSION = 2  # raised whenever a field is added, or changes its name or meaning
 
 # JSON has no NaN and no infinity: null stands for a figure that the pairs do not allow.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]

@@ -63,7 +63,8 @@ def reliance_figures(frame: pd.DataFrame) -> Figures:
     - `blank_image_accuracy` ... `swapped_prompt_accuracy`: of the ablated pairs;
     - `image_reliance`, `swapped_image_reliance`, `response_only_reliance`, `swapped_prompt_reliance`: the accuracy
       that is lost;
-    - `swapped_prompt_margin`: the mean margin under another sample's prompt, where neither answer should win;
+    - `swapped_prompt_margin`: the mean margin under another sample's prompt, its question and images at once, where
+      neither answer should win;
     - `prompt_reliance`: the mean margin that is lost there.
     """
     margins = margins_of(frame)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,11 +20,12 @@ from vlmrm.config import parse
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.data.schema import Comparison
-from vlmrm.data.sources import comparisons_of, load_comparisons
+from vlmrm.data.sources import comparisons_of, load_comparisons, load_train_and_eval
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.evaluation.arguments import EvaluationArguments
+from vlmrm.evaluation.arguments import EvaluationArguments, check_data_keys
 from vlmrm.evaluation.choosing import Criterion
 from vlmrm.evaluation.conclusion import SweepResult, conclude
+from vlmrm.evaluation.files import sole_writer
 from vlmrm.evaluation.frame import check_columns
 from vlmrm.evaluation.leakage import Leakage, leakage
 from vlmrm.evaluation.leakage_text import open_rows, verdict
@@ -42,13 +44,43 @@ def sweep(argv: Sequence[str]) -> SweepResult:
     """Evaluates every checkpoint that has no row in the results yet, and chooses the best.
 
     Raises:
-        ConfigError: when there is nothing to evaluate or to choose by, or the results are of other data or settings.
+        ConfigError: when there is nothing to evaluate or to choose by, the results are of other data or settings, or
+            another sweep is writing them.
         BelowThreshold: when the best checkpoint is below `fail_under`.
         DataError: when the data cannot be read. A checkpoint that cannot be is a row with its error.
     """
     args, data_args = parse((EvaluationArguments, DataArguments), argv, "eval_rm.py")
+    check_data_keys(args, data_args)
     log_path = start_log("eval")
     processes = launched()
+    with sole_sweep(Path(args.output_file), processes):
+        return run_sweep(args, data_args, processes, log_path)
+
+
+@contextmanager
+def sole_sweep(csv: Path, processes: PartialState) -> Generator[None]:
+    """Hold the results for this sweep alone: its first process does, and the others hear when it cannot.
+
+    Raises:
+        ConfigError: on every process, when another sweep is writing them.
+    """
+    with ExitStack() as held:
+        refused = None
+        try:
+            if processes.is_main_process:
+                held.enter_context(sole_writer(csv))
+        except ConfigError as error:
+            refused = str(error)
+        [refused] = broadcast_object_list([refused])
+        if refused is not None:
+            raise ConfigError(refused)
+        yield
+
+
+def run_sweep(
+    args: EvaluationArguments, data_args: DataArguments, processes: PartialState, log_path: Path | None
+) -> SweepResult:
+    """What `sweep` does once its words are read and the results are its own."""
     public = None if args.benchmark is None else benchmark(args.benchmark)
     if public is None and not data_args.dataset_path:
         raise ConfigError("dataset_path is missing: give the preferences to evaluate on, or a benchmark by name.")
@@ -119,9 +151,14 @@ def evaluate_all(checkpoints: Iterable[Path], dataset: Dataset, run: Run, result
 
 
 def open_data(public: Benchmark | None, data_args: DataArguments) -> Any:
-    """The comparisons to score: a public benchmark's, from the hub or the local copy at dataset_path, or one's own."""
+    """Return the comparisons to score: a public benchmark's, or those of dataset_path.
+
+    With `eval_fraction` these are the rows that a training of the same dataset_path and split_seed holds out.
+    """
     if public is not None:
         return load_benchmark(public.name, next(iter(data_args.dataset_path), None), data_args)
+    if data_args.eval_fraction:
+        return load_train_and_eval(data_args)[1]
     return load_comparisons(
         data_args.dataset_path,
         arguments=data_args,

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from vlmrm.devices import device_named
 from vlmrm.errors import CheckpointError, ConfigError, first_line
-from vlmrm.frames.classifier import FrameClassifier, build_classifier
+from vlmrm.frames.classifier import LAYERS, FrameClassifier, build_classifier
 from vlmrm.frames.classifier_config import ClassifierConfig, classifier_config
-from vlmrm.frames.weight_files import is_torch_file, read_weights
+from vlmrm.frames.weight_files import is_torch_file, read_weights, unwrapped
 from vlmrm.rewards.built_in.weights import load_exactly
 
 KERNEL = re.compile(r"encoders\.([^.]+)\.pooling_layer\.kernel$")
@@ -98,6 +98,8 @@ def load_classifier(
         config = read_config(path)
     else:
         config, weights = _of_document(path, weights, image_size)
+    if config.architecture in LAYERS:
+        _check_sizes(path, config, weights)
     with torch.random.fork_rng(devices=[]):  # the random weights that are replaced cost the program none of its own
         model = build_classifier(config)
     load_exactly(model, weights, str(path))
@@ -127,24 +129,43 @@ def read_config(path: Path | str) -> ClassifierConfig:
 def _of_document(
     path: Path, content: Mapping[str, Any], image_size: Sequence[int] | None
 ) -> tuple[ClassifierConfig, dict[str, Tensor]]:
-    state = content.get("model_state_dict", content.get("state_dict", content))
-    weights = {name: value for name, value in state.items() if not CLASSIFYING_LAYER.match(name)}
+    weights = {name: value for name, value in unwrapped(path, content).items() if not CLASSIFYING_LAYER.match(name)}
     kernels = {found[1]: value for name, value in weights.items() if (found := KERNEL.match(name))}
     if not kernels:
         raise CheckpointError(f"{path} has no encoders.*.pooling_layer.kernel: it is no frame classifier.")
+    first = next(iter(kernels))
+    kernel = _of_sides(path, weights, f"encoders.{first}.pooling_layer.kernel", 4)
+    width = _of_sides(path, weights, f"encoders.{first}.mlp.0.weight", 2)
     if image_size is None:
         raise ConfigError(f"{path} does not say the size of its images: give image_size, [C,H,W].")
-    first = next(iter(kernels))
-    _, height, width, blocks = kernels[first].shape
-    spatial = not height == width == 1
+    spatial = kernel.shape[1:3] != (1, 1)
     config = classifier_config(
         architecture="resnet10",
         image_keys=tuple(kernels),
         image_size=tuple(image_size),
-        hidden_dim=weights[f"encoders.{first}.mlp.0.weight"].shape[0],
-        num_spatial_blocks=blocks,
+        hidden_dim=width.shape[0],
+        num_spatial_blocks=kernel.shape[3],
         pooling="spatial" if spatial else "mean",
         use_pretrain=spatial,
         freeze_encoder=spatial,
     )
     return config, weights
+
+
+def _of_sides(path: Path, weights: Mapping[str, Tensor], name: str, sides: int) -> Tensor:
+    if name not in weights:
+        raise CheckpointError(f"{path} has no {name}: it is no frame classifier.")
+    value = weights[name]
+    if value.dim() != sides:
+        raise CheckpointError(f"{path}: {name} is {list(value.shape)}, and should have {sides} sides.")
+    return value
+
+
+def _check_sizes(path: Path, config: ClassifierConfig, weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights of other sizes than the config's before memory is taken for what a file merely claims."""
+    try:
+        with torch.device("meta"):
+            model = build_classifier(config)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} has a config of impossible sizes ({first_line(error)}).") from error
+    load_exactly(model, weights, str(path))

@@ -28,6 +28,9 @@ class ClassifierConfig(BaseModel):
         threshold: a frame is a success where its probability is above it.
         data_fingerprint, environment: what it was trained on.
         metrics: figures on the validation frames.
+        qualified: whether these figures show that it tells successes from failures, as a reward must; None where
+            nobody has looked.
+        unqualified_because: why they do not.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), ser_json_inf_nan="constants")
@@ -47,6 +50,8 @@ class ClassifierConfig(BaseModel):
     data_fingerprint: str | None = None
     environment: str | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
+    qualified: bool | None = None
+    unqualified_because: str | None = None
     version: Literal[1] = 1
 
     @field_validator("image_keys")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from vlmrm.errors import ConfigError
+from vlmrm.errors import BelowThreshold, ConfigError
 from vlmrm.frames.train_settings import TrainSettings
 from vlmrm.logs import say, start_log
 
@@ -89,10 +89,11 @@ def collect(
         How many that one may hold. Default: no limit.
     """
     _need_simulators()
+    from vlmrm.config import load_yaml
     from vlmrm.frames.collecting import collect, described
-    from vlmrm.frames.settings import CollectSettings, checked, read_yaml
+    from vlmrm.frames.settings import CollectSettings, checked
 
-    content = {} if config is None else read_yaml(config)
+    content = {} if config is None else load_yaml(config)
     options = {
         "env": env,
         "episodes": episodes,
@@ -196,17 +197,26 @@ def show(
 
 @app.command
 def train(settings: Annotated[TrainSettings, Parameter(name="*", consume_multiple=True)]) -> None:
-    """Train a classifier of success on labelled frames; its best epoch on held-out episodes is the checkpoint."""
+    """Train a classifier of success on labelled frames; its best epoch on held-out episodes is the checkpoint.
+
+    Exits with 6 where the held-out episodes do not show that it tells successes from failures; the checkpoint is kept.
+    """
     from vlmrm.frames.training import described, train_classifier
 
     start_log("frames_train")
-    say(described(train_classifier(settings)))
+    trained = train_classifier(settings)
+    say(described(trained))
+    if not trained.config.qualified:
+        raise BelowThreshold(
+            f"{trained.path} does not qualify as a reward: {trained.config.unqualified_because}: train it on more "
+            "episodes or for longer."
+        )
 
 
 def _need_simulators() -> None:
     missing = [name for name in ("gymnasium", "pygame", "stable_baselines3") if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"simulators need {', '.join(missing)}: pip install 'vlmrm[frames]'.")
+        raise ConfigError(f"simulators need {', '.join(missing)}: pip install -e '.[frames]' in vlmrm's folder.")
 
 
 @app.command
@@ -219,12 +229,13 @@ def rl(config: Path, /) -> None:
         YAML such as training_configs/frames_rl.yaml. A run that its output_dir has finished is not repeated.
     """
     _need_simulators()
+    from vlmrm.config import load_yaml
     from vlmrm.frames.comparison import markdown, write_comparison
     from vlmrm.frames.rl import train_policies
     from vlmrm.frames.rl_settings import RLSettings
-    from vlmrm.frames.settings import checked, read_yaml
+    from vlmrm.frames.settings import checked
 
-    settings = checked(RLSettings, read_yaml(config), str(config))
+    settings = checked(RLSettings, load_yaml(config), str(config))
     start_log("frames_rl")
     say(markdown(write_comparison(train_policies(settings), settings)))
     say(f"the figure is {settings.output_dir / 'comparison.png'}")

@@ -37,6 +37,7 @@ class Collected:
     successes: int
     seconds: float
     earlier: int  # episodes that were there before
+    twins: int  # episodes that another process of the same seed stored meanwhile
     full: bool  # both folders hold as many as they may
 
 
@@ -83,6 +84,7 @@ def collect(settings: CollectSettings) -> Collected:
         successes=sum(int(each.successes.sum()) for each in written),
         seconds=seconds,
         earlier=settings.episodes - len(missing),
+        twins=collector.twins,
         full=collector.full,
     )
 
@@ -101,6 +103,11 @@ def described(found: Collected) -> str:
     )
     if found.earlier:
         text += f"; {found.earlier} episodes were there before, and another --seed plays others"
+    if found.twins:
+        text += (
+            f"; {found.twins} episodes were stored meanwhile by another process with this --seed, and are left out: "
+            "give processes that share folders different ones"
+        )
     if found.full:
         text += "; both folders hold as many as they may"
     return text

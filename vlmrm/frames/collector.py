@@ -27,7 +27,15 @@ from vlmrm.frames.observations import (
     says_success_once,
 )
 from vlmrm.frames.sigterm import sigterm
-from vlmrm.frames.trajectory import Trajectory, locked, make_folder, trajectory_paths, write_trajectory
+from vlmrm.frames.trajectory import (
+    SUFFIX,
+    Trajectory,
+    digest,
+    locked,
+    make_folder,
+    trajectory_paths,
+    write_trajectory,
+)
 
 logger = logging.getLogger("vlmrm")
 
@@ -52,7 +60,8 @@ class RewardDataCollector(VectorWrapper):
     kept where the environment labels it. An episode is positive when a frame of it is a success, or when `info` says
     `success_once`.
 
-    Trajectories that other processes wrote into the folders count against the limits too. Episodes under way are
+    Trajectories that other processes wrote into the folders count against the limits too; what another process with
+    the same seed has stored already is left out, counted in `twins` and warned of. Episodes under way are
     written when the collector is closed, when the program ends, and when SIGTERM ends it, unless the program handles
     that itself.
 
@@ -88,6 +97,7 @@ class RewardDataCollector(VectorWrapper):
         if Path(positive_dir).resolve() == Path(negative_dir).resolve():
             raise ConfigError(f"positive_dir and negative_dir are both {positive_dir}: name two folders.")
         self.written: dict[bool, list[Path]] = {True: [], False: []}  # by whether they are positive
+        self.twins = 0  # episodes that another process of the same seed had stored
         self._folders = {True: Path(positive_dir), False: Path(negative_dir)}
         self._limits = {True: max_positive_trajectories, False: max_negative_trajectories}
         self._full: set[bool] = set()
@@ -212,10 +222,27 @@ class RewardDataCollector(VectorWrapper):
         images = {key: np.stack([image[key] for image, _ in episode.frames]) for key in self._keys}
         trajectory = Trajectory(images, np.array([label for _, label in episode.frames], dtype=np.float32), about)
         positive = trajectory.positive
-        with locked(self._folders[positive]):
+        folder = self._folders[positive]
+        with locked(folder):
             if self._has_room(positive):
-                self.written[positive].append(write_trajectory(self._folders[positive], trajectory))
+                seeded = episode.seed is not None
+                unique = digest(images, trajectory.labels, about.values()) if seeded else None
+                twin = next(folder.glob(f"*_{unique}{SUFFIX}"), None) if seeded else None
+                if twin is None:
+                    self.written[positive].append(write_trajectory(folder, trajectory, unique))
+                else:
+                    self._leave_out(episode, twin)
             self._has_room(positive)  # says so once it was the last
+
+    def _leave_out(self, episode: _Episode, twin: Path) -> None:
+        self.twins += 1
+        if self.twins == 1:
+            logger.warning(
+                "%s has this episode of seed %s, frame for frame, and so it is not stored again: give processes that "
+                "share folders different seeds.",
+                twin,
+                episode.seed,
+            )
 
     def _has_room(self, positive: bool) -> bool:
         """Whether a folder holds fewer trajectories than it may, whoever wrote them; once full it stays so."""

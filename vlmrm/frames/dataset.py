@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.frames.trajectory import trajectory_paths
+from vlmrm.frames.trajectory import digest, listed, trajectory_paths
 from vlmrm.frames.trajectory_file import TrajectoryFile, check_images, open_folder
 
 Batch = tuple[dict[str, Tensor], Tensor]  # what is seen of B frames by name, and labels [B]
@@ -70,7 +70,7 @@ def _counted(trajectories: int, labels: Sequence[Any] | np.ndarray) -> str:
 def index_frames(
     positive_dir: Path, negative_dir: Path, keys: Sequence[str], image_size: Sequence[int]
 ) -> tuple[FrameIndex, str]:
-    """The frames of both folders, and what lies in which, as words.
+    """The frames of both folders, and what lies in which, as words; of equal trajectories the first alone.
 
     Raises:
         DataError: when there is no folder, or no positive trajectory, when files are corrupted or have other cameras
@@ -82,15 +82,33 @@ def index_frames(
     folders[Path(negative_dir)] = [] if empty else open_folder(negative_dir)
     for folder, files in folders.items():
         check_images(folder, files, keys, image_size)
-    index = FrameIndex.of([file for files in folders.values() for file in files], keys)
+    different, twins = _without_twins([file for files in folders.values() for file in files], keys)
+    index = FrameIndex.of(different, keys)
     said = "; ".join(
         f"{folder}: {_counted(len(files), [label for file in files for label in file.successes])}"
         for folder, files in folders.items()
     )
+    if twins:
+        names = listed(file.path.name for file in twins)
+        said += f"; {len(twins)} trajectories repeat others frame for frame and are left out ({names})"
     if index.labels.all() or not index.labels.any():
         lacking = "a failure" if index.labels.all() else "a success"
         raise DataError(f"no frame is {lacking}, so there is nothing to tell apart ({said}): collect some.")
     return index, said
+
+
+def _without_twins(
+    files: Sequence[TrajectoryFile], keys: Sequence[str]
+) -> tuple[list[TrajectoryFile], list[TrajectoryFile]]:
+    """Return the files that differ from all before them, and those that do not: to hold one out holds nothing out."""
+    different: list[TrajectoryFile] = []
+    twins: list[TrajectoryFile] = []
+    seen: set[str] = set()
+    for file in files:
+        content = digest({key: file.frames(key) for key in keys}, file.labels)
+        (twins if content in seen else different).append(file)
+        seen.add(content)
+    return different, twins
 
 
 def split(index: FrameIndex, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,18 +11,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vlmrm.errors import ConfigError
+from vlmrm.config import load_yaml
 from vlmrm.frames.checkpoint import read_config
 from vlmrm.frames.collecting import collect, described
 from vlmrm.frames.comparison import write_comparison
 from vlmrm.frames.rl import Run, train_policies
 from vlmrm.frames.rl_settings import RLSettings
-from vlmrm.frames.settings import CollectSettings, checked, read_yaml
+from vlmrm.frames.settings import CollectSettings, checked
 from vlmrm.frames.train_settings import TrainSettings
 from vlmrm.frames.training import train_classifier
 from vlmrm.logs import say
 
-CONFIG = Path(__file__).resolve().parents[2] / "training_configs" / "frames_rl.yaml"
+CONFIG = Path(__file__).parents[1] / "demo_configs" / "frames_rl.yaml"
+CHECKPOINT = "reward_model.safetensors"
 EPISODES, EPOCHS = 40, 4
 TARGET_FPR = 0.002  # a policy looks for false positives, and most frames are failures
 
@@ -31,11 +32,12 @@ def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
     """Collects, trains and trains again in `output`. Returns what its summary.json holds.
 
     Raises:
-        ConfigError: outside a checkout of the repository, or when `output` has something else in it.
+        ConfigError: when `output` has something else in it.
+        CheckpointError: when the classifier that it has trained does not qualify as a reward.
     """
     started = time.perf_counter()
+    settings = policy_settings(output, output / CHECKPOINT, seeds=[seed], sources=["learned"])
     checkpoint = classifier(output, seed)
-    settings = policy_settings(output, checkpoint, seeds=[seed], sources=["learned"])
     say(f"training PPO for {settings.total_steps:,} steps with the classifier's reward, {checkpoint}")
     runs = train_policies(settings)
     write_comparison(runs, settings)
@@ -47,7 +49,7 @@ def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
 
 def classifier(output: Path, seed: int, episodes: int = EPISODES, epochs: int = EPOCHS) -> Path:
     """A classifier of Acrobot's frames, trained in `output` where there is none."""
-    checkpoint = output / "reward_model.safetensors"
+    checkpoint = output / CHECKPOINT
     if checkpoint.is_file():
         say(f"using {checkpoint} of an earlier demo")
         return checkpoint
@@ -71,12 +73,10 @@ def classifier(output: Path, seed: int, episodes: int = EPISODES, epochs: int = 
     return checkpoint
 
 
-def policy_settings(output: Path, checkpoint: Path, **changes: Any) -> RLSettings:
+def policy_settings(output: Path, checkpoint: Path, accept_unqualified: bool = False, **changes: Any) -> RLSettings:
     """Those of training_configs/frames_rl.yaml with a classifier and changes."""
-    if not CONFIG.is_file():
-        raise ConfigError(f"the demo reads {CONFIG.name}: run it from a checkout of the repository.")
-    content = read_yaml(CONFIG)
-    content["reward"]["reward_model"]["checkpoint_path"] = checkpoint
+    content = load_yaml(CONFIG)
+    content["reward"]["reward_model"] |= {"checkpoint_path": checkpoint, "accept_unqualified": accept_unqualified}
     return checked(RLSettings, {**content, "output_dir": output / "rl", **changes}, CONFIG.name)
 
 

@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vlmrm.errors import DataError
 from vlmrm.frames.observations import autoreset_mode, frames_of, last_of_episode, own_observation
-from vlmrm.frames.scorer import FrameScorer
+from vlmrm.frames.scorer import FrameScorer, check_qualified
 from vlmrm.frames.settings import RewardModelSettings
 
 
@@ -32,7 +32,7 @@ class FrameReward(VectorWrapper):
         scorer: the opened classifier, for several wrappers to share.
 
     Raises:
-        CheckpointError: when the classifier is missing or broken.
+        CheckpointError: when the classifier is missing, broken, or does not qualify as a reward.
         ConfigError: when it is not what the settings say, or not for these images.
         DataError: from `step`, when images are missing, or are none.
     """
@@ -40,6 +40,8 @@ class FrameReward(VectorWrapper):
     def __init__(self, env: VectorEnv, settings: RewardModelSettings, scorer: FrameScorer | None = None):
         super().__init__(env)
         self.settings = settings
+        if scorer is not None:
+            check_qualified(scorer.config, settings, settings.checkpoint_path or "the classifier")
         self.scorer = scorer or FrameScorer.open(settings)
         self._keys = self.scorer.config.image_keys
         self._mode = autoreset_mode(env)

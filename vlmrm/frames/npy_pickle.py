@@ -2,23 +2,29 @@
 
 NumPy would run the pickle. Here names are looked up nowhere: three of numpy's stand for records of what was stored,
 every other name is refused, and arrays are made from the records' bytes. The unpickler is the one written in Python,
-because the other takes memory for whatever numbers a file holds.
+because the other takes memory for whatever numbers a file holds. A kilobyte can hold containers of containers that
+have 2^200 values for whoever follows them: values are counted, and containers are neither keys nor in sets, because a
+hash follows them too.
 """
 
 from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.lib import format as npy
 
 from vlmrm.errors import DataError
 
-NUMBERS = {"f2", "f4", "f8", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "b1"}
+# No set: what a file calls a type may be anything, and must not be hashed.
+NUMBERS = ("f2", "f4", "f8", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "b1")
 MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
+PLAIN = (str, bytes, int, float, bool, type(None))
+MOST_VALUES = 1_000_000  # outside arrays, each counted as often as it is somewhere
 
 
 def read_dictionary(path: Path) -> dict[Any, Any]:
@@ -34,7 +40,7 @@ def read_dictionary(path: Path) -> dict[Any, Any]:
             shape, _, dtype = read_header(file)
             if shape != () or dtype.kind != "O":
                 raise DataError(f"{path} holds an array of {dtype}, not a dictionary of images and labels.")
-            stored = _arrays(_Reader(file).load())
+            stored = _arrays(_Reader(file).load(), iter(range(MOST_VALUES)))
     except DataError:
         raise
     except pickle.UnpicklingError as error:
@@ -66,12 +72,12 @@ class _Array:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.state = state
 
-    def value(self) -> Any:
+    def value(self, left: Iterator[int]) -> Any:
         _, shape, kind, fortran, content = self.state
         if isinstance(kind, _Type) and kind.name == "O8":
             if shape != () or len(content) != 1:
                 raise pickle.UnpicklingError("it holds an array of objects")
-            return _arrays(content[0])
+            return _arrays(content[0], left)
         if not isinstance(kind, _Type) or kind.name not in NUMBERS or kind.order not in ("<", ">", "|", "="):
             raise pickle.UnpicklingError("it holds an array of something else than numbers")
         dtype = np.dtype(kind.order + kind.name)
@@ -82,8 +88,36 @@ class _Array:
         return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
+OPCODES: dict[int, Callable[[Any], None]] = vars(pickle._Unpickler)["dispatch"]
+
+
+def _with_plain_keys(opcode: bytes, keys: slice) -> Callable[[Any], None]:
+    """Do what an opcode does to a dictionary, once the keys, at places of the stack, are known to be plain."""
+
+    def load(reader: Any) -> None:
+        for key in reader.stack[keys]:
+            if not isinstance(key, PLAIN):
+                raise pickle.UnpicklingError(f"it holds a {type(key).__name__} as a key")
+        OPCODES[opcode[0]](reader)
+
+    return load
+
+
+def _refuse_set(reader: Any) -> None:
+    raise pickle.UnpicklingError("it holds a set, which is neither an array nor a plain value")
+
+
 class _Reader(pickle._Unpickler):
     """Makes records, and refuses every name but those of numpy's arrays."""
+
+    dispatch: ClassVar = {
+        **OPCODES,
+        pickle.SETITEM[0]: _with_plain_keys(pickle.SETITEM, slice(-2, -1)),
+        pickle.SETITEMS[0]: _with_plain_keys(pickle.SETITEMS, slice(None, None, 2)),
+        pickle.DICT[0]: _with_plain_keys(pickle.DICT, slice(None, None, 2)),
+        pickle.ADDITEMS[0]: _refuse_set,
+        pickle.FROZENSET[0]: _refuse_set,
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if module in MODULES and name == "_reconstruct":
@@ -95,14 +129,16 @@ class _Reader(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a dictionary of arrays does not need")
 
 
-def _arrays(stored: Any) -> Any:
-    """Plain containers with arrays in the place of records."""
+def _arrays(stored: Any, left: Iterator[int]) -> Any:
+    """Return plain containers with arrays in the place of records; `left` has an item for each value still allowed."""
+    if next(left, None) is None:
+        raise pickle.UnpicklingError(f"it holds more than {MOST_VALUES:,} values outside its arrays")
     if isinstance(stored, _Array):
-        return stored.value()
+        return stored.value(left)
     if isinstance(stored, dict):
-        return {_arrays(key): _arrays(value) for key, value in stored.items()}
+        return {key: _arrays(value, left) for key, value in stored.items()}
     if isinstance(stored, (list, tuple)):
-        return type(stored)(_arrays(value) for value in stored)
-    if stored is None or isinstance(stored, (str, bytes, int, float, bool)):
+        return type(stored)(_arrays(value, left) for value in stored)
+    if isinstance(stored, PLAIN):
         return stored
     raise pickle.UnpicklingError(f"it holds a {type(stored).__name__}, which is neither an array nor a plain value")

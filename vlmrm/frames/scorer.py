@@ -10,8 +10,9 @@ import torch
 from scipy.special import expit
 from torch import Tensor
 
-from vlmrm.errors import ConfigError
+from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.frames.checkpoint import LoadedClassifier, load_classifier
+from vlmrm.frames.classifier_config import ClassifierConfig
 from vlmrm.frames.inputs import unit
 from vlmrm.frames.pixels import to_uint8
 from vlmrm.frames.settings import RewardModelSettings
@@ -33,13 +34,14 @@ class FrameScorer:
         """The classifier of `settings.checkpoint_path`.
 
         Raises:
-            CheckpointError: when it is missing or broken.
+            CheckpointError: when it is missing or broken, or does not qualify as a reward.
             ConfigError: when it is not what the settings say, naming both values.
         """
         path = settings.checkpoint_path
         if path is None:
             raise ConfigError("reward_model has no checkpoint_path: name a classifier of `vlmrm frames train`.")
         loaded = load_classifier(path, image_size=settings.image_size, device=settings.device)
+        check_qualified(loaded.config, settings, path)
         for name in MATCHED:
             given, there = getattr(settings, name), getattr(loaded.config, name)
             unsaid = name == "freeze_encoder" and not loaded.described
@@ -73,6 +75,26 @@ class FrameScorer:
     def _seen(self, key: str, frames: np.ndarray | Tensor) -> Tensor:
         array = frames.numpy(force=True) if isinstance(frames, Tensor) else np.asarray(frames)
         return unit(torch.from_numpy(to_uint8(array, f"the images {key!r}")), self.model.device)
+
+
+def check_qualified(config: ClassifierConfig, settings: RewardModelSettings, name: object) -> None:
+    """Refuse a classifier that its training found to be no reward, unless the settings accept it; warn where unknown.
+
+    Raises:
+        CheckpointError: naming it and why it is none.
+    """
+    if config.qualified is None:
+        logger.warning(
+            "%s does not say whether it qualifies as a reward: look at what it is worth before it trains a policy.",
+            name,
+        )
+    elif not config.qualified and settings.accept_unqualified:
+        logger.warning("%s does not qualify as a reward: %s; it is accepted.", name, config.unqualified_because)
+    elif not config.qualified:
+        raise CheckpointError(
+            f"{name} does not qualify as a reward: {config.unqualified_because}: train it on more episodes or for "
+            "longer, or take it as it is with accept_unqualified: true."
+        )
 
 
 def _plain(value: object) -> object:

@@ -9,7 +9,6 @@ import difflib
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vlmrm.errors import ConfigError
@@ -41,6 +40,7 @@ class RewardModelSettings(Strict):
         reward_weight, env_reward_weight: factors of the learned and of the environment's own reward in their sum.
         smoothing: the probability is the mean over the last so many frames of the episode.
         hold: a binary reward needs so many successes after one another, the last of them now.
+        accept_unqualified: take a classifier whose held-out figures do not show that it knows successes.
         device: where the classifier runs; default is the GPU where there is one.
     """
 
@@ -58,6 +58,7 @@ class RewardModelSettings(Strict):
     env_reward_weight: float = Field(0.0, allow_inf_nan=False)
     smoothing: int = Field(1, ge=1)
     hold: int = Field(1, ge=1)
+    accept_unqualified: bool = False
     device: str | None = None
 
     @model_validator(mode="after")
@@ -120,21 +121,6 @@ class CollectSettings(Strict):
     stop_at_success: bool = False
     seed: int = Field(0, ge=0)
     reward: RewardSettings = Field(default_factory=RewardSettings)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file as a mapping.
-
-    Raises:
-        ConfigError: when it cannot be read or is none.
-    """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML ({error}): check the path and the file.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no settings: it is a mapping of keys such as `env:` and `reward:`.")
-    return content
 
 
 def checked(kind: type[Settings], content: dict[str, Any], where: str) -> Settings:

@@ -152,5 +152,7 @@ def simulator_named(name: str) -> Simulator:
             try:
                 gym.register_envs(__import__(package))
             except ImportError as error:
-                raise ConfigError(f"{name} needs the package {package}: pip install 'vlmrm[{extra}]'.") from error
+                raise ConfigError(
+                    f"{name} needs the package {package}: pip install -e '.[{extra}]' in vlmrm's folder."
+                ) from error
     return SIMULATORS[name]

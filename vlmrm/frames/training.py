@@ -1,9 +1,9 @@
 """`vlmrm frames train`: a classifier of success from labelled frames.
 
 After each epoch the validation frames are scored; where that is better than before, a threshold is chosen on them and
-the checkpoint is written. What `balance` does to the logits is undone in them: with π the share of successes, the loss
-is that of logit - log(π / (1 - π)) (Menon et al. 2021), so that σ(logit) is the probability of a success among frames
-as they were collected.
+the checkpoint is written, which says whether its figures suffice for a reward. What `balance` does to the logits is
+undone in them: with π the share of successes, the loss is that of logit - log(π / (1 - π)) (Menon et al. 2021), so
+that σ(logit) is the probability of a success among frames as they were collected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ from vlmrm.frames.dataset import (
 )
 from vlmrm.frames.inputs import CachedFeatures, Pixels
 from vlmrm.frames.train_settings import TrainSettings
-from vlmrm.frames.validation import auc_and_loss, measures, probability, threshold_logit
+from vlmrm.frames.validation import (
+    auc_and_loss,
+    disqualification,
+    lower_bounds,
+    measures,
+    probability,
+    threshold_logit,
+)
 
 logger = logging.getLogger("vlmrm")
 
@@ -89,7 +96,7 @@ def train_classifier(settings: TrainSettings) -> Trained:
         batches = training_batches(data, training, settings.batch_size, settings.balance, settings.seed, workers)
         held_out = evaluation_batches(data, validation, EVALUATION_BATCH, workers)
         fit = Fit(model, inputs, settings, index.labels[training])
-        epochs = _run(fit, batches, held_out, settings, about)
+        epochs = _run(fit, batches, held_out, index.owners[validation], settings, about)
     loaded = load_classifier(settings.output_checkpoint, device=settings.device)
     return Trained(settings.output_checkpoint, loaded.model, loaded.config, epochs)
 
@@ -101,9 +108,10 @@ def described(trained: Trained) -> str:
     return (
         f"best of {len(trained.epochs)} epochs is {int(found['epoch'])}; on {frames} held-out frames, {successes} of "
         f"them successes:\n"
-        f"  AUC {found['auc']:.4f}, loss {found['loss']:.4f}, calibration error {found['calibration_error']:.4f}\n"
-        f"  above {threshold:.4f}: precision {found['precision']:.4f}, recall {found['recall']:.4f}, "
-        f"false positives {found['false_positive_rate']:.4f}\n"
+        f"  AUC {found['auc']:.4f} (at least {found['auc_low']:.4f}), loss {found['loss']:.4f}, "
+        f"calibration error {found['calibration_error']:.4f}\n"
+        f"  above {threshold:.4f}: precision {found['precision']:.4f}, recall {found['recall']:.4f} "
+        f"(at least {found['recall_low']:.4f}), false positives {found['false_positive_rate']:.4f}\n"
         f"the classifier is {trained.path}"
     )
 
@@ -134,6 +142,7 @@ def _run(
     fit: Fit,
     batches: Iterable[Batch],
     held_out: Iterable[Batch],
+    episodes: np.ndarray,
     settings: TrainSettings,
     about: dict[str, str | None],
 ) -> list[tuple[float, float]]:
@@ -151,7 +160,7 @@ def _run(
         score = (round(auc, DIGITS), by_loss) if settings.select_by == "auc" else (by_loss, 0.0)
         if score > best:
             best, best_epoch = score, epoch
-            _save(fit, settings, about, logits, labels, epoch)
+            _save(fit, settings, about, logits, labels, episodes, epoch)
         elif epoch - best_epoch >= settings.patience:
             break
     return epochs
@@ -163,16 +172,20 @@ def _save(
     about: dict[str, str | None],
     logits: np.ndarray,
     labels: np.ndarray,
+    episodes: np.ndarray,
     epoch: int,
 ) -> None:
     threshold = threshold_logit(logits, labels, settings.target_fpr)
-    metrics = measures(logits, labels, threshold) | {
+    figures = measures(logits, labels, threshold) | lower_bounds(logits, labels, threshold, episodes)
+    reason = disqualification(figures)
+    metrics = figures | {
         "epoch": epoch,
         "validation_frames": len(labels),
         "validation_successes": int(labels.sum()),
         "compute_share": fit.compute_share,
     }
     update = {**about, "threshold": probability(threshold), "metrics": metrics}
+    update |= {"qualified": reason is None, "unqualified_because": reason}
     save_classifier(settings.output_checkpoint, fit.model, fit.model.config.model_copy(update=update))
 
 

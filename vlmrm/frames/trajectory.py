@@ -13,6 +13,7 @@ import re
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
 
@@ -47,11 +48,22 @@ class Trajectory:
         return bool((self.labels >= SUCCESS).any()) or self.metadata.get("success_once") == "true"
 
 
+def digest(images: Mapping[str, np.ndarray], labels: np.ndarray, about: Iterable[str] = ()) -> str:
+    """Return 16 hex digits that tell equal frames and labels, and equal words about them, from others."""
+    hashed = sha256(json.dumps([*about]).encode())
+    for name, values in (*images.items(), ("", labels)):
+        hashed.update(json.dumps([name, values.shape]).encode())
+        hashed.update(np.ascontiguousarray(values).data)
+    return hashed.hexdigest()[:16]
+
+
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def write_trajectory(folder: Path, trajectory: Trajectory) -> Path:
+def write_trajectory(folder: Path, trajectory: Trajectory, unique: str | None = None) -> Path:
     """Writes a trajectory into `folder` under a name of its own, also when other processes write there.
+
+    The name is a number and `unique`, which is 16 hex digits by chance unless it is given.
 
     Raises:
         DataError: when keys, lengths, shapes, types or values are not those of a trajectory.
@@ -69,8 +81,8 @@ def write_trajectory(folder: Path, trajectory: Trajectory) -> Path:
         "version": VERSION,
     }
     make_folder(folder)
-    unique = uuid4().hex[:8]
-    temporary = folder / f".{unique}.tmp"
+    temporary = folder / f".{uuid4().hex}.tmp"
+    unique = unique or uuid4().hex[:16]
     try:
         save_file({**tensors, "labels": labels}, temporary, about)
         path = folder / f"{_next_number(folder):06d}_{unique}{SUFFIX}"

@@ -82,7 +82,7 @@ def quantization_config(arguments: ModelArguments) -> Any:
     if not torch.cuda.is_available():
         raise ConfigError("load_in_4bit needs a CUDA GPU, and there is none: remove it.")
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError("load_in_4bit needs bitsandbytes: pip install 'vlmrm[qlora]'.")
+        raise ConfigError("load_in_4bit needs bitsandbytes: pip install -e '.[qlora]' in vlmrm's folder.")
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(

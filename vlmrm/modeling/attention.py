@@ -45,5 +45,5 @@ def _flash_lacks() -> str | None:
     if not torch.cuda.is_available():
         return "there is no CUDA GPU: run on one"
     if not is_flash_attn_2_available():
-        return "flash-attn is not installed: pip install 'vlmrm[flash]'"
+        return "flash-attn is not installed: pip install -e '.[flash]' in vlmrm's folder"
     return None

@@ -23,7 +23,7 @@ COMPLETE = "COMPLETE.json"
 FINAL, BEST = "final", "best"
 # What a score depends on: weights, head, configuration, processor and chat template. The rest is of the training.
 SCORING_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
-NOT_SCORING = (COMPLETE, "trainer_state.json")
+NOT_SCORING = (COMPLETE, "trainer_state.json", "training_settings.json")
 # What `reward_model.json` tells of the checkpoint's past or of other data changes no score.
 NOT_SCORING_KEYS = ("provenance", "pinned", "reward_mean", "reward_std", "reward_count", "reward_data")
 

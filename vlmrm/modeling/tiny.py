@@ -89,11 +89,11 @@ def make_tiny(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Pa
     bytes. Images are 56x56 (64x64 for Qwen3-VL) and larger.
 
     Raises:
-        ConfigError: when `arch` is not one of `ARCHITECTURES`.
+        ConfigError: when `arch` is not one of `ARCHITECTURES`, or `folder` has something in it.
     """
     if arch not in ARCHITECTURES:
         raise ConfigError(f"there is no tiny {arch!r}: choose one of {', '.join(ARCHITECTURES)}.")
-    folder = Path(folder)
+    folder = _new_folder(folder)
     tokenizer = _tokenizer()
     _processor(arch, tokenizer).save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
@@ -104,14 +104,25 @@ def make_tiny(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Pa
 
 
 def make_tiny_reward_model(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Path:
-    """Writes such a checkpoint with an untrained linear head, as training saves a reward model."""
-    folder = Path(folder)
+    """Writes such a checkpoint with an untrained linear head, as training saves a reward model.
+
+    Raises:
+        ConfigError: as `make_tiny` does.
+    """
+    folder = _new_folder(folder)
     with tempfile.TemporaryDirectory() as base:
         make_tiny(base, arch, seed)
         load_for_training(base, seed=seed, dtype=torch.float32).save_pretrained(folder)
         processor = load_processor(base)
     save_reward_files(folder, processor=processor, head="linear", min_pixels=None, max_pixels=None, provenance={})
     write_complete(folder, world_size=1, step=0)
+    return folder
+
+
+def _new_folder(folder: str | Path) -> Path:
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty: name a new folder for the tiny model.")
     return folder
 
 

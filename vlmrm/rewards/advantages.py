@@ -14,6 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from vlmrm.errors import ConfigError, RewardError
+from vlmrm.scoring.missing import with_group_means
 
 FLOOR = 1e-6
 
@@ -45,14 +46,39 @@ def advantages(
     """
     if isinstance(method, str) and method not in METHODS:
         raise ConfigError(f"advantages by {method!r}: choose from {', '.join(METHODS)}, or give a function.")
-    mine = len(groups)
-    state = PartialState()
+    everyone, codes, mine = _of_all_ranks(rewards, groups)
+    return _aggregate(everyone, weights, codes, method, global_std)[mine]
+
+
+def without_missing(rewards: Mapping[str, np.ndarray], groups: Sequence[Hashable]) -> dict[str, np.ndarray]:
+    """Return this rank's rewards as `advantages` takes them: by name, [N], NaN in samples without any reward.
+
+    A collective call: the mean of a group is that of its samples on all ranks.
+    """
+    everyone, codes, mine = _of_all_ranks(rewards, groups)
+    known = _known(everyone)
+    codes = _codes(codes[known])
+    found = {}
+    for name, values in everyone.items():
+        found[name] = np.full(len(known), np.nan)
+        found[name][known] = _filled(values[known], codes)
+    return {name: values[mine] for name, values in found.items()}
+
+
+def _of_all_ranks(
+    rewards: Mapping[str, np.ndarray], groups: Sequence[Hashable]
+) -> tuple[dict[str, np.ndarray], np.ndarray, slice]:
+    """The rewards of all ranks one after another, their groups numbered, and where this rank's are."""
     shares = gather_object([(list(groups), {name: np.asarray(value, np.float64) for name, value in rewards.items()})])
     everyone = {name: np.concatenate([share[1][name] for share in shares]) for name in rewards}
     codes = _codes([group for share in shares for group in share[0]])
-    found = _aggregate(everyone, weights, codes, method, global_std)
-    first = sum(len(share[0]) for share in shares[: state.process_index])
-    return found[first : first + mine]
+    first = sum(len(share[0]) for share in shares[: PartialState().process_index])
+    return everyone, codes, slice(first, first + len(groups))
+
+
+def _known(rewards: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Which samples have any reward: [N]."""
+    return ~np.all([np.isnan(values) for values in rewards.values()], axis=0)
 
 
 def _aggregate(rewards, weights, codes: np.ndarray, method: str | Aggregator, global_std: bool) -> np.ndarray:
@@ -61,7 +87,7 @@ def _aggregate(rewards, weights, codes: np.ndarray, method: str | Aggregator, gl
         if found.shape != codes.shape or not np.isfinite(found).all():
             raise RewardError(f"the aggregation answered {found.shape} advantages for {len(codes)} samples, or NaN.")
         return found
-    known = ~np.all([np.isnan(values) for values in rewards.values()], axis=0)
+    known = _known(rewards)
     codes = _codes(codes[known])
     filled = {name: _filled(values[known], codes) for name, values in rewards.items()}
     found = np.zeros(len(known))
@@ -103,14 +129,11 @@ def _in_groups(values: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.nd
 
 def _filled(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """Missing values replaced by their group's mean, else the mean of all, else 0."""
-    there = ~np.isnan(values)
-    if there.all():
+    if not np.isnan(values).any():
         return values
-    overall = values[there].mean() if there.any() else 0.0
-    counts = np.bincount(codes, there)
-    sums = np.bincount(codes, np.where(there, values, 0.0))
-    means = np.where(counts > 0, sums / np.maximum(counts, 1), overall)
-    return np.where(there, values, means[codes])
+    overall = 0.0 if np.isnan(values).all() else np.nanmean(values)
+    means = with_group_means(values, codes.tolist())
+    return np.where(np.isnan(means), overall, means)
 
 
 def _codes(groups: Sequence[Hashable] | np.ndarray) -> np.ndarray:

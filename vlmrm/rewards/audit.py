@@ -26,7 +26,9 @@ class AuditLog:
         self.round = 0
 
     def write(self, outcome: Rewards, samples: Samples) -> None:
-        """One line for each sample and reward: time, round, sample, group, prompt, reward, error and info.
+        """One line for each sample and reward: time, round, sample, group, prompt, reward and error.
+
+        What the model said besides is in `extra`, apart: its names are the model's own.
 
         Where the round ended in an error, what was not computed any more has no line.
         """
@@ -46,7 +48,7 @@ class AuditLog:
                         "reward_name": name,
                         "reward": value if math.isfinite(value) else None,
                         "error": error,
-                        **outcome.info[name].get(place, {}),
+                        "extra": outcome.info[name].get(place, {}),
                     }
                     file.write(json.dumps(line, default=_text, ensure_ascii=False) + "\n")
         self.round += 1

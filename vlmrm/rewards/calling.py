@@ -57,6 +57,9 @@ def call(model: BaseRewardModel, samples: Samples) -> Answer:
                 raise RowError(
                     f"its prompt is a {type(values['prompt']).__name__}, and this reward takes texts: render it"
                 )
+            shown = _shown(values.get("response"))
+            if shown and not model.message_responses:
+                raise RowError(f"its answer holds {shown}, and this reward takes texts as answers")
         except RowError as error:
             answer.failures[place] = error.reason
             continue
@@ -66,6 +69,14 @@ def call(model: BaseRewardModel, samples: Samples) -> Answer:
     if read:
         answer.update(_checked(model(**given), read))
     return answer
+
+
+def _shown(response: Any) -> str | None:
+    """Return what an answer as messages shows first; None for a text, or where it shows nothing."""
+    messages = response if isinstance(response, list) else []
+    parts = (part for message in messages if isinstance(message, dict) for part in message.get("content") or ())
+    names = {"image": "an image", "video": "a video"}
+    return next((names[part["type"]] for part in parts if isinstance(part, dict) and part.get("type") in names), None)
 
 
 def _checked(output: Any, places: Sequence[int]) -> Answer:
@@ -88,12 +99,29 @@ def _checked(output: Any, places: Sequence[int]) -> Answer:
 
 def _fields(model: BaseRewardModel, samples: Samples) -> list[str]:
     """The columns that `model` is called with: those required, and those it accepts that are there."""
-    for name in model.required_fields:
+    for names in _needed(model):
         for number, place in enumerate(samples.places):
-            if not samples.has(name, number):
-                raise Mistake(f"sample {place} has no {name}, which this reward needs: give it one.")
+            if not any(samples.has(name, number) for name in names):
+                raise Mistake(f"sample {place} has no {' or '.join(names)}, which this reward needs: give it one.")
     numbers = range(len(samples))
     return [name for name in accepted_fields(model, samples) if any(samples.has(name, number) for number in numbers)]
+
+
+def _needed(model: BaseRewardModel) -> list[tuple[str, ...]]:
+    """What every sample must have: of each of these, one.
+
+    An image and a video are usually one or the other. Flow-Factory's rewards that take either name both in
+    `required_fields`, where it only means what is brought from other ranks, and have defaults for both.
+    """
+    parameters = inspect.signature(type(model).__call__).parameters
+    either = tuple(
+        name
+        for name in ("image", "video")
+        if name in model.required_fields and name in parameters and parameters[name].default is None
+    )
+    if len(either) < 2:
+        return [(name,) for name in model.required_fields]
+    return [*((name,) for name in model.required_fields if name not in either), either]
 
 
 def alike(model: BaseRewardModel, samples: Samples, numbers: Sequence[int], size: int) -> Iterator[list[int]]:

@@ -1,7 +1,7 @@
 """What a reward is: its settings, its two kinds, what it is called with and what it returns.
 
-The names, fields, defaults and call signature are Flow-Factory's, so that a reward written for it runs after its
-import line is changed.
+The names, fields, defaults and call signature are Flow-Factory's, so that a reward written for it runs after the lines
+are changed that import them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,9 @@ import torch
 from accelerate import Accelerator, PartialState
 from pydantic import SecretStr
 
-from vlmrm.devices import device_named
+from vlmrm.devices import device_named, dtype_named
 from vlmrm.errors import ConfigError
 
-DTYPES = {
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16,
-    "float32": torch.float32, "fp32": torch.float32,
-}  # fmt: skip
 ON_FAILURE = ("raise", "mask", "fallback")
 CREDENTIALS = re.compile(r"://[^/?#\s'\"]*@")  # of an address
 
@@ -67,9 +62,10 @@ class RewardArguments:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"a reward has the name {self.name!r}: give it a text.")
         if not isinstance(self.dtype, torch.dtype):
-            if self.dtype not in DTYPES:
-                raise ConfigError(f"{where}: dtype is {self.dtype!r}: choose from {', '.join(DTYPES)}.")
-            self.dtype = DTYPES[self.dtype]
+            try:
+                self.dtype = getattr(torch, dtype_named(self.dtype))
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {error}") from None
         try:
             self.device = torch.device(self.device)
         except RuntimeError:
@@ -122,14 +118,16 @@ class RewardModelOutput:
 class BaseRewardModel(ABC):
     """What the two kinds have in common: `config`, `device`, `dtype`, `accelerator`, and what they ask for.
 
-    `required_fields` must be there for every sample; other media that `__call__` names are given where they are. With
-    `text_prompts` a sample whose prompt is messages fails. `options` are the names of the extra settings that the
-    class takes; None accepts any.
+    `required_fields` must be there for every sample, but one of `image` and `video` is enough where both are required
+    and `__call__` has None as their default; other media that `__call__` names are given where they are. With
+    `text_prompts` a sample whose prompt is messages fails, without `message_responses` one whose `response` shows an
+    image or video. `options` are the names of the extra settings that the class takes; None accepts any.
     """
 
     required_fields: tuple[str, ...] = ("prompt", "image")
     use_tensor_inputs: bool = False
     text_prompts: ClassVar[bool] = False
+    message_responses: ClassVar[bool] = False
     options: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmrm.devices import dtype_named
 from vlmrm.errors import ConfigError
 from vlmrm.scoring.remote import RemoteScorer
-
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 if TYPE_CHECKING:
     from vlmrm.scoring.scorer import LocalScorer
@@ -53,8 +52,7 @@ def load_scorer(
         return RemoteScorer(str(model), model=reward)
     if reward is not None:
         raise ConfigError(f"reward names one of a service, and {model} is no address: leave it out.")
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}: choose from {', '.join(DTYPES)}.")
+    dtype = dtype_named(dtype, auto=True)
     from vlmrm.modeling import load_checkpoint
     from vlmrm.scoring.scorer import LocalScorer
 

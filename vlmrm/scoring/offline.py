@@ -85,7 +85,7 @@ class OfflineJob:
 def score_offline(job: OfflineJob, *, rank: int = 0, ranks: int = 1) -> Summary | None:
     """Scores this rank's absent shards; the summary, once those of all ranks are there.
 
-    A row that cannot be scored has its error in the shard and stops nothing.
+    A row that cannot be scored, a malformed line of a jsonl file too, has its error in the shard and stops nothing.
 
     Raises:
         ConfigError: when the folder holds scores made with other settings.

@@ -41,7 +41,9 @@ def score_on_ray(job: OfflineJob, workers: int) -> Summary | None:
         import ray.data
         import ray.exceptions
     except ImportError as error:
-        raise ConfigError("scoring on Ray needs the package ray: pip install 'vlmrm[ray]'.") from error
+        raise ConfigError(
+            "scoring on Ray needs the package ray: pip install -e '.[ray]' in vlmrm's folder."
+        ) from error
     job = _from_anywhere(job)
     rows = job.open_rows()
     if not isinstance(rows, TableRows):

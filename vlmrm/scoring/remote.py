@@ -3,7 +3,7 @@
     scorer = load_scorer("http://host:8080")          # VLMRM_TOKEN is sent where it is set
     scorer = RemoteScorer("https://host/rm", model="helpfulness", token=...)
 
-Importing it needs no torch; using it needs `pip install 'vlmrm[client]'`.
+Importing it imports no torch; using it needs the extra `client`.
 """
 
 from __future__ import annotations

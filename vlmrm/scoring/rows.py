@@ -13,10 +13,10 @@ import numpy as np
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.messages import to_messages
-from vlmrm.data.readers import LAYOUTS, Layout, recognise, resolved, with_row_id
+from vlmrm.data.readers import LAYOUTS, Layout, cells_and_id, check_all_read, recognise, resolved, with_row_id
 from vlmrm.data.readers.layout import MEDIA, Reading, image_turn, listed, media_of, turns, with_media
 from vlmrm.data.schema import Branch, Comparison
-from vlmrm.data.sources import RowReader, try_read, with_rules
+from vlmrm.data.sources import RowReader, check_first_rows, try_read, with_rules
 from vlmrm.data.streams import Group
 from vlmrm.data.tables import check_layout, open_tables, unreadable
 from vlmrm.errors import DataError, RowError
@@ -60,14 +60,16 @@ def read_answers(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], A
     Raises:
         RowError: with the row's id, what is wrong and what to do.
     """
-    cells = {name: value for name, value in row.items() if value is not None}
-    row_id = str(cells.get("id", row_id))
+    cells, row_id = cells_and_id(row, row_id)
     with with_row_id(row_id):
-        reading = recognise(cells, LAYOUTS_TO_SCORE).read(cells)
+        layout = recognise(cells, LAYOUTS_TO_SCORE)
+        reading = layout.read(cells)
         if not reading.conversations:
             raise RowError("it has no answer to score")
         branches = [Branch(resolved(branch.messages, resolve), branch.rating) for branch in reading.branches()]
-        return Comparison(row_id, resolved(reading.prompt(), resolve), branches)
+        comparison = Comparison(row_id, resolved(reading.prompt(), resolve), branches)
+        check_all_read(cells, layout, reading, comparison, resolve)
+        return comparison
 
 
 @dataclass
@@ -132,10 +134,11 @@ def open_rows(
     Raises:
         DataError: when nothing of that name can be read, is empty, or has columns of no known layout.
     """
-    sources = [source for path in paths for source in open_tables(path, split, streaming)]
+    sources = [source for path in paths for source in open_tables(path, split, streaming, bad_rows="skip")]
     for source in sources:
         check_layout(source, LAYOUTS_TO_SCORE)
     group = with_rules(sources, DataArguments(image_root=image_root))
+    check_first_rows(group, read_answers, LAYOUTS_TO_SCORE)
     if streaming:
         return StreamRows(group)
     rows = TableRows(group)

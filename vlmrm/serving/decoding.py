@@ -27,7 +27,7 @@ class Decoded:
     """An item with a video in place of its latents; `note` says in its outcome how many seconds that took."""
 
     item: Item
-    note: dict[str, float]
+    note: Outcome
 
 
 class Decoder:
@@ -69,7 +69,7 @@ class Decoder:
         except RowError as error:
             return error
         rest = {name: value for name, value in item.items() if name != "latents"}
-        return Decoded({**rest, "video": {"npy": found["video"]}}, {"decode_seconds": found["score"]})
+        return Decoded({**rest, "video": {"npy": found["extra"]["video"]}}, {"decode_seconds": found["score"]})
 
     async def _video(self, item: Item) -> Outcome:
         job = Job(NAME, [item])
@@ -96,5 +96,5 @@ class Decoder:
 
     def _keep(self, key: str, outcome: Outcome) -> None:
         self._cache[key] = outcome
-        while sum(len(one["video"]) for one in self._cache.values()) > self._cache_bytes:
+        while sum(len(one["extra"]["video"]) for one in self._cache.values()) > self._cache_bytes:
             self._cache.popitem(last=False)

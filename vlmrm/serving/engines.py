@@ -9,7 +9,7 @@ from typing import Any
 from vlmrm.data.schema import Message
 from vlmrm.errors import RowError
 from vlmrm.rewards.built_in.vlm_reward import PLACE, Wording
-from vlmrm.rewards.calling import Answer, alike, call
+from vlmrm.rewards.calling import Answer, accepted_fields, alike, call
 from vlmrm.rewards.configuration import reward_arguments
 from vlmrm.rewards.contract import GroupwiseRewardModel
 from vlmrm.rewards.loading import Models
@@ -76,6 +76,13 @@ class RewardEngine:
                 answer.failures[number] = error.reason
                 plain.append({})
         samples = _samples(plain, [item.get("group") for item in items])
+        if "response" not in accepted_fields(self.model, samples):
+            for number, item in enumerate(items):
+                # A sample's columns are for several rewards, but a conversation is asked about for its answer.
+                if "messages" in item and plain[number].get("response") is not None:
+                    answer.failures[number] = (
+                        "its answer is no image or video alone, and this reward reads no response"
+                    )
         numbers = [number for number in range(len(items)) if number not in answer.failures]
         if isinstance(self.model, GroupwiseRewardModel):
             parts = [[n for n in group if n in numbers] for group in samples.grouped().values()]
@@ -83,12 +90,15 @@ class RewardEngine:
             parts = list(alike(self.model, samples, numbers, self.model.config.batch_size))
         for part in filter(None, parts):
             answer.update(call(self.model, samples.take(part)))
-        return [
-            {"error": answer.failures[n]}
-            if n in answer.failures
-            else {"score": answer.rewards[n], **_plain(answer.info.get(n, {}))}
-            for n in range(len(items))
-        ]
+        return [_outcome(answer, number) for number in range(len(items))]
+
+
+def _outcome(answer: Answer, number: int) -> Outcome:
+    outcome: Outcome = (
+        {"error": answer.failures[number]} if number in answer.failures else {"score": answer.rewards[number]}
+    )
+    extra = _plain(answer.info.get(number, {}))
+    return {**outcome, "extra": extra} if extra else outcome
 
 
 def _samples(items: Sequence[Item], groups: Sequence[Any]) -> Samples:

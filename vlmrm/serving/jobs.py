@@ -8,12 +8,23 @@ import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 from vlmrm.serving.worker.channel import pack
 
 Item = dict[str, Any]  # what a worker scores: `messages`, or the columns of a sample; may hold bytes
-Outcome = dict[str, Any]  # what came of an item: `score` and what else the reward says, or `error`
+
+
+class Outcome(TypedDict, total=False):
+    """What came of an item: `score`, or `error` where it has none.
+
+    What else the reward says is in `extra`, apart, so that no key of it can be taken for one of these.
+    """
+
+    score: float
+    error: str
+    extra: dict[str, Any]
+    decode_seconds: float  # that the service needed to decode the item's latents
 
 
 class State(StrEnum):

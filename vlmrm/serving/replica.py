@@ -17,7 +17,7 @@ from vlmrm.errors import RowError
 from vlmrm.serving.backend import Backend
 from vlmrm.serving.jobs import Item, Job, Outcome
 from vlmrm.serving.metrics import Metrics
-from vlmrm.serving.worker_process import RewardRaised, WorkerDied, WorkerProcess
+from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess
 
 if TYPE_CHECKING:
     from vlmrm.serving.decoding import Decoder
@@ -72,7 +72,7 @@ class Replica:
         self.process_id: int | None = None
 
     async def run(self) -> None:
-        """Keeps a worker alive and fed, until it is cancelled."""
+        """Keeps a worker alive and fed, until it is cancelled, or cannot be loaded because of its configuration."""
         pause = BACKOFF_S[0]
         while True:
             worker = None
@@ -81,6 +81,10 @@ class Replica:
                 pause = BACKOFF_S[0]
                 while not self.closing:
                     await self._batch(worker)
+                return
+            except CannotLoad as died:
+                self.error = f"the worker of {self.reward} {died}"
+                logger.error("%s; correct its configuration and start the service again", self.error.rstrip("."))
                 return
             except WorkerDied as died:
                 said = f"the worker of {self.reward} {died}"
@@ -143,12 +147,12 @@ class Replica:
         started = time.monotonic()
         outcomes = await worker.score(items, self.engine.batch_timeout) if items else []
         seconds = time.monotonic() - started
-        if opened:
-            scored = iter(outcomes)
-            outcomes = [
-                {"error": one.reason} if isinstance(one, RowError) else {**next(scored), **one.note} for one in opened
-            ]
-        return outcomes, seconds
+        if not opened:
+            return outcomes, seconds
+        scored = iter(outcomes)
+        return [
+            {"error": one.reason} if isinstance(one, RowError) else {**next(scored), **one.note} for one in opened
+        ], seconds
 
     async def _jobs(self, worker: WorkerProcess, room: int, patience: float | None = None) -> list[Job]:
         """The next jobs, of `room` tokens; none where none come in `patience` seconds.

@@ -11,12 +11,20 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
+from vlmrm.devices import dtype_named
 from vlmrm.errors import ConfigError
 from vlmrm.serving.validation import first_wrong
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+def _dtype(name: str, *, auto: bool = False) -> str:
+    try:
+        return dtype_named(name, auto=auto)
+    except ConfigError as error:  # pydantic says in which block it is
+        raise ValueError(str(error)) from None
 
 
 class RewardSettings(Strict):
@@ -51,6 +59,8 @@ class RewardSettings(Strict):
     @model_validator(mode="after")
     def _named(self) -> RewardSettings:
         self.name = self.name or self.reward_type
+        if not self.engine:  # one's own engine has names of its own
+            self.dtype = _dtype(self.dtype, auto=True)
         return self
 
 
@@ -84,6 +94,11 @@ class DecodeSettings(Strict):
     device: str = ""
     cache_bytes: int = Field(2**30, ge=0)  # of decoded videos, for the other rewards of a request
     timeout: float = Field(600.0, gt=0)  # seconds for one video
+
+    @model_validator(mode="after")
+    def _named(self) -> DecodeSettings:
+        self.dtype = _dtype(self.dtype)
+        return self
 
 
 class ServiceSettings(Strict):

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vlmrm.devices import dtype_named
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.rewards.contract import DTYPES
 from vlmrm.serving.arrays import array_of
 from vlmrm.serving.jobs import Item, Outcome
 
@@ -20,10 +20,10 @@ class WanDecoder:
     """An AutoencoderKLWan of diffusers, of Wan 2.1 (16 channels) or 2.2 (48).
 
     Latents are as the diffusion model has them: (z - mean) / std by channel, with the checkpoint's own figures, which
-    is undone. An item is `latents`, [C, T, H, W] as the bytes of a .npy file; its outcome `video`, the frames uint8
-    [T', 3, H', W'] as such bytes, and as `score`, which every outcome has, the seconds that it took. Values are cut to
-    [-1, 1] and then, as in cosmos-rl, cut off rather than rounded to whole numbers. Each video is decoded by itself,
-    so that none depends on its batch.
+    is undone. An item is `latents`, [C, T, H, W] as the bytes of a .npy file; its outcome has in `extra` the `video`,
+    the frames uint8 [T', 3, H', W'] as such bytes, and as `score`, which every outcome has, the seconds that it took.
+    Values are cut to [-1, 1] and then, as in cosmos-rl, cut off rather than rounded to whole numbers. Each video is
+    decoded by itself, so that none depends on its batch.
 
     Args:
         model_path: a folder or repository in the layout of diffusers; `subfolder` where it is a part of a pipeline.
@@ -33,12 +33,13 @@ class WanDecoder:
         try:
             from diffusers import AutoencoderKLWan
         except ImportError:
-            raise ConfigError("decoding latents needs diffusers: pip install 'vlmrm[latents]'.") from None
-        if dtype not in DTYPES:
-            raise ConfigError(f"decode_args.dtype is {dtype!r}: choose from {', '.join(DTYPES)}.")
+            raise ConfigError(
+                "decoding latents needs diffusers: pip install -e '.[latents]' in vlmrm's folder."
+            ) from None
+        weights = getattr(torch, dtype_named(dtype))
         try:
             vae = AutoencoderKLWan.from_pretrained(
-                model_path, subfolder=subfolder or None, torch_dtype=DTYPES[dtype], use_safetensors=True
+                model_path, subfolder=subfolder or None, torch_dtype=weights, use_safetensors=True
             )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"there is no AutoencoderKLWan in {model_path}: {error}") from error
@@ -67,7 +68,7 @@ class WanDecoder:
         frames = self._decoded(torch.from_numpy(latents.astype(np.float32))).numpy()
         file = io.BytesIO()
         np.save(file, frames)
-        return {"score": time.perf_counter() - started, "video": file.getvalue()}
+        return {"score": time.perf_counter() - started, "extra": {"video": file.getvalue()}}
 
     @torch.no_grad()
     def _decoded(self, latents: torch.Tensor) -> torch.Tensor:

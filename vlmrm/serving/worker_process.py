@@ -24,6 +24,10 @@ class WorkerDied(Exception):
     """The process ended, hung, or could not be started; the message goes on "the worker ..."."""
 
 
+class CannotLoad(WorkerDied):
+    """The reward's configuration cannot work, so another process would not load it either."""
+
+
 class RewardRaised(Exception):
     """The reward itself raised an error; the process goes on."""
 
@@ -65,6 +69,7 @@ class WorkerProcess:
 
         Raises:
             WorkerDied: when it cannot be started or loaded in `timeout` seconds.
+            CannotLoad: when it never can, because of its configuration.
         """
         ours, theirs = socket.socketpair()
         # Only this process and its child have the channel, so that nobody else can forge a result; options, which may
@@ -87,7 +92,7 @@ class WorkerProcess:
             await worker._send({"engine": engine, "options": dict(options), "path": list(path)})
             message = await worker._answer(timeout, "did not load in time")
             if message["kind"] != "ready":
-                raise WorkerDied(f"cannot load its reward: {message['error']}")
+                raise (CannotLoad if message["lasting"] else WorkerDied)(f"cannot load its reward: {message['error']}")
         except BaseException:
             await worker.stop()
             raise

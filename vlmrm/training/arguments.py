@@ -72,6 +72,9 @@ class RewardTrainingArguments(RewardConfig):
             raise ConfigError(f"tie_threshold is {self.tie_threshold}: it must not be negative.")
         if self.probe_samples < 0:
             raise ConfigError(f"probe_samples is {self.probe_samples}: it is a number of rows, 0 for none.")
+        for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel"):
+            if getattr(self, key):
+                raise ConfigError(f"{key} does not work with packed batches of these models yet: remove it.")
         if self.activation_offloading and self.use_cpu:
             raise ConfigError("activation_offloading moves activations to the CPU: without a GPU, remove it.")
         if (

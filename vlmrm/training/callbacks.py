@@ -36,7 +36,7 @@ class PreemptionCallback(TrainerCallback):
         self.requested = True
 
     def on_step_end(self, args, state, control, **kwargs):
-        if _any_rank(self.requested, args.device):
+        if any_rank(self.requested, args.device):
             control.should_save = True
             control.should_training_stop = True
             self.stopped_at = state.global_step
@@ -47,7 +47,8 @@ class PreemptionCallback(TrainerCallback):
             self._previous = None
 
 
-def _any_rank(flag: bool, device: torch.device) -> bool:
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Return whether `flag` is set on some rank. Every rank must call it."""
     if not dist.is_initialized():
         return flag
     votes = torch.tensor(int(flag), device=device)

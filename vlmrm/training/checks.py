@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
+import platform
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
 
+import torch
+from filelock import FileLock, Timeout
 from transformers.integrations import get_available_reporting_integrations
 
 from vlmrm.data.arguments import DataArguments
@@ -11,6 +20,11 @@ from vlmrm.errors import ConfigError
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.trainer import RewardTrainer
+
+logger = logging.getLogger("vlmrm")
+
+LOCK_FILE = ".training.lock"
+LOCK_SECONDS = 10.0  # in which the workers of a run that was killed see that it is gone
 
 
 def check_required(model_args: ModelArguments, data_args: DataArguments, args: RewardTrainingArguments) -> None:
@@ -29,6 +43,22 @@ def check_required(model_args: ModelArguments, data_args: DataArguments, args: R
             raise ConfigError(f"report_to names {name}, which is not installed: pip install {name}.")
 
 
+def launch_alone(args: RewardTrainingArguments) -> None:
+    """Say in the environment what a launcher would of its only process: without, DeepSpeed asks MPI, by mpi4py.
+
+    Raises:
+        ConfigError: when that process would leave other GPUs unused.
+    """
+    if args.deepspeed and "RANK" not in os.environ and importlib.util.find_spec("mpi4py") is None:
+        if not args.use_cpu:
+            _check_gpus(torch.accelerator.device_count())
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def check_launch(args: RewardTrainingArguments) -> None:
     """Refuses launches that would run as something else than what was asked for."""
     asked = int(os.environ.get("WORLD_SIZE", "1"))
@@ -37,11 +67,23 @@ def check_launch(args: RewardTrainingArguments) -> None:
             f"launched with {asked} processes, but each would train alone ({args.parallel_mode.value}): start it with "
             "run_distributed.sh, and on a machine without GPUs add --use_cpu true."
         )
-    if args.n_gpu > 1:
+    _check_gpus(args.n_gpu)
+
+
+def _check_gpus(count: int) -> None:
+    if count > 1:
         raise ConfigError(
-            f"{args.n_gpu} GPUs are visible to one process: start it with run_distributed.sh --gpus {args.n_gpu}, or "
-            "set CUDA_VISIBLE_DEVICES=0."
+            f"{count} GPUs are visible to one process: start it with run_distributed.sh --gpus {count}, or set "
+            "CUDA_VISIBLE_DEVICES=0."
         )
+
+
+def warn_slow_bf16(args: RewardTrainingArguments) -> None:
+    """A CPU without instructions for bfloat16 computes it many times slower than float32, and without a word."""
+    if not args.bf16 or args.device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+        return
+    if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        logger.warning("bf16: true, and this CPU has no bfloat16: --bf16 false trains many times faster here")
 
 
 def check_engine(args: RewardTrainingArguments, trainer: RewardTrainer) -> None:
@@ -54,3 +96,30 @@ def check_engine(args: RewardTrainingArguments, trainer: RewardTrainer) -> None:
         raise ConfigError(
             "deepspeed is asked for but is not active: check that it is installed and the config's path."
         )
+
+
+@contextmanager
+def output_lock(args: RewardTrainingArguments) -> Generator[None]:
+    """Keep other trainings out of `output_dir` while this one writes into it. The lock of a killed process is free.
+
+    Raises:
+        ConfigError: when another training holds it, or the folder cannot be written.
+    """
+    if args.process_index != 0:
+        yield
+        return
+    folder = Path(args.output_dir)
+    lock = FileLock(folder / LOCK_FILE, timeout=LOCK_SECONDS)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"another training is writing into {folder}: wait for its end, or choose another --output_dir."
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"output_dir {folder} cannot be written ({error.strerror}): choose another.") from error
+    try:
+        yield
+    finally:
+        lock.release()

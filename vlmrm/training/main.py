@@ -18,7 +18,6 @@ from vlmrm.batching.workers import plain_worker_errors
 from vlmrm.config import parse
 from vlmrm.data import irrelevant
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.data.sources import load_train_and_eval
 from vlmrm.errors import Preempted, TrainingError
 from vlmrm.logs import start_log
@@ -39,9 +38,17 @@ from vlmrm.modeling.reward_files import local_folder
 from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.checks import check_engine, check_launch, check_required
+from vlmrm.training.checks import (
+    check_engine,
+    check_launch,
+    check_required,
+    launch_alone,
+    output_lock,
+    warn_slow_bf16,
+)
 from vlmrm.training.probe import ProbedDataset
-from vlmrm.training.resume import checkpoint_to_resume
+from vlmrm.training.resume import check_settings, checkpoint_to_resume, save_settings, training_settings
+from vlmrm.training.row_tally import can_evaluate, can_train, check_rows
 from vlmrm.training.trainer import RewardTrainer
 
 logger = logging.getLogger("vlmrm")
@@ -63,12 +70,25 @@ def train(argv: Sequence[str]) -> TrainingResult:
     """
     model_args, data_args, args = parse((ModelArguments, DataArguments, RewardTrainingArguments), argv, "train_rm.py")
     log_path = start_log("train")
+    launch_alone(args)
     check_launch(args)
     check_required(model_args, data_args, args)
+    warn_slow_bf16(args)
+    with output_lock(args):
+        return train_in_folder(model_args, data_args, args, log_path)
+
+
+def train_in_folder(
+    model_args: ModelArguments, data_args: DataArguments, args: RewardTrainingArguments, log_path: Path | None
+) -> TrainingResult:
+    """Train in `output_dir`, which no other run writes into."""
     resume_from = checkpoint_to_resume(args)
     transformers.set_seed(args.seed)
 
     processor = load_processor(model_args.model_name_or_path, model_args.model_revision, args.trust_remote_code)
+    settings = training_settings(model_args, data_args, args)
+    if resume_from is not None:
+        check_settings(resume_from, settings)
     train_dataset, eval_dataset = load_train_and_eval(data_args)
     model = build_model(model_args, args)
     batcher = batcher_for(model, processor, model_args.batching)
@@ -81,12 +101,30 @@ def train(argv: Sequence[str]) -> TrainingResult:
         bad_rows=data_args.bad_rows,
         irrelevant=irrelevant_queries(args, data_args, train_dataset),
     )
+    if isinstance(train_dataset, Sized):
+        check_rows(train_dataset, collator, "dataset_path", can_train, "weighs anything")
+    if eval_dataset is not None and args.eval_strategy != "no":
+        check_rows(eval_dataset, collator, held_out_key(data_args), can_evaluate, "has a preference")
     source = {
         "base_model": model_args.model_name_or_path,
         "base_revision": model_args.model_revision,
-        "data": data_fingerprint(data_args.dataset_path),
+        "data": settings["dataset_path_content"],
         "seed": args.seed,
     }
+    save_files = partial(
+        save_reward_files,
+        processor=processor,
+        head=model_args.head,
+        min_pixels=data_args.min_pixels,
+        max_pixels=data_args.max_pixels,
+        provenance=provenance(source),
+        base_digest=base_digest(model_args, args),
+    )
+
+    def save_extras(folder: Path) -> None:
+        save_files(folder)
+        save_settings(folder, settings)
+
     trainer = RewardTrainer(
         model=model,
         args=args,
@@ -95,15 +133,7 @@ def train(argv: Sequence[str]) -> TrainingResult:
         train_dataset=train_dataset,
         eval_dataset=probed(eval_dataset, args, data_args),
         peft_config=lora_config(model_args, model) if model_args.use_peft else None,
-        save_extras=partial(
-            save_reward_files,
-            processor=processor,
-            head=model_args.head,
-            min_pixels=data_args.min_pixels,
-            max_pixels=data_args.max_pixels,
-            provenance=provenance(source),
-            base_digest=base_digest(model_args, args),
-        ),
+        save_extras=save_extras,
     )
     check_engine(args, trainer)
     cache_vision(model, model_args)
@@ -122,6 +152,7 @@ def run(trainer: RewardTrainer, resume_from: Path | None) -> TrainingResult:
             "the accelerator is out of memory: lower per_device_train_batch_size, max_pixels or max_seq_length, or "
             "use deepspeed: zero3.json, and resume from the last checkpoint where there is one."
         ) from error
+    trainer.row_tally.report()
     if trainer.preemption.stopped_at is not None:
         raise Preempted(
             f"stopped by SIGTERM after saving {args.output_dir}/checkpoint-{trainer.preemption.stopped_at}: "
@@ -131,6 +162,10 @@ def run(trainer: RewardTrainer, resume_from: Path | None) -> TrainingResult:
     trainer.save_final(model_dir)
     logger.info("The trained reward model is in %s", model_dir)
     return TrainingResult(model_dir, {**result.metrics, "best_metric": trainer.state.best_metric})
+
+
+def held_out_key(data_args: DataArguments) -> str:
+    return "eval_dataset_path" if data_args.eval_dataset_path else f"eval_fraction {data_args.eval_fraction}"
 
 
 def build_model(model_args: ModelArguments, args: RewardTrainingArguments) -> RewardModel:

@@ -1,16 +1,38 @@
-"""From which checkpoint a run goes on."""
+"""From which checkpoint a run goes on, and what of its settings may change on the way."""
 
 from __future__ import annotations
 
+import json
 import logging
+from dataclasses import asdict
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.modeling import find_checkpoints, newest_complete, verify_complete
-from vlmrm.modeling.manifest import BEST, FINAL
+from vlmrm.modeling import ModelArguments, find_checkpoints, newest_complete, verify_complete
+from vlmrm.modeling.checkpoint import ADAPTER_CONFIG
+from vlmrm.modeling.manifest import BEST, FINAL, write_json
+from vlmrm.modeling.reward_files import read_json_of
 from vlmrm.training.arguments import RewardTrainingArguments
 
 logger = logging.getLogger("vlmrm")
+
+SETTINGS = "training_settings.json"
+# What HF takes from the checkpoint whatever is asked for, and what its place in the data and its weights depend on.
+FIXED = (
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+    *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "deepspeed"),
+    *("seed", "data_seed", "split_seed", "streaming", "shuffle_buffer", "train_sampling_strategy"),
+    *("dataset_weights", "dataset_split", "eval_fraction", "max_train_samples"),
+    *("head", "dtype", "freeze_vit", "freeze_merger", "freeze_llm", "load_in_4bit"),
+    *("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+)
+# By their content: a run goes on wherever its files lie.
+CONTENT = {"dataset_path": "dataset_path_content", "model_name_or_path": "model_name_or_path_config"}
+PLACES = ("dataset_path", "output_dir", "resume_from_checkpoint", "run_name", "logging_dir")
 
 
 def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
@@ -28,9 +50,8 @@ def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
     if asked.lower() in ("auto", "true"):
         path = newest_complete(args.output_dir)
         if path is None:
-            if existing:
-                raise CheckpointError(f"none of the {len(existing)} checkpoints in {args.output_dir} is complete.")
-            logger.info("No checkpoint in %s yet: starting from the beginning", args.output_dir)
+            which = "complete checkpoint" if existing else "checkpoint"
+            logger.info("No %s in %s yet: starting from the beginning", which, args.output_dir)
             return None
     else:
         path = Path(asked)
@@ -47,3 +68,53 @@ def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
         )  # fmt: skip
     logger.info("Resuming from %s", path)
     return path
+
+
+def training_settings(
+    model_args: ModelArguments, data_args: DataArguments, args: RewardTrainingArguments
+) -> dict[str, Any]:
+    """Return every key of a run, and what names the content of its data and the shape of its model."""
+    config = read_json_of(model_args.model_name_or_path, "config.json", model_args.model_revision)
+    engine = args.hf_deepspeed_config if args.deepspeed else None
+    settings = {
+        **asdict(model_args),
+        **asdict(data_args),
+        **args.to_dict(),
+        "deepspeed": None if engine is None else f"ZeRO-{engine.get_value('zero_optimization.stage', 0)}",
+        "dataset_path_content": data_fingerprint(data_args.dataset_path),
+        "model_name_or_path_config": blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest(),
+    }
+    return json.loads(json.dumps(settings, default=str))
+
+
+def save_settings(folder: Path, settings: dict[str, Any]) -> None:
+    write_json(folder / SETTINGS, settings)
+
+
+def check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
+    """Compare the settings of a run with those of the checkpoint that it goes on from, and log what changes.
+
+    Raises:
+        ConfigError: when a key changed that a run cannot change on its way.
+    """
+    before = read_json_of(checkpoint, SETTINGS)
+    if before is None:
+        raise CheckpointError(
+            f"{checkpoint} has no {SETTINGS}, which says how it was trained: train from it as model_name_or_path."
+        )
+    merged = ", after vlmrm merge" if (checkpoint / ADAPTER_CONFIG).exists() else ""
+    instead = f"or start a new run from the checkpoint{merged}, as model_name_or_path, into another output_dir"
+    for key, content in CONTENT.items():
+        if before.get(content) != settings[content]:
+            raise ConfigError(f"{key} is not what {checkpoint} was trained on: give what it was, {instead}.")
+    changed = {key: (before[key], settings[key]) for key in before.keys() & settings if before[key] != settings[key]}
+    for key in FIXED:
+        if key in changed:
+            old, new = changed[key]
+            raise ConfigError(
+                f"{key} was {old} in {checkpoint} and is now {new}, which a resumed run cannot change: leave it as "
+                f"it was, {instead}."
+            )
+    told = [f"{key} {old} -> {new}" for key, (old, new) in sorted(changed.items()) if key not in PLACES]
+    if told:
+        logger.info("Changed since %s: %s", checkpoint.name, ", ".join(told))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import shutil
 import time
 from collections.abc import Generator
@@ -27,11 +28,14 @@ from vlmrm.evaluation.metrics import trl_summary
 from vlmrm.modeling import write_complete
 from vlmrm.modeling.manifest import COMPLETE
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.callbacks import EpochCallback, PreemptionCallback
+from vlmrm.training.callbacks import EpochCallback, PreemptionCallback, any_rank
 from vlmrm.training.losses import PreferenceLoss, weights
 from vlmrm.training.probe import PROBED, ProbedDataset
+from vlmrm.training.row_tally import RowTally
 from vlmrm.training.step_figures import StepFigures
 from vlmrm.training.streams import EndlessStream
+
+logger = logging.getLogger("vlmrm")
 
 DROPPED_ROWS = "dropped_rows.jsonl"
 
@@ -68,6 +72,8 @@ class RewardTrainer(trl.RewardTrainer):
             args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient
         )
         self.save_extras = save_extras
+        self.row_tally = RowTally()
+        self._last_part: Part | None = None  # what the model was last trained on, until the next step
         self._figures = StepFigures()
         self._evaluated: list[tuple[int, str | None, list[float]]] = []
 
@@ -103,22 +109,26 @@ class RewardTrainer(trl.RewardTrainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor:
         """The totals that one step's loss is divided by, over its accumulated batches and all ranks."""
-        totals = torch.zeros(4, dtype=torch.float64)
+        totals = torch.zeros(6, dtype=torch.float64)
         for batch in batch_samples:
             for part in batch["parts"]:
                 totals[:2] += weights(part["pairs"]).cpu()
-            totals[2:] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
+                totals[4] += len(part["rows"]["index"])
+            totals[2:4] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
+            totals[5] += len(batch["dropped"])
             self._report_dropped(batch["dropped"])
         # float32 for accelerators without float64; exact for whole numbers below 2²⁴.
         totals = self.accelerator.reduce(totals.float().to(device), "sum")
         self.state.num_input_tokens_seen += int(totals[2])
         self._figures.start_step(tokens=int(totals[2]), pairs=int(totals[3]))
+        self.row_tally.add(rows=int(totals[4]), dropped=int(totals[5]), weight=float(totals[:2].sum()))
         return totals[:2]
 
     def _report_dropped(self, dropped: list[tuple[str, str]]) -> None:
         if not dropped:
             return
         self._figures.dropped += len(dropped)
+        self.row_tally.reason = ": ".join(dropped[-1])
         path = Path(self.args.output_dir) / f"rank{self.args.process_index}_{DROPPED_ROWS}"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
@@ -127,6 +137,7 @@ class RewardTrainer(trl.RewardTrainer):
 
     def get_batch_samples(self, *args, **kwargs):
         started = time.perf_counter()
+        self._last_part = None
         samples = super().get_batch_samples(*args, **kwargs)
         self._figures.waited += time.perf_counter() - started
         return samples
@@ -140,6 +151,7 @@ class RewardTrainer(trl.RewardTrainer):
         for number, part in enumerate(parts, 1):
             with self._reducing(model, number == len(parts)):
                 losses.append(super().training_step(model, part, num_items_in_batch))
+        self._last_part = parts[-1]
         return torch.stack(losses).sum()
 
     def _as_many_as_any_rank(self, parts: list[Part]) -> list[Part]:
@@ -169,10 +181,7 @@ class RewardTrainer(trl.RewardTrainer):
         parts = self.loss_function(scores, inputs["pairs"], num_items_in_batch)
         loss = torch.stack(list(parts.values())).sum()
         if not torch.isfinite(loss):
-            raise TrainingError(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1}: lower learning_rate or set "
-                f"max_grad_norm; resume from the last checkpoint in {self.args.output_dir}."
-            )
+            raise self._not_finite(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
         self._figures.add(scores.detach(), inputs, parts)
         # Ranks average their gradients, and each holds its share of a sum.
         loss = loss * self.accelerator.num_processes
@@ -187,6 +196,7 @@ class RewardTrainer(trl.RewardTrainer):
         if "loss" in logs:
             figures = self._figures.flush(self.accelerator)
             figures["num_tokens"] = self.state.num_input_tokens_seen
+            self.row_tally.warn_early()
             # TRL's own log averages these lists into the line.
             self._metrics["train"].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)
@@ -211,6 +221,11 @@ class RewardTrainer(trl.RewardTrainer):
         rows = [row for row in dataloader.dataset if row["index"] in scores]
         pairs = scored_pairs([row["comparison"] for row in rows], [scores[row["index"]][None] for row in rows])
         figures = trl_summary(pairs)
+        if not figures["pairs"]:
+            raise TrainingError(
+                f"the evaluation has no pair with a preference: of {len(dataloader.dataset)} rows {len(rows)} were "
+                f"scored, and why others were not is in *_{DROPPED_ROWS} of {self.args.output_dir}."
+            )
         if isinstance(dataloader.dataset, ProbedDataset):
             figures |= dataloader.dataset.figures(scores)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
@@ -220,6 +235,9 @@ class RewardTrainer(trl.RewardTrainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.row_tally.nothing_trained():
+            logger.warning("%s is not saved: no row was trained on yet", folder)
+            return
         keep, self.args.save_total_limit = self.args.save_total_limit, None  # older ones go once this one is complete
         try:
             with self._saving(folder):
@@ -231,17 +249,52 @@ class RewardTrainer(trl.RewardTrainer):
             rotate_checkpoints(self.args.output_dir, keep, self.state.best_model_checkpoint, use_mtime=True)
 
     def save_final(self, folder: Path) -> None:
-        """The model alone, without optimizer state, as a complete checkpoint."""
+        """The model alone, without optimizer state, as a complete checkpoint.
+
+        Raises:
+            TrainingError: when the run trained on no row.
+        """
+        self.row_tally.check()
         with self._saving(folder):
             self.save_model(str(folder), _internal_call=True)
+
+    def _check_finite(self) -> None:
+        """Refuse to save weights that are not finite, or do not give finite scores.
+
+        The loss of a step is finite before its update: what that made of the weights shows in the next forward only.
+        """
+        model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        # ZeRO-3 holds each rank's share of a weight elsewhere.
+        finite = [getattr(weight, "ds_tensor", weight).detach().isfinite().all() for weight in trained]
+        if self._last_part is not None:
+            training = model.training
+            model.eval()  # draws no random numbers: a run that is resumed draws the same ones
+            with torch.no_grad(), self.compute_loss_context_manager():
+                inputs: Any = self._prepare_inputs(self._last_part["inputs"])
+                finite.append(model(**inputs).logits.isfinite().all())
+            model.train(training)
+        if any_rank(not torch.stack(finite).all(), self.args.device):
+            raise self._not_finite(f"weights or scores are not finite after step {self.state.global_step}")
+
+    def _not_finite(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"{what}: train anew with a lower learning_rate or max_grad_norm, from the last checkpoint in "
+            f"{self.args.output_dir} as model_name_or_path where there is one, into another output_dir."
+        )
 
     @contextmanager
     def _saving(self, folder: Path) -> Generator[None]:
         """Adds what scoring needs to what is saved inside, and `COMPLETE.json` when every rank has saved its part."""
+        self._check_finite()
         try:
-            if self.args.should_save:
-                # A folder that is written anew counts for nothing until it is whole.
-                (folder / COMPLETE).unlink(missing_ok=True)
+            if self.args.should_save and folder.exists():
+                if (folder / COMPLETE).exists():
+                    # A folder that is written anew counts for nothing until it is whole.
+                    (folder / COMPLETE).unlink()
+                else:
+                    shutil.rmtree(folder)  # half written by a run that was killed
+            self.accelerator.wait_for_everyone()
             yield
             self.accelerator.wait_for_everyone()
             if self.args.should_save:

@@ -15,6 +15,7 @@ from transformers import CLIPImageProcessorPil, CLIPModel
 
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
 from vlmrm.rewards import RewardSet
+from vlmrm.rewards.built_in import hps_v2
 
 PROMPTS = ["a red square", "two", "a very much longer prompt about nothing", "two"]
 
@@ -156,6 +157,32 @@ def test_hpsv2_is_open_clips_cosine_of_the_whole_padded_picture(hps, pictures):
     # The core refuses pictures as narrow as the second one.
     found = hps().rewards[0].model(PROMPTS[:2], image=[pictures[0], pictures[0].crop((0, 0, 14, 28))]).rewards
     assert np.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        ("a “big” dog’s   house ", 'a "big" dog\'s house'),
+        ("a cat &amp;amp; a\tdog &lt;3", "a cat & a dog <3"),
+        ("cafÃ© at night", "café at night"),
+        ("ﬁre … in the SKY", "fire … in the sky"),
+    ],
+)
+def test_hpsv2_reads_a_prompt_as_the_published_tokenizer_cleans_it(hps, pictures, prompt, read):
+    """tgxs002/HPSv2 866735e, `basic_clean` and `whitespace_clean`: ftfy, HTML's entities twice, spaces, lower case."""
+    weights, ids = tiny_clip.open_clip_weights(), tiny_clip.tokenizer()(read)["input_ids"]
+    rewards = hps()
+    scores = rewards(prompt=[prompt, read, "another"], image=pictures[:1] * 3).total()
+    assert scores[0] == scores[1] != pytest.approx(scores[2], abs=1e-4)
+    pixels = rewards.rewards[0].model.towers.prepare(pictures[:1])[0]
+    image, text = tiny_clip.open_clip_image(weights, pixels), tiny_clip.open_clip_text(weights, ids)
+    assert scores[0] == pytest.approx(float(cosine_similarity(image, text, dim=0)), abs=1e-5)
+
+
+def test_hpsv2_without_ftfy_is_refused_by_name(hps, monkeypatch):
+    monkeypatch.setattr(hps_v2, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"HPSv2 needs ftfy: pip install -e '\.\[rewards\]'"):
+        hps()
 
 
 def test_hpsv2_does_not_depend_on_company_and_shows_wide_pictures_whole(hps, pictures):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -104,6 +105,30 @@ def test_the_detector_names_classes_as_geneval_does_and_finds_boxes_in_the_image
         assert 0 <= top < bottom <= 60
         assert each.mask.shape == (60, 90)
         assert 0 < each.score <= 1
+
+
+@pytest.mark.parametrize(
+    ("theirs", "geneval_s"),
+    [
+        # COCO's own names; those of VOC and darknet, which mmdet's first list and configurations on the hub have.
+        (["motorcycle", "mouse", "remote", "keyboard"],
+         ["motorcycle", "computer mouse", "tv remote", "computer keyboard"]),
+        (["motorbike", "aeroplane", "sofa", "tvmonitor"], ["motorcycle", "airplane", "couch", "tv"]),
+        (["pottedplant", "diningtable", "hair dryer", "traffic_light"],
+         ["potted plant", "dining table", "hair drier", "traffic light"]),
+    ],
+)  # fmt: skip
+def test_objects_of_geneval_are_asked_for_under_whichever_name_the_detector_has(models, tmp_path, theirs, geneval_s):
+    shutil.copytree(models["detector_path"], tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["id2label"] = dict(enumerate(theirs))
+    del config["label2id"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rewards = RewardSet({"reward_model": "gen_eval", **models, "detector_path": str(tmp_path)})
+    rows = [{"tag": "single_object", "include": [{"class": name, "count": 1}]} for name in geneval_s]
+    scored = rewards(prompt=geneval_s, image=[noise(64, 64, 0)] * 4, metadata=rows)
+    assert not scored.failures["default"]
+    assert {label for found in scored.info["default"].values() for label in found["found"]} <= set(geneval_s)
 
 
 @torch.no_grad()

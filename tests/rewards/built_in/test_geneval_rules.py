@@ -52,6 +52,9 @@ def some(label: str, count: int = 1, **more) -> dict:
 DOG = row("single_object", some("dog"))
 TWO = row("two_object", some("dog"), some("cat"))
 APPLES = row("counting", some("apple", 3), exclude=(some("apple", 4),))
+NO_CATS = row("single_object", some("dog"), exclude=(some("cat", 1),))
+UP_TO_THREE = row("two_object", some("dog"), exclude=(some("dog", 4),))
+ONE_LEFT = row("position", some("dog"), some("cat", position=["left of", 0]), exclude=(some("dog", 2),))
 RED = row("colors", some("car", color="red"))
 LEFT = row("position", some("dog"), some("cat", position=["left of", 0]))
 BOTH = row("color_attr", some("car", color="red"), some("bench", color="blue"))
@@ -69,10 +72,19 @@ BOTH = row("color_attr", some("car", color="red"), some("bench", color="blue"))
         (TWO, [seen("dog"), seen("cat")], 1, 1),
         (TWO, [seen("cat")], 0, 1 / 2),
         (APPLES, [seen("apple")] * 3, 1, 1),
-        (APPLES, [seen("apple")] * 2, 0, (2 / 3 + 1) / 2),
-        (APPLES, [seen("apple")] * 4, 0, (1 + 0) / 2),
+        (APPLES, [seen("apple")] * 2, 0, 2 / 3),
+        (APPLES, [seen("apple")] * 4, 0, 2 / 3),
+        (APPLES, [seen("apple")] * 5, 0, 1 / 3),
+        (APPLES, [seen("apple")] * 9, 0, 0),
         (APPLES, [seen("apple")] * 3 + [seen("apple", score=0.9)], 1, 1),
-        (APPLES, [seen("apple", score=0.8)] * 3, 0, (0 + 1) / 2),
+        (APPLES, [seen("apple", score=0.8)] * 3, 0, 0),
+        (APPLES, [], 0, 0),
+        (NO_CATS, [seen("dog")], 1, 1),
+        (NO_CATS, [seen("dog"), seen("cat")], 0, 1 / 2),
+        (UP_TO_THREE, [seen("dog")] * 3, 1, 1),
+        (UP_TO_THREE, [seen("dog")] * 4, 0, 1 / 2),
+        (ONE_LEFT, [seen("dog", 80), seen("cat", 20)], 1, 1),
+        (ONE_LEFT, [seen("dog", 80), seen("dog", 90), seen("cat", 20)], 0, 2 / 3),
         (RED, [seen("red car")], 1, 1),
         (RED, [seen("blue car")], 0, 1 / 2),
         (RED, [seen("blue car"), seen("red car", score=0.5)], 0, 1 / 2),
@@ -146,7 +158,8 @@ def test_a_row_may_be_json_text():
         (row("colors"), "its metadata has no include"),
         (row("colors", "dog"), r"include\[0\]: 'dog': write class and count"),
         (row("colors", some("dog", size=3)), r"include\[0\]: .*write class and count"),
-        (row("colors", some("dgo")), r"include\[0\].class: 'dgo': did you mean dog?"),
+        (row("colors", some("dgo")), r"include\[0\].class: 'dgo', which the detector has not: did you mean dog?"),
+        (row("colors", some("zebra")), r"class: 'zebra', which the detector has not: choose from apple, bench"),
         (row("colors", some("dog", 0)), r"include\[0\].count: 0: write a whole number, at least 1"),
         (row("colors", some("dog", color="rde")), "color: 'rde': did you mean red?"),
         (row("position", some("dog", position=["left of", 0])), "position: .* with n an earlier clause"),

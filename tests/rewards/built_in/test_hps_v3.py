@@ -107,6 +107,9 @@ def test_what_is_missing_is_named(reward, folder, tmp_path):
         reward(model_name_or_path=str(folder / "none.safetensors"))
     with pytest.raises(ConfigError, match="has no template_file"):
         reward(template_file=None)
+    (tmp_path / "template.txt").write_text(f"Flash Attention is not installed. Falling to SDPA.\n{TEMPLATE}")
+    with pytest.raises(ConfigError, match="'Flash Attention is not installed', which hpsv3 printed into it"):
+        reward(template_file=str(tmp_path / "template.txt"))
     (tmp_path / "template.txt").write_text("{text_prompt}")
     with pytest.raises(ConfigError, match=r"has <\|Reward\|> 0 times"):
         reward(template_file=str(tmp_path / "template.txt"))

@@ -194,6 +194,21 @@ def test_a_reply_without_a_final_score_is_a_failure(server, judge, picture, text
     assert "Final Score" in judge()(prompt=["a cat"], image=[picture]).failures[0]
 
 
+SEVERAL_SCORES = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
+
+
+def test_the_several_scores_of_unified_reward_2_are_refused_by_name(server, judge, picture, tmp_path):
+    """Its form for images, of which none is a final score; that for videos has Physics in the place of Coherence."""
+    server.behave = lambda *_: completion(SEVERAL_SCORES.format(2.7, 2.4, 2.8))
+    said = judge()(prompt=["a cat"], image=[picture]).failures[0]
+    assert "is in the form of UnifiedReward 2.0, Alignment, Coherence and Style Score" in said
+    server.behave = lambda *_: completion(SEVERAL_SCORES.format(2, 3, 4).replace("Coherence", "Physics"))
+    assert "Alignment, Physics and Style Score" in judge()(prompt=["a cat"], video=[[picture] * 2]).failures[0]
+    (tmp_path / "asked.txt").write_text("Caption: {prompt}\n" + SEVERAL_SCORES.format("X", "Y", "Z"))
+    with pytest.raises(ConfigError, match=r"asked.txt asks for no Final Score, .* UnifiedReward 2.0"):
+        judge(template_file=str(tmp_path / "asked.txt"))
+
+
 @pytest.mark.parametrize("name", ["unified_reward", "rational_rewards_t2i"])
 def test_a_trained_judge_can_be_asked_in_the_published_words(server, judge, picture, tmp_path, name):
     (tmp_path / "asked.txt").write_text('Answer {"so": 1}.' + " Caption: {prompt}" * (name == "unified_reward"))
@@ -264,7 +279,7 @@ def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, pictur
     rewards.close()
     assert np.isnan(scored.rewards["it"][0]) and scored.rewards["it"][1] == 4.0
     lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
-    assert [line["reply"] for line in lines] == ["Lovely!", "Final Score: 4"]
+    assert [line["extra"]["reply"] for line in lines] == ["Lovely!", "Final Score: 4"]
     assert "no Final Score" in lines[0]["error"] and lines[1]["error"] is None
     metrics = scored.metrics()
     assert metrics["rewards/it/failures"] == 1 and metrics["rewards/it/calls"] == 2

@@ -265,7 +265,11 @@ async def test_each_reward_is_opened_by_its_own_token():
         assert (await client.post("/api/reward/pull", json=asked, headers=mine)).status_code == 200
 
 
-VIDEO_ALIGN = {"score": -1.0, "VQ": 1.0, "MQ": -3.0, "TA": 1.0, "overall": -1.0}
+def told(score, **extra):
+    return {"score": score, "extra": extra}
+
+
+VIDEO_ALIGN = told(-1.0, VQ=1.0, MQ=-3.0, TA=1.0, overall=-1.0)
 DOG = {"class": "dog", "count": 2, "color": "red"}
 CAT = {"class": "cat", "count": 1, "position": ["left of", 0]}
 OTHERS = {task: [-10.0, -10.0] for task in ("single_object", "two_object", "counting", "position", "color_attr")}
@@ -276,7 +280,7 @@ OTHERS = {task: [-10.0, -10.0] for task in ("single_object", "two_object", "coun
     [
         (
             "cosmos_reason1",
-            [{"score": 0.9, "logits": {"yes": 1.0, "no": 2.0}}, {"score": 0.2, "logits": {"yes": 2.0, "no": 1.0}}],
+            [told(0.9, logits={"yes": 1.0, "no": 2.0}), told(0.2, logits={"yes": 2.0, "no": 1.0})],
             {
                 "prediction": ["Good", "Bad"],
                 "no_score": [0.9, 0.2],
@@ -290,12 +294,13 @@ OTHERS = {task: [-10.0, -10.0] for task in ("single_object", "two_object", "coun
             {"vq_reward": [1.0], "mq_reward": [-3.0], "ta_reward": [1.0], "overall_reward": [-1.0]},
         ),
         ("hpsv2", [{"score": 0.25}], {"hpsv2": [0.25]}),
-        ("hpsv3", [{"score": 7.5, "log_sigma": 0.1}], {"hpsv3": [7.5]}),
+        ("hpsv3", [told(7.5, log_sigma=0.1)], {"hpsv3": [7.5]}),
         ("pickscore", [{"score": 0.9}], {"pickscore": [0.9]}),
         ("image_reward", [{"score": -2.0}], {"image_reward": [-2.0]}),
-        ("ocr", [{"score": 0.5, "read": "x"}], {"ocr_reward": [0.5]}),
+        ("ocr", [told(0.5, read="x")], {"ocr_reward": [0.5]}),
         ("unified_reward", [{"score": 4.0}], {"unified_reward": [0.8]}),
         ("vlm_reward", [{"score": 1.5}], {"mine": [1.5]}),
+        ("my.Reward", [told(1.5, scores=[3, 4])], {"mine": [1.5]}),  # of no handler
     ],
 )
 def test_each_reward_has_its_documented_keys(kind, outcomes, expected):
@@ -312,7 +317,7 @@ def test_each_reward_has_its_documented_keys(kind, outcomes, expected):
     ],
 )
 def test_geneval_has_three_verdicts_and_one_for_its_task(found, conditions, graded, met, exact):
-    outcome = {"score": float(met), "found": found, "conditions": conditions}
+    outcome = told(float(met), found=found, conditions=conditions)
     asked = {"tags": ["colors"] * 2, "includes": [[DOG, CAT]] * 2, "only_strict": False}
     reward = RewardSettings(reward_type="gen_eval")
     assert scores_of(reward, [outcome] * 2, asked) == {

@@ -38,15 +38,15 @@ def test_a_handler_is_made_with_its_settings(handler):
 
 def test_a_request_is_one_call_and_each_sample_has_its_own_scores(handler):
     both = handler([*images("a", "b"), *images("c", "d", group="another")])
-    assert [one["scores"]["groups"]["call"] for one in both] == [1, 1, 2, 2]
+    assert [one["extra"]["scores"]["groups"]["call"] for one in both] == [1, 1, 2, 2]
     assert [one["score"] for one in both[:2]] == pytest.approx(IMAGES.mean(axis=(1, 2, 3)), rel=1e-6)
-    assert [one["scores"]["said"] for one in both[:2]] == ["a [2, 5, 4, 3]", "b [2, 5, 4, 3]"]
+    assert [one["extra"]["scores"]["said"] for one in both[:2]] == ["a [2, 5, 4, 3]", "b [2, 5, 4, 3]"]
 
 
 def test_videos_have_channels_before_frames(handler):
     videos = [item(video.transpose(1, 0, 2, 3), fps=8.0) for video in VIDEOS]
     outcomes = handler(videos)
-    assert outcomes[0]["scores"]["said"] == "a [2, 3, 6, 5, 4]"
+    assert outcomes[0]["extra"]["scores"]["said"] == "a [2, 3, 6, 5, 4]"
     assert [one["score"] for one in outcomes] == pytest.approx(VIDEOS.mean(axis=(1, 2, 3, 4)), rel=1e-6)
 
 

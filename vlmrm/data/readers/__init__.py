@@ -14,40 +14,53 @@ from vlmrm.data.readers.pairs import PAIR
 from vlmrm.data.readers.ranked import RANKED
 from vlmrm.data.readers.swift import SWIFT
 from vlmrm.data.readers.text_to_image import HPSV3, IMAGE_PAIR, IMAGE_REWARD, PICK_A_PIC
+from vlmrm.data.readers.unread import SPECIAL, check_all_read, is_noteworthy
 from vlmrm.data.schema import Branch, Comparison, Messages
 from vlmrm.errors import DataError, RowError
 
-__all__ = ["LAYOUTS", "Layout", "read_row", "recognise", "resolved", "with_row_id"]
+__all__ = [
+    "LAYOUTS",
+    "MALFORMED",
+    "SPECIAL",
+    "Layout",
+    "cells_and_id",
+    "check_all_read",
+    "is_noteworthy",
+    "read_row",
+    "recognise",
+    "resolved",
+    "with_row_id",
+]
 
 # The first that fits reads the row: the particular before the general.
 LAYOUTS = (PICK_A_PIC, IMAGE_REWARD, HPSV3, IMAGE_PAIR, RANKED, ALPACA, SHAREGPT, SWIFT, PAIR)
 
-# Understood in every layout.
-SPECIAL = frozenset({"id", "margin", "weight", "tie", "category"})
+# The one column of a line that is no row; it says why.
+MALFORMED = "$malformed"
 
 
 def recognise(columns: Iterable[str], layouts: Sequence[Layout] = LAYOUTS) -> Layout:
     """The one of `layouts` that columns of these names are read by.
 
     Raises:
-        DataError: listing the columns, the nearest known layout and what it lacks.
+        DataError: listing the columns, and what the nearest layout lacks if at least half of its columns are there.
     """
     names = frozenset(columns)
     for layout in layouts:
         if layout.matches(names):
             return layout
-    # Near: few columns missing; among equals, many of its columns there.
-    nearest = min(layouts, key=lambda layout: (_missing(layout, names), -len(layout.known() & names)))
+    nearest = max(layouts, key=lambda layout: (_share(layout, names), len(layout.known() & names)))
+    hint = f": the nearest is `{nearest.name}`, which also needs {nearest.lacks(names)}"
     raise DataError(
-        f"no known layout has the columns {', '.join(sorted(names)) or '(none)'}: the nearest is `{nearest.name}`, "
-        f"which also needs {nearest.lacks(names)} (docs/data.md shows every layout)"
+        f"no known layout has the columns {', '.join(sorted(names)) or '(none)'}"
+        f"{hint if _share(nearest, names) >= 0.5 else ''} (docs/data.md shows every layout)"
     )
 
 
-def _missing(layout: Layout, names: frozenset[str]) -> float:
-    wanted = len(layout.required) + bool(layout.one_of)
-    absent = len(layout.required - names) + (bool(layout.one_of) and not layout.one_of & names)
-    return absent / wanted
+def _share(layout: Layout, names: frozenset[str]) -> float:
+    """Return the share of the columns that `layout` needs that are there."""
+    needed = len(layout.required) + bool(layout.one_of)
+    return (len(layout.required & names) + bool(layout.one_of & names)) / needed
 
 
 def read_row(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any]) -> Comparison:
@@ -56,15 +69,16 @@ def read_row(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any])
     Raises:
         RowError: with the row's id, what is wrong and what to do.
     """
-    cells = {name: value for name, value in row.items() if value is not None}
-    row_id = str(cells.get("id", row_id))
+    cells, row_id = cells_and_id(row, row_id)
     with with_row_id(row_id):
         layout = recognise(cells)
         reading = layout.read(cells)
+        if reading.unjudged:
+            raise RowError(f"{reading.unjudged}: remove the row, or leave such rows out with bad_rows: skip")
         branches = _checked([Branch(resolved(b.messages, resolve), b.rating) for b in _tied(reading, cells)])
         other = {name: value for name, value in cells.items() if name not in layout.known() | SPECIAL}
         category = cells.get("category")
-        return Comparison(
+        comparison = Comparison(
             id=row_id,
             prompt=resolved(reading.prompt(), resolve),
             branches=branches,
@@ -73,6 +87,20 @@ def read_row(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any])
             category=None if category is None else str(category),
             columns={name: value for name, value in other.items() if isinstance(value, (str, int, float, bool))},
         )
+        check_all_read(cells, layout, reading, comparison, resolve)
+        return comparison
+
+
+def cells_and_id(row: Mapping[str, Any], row_id: str) -> tuple[dict[str, Any], str]:
+    """Return the cells of a row that are not empty, and its own id where it has one.
+
+    Raises:
+        RowError: when it is a line that could not be parsed.
+    """
+    if row.get(MALFORMED) is not None:
+        raise RowError(row[MALFORMED], row_id)
+    cells = {name: value for name, value in row.items() if value is not None}
+    return cells, str(cells.get("id", row_id))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlmrm.data.messages import place_media, to_messages
+from vlmrm.data.messages import hh_turns, place_media, to_messages
 from vlmrm.data.schema import Branch, Message
 from vlmrm.errors import RowError
 
@@ -19,11 +19,17 @@ MEDIA = frozenset({"image", "images", "video", "videos"})
 
 @dataclass(frozen=True)
 class Reading:
-    """A row as conversations: the first `shared` messages of each are the prompt."""
+    """A row as conversations: the first `shared` messages of each are the prompt.
+
+    `skipped` are columns that the layout knows and did not read in this row. `unjudged` says why the ratings are none:
+    the row is no preference, but its answers can be scored.
+    """
 
     conversations: Sequence[list[Message]]
     ratings: Sequence[float]
     shared: int
+    skipped: frozenset[str] = frozenset()
+    unjudged: str = ""
 
     def prompt(self) -> list[Message]:
         return self.conversations[0][: self.shared] if self.conversations else []
@@ -82,7 +88,7 @@ def turns(row: Row, prompt: Any) -> list[Message]:
     """
     system = [{"role": "system", "content": [{"type": "text", "text": row["system"]}]}] if row.get("system") else []
     if prompt is not None and prompt != "":
-        return [*system, *to_messages(prompt, "user")]
+        return [*system, *to_messages(hh_turns(prompt), "user")]
     if any(row.get(name) for name in MEDIA):
         return [*system, {"role": "user", "content": []}]
     return system

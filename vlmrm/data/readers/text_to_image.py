@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from vlmrm.data.readers.layout import (
@@ -36,10 +37,15 @@ def _read_hpsv3(row: Row) -> Reading:
 
 
 def _read_pick_a_pic(row: Row) -> Reading:
-    label = row["label_0"]
+    label, other = row["label_0"], row.get("label_1")
     if label not in (0, 0.5, 1):
         raise RowError(f"`label_0` is {label!r}: it must be 1 (the first image), 0 (the second) or 0.5 (a tie)")
-    return images_for(row, row["caption"], [row["jpg_0"], row["jpg_1"]], [float(label), 1.0 - label])
+    reading = images_for(row, row["caption"], [row["jpg_0"], row["jpg_1"]], [float(label), 1.0 - label])
+    if not row.get("has_label", True):
+        return replace(reading, unjudged="`has_label` is false: nobody compared the images")
+    if other is not None and other != 1 - label:
+        return replace(reading, unjudged=f"`label_0` is {label} and `label_1` is {other!r}, which do not add up to 1")
+    return reading
 
 
 def _read_image_reward(row: Row) -> Reading:
@@ -48,9 +54,18 @@ def _read_image_reward(row: Row) -> Reading:
     return images_for(row, row["prompt"], images, [-rank for rank in ranks])
 
 
+BESIDE = MEDIA | {"system"}  # read by `images_for`
+
 IMAGE_PAIR = Layout(
-    "text-to-image", _read_pair, frozenset({"prompt", "chosen_image", "rejected_image"}), optional=MEDIA | {"system"}
+    "text-to-image", _read_pair, frozenset({"prompt", "chosen_image", "rejected_image"}), optional=BESIDE
 )
-HPSV3 = Layout("HPSv3", _read_hpsv3, frozenset({"prompt", "path1", "path2"}))
-PICK_A_PIC = Layout("Pick-a-Pic", _read_pick_a_pic, frozenset({"caption", "jpg_0", "jpg_1", "label_0"}))
-IMAGE_REWARD = Layout("ImageReward", _read_image_reward, frozenset({"prompt", "generations", "ranking"}))
+HPSV3 = Layout("HPSv3", _read_hpsv3, frozenset({"prompt", "path1", "path2"}), optional=BESIDE)
+PICK_A_PIC = Layout(
+    "Pick-a-Pic",
+    _read_pick_a_pic,
+    frozenset({"caption", "jpg_0", "jpg_1", "label_0"}),
+    optional=BESIDE | {"label_1", "has_label"},
+)
+IMAGE_REWARD = Layout(
+    "ImageReward", _read_image_reward, frozenset({"prompt", "generations", "ranking"}), optional=BESIDE
+)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from vlmrm.data.readers import read_row, with_row_id
@@ -123,6 +124,25 @@ def preferences(frame: pd.DataFrame) -> pd.DataFrame:
 def accuracy(frame: pd.DataFrame) -> float:
     """Share of the preferences that the scores share."""
     return float((margins(preferences(frame)) > 0).mean())
+
+
+def accuracy_without_ties(label: np.ndarray, margin: np.ndarray) -> float:
+    """Share of the pairs that people did not tie whose margin [N] has the sign of the label (1, -1; 0 a tie)."""
+    return float(np.mean(label[label != 0] * margin[label != 0] > 0)) if (label != 0).any() else float("nan")
+
+
+def accuracy_with_ties(label: np.ndarray, margin: np.ndarray) -> float:
+    """The highest three-way accuracy that any threshold reaches, where margins up to it are ties (arXiv 2305.14324).
+
+    Thresholds are the absolute margins [N] themselves; equal ones stay together.
+    """
+    order = np.argsort(np.abs(margin), kind="stable")
+    size, label, sign = np.abs(margin)[order], label[order], np.sign(margin)[order]
+    ties_within = np.cumsum(label == 0)
+    right = (label != 0) & (label == sign)
+    right_beyond = right.sum() - np.cumsum(right)
+    last_of_its_size = np.append(size[1:] > size[:-1], True)
+    return float(np.max((ties_within + right_beyond)[last_of_its_size]) / len(label))
 
 
 def by_category(frame: pd.DataFrame) -> dict[str, float]:

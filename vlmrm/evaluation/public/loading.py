@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -56,7 +57,7 @@ def _place(chosen: Benchmark, path: str | None) -> str:
 
 
 def _open(chosen: Benchmark, place: str, split: str) -> list[Source]:
-    sources = open_tables(place, split, config=chosen.source.config)
+    sources = open_tables(_files_of(place, split) or place, split, config=chosen.source.config)
     for source in sources:
         there = source.table.column_names or []
         if missing := [name for name in chosen.required if name not in {*there, "split"}]:
@@ -70,3 +71,12 @@ def _open(chosen: Benchmark, place: str, split: str) -> list[Source]:
         replace(s, table=(table := cast("Dataset", s.table)).add_column("split", [split] * len(table)))
         for s in sources
     ]
+
+
+def _files_of(folder: str, split: str) -> str | None:
+    """A pattern of the files named exactly as a split; None where there are none.
+
+    By their words alone, `test-*` and `test_v1-*` would be one split `test`.
+    """
+    pattern = os.path.join(glob.escape(folder), "**", f"{split}[-.]*")
+    return pattern if glob.glob(pattern, recursive=True) else None

@@ -19,13 +19,14 @@ THRESHOLDS = np.arange(11) / 10
 
 
 def _translate(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in ("caption", "jpg_0", "jpg_1", "label_0", "split")}
+    names = ("caption", "jpg_0", "jpg_1", "label_0", "split", "has_label")
+    return {name: row[name] for name in names if name in row}
 
 
 def accuracy_at(frame: pd.DataFrame, threshold: float) -> float:
     """Mean credit: 1 for the same verdict as people's, 1/2 where one of the two says tie and the other does not."""
     difference = np.tanh(margins(frame) / 2)  # σ(margin) - σ(-margin)
-    tie, model_ties = frame["tie"].astype(bool), difference.abs() <= threshold
+    tie, model_ties = frame["tie"].astype(bool), np.abs(difference) <= threshold
     right = np.where(tie, model_ties, ~model_ties & (difference > 0))
     return float(np.mean(np.where(right, 1.0, np.where(tie | model_ties, 0.5, 0.0))))
 

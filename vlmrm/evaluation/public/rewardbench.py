@@ -29,8 +29,8 @@ SECTIONS = {
     "safety": {
         "refusals-dangerous": 100,
         "refusals-offensive": 100,
-        "xstest-should-refuse": 250,
-        "xstest-should-respond": 154,
+        "xstest-should-refuse": 154,
+        "xstest-should-respond": 250,
         "donotanswer": 136,
     },
     "reasoning": {
@@ -74,7 +74,8 @@ REWARDBENCH = Benchmark(
             "Skywork-Reward-Llama-3.1-8B-v0.2": (93.1, 94.7, 88.4, 92.7, 96.7),
         },
     ),
-    verified="Schema: the data card. Rule: the sections and weights of the authors' constants.py and their strict "
-    "comparison in run_rm.py. `overall` is the mean of the four sections; the prior test sets, a fifth section of "
-    "the first leaderboard, are another data set and left out, as the published figures here do.",
+    verified="Schema: the data card. Rule: the sections and weights of the authors' constants.py, as it is since "
+    "September 2024 (xstest-should-refuse 154, xstest-should-respond 250), and their strict comparison in run_rm.py. "
+    "`overall` is the mean of the four sections; the prior test sets, a fifth section of the first leaderboard, are "
+    "another data set and left out, as the published figures here do.",
 )

@@ -59,6 +59,7 @@ HPDV2 = Benchmark(
             HPSV2_README,
             ("accuracy",),
             {
+                "HPS v2.1": (84.1,),
                 "HPS v2": (83.3,),
                 "PickScore": (79.8,),
                 "one person": (78.1,),
@@ -132,6 +133,7 @@ IMAGE_REWARD = Benchmark(
             HPSV2_README,
             ("accuracy_by_prompt",),
             {
+                "HPS v2.1": (66.8,),
                 "HPS v2": (65.7,),
                 "one person": (65.3,),
                 "ImageReward": (65.1,),

@@ -9,7 +9,15 @@ import numpy as np
 import pandas as pd
 
 from vlmrm.errors import RowError
-from vlmrm.evaluation.public.definition import Benchmark, Source, margins, published, video
+from vlmrm.evaluation.public.definition import (
+    Benchmark,
+    Source,
+    accuracy_with_ties,
+    accuracy_without_ties,
+    margins,
+    published,
+    video,
+)
 
 LABELS = {"A": (1.0, 0.0), "B": (0.0, 1.0), "same": (0.0, 0.0)}
 SIGN = {"A": 1, "B": -1, "same": 0}
@@ -27,25 +35,6 @@ def _translate(row: Mapping[str, Any]) -> dict[str, Any]:
         "scores": list(LABELS[row["Overall"]]),
         **{name: row[name] for name in DIMENSIONS},
     }
-
-
-def accuracy_without_ties(label: np.ndarray, margin: np.ndarray) -> float:
-    """Share of the pairs that people did not tie whose margin [N] has the sign of the label (1, -1; 0 a tie)."""
-    return float(np.mean(label[label != 0] * margin[label != 0] > 0)) if (label != 0).any() else float("nan")
-
-
-def accuracy_with_ties(label: np.ndarray, margin: np.ndarray) -> float:
-    """The highest three-way accuracy that any threshold reaches, where margins up to it are ties (arXiv 2305.14324).
-
-    Thresholds are the absolute margins [N] themselves; equal ones stay together.
-    """
-    order = np.argsort(np.abs(margin), kind="stable")
-    size, label, sign = np.abs(margin)[order], label[order], np.sign(margin)[order]
-    ties_within = np.cumsum(label == 0)
-    right = (label != 0) & (label == sign)
-    right_beyond = right.sum() - np.cumsum(right)
-    last_of_its_size = np.append(size[1:] > size[:-1], True)
-    return float(np.max((ties_within + right_beyond)[last_of_its_size]) / len(label))
 
 
 def _rule(frame: pd.DataFrame) -> dict[str, float]:

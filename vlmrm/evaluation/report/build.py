@@ -14,12 +14,15 @@ from vlmrm.evaluation.files import make_folder, replace_file
 from vlmrm.evaluation.report import style
 from vlmrm.evaluation.report.checkpoints import read_frames, split
 from vlmrm.evaluation.report.examples import galleries
+from vlmrm.evaluation.report.figures import Share
 from vlmrm.evaluation.report.parts import Section, interval, number, percent
 from vlmrm.evaluation.report.reliance import headline
 from vlmrm.evaluation.report.sections import sections
 from vlmrm.evaluation.report.sweeps import choose, read_sweeps
 
 PAGE, PLOTS = "report.html", "plots"
+# The ablations that stand below the headline, which rests on them.
+FACTS = {"swapped_image": "with another row's image", "blank_image": "with images painted grey"}
 
 
 def build_report(
@@ -51,7 +54,7 @@ def build_report(
         leakage=choice.leakage,
         accuracy=percent(best.accuracy.value),
         interval=interval(best.accuracy),
-        blank_accuracy=percent(best.ablated("blank_image").value) if best.ablated("blank_image").n else "not measured",
+        ablated={shown: _measured(best.ablated(name)) for name, shown in FACTS.items()},
         prompts=best.pairs["prompt_id"].nunique(),
         ties=len(best.rows) - len(best.pairs),
         headline=headline(best),
@@ -68,6 +71,10 @@ def build_report(
     path = folder / PAGE
     replace_file(path, html)
     return path
+
+
+def _measured(share: Share) -> str:
+    return percent(share.value) if share.n else "not measured"
 
 
 def _save_drawings(shown: Sequence[Section], folder: Path) -> dict[str, str]:

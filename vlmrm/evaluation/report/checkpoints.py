@@ -15,6 +15,7 @@ from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.analysis import analyse, figures
 from vlmrm.evaluation.pairs import COLUMNS, margins_of, not_finite, read_pairs
 from vlmrm.evaluation.report.figures import Share
+from vlmrm.evaluation.report.parts import accuracy_share
 
 NEEDED = ("model", "checkpoint", *COLUMNS)
 
@@ -48,9 +49,7 @@ class Checkpoint:
 
     @property
     def accuracy(self) -> Share:
-        found, wilson = self.share("preference_accuracy", len(self.pairs)), self.figures["preference_accuracy_wilson"]
-        # Pairs that are all right, or all wrong, are so in every resample: these say nothing of the others.
-        return found if found.low < found.high else found._replace(**wilson)
+        return accuracy_share(self.figures)
 
     def ablated(self, ablation: str) -> Share:
         """Accuracy under the ablation; n is 0 where it was not scored."""

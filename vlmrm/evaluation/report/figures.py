@@ -103,7 +103,10 @@ def reliability(bins: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def intervals(estimates: Mapping[str, Share], overall: float | None = None) -> Figure:
-    """A dot with its interval for each name, from the top down; a dashed line at `overall`, a solid one at chance."""
+    """A dot with its interval for each name, from the top down; a dashed line at `overall`, a solid one at chance.
+
+    An interval that is not known, NaN, is left out.
+    """
     figure, axes = canvas(height=0.95 + 0.32 * len(estimates))
     places = np.arange(len(estimates))
     values, lows, highs, counts = map(np.array, zip(*estimates.values(), strict=True))
@@ -115,7 +118,7 @@ def intervals(estimates: Mapping[str, Share], overall: float | None = None) -> F
     names = [_short(name) for name in estimates]
     axes.set_yticks(places, [f"{name}  n={n:,}" for name, n in zip(names, counts, strict=True)])
     axes.set(ylim=(len(estimates) - 0.4, -0.6), xlabel="accuracy")
-    _percent_axis(axes, float(lows.min()), float(highs.max()))
+    _percent_axis(axes, float(np.nanmin([lows, values])), float(np.nanmax([highs, values])))
     axes.grid(axis="y", visible=False)
     return figure
 

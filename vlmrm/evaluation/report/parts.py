@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from vlmrm.evaluation.intervals import wilson
 from vlmrm.evaluation.report.figures import Share
 
 
@@ -60,7 +61,14 @@ def number(value: float, digits: int = 3) -> str:
     return f"−{text}" if value < 0 and float(text) else text
 
 
-def wilson_share(group: Mapping[str, Any]) -> Share:
-    """The accuracy of one group of pairs, with Wilson's interval."""
-    found = group["preference_accuracy_wilson"]
-    return Share(group["preference_accuracy"]["value"], found["low"], found["high"], group["sample_count"])
+def accuracy_share(figures: Mapping[str, Any]) -> Share:
+    """The accuracy in `vlmrm.evaluation.analysis.figures` of some pairs, with the interval that draws whole prompts.
+
+    Where all pairs are right or all wrong, they are so in every draw, which says nothing of the others: then it is
+    Wilson's, of so many prompts as if each had one pair. Of a single prompt there is none.
+    """
+    found, prompts = figures["preference_accuracy"], figures["prompt_count"]
+    low, high = found["low"], found["high"]
+    if low == high:
+        low, high = wilson(round(found["value"] * prompts), prompts)
+    return Share(found["value"], low, high, figures["sample_count"])

@@ -8,7 +8,8 @@ import numpy as np
 
 from vlmrm.evaluation.report import figures
 from vlmrm.evaluation.report.checkpoints import Checkpoint
-from vlmrm.evaluation.report.parts import Drawing, Section, Table, number, percent, points, wilson_share
+from vlmrm.evaluation.report.parts import Drawing, Section, Table, accuracy_share, number, percent, points
+from vlmrm.evaluation.report.verdict import verdict
 
 LEAKS = 2  # named of each kind; the results have more
 LEAKED = "leaked"  # the column of a sweep with train_data, which has a section of its own
@@ -17,7 +18,7 @@ LEAKED = "leaked"  # the column of a sweep with train_data, which has a section 
 ABLATIONS = {
     "blank_image": ("images painted grey", "image_reliance"),
     "swapped_image": ("another row's image", "swapped_image_reliance"),
-    "swapped_prompt": ("another row's prompt", "swapped_prompt_reliance"),
+    "swapped_prompt": ("another row's question and image", "swapped_prompt_reliance"),
     "response_only": ("no prompt at all", "response_only_reliance"),
 }
 
@@ -29,23 +30,12 @@ PROMPT_IMAGES = {
 
 
 def headline(best: Checkpoint) -> str:
-    """One plain sentence on whether the model looks at the image."""
-    blank = best.ablated("blank_image")
-    if not blank.n:
-        return "Whether it looks at the image was not measured: evaluate with the blank_image ablation."
-    lost = best.share("image_reliance", blank.n)
-    if not lost.low > 0:
-        return "There is no sign that it looks at the image: with every picture painted grey it does as well."
-    if blank.low <= 0.5:
-        return "It looks at the image: with every picture painted grey it does no better than chance."
-    return (
-        f"It looks at the image, but not only: with every picture painted grey it loses {points(lost.value)} points "
-        f"and stays {points(blank.value - 0.5)} above chance, which it takes from the texts."
-    )
+    """Say plainly whether the model looks at the image, with the figures that it rests on."""
+    return verdict(best.figures).sentence
 
 
 def of_reliance(best: Checkpoint) -> Section:
-    title = "Does it look at the image, and at the question?"
+    title = "Does it look at the image, and need the prompt?"
     found = {name: best.ablated(name) for name in ABLATIONS if best.ablated(name).n}
     if not found:
         return Section("reliance", title, "Not measured: evaluate with ablations (blank_image, swapped_prompt, ...).")
@@ -56,7 +46,12 @@ def of_reliance(best: Checkpoint) -> Section:
     drawing = Drawing("reliance", figures.intervals(named, plain.value), alt, caption)
     rows = [[what, *_lost(best, figure)] for what, figure in (ABLATIONS[name] for name in found)]
     table = Table("Points of accuracy lost", ["what the model saw", "lost", "95% interval"], rows)
-    text = "A model that judges what it sees falls towards 50% when it sees nothing, or something else."
+    text = (
+        "A model that judges what it sees falls towards what the rest gives away, 50% where that is nothing, when it "
+        "sees nothing or something else; below 50%, what it sees instead speaks for the rejected answer."
+    )
+    if "swapped_prompt" in found and best.figures["score_images_correlation"]["n"]:
+        text += " Another row's question comes with its image, so that this tests the two together."
     elsewhere, lost = (best.figures[name]["value"] for name in ("swapped_prompt_margin", "prompt_reliance"))
     if not np.isnan(elsewhere):
         text += (
@@ -150,13 +145,12 @@ def of_leakage(best: Checkpoint, found: dict[str, Any] | None) -> Section:
     ]
     table = Table("Rows with something that was trained on", ["what", "exactly", "nearly", "of"], rows)
     groups = best.groups["by"].get(LEAKED, {})
-    apart = {
-        name: wilson_share(groups[value]) for value, name in (("yes", "trained on"), ("no", "new")) if value in groups
-    }
+    kinds = {"trained on": "yes", "new": "no"}
+    apart = {name: accuracy_share(groups[value]) for name, value in kinds.items() if value in groups}
     if len(apart) < 2 or not all(one.n for one in apart.values()):
         return Section("leakage", title, text, tables=[table])
     alt = "Accuracy on rows " + ", ".join(f"{name}: {percent(one.value)}" for name, one in apart.items()) + "."
-    caption = "Accuracy on rows that were trained on and on new ones, with 95% intervals (Wilson); dashed: all pairs."
+    caption = "Accuracy on rows that were trained on and on new ones, with 95% intervals; dashed: all pairs."
     drawing = Drawing("leakage", figures.intervals(apart, best.accuracy.value), alt, caption)
     return Section("leakage", title, text, [drawing], [table])
 

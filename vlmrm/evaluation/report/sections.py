@@ -12,7 +12,7 @@ from vlmrm.evaluation.public import benchmark, table
 from vlmrm.evaluation.report import figures
 from vlmrm.evaluation.report.checkpoints import Checkpoint
 from vlmrm.evaluation.report.figures import Share
-from vlmrm.evaluation.report.parts import Drawing, Section, Table, interval, number, percent, points, wilson_share
+from vlmrm.evaluation.report.parts import Drawing, Section, Table, accuracy_share, interval, number, percent, points
 from vlmrm.evaluation.report.reliance import ABLATIONS, LEAKED, of_leakage, of_reliance, of_shortcuts
 from vlmrm.evaluation.report.sweeps import Choice
 
@@ -96,7 +96,7 @@ def of_categories(best: Checkpoint) -> Section:
     for name, groups in {"category": found["category"], **found["by"]}.items():
         if name == LEAKED:
             continue
-        shares = {value: wilson_share(group) for value, group in groups.items() if group["sample_count"]}
+        shares = {value: accuracy_share(group) for value, group in groups.items() if group["sample_count"]}
         if shares:
             drawings.append(_by_value(name, shares, best.accuracy.value))
     text = "An interval that reaches past another's is no ranking."
@@ -108,7 +108,7 @@ def _by_value(name: str, shares: dict[str, Share], overall: float) -> Drawing:
     shown = {value: shares[value] for value in sorted(largest, key=lambda value: -shares[value].value)}
     weakest = list(shown)[-1]
     alt = f"Accuracy by {name}, {len(shown)} values; the weakest is {weakest} with {percent(shown[weakest].value)}."
-    caption = f"Accuracy by {name}, with 95% intervals (Wilson); dashed: all pairs."
+    caption = f"Accuracy by {name}, with 95% intervals; dashed: all pairs."
     if len(shares) > len(shown):
         caption += f" The {CATEGORIES} largest of {len(shares)}."
     return Drawing(f"accuracy_by_{_slug(name)}", figures.intervals(shown, overall), alt, caption)

@@ -115,7 +115,11 @@ class CosmosReason1(PointwiseRewardModel):
         pixels = resized([frames[number] for number in taken], self.processor.video_processor)
         if "{prompt}" in self.question and not isinstance(prompt, str):
             raise RewardError("its prompt is no text, and the question has {prompt} in it: render it")
-        question = self.question.replace("{prompt}", str(prompt))
+        used = str(prompt) if "{prompt}" in self.question else ""
+        spelled = next((token for token in self.processor.tokenizer.all_special_tokens if token in used), None)
+        if spelled is not None:
+            raise RewardError(f"its prompt holds the control token {spelled}: remove it")
+        question = self.question.replace("{prompt}", used)
         messages = [
             {"role": "system", "content": [{"type": "text", "text": self.system_prompt}]},
             {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": question}]},

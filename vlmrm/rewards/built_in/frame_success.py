@@ -21,11 +21,12 @@ class FrameSuccess(PointwiseRewardModel):
         checkpoint_path: the classifier, of one camera.
         reward_type: `binary` (default) or `continuous`.
         image_size: [C,H,W]; a checkpoint that does not say it needs it.
+        accept_unqualified: take a classifier whose held-out figures do not show that it knows successes.
     """
 
     required_fields = ("image",)
     use_tensor_inputs = True
-    options = ("checkpoint_path", "reward_type", "image_size")
+    options = ("checkpoint_path", "reward_type", "image_size", "accept_unqualified")
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
         super().__init__(config, accelerator)

@@ -30,8 +30,12 @@ CLIP = "openai/clip-vit-large-patch14"
 MOST_DETECTIONS = 100  # of an image, over all classes, before any threshold
 BACKGROUND = "#999999"
 TEMPLATES = ("a photo of a {color} {label}", "a photo of a {color}-colored {label}", "a photo of a {color} object")
-# COCO's classes that GenEval calls otherwise.
-NAMES = {"mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard"}
+# COCO's classes that GenEval calls otherwise, and the names of VOC and darknet for some, which detectors also have.
+NAMES = {
+    "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard",
+    "motorbike": "motorcycle", "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant",
+    "diningtable": "dining table", "tvmonitor": "tv", "hair dryer": "hair drier",
+}  # fmt: skip
 
 
 class GenEval(PointwiseRewardModel):
@@ -43,8 +47,8 @@ class GenEval(PointwiseRewardModel):
 
     The published evaluation runs mmdet's Mask2Former, which has the same weights (Swin-S, COCO instances), on images
     of up to 800 x 1333 pixels; here transformers' is run on what the checkpoint's own image processor makes (384 x 384
-    for the default), so small objects can differ. That the default checkpoint names its classes as COCO does could not
-    be checked. Both models run in float32, as published, whatever `dtype` says.
+    for the default), so small objects can differ. A class that the detector has under no name of `NAMES` is refused in
+    the prompt that asks for it. Both models run in float32, as published, whatever `dtype` says.
     """
 
     required_fields = ("prompt", "image", "metadata")
@@ -93,7 +97,8 @@ class Detector:
         self.model = pretrained(Mask2FormerForUniversalSegmentation, path, dtype=torch.float32).to(device).eval()
         self.processor = pretrained(AutoImageProcessor, path)
         names = self.model.config.id2label
-        self.labels = [NAMES.get(names[number], names[number]) for number in range(len(names))]
+        plain = [names[number].replace("_", " ") for number in range(len(names))]
+        self.labels = [NAMES.get(name, name) for name in plain]
 
     @torch.no_grad()
     def __call__(self, image: Image.Image) -> list[Detection]:

@@ -110,29 +110,41 @@ def conditions(
 ) -> list[Condition]:
     """How far each condition is met; the image is right in GenEval's sense where all are met in full.
 
-    A count is met by the share of the objects that are there, a colour by the share that has it, a position and an
-    exclusion in full or not at all. Colour and position are of the most certain `count` objects; a position needs the
-    rest of both clauses to be met.
+    A count n is met by the share of the objects that are there. Where n + 1 of the class are excluded it is an exact
+    one, met by 1 - |found - n| / n, at least 0: an object too many is as wrong as one too few. A colour is met by the
+    share that has it, a position and any other exclusion in full or not at all. Colour and position are of the most
+    certain `count` objects; a position needs at least the count of both clauses and their colours.
 
     Args:
         colors: the colour of each of some objects of one class.
     """
     judged: list[Condition] = []
     matched: list[Sequence[Detection] | None] = []  # of each clause, its objects where it is met in full
+    exact = {(clause.label, clause.count - 1) for clause in asked.exclude}
     for clause in asked.include:
-        found = objects.get(clause.label, ())[: clause.count]
-        own = [Condition(f"{clause.count} {clause.label}", len(found) / clause.count)]
+        there = objects.get(clause.label, ())
+        found = there[: clause.count]
+        whole = len(found) == clause.count
+        if (clause.label, clause.count) in exact:
+            off = abs(len(there) - clause.count)
+            judged.append(Condition(f"exactly {clause.count} {clause.label}", max(1 - off / clause.count, 0.0)))
+        else:
+            judged.append(Condition(f"{clause.count} {clause.label}", len(found) / clause.count))
         if clause.color is not None:
             right = list(colors(found)).count(clause.color) if found else 0
-            own.append(Condition(f"{clause.color} {clause.label}", right / clause.count))
+            whole = whole and right == clause.count
+            judged.append(Condition(f"{clause.color} {clause.label}", right / clause.count))
         if clause.relation is not None:
             others = matched[clause.target]
-            met = all(each.met == 1 for each in own) and others is not None
-            met = met and all(clause.relation in relations(one, other) for one in found for other in others or ())
-            own.append(Condition(f"{clause.label} {clause.relation} {asked.include[clause.target].label}", float(met)))
-        judged += own
-        matched.append(found if all(each.met == 1 for each in own) else None)
+            pairs = [(one, other) for one in found for other in others or ()]
+            whole = whole and others is not None and all(clause.relation in relations(*pair) for pair in pairs)
+            relation = f"{clause.label} {clause.relation} {asked.include[clause.target].label}"
+            judged.append(Condition(relation, float(whole)))
+        matched.append(found if whole else None)
+    counted = {(clause.label, clause.count) for clause in asked.include}
     for clause in asked.exclude:
+        if (clause.label, clause.count - 1) in counted:
+            continue  # in that clause's exact count
         few = len(objects.get(clause.label, ())) < clause.count
         judged.append(Condition(f"fewer than {clause.count} {clause.label}", float(few)))
     return judged
@@ -181,7 +193,7 @@ def _clause(where: str, number: int, item: Any, labels: Sequence[str]) -> Clause
     count = item.get("count")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise RewardError(f"its metadata has {where}.count: {count!r}: write a whole number, at least 1")
-    label = _one_of(f"{where}.class", item.get("class"), labels)
+    label = _one_of(f"{where}.class", item.get("class"), labels, ", which the detector has not")
     color = None if item.get("color") is None else _one_of(f"{where}.color", item["color"], COLORS)
     if item.get("position") is None:
         return Clause(label, count, color)
@@ -196,9 +208,9 @@ def _clause(where: str, number: int, item: Any, labels: Sequence[str]) -> Clause
     return Clause(label, count, color, _one_of(f"{where}.position", relation, RELATIONS), target)
 
 
-def _one_of(where: str, value: Any, choices: Sequence[str]) -> str:
+def _one_of(where: str, value: Any, choices: Sequence[str], why: str = "") -> str:
     if value in choices:
         return value
     near = difflib.get_close_matches(str(value), choices, 1)
     hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
-    raise RewardError(f"its metadata has {where}: {value!r}: {hint}")
+    raise RewardError(f"its metadata has {where}: {value!r}{why}: {hint}")

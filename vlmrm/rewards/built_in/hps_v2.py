@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import unescape
+from importlib.util import find_spec
 
 import torch
 from accelerate import Accelerator, PartialState, init_empty_weights
@@ -11,7 +13,7 @@ from torchvision.transforms.functional import InterpolationMode, normalize, pad,
 from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from vlmrm.errors import CheckpointError
+from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.rewards.built_in.clip_towers import FRAMES, ClipTowers, views_of
 from vlmrm.rewards.built_in.open_clip_weights import to_transformers
 from vlmrm.rewards.built_in.weights import choice, load_exactly, pretrained, read_weights, shared
@@ -23,6 +25,7 @@ FILES = {"v2.0": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
 class HPSv2(PointwiseRewardModel):
     """cos(text, image) of open_clip's ViT-H/14 after training on preferences (Wu et al. 2023, HPSv2).
 
+    Prompts are cleaned as the published tokenizer cleans them: straight quotes for curly ones, no HTML entities.
     As in the published code the image is made to fit 224 by 224 by its longer side and padded with black. That code
     resizes tensors in the way of the torchvision it runs with; this always with antialiasing. The weight file holds a
     `state_dict` in open_clip's names, as that code reads it; the file itself was not at hand to be checked.
@@ -40,6 +43,8 @@ class HPSv2(PointwiseRewardModel):
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
         super().__init__(config, accelerator)
+        if find_spec("ftfy") is None:
+            raise ConfigError("the reward HPSv2 needs ftfy: pip install -e '.[rewards]' in vlmrm's folder.")
         extra = config.extra_kwargs
         path = str(extra.get("model_name_or_path", "xswu/HPSv2"))
         base = str(extra.get("base_name_or_path", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"))
@@ -55,7 +60,15 @@ class HPSv2(PointwiseRewardModel):
         video: list[list[Image.Image]] | None = None,
     ) -> RewardModelOutput:
         views = views_of(image, video, self.frames)
-        return RewardModelOutput(rewards=self.towers.cosines(prompt, views, self.config.batch_size))
+        texts = [cleaned(text) for text in prompt]
+        return RewardModelOutput(rewards=self.towers.cosines(texts, views, self.config.batch_size))
+
+
+def cleaned(prompt: str) -> str:
+    """Return the prompt as open_clip's tokenizer reads it; transformers' leaves out all but space and case."""
+    import ftfy
+
+    return " ".join(unescape(unescape(ftfy.fix_text(prompt))).split()).lower()
 
 
 def _load(path: str, name: str, base: str, dtype: torch.dtype, device: torch.device) -> ClipTowers:

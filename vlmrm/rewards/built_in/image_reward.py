@@ -115,9 +115,8 @@ class _Reader:
         self.model = model.eval().requires_grad_(False)
         self.tokens = Truncation(tokenizer, MAX_TOKENS, "ImageReward")
         size = self.model.vision.config.image_size
-        self.images = CLIPImageProcessorPil(
-            size={"shortest_edge": size}, crop_size={"height": size, "width": size}, do_convert_rgb=True
-        )
+        sizes: Any = {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
+        self.images = CLIPImageProcessorPil(**sizes, do_convert_rgb=True)
         self.lock = threading.Lock()
 
     @torch.inference_mode()

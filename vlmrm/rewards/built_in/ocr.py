@@ -51,7 +51,9 @@ class OCR(PointwiseRewardModel):
             import rapidfuzz  # noqa: F401
             from rapidocr import RapidOCR
         except ImportError:
-            raise ConfigError("the reward ocr needs rapidocr and onnxruntime: pip install 'vlmrm[rewards]'.") from None
+            raise ConfigError(
+                "the reward ocr needs rapidocr and onnxruntime: pip install -e '.[rewards]' in vlmrm's folder."
+            ) from None
         self.reader = RapidOCR(params={"Global.log_level": "error"})
 
     def __call__(  # ty: ignore[incompatible-method-override]

@@ -109,6 +109,7 @@ class _TrainedReward(BaseRewardModel):
     """
 
     required_fields = ("prompt",)
+    message_responses = True
     options = ("model_path", "model_name_or_path", "transform", "custom_prompt", "system")
     transforms: tuple[str, ...]
 
@@ -190,10 +191,14 @@ def _key(conversation: list[Message]) -> str:
     """Equal for conversations that say and show the same."""
     return repr(
         [
-            (message["role"], [(part["type"], _content(part)) for part in message["content"]])
+            (message["role"], [(part["type"], _content(part), _options(part)) for part in message["content"]])
             for message in conversation
         ]
     )
+
+
+def _options(part: dict[str, Any]) -> list[tuple[str, Any]]:
+    return sorted((name, value) for name, value in part.items() if name not in ("type", part["type"]))
 
 
 def _content(part: dict[str, Any]) -> str:

@@ -188,7 +188,7 @@ def _connect(settings: JudgeSettings, key: SecretStr) -> Any:
         import httpx2
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     except ImportError as error:
-        raise ConfigError("judges need the package openai: pip install 'vlmrm[rewards]'.") from error
+        raise ConfigError("judges need the package openai: pip install -e '.[rewards]' in vlmrm's folder.") from error
     limits = httpx2.Limits(max_connections=settings.max_concurrent, max_keepalive_connections=settings.max_concurrent)
     elsewhere = not is_loopback(urlsplit(settings.api_base_url).hostname or "")
     http = DefaultAsyncHttpxClient(trust_env=elsewhere, limits=limits, timeout=settings.timeout)

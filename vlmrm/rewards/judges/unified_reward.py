@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator, PartialState
 
-from vlmrm.errors import RewardError
+from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.judges.judge import Judge, Sample, Verdict
 from vlmrm.rewards.judges.messages import fence, text_part
@@ -32,6 +32,8 @@ factual consistency: (does it agree with common sense and facts?)
 Finally assign a score from 1 to 10 after 'Final Score:'.
 Text Prompt: [{prompt}]"""
 FINAL = re.compile(r"Final[ \t]+Score[\s*_]*(?:\([^)]{0,40}\)[\s*_]*)?(?::|：)(?P<value>.*)", re.IGNORECASE)
+# The form of UnifiedReward 2.0, several scores and no final one.
+SEVERAL = re.compile(r"\b(Alignment|Coherence|Physics|Style)[ \t]+Score\b", re.IGNORECASE)
 
 
 class UnifiedRewardSettings(JudgeSettings):
@@ -43,9 +45,11 @@ class UnifiedRewardSettings(JudgeSettings):
 class UnifiedReward(Judge):
     """The judge's final score as it is: 1 to 5 for an image, 1 to 10 for a video: [N].
 
-    Made for CodeGoat24/UnifiedReward-* served by vLLM under the name `UnifiedReward`. The questions ask in our own
-    words for what the published ones of `inference_qwen/*/qwen_point_score_*_generation.py` ask for, in the same
-    forms; what that does to the scores was not measured, and `template_file` takes theirs.
+    Made for CodeGoat24/UnifiedReward-7b-v1.5 and UnifiedReward-qwen-7b, served by vLLM under the name `UnifiedReward`.
+    The questions ask in our own words for what the published ones of
+    `inference_qwen/{image,video}_generation/qwen_point_score_*_generation.py` ask for, in the same forms; what that
+    does to the scores was not measured, and `template_file` takes theirs. The form of UnifiedReward 2.0, several
+    scores and no final one, is refused.
     """
 
     Settings = UnifiedRewardSettings
@@ -56,6 +60,11 @@ class UnifiedReward(Judge):
         super().__init__(config, accelerator)
         path = self.settings.template_file
         self.template = None if path is None else read_template(config, path, "{prompt}")
+        if self.template is not None and SEVERAL.search(self.template) and "final score" not in self.template.lower():
+            raise ConfigError(
+                f"reward {config.name}: template_file {path} asks for no Final Score, which is what is read: "
+                "the form of UnifiedReward 2.0 cannot be used here."
+            )
 
     def chat(self, sample: Sample) -> tuple[str, list[dict[str, Any]]]:
         template = self.template or (IMAGE if sample.video is None else VIDEO)
@@ -66,6 +75,12 @@ class UnifiedReward(Judge):
         best = 5.0 if sample.video is None else 10.0
         text = without_thinking(reply.text)
         said = [found["value"] for found in FINAL.finditer(text)]
+        if not said and (several := list(dict.fromkeys(found[1].title() for found in SEVERAL.finditer(text)))):
+            *others, last = several
+            form = f"{', '.join(others)} and {last}" if others else last
+            raise RewardError(
+                f"the reply is in the form of UnifiedReward 2.0, {form} Score, and has no Final Score: ask a 1.x model"
+            )
         if not said:
             raise RewardError("the reply has no Final Score")
         score = read_score(said[-1], best)

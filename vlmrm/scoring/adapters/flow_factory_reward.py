@@ -5,16 +5,18 @@
         reward_model: vlmrm.scoring.adapters.flow_factory_reward.PointwiseReward   # or GroupwiseReward
         reward: vlm_reward        # the default, of GroupwiseReward vlm_reward_group; a name or dotted path
         model_path: outputs/best  # and what else that reward takes
+        gathered_fields: [condition_images]  # where they are what a prompt is about, and groups span ranks
 
 Flow-Factory's advantages, `sum` and `gdpo`, are in `vlmrm.rewards.advantages`, in float64.
 """
 
 from __future__ import annotations
 
+import inspect
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from vlmrm.errors import RewardError
+from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards import reward_arguments, reward_model_class
 from vlmrm.rewards.calling import call
 from vlmrm.rewards.samples import Samples
@@ -34,11 +36,21 @@ class _Reward:
     def __init__(self, config: Any, accelerator: Any):
         super().__init__(config, accelerator)  # ty: ignore[too-many-positional-arguments]
         extra = dict(config.extra_kwargs)
+        gathered = extra.pop("gathered_fields", ())
+        if isinstance(gathered, str) or not set(gathered) <= {"condition_images", "condition_videos"}:
+            raise ConfigError(
+                f"reward {config.name}: gathered_fields is {gathered!r}: "
+                "list condition_images, condition_videos or both."
+            )
         common = {name: getattr(config, name) for name in ("name", "dtype", "device", "batch_size")}
         [arguments] = reward_arguments({"reward_model": extra.pop("reward", self.default), **common, **extra})
         self.inner = reward_model_class(str(arguments.reward_model))(arguments, accelerator)
         self.model = self.inner.model
-        self.required_fields = tuple(dict.fromkeys(("prompt", *self.inner.required_fields)))
+        # Of a group that spans ranks Flow-Factory brings together these and no more. Every sample of it has an image
+        # and a video, if only None; conditions only some kinds of samples have.
+        named = inspect.signature(type(self.inner).__call__).parameters
+        media = [name for name in ("image", "video") if name in named]
+        self.required_fields = tuple(dict.fromkeys(("prompt", *self.inner.required_fields, *media, *gathered)))
         self.use_tensor_inputs = self.inner.use_tensor_inputs
 
     # Flow-Factory gives what is named here: with **kwargs it would move every tensor of a sample.

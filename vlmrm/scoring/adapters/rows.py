@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmrm.data.messages import PLACEHOLDER, place_media, to_messages
+from vlmrm.data.messages import place_media, to_messages
 from vlmrm.data.schema import Message, media_references
 from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.scoring.adapters.micro_batch import MicroBatcher
@@ -125,6 +125,7 @@ def conversation(prompt: Any, answer: Any, images: Any = None, videos: Any = Non
     Args:
         prompt: a text or messages. Where the messages have media, the row's columns of them are the same ones.
         images, videos: one or a list; they go where the prompt has places for them, else before the first text.
+            `<image>` is such a place where the row has images, and text where it has none.
 
     Raises:
         RowError: when a place stays empty, or an image has no place.
@@ -134,20 +135,11 @@ def conversation(prompt: Any, answer: Any, images: Any = None, videos: Any = Non
         messages = place_media(messages, _listed(images), _listed(videos))
     elif any(reference is None for reference in media_references(messages)):
         raise RowError("its prompt has places for media with nothing in them: fill all of them or none")
-    if not media_references(messages):
-        asked = [text for text in _user_texts(messages) if PLACEHOLDER.search(text)]
-        if asked:
-            raise RowError(f"its prompt has a place for media and the row has none: {asked[0]!r:.60}")
     return [*messages, *to_messages(answer, "assistant")]
 
 
 def _listed(media: Any) -> list[Any]:
     return [] if media is None else list(media) if isinstance(media, (list, tuple)) else [media]
-
-
-def _user_texts(messages: Sequence[Message]) -> list[str]:
-    turns = [message for message in messages if message["role"] != "assistant"]
-    return [part["text"] for message in turns for part in message["content"]]
 
 
 def _scored(scorer: Scorer, conversations: Sequence[Conversation]) -> list[float | RowError]:

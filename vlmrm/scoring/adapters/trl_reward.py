@@ -8,27 +8,30 @@ TRL merges a row's images into its prompt, so they are taken from there; only wh
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from vlmrm.errors import RowError
 from vlmrm.scoring.adapters.rows import SharedScorer
+from vlmrm.scoring.missing import checked_on_failure, prompt_key, without_failures
 from vlmrm.scoring.protocol import Scorer
-
-logger = logging.getLogger("vlmrm")
 
 
 class TRLReward:
-    """The raw logit of each completion, None where it cannot be scored: TRL then leaves the sample out.
+    """The raw logit of each completion; of one that cannot be scored the mean of those of its prompt in the call.
+
+    Where a prompt has no score at all it is None, and TRL leaves the samples out. A None beside other scores would
+    become a 0 as soon as there is a second reward function.
 
     TRL logs `rewards/{name}/mean`. `model` is the folder of a checkpoint, the address of a service, or a `Scorer`;
-    `options` are keywords of `vlmrm.load_scorer`.
+    with `on_failure="raise"` a completion that cannot be scored ends the run; `options` are keywords of
+    `vlmrm.load_scorer`.
     """
 
-    def __init__(self, model: str | Path | Scorer, *, name: str = "vlmrm", **options: Any):
+    def __init__(self, model: str | Path | Scorer, *, name: str = "vlmrm", on_failure: str = "mean", **options: Any):
         self.scorer = SharedScorer(model, **options)
+        self.on_failure = checked_on_failure(on_failure)
         self.__name__ = name
 
     def __call__(
@@ -39,14 +42,16 @@ class TRLReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        images = columns.get("images", columns.get("image"))
-        scores = self.scorer.score_rows(prompts, completions, images, columns.get("videos"))
-        failed = {place: score.reason for place, score in enumerate(scores) if isinstance(score, RowError)}
-        for place, reason in failed.items():
-            logger.warning("reward %s: sample %d has none: %s", self.__name__, place, reason)
+        images, videos = columns.get("images", columns.get("image")), columns.get("videos")
+        scores = self.scorer.score_rows(prompts, completions, images, videos)
+        failed = sum(isinstance(score, RowError) for score in scores)
         if log_metric is not None:
-            log_metric(f"rm/{self.__name__}/unscored", len(failed) / max(len(scores), 1))
-        return [None if isinstance(score, RowError) else score for score in scores]
+            log_metric(f"rm/{self.__name__}/unscored", failed / max(len(scores), 1))
+        if not failed:
+            return [score for score in scores if not isinstance(score, RowError)]
+        asked = [prompts, *(column for column in (images, videos) if column is not None)]
+        groups = [prompt_key(row) for row in zip(*asked, strict=True)]
+        return without_failures(self.__name__, scores, groups, self.on_failure)
 
 
 class AsyncTRLReward(TRLReward):

@@ -15,13 +15,15 @@ from vlmrm.data.messages import to_messages
 from vlmrm.data.schema import text_of
 from vlmrm.errors import RewardError
 from vlmrm.rewards import RewardSet
+from vlmrm.rewards.advantages import without_missing
 from vlmrm.scoring.adapters.samples import text_columns
 
 NO_COLUMNS = ("completion_ids", "trainer_state", "log_extra", "environments", "images")
 
 
 class TRLRewardSet:
-    """The weighted sum of the rewards, None where one is masked. TRL logs it as `rewards/{name}/mean`, each reward as
+    """The weighted sum of the rewards. A masked one counts as the mean of its group, as in `RewardSet.advantages`; a
+    sample without any is None, and TRL leaves it out. TRL logs the sum as `rewards/{name}/mean`, each reward as
     `rm/{reward}/mean`.
 
     `config` is what `RewardSet` takes. A group is a block of `num_generations` samples, counted over all ranks.
@@ -56,4 +58,6 @@ class TRLRewardSet:
         for name, value in scored.metrics().items():
             if log_metric is not None:
                 log_metric(f"rm/{name.removeprefix('rewards/')}", value)
-        return [None if np.isnan(total) else float(total) for total in scored.total()]
+        taken = without_missing(scored.rewards, ours["groups"])
+        totals = np.sum([scored.weights[name] * values for name, values in taken.items()], axis=0)
+        return [None if np.isnan(total) else float(total) for total in totals]

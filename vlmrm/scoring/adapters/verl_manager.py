@@ -13,7 +13,7 @@ from typing import Any
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase  # ty: ignore[import-not-found]
 
 from vlmrm.scoring.adapters.rows import SharedScorer
-from vlmrm.scoring.adapters.verl_reward import score_one
+from vlmrm.scoring.adapters.verl_reward import sample_name, score_one
 
 
 class VlmrmRewardManager(RewardManagerBase):
@@ -28,14 +28,15 @@ class VlmrmRewardManager(RewardManagerBase):
         """`{"reward_score": the raw logit, "reward_extra_info"}` of one sample; of several turns, of the last.
 
         Raises:
-            RewardError: when the response cannot be scored.
+            RewardError: naming the sample, when the response cannot be scored.
         """
         item = data[-1]
         ids = item.batch["responses"]
         length = int(item.batch["attention_mask"][-len(ids) :].sum())
         answer = await self.loop.run_in_executor(None, self._decoded, ids[:length])
         prompt = [_without_sources(message) for message in item.non_tensor_batch["raw_prompt"]]
-        score = await score_one(self.scorer, prompt, answer)
+        named = sample_name(item.non_tensor_batch.get("data_source"), item.non_tensor_batch.get("extra_info"))
+        score = await score_one(self.scorer, named, prompt, answer)
         return {"reward_score": score, "reward_extra_info": {"raw_score": score}}
 
     def _decoded(self, ids: Any) -> str:

@@ -35,18 +35,28 @@ async def compute_score(
         load: keywords of `vlmrm.load_scorer`.
 
     Raises:
-        RewardError: when the answer cannot be scored: verl has no word for a sample without a reward.
+        RewardError: naming the sample, when its answer cannot be scored: verl has no word for a sample without a
+            reward, and shows one at a time, so that there is no group whose mean it could get.
     """
-    row = extra_info or {}
+    row, sample = extra_info or {}, sample_name(data_source, extra_info)
     if row.get("prompt") is None:
-        raise RewardError("extra_info has no prompt: add it and its images to the data, or use VlmrmRewardManager.")
+        raise RewardError(
+            f"{sample}: extra_info has no prompt: add it and its images to the data, or use VlmrmRewardManager."
+        )
     scorer = SharedScorer(model, **(load or {}))
-    return {"score": await score_one(scorer, row["prompt"], solution_str, row.get("images"), row.get("videos"))}
+    asked = row["prompt"], solution_str, row.get("images"), row.get("videos")
+    return {"score": await score_one(scorer, sample, *asked)}
 
 
-async def score_one(scorer: SharedScorer, *row: Any) -> float:
+async def score_one(scorer: SharedScorer, sample: str, *row: Any) -> float:
     """The raw logit of a `conversation`, scored with those that other tasks ask for at the same time."""
     try:
         return await asyncio.wrap_future(scorer.micro_batcher.submit(conversation(*row)))
     except RowError as error:
-        raise RewardError(f"an answer cannot be scored: {error.reason}") from error
+        raise RewardError(f"{sample}: {error.reason}") from error
+
+
+def sample_name(data_source: Any, extra_info: Mapping[str, Any] | None) -> str:
+    """Return what errors call a sample: verl's data sets number their rows in `extra_info`."""
+    index = (extra_info or {}).get("index")
+    return f"a sample of {data_source}" if index is None else f"sample {index} of {data_source}"

@@ -4,7 +4,7 @@
 
 runs in any environment, which needs no vlmrm: the reward's own class is imported by its path. It is made with the
 options of the configuration and called with a list of items; it answers one dictionary for each, with `score`, or
-`error` where this item cannot be scored.
+`error` where this item cannot be scored, and what else it says of the item in a dictionary `extra`.
 """
 
 import contextlib
@@ -36,7 +36,8 @@ def main(descriptor):
         module, _, name = start["engine"].rpartition(".")
         engine = getattr(importlib.import_module(module), name)(**start["options"])
     except Exception as error:  # the service tells it to whoever asks for this reward
-        channel.send({"kind": "broken", "error": told(error, secrets)})
+        lasting = any(kind.__name__ == "ConfigError" for kind in type(error).__mro__)
+        channel.send({"kind": "broken", "error": told(error, secrets), "lasting": lasting})
         return
     channel.send({"kind": "ready", "info": discreet(getattr(engine, "info", {}), secrets), "pid": os.getpid()})
     threading.Thread(target=beat, args=[channel], daemon=True).start()
@@ -72,11 +73,15 @@ def told(error, secrets):
 
 
 def checked(outcome, secrets):
-    """An outcome with an error or a score; a score that is no finite number is none."""
+    """An outcome with an error or a score, and perhaps `extra`; a score that is no finite number is none."""
+    unknown = outcome.keys() - {"score", "error", "extra"}
+    if unknown:
+        raise ValueError(f"the reward answered the key {min(unknown)}: put what is no score or error under extra")
+    extra = {"extra": outcome["extra"]} if outcome.get("extra") else {}
     if outcome.get("error") is not None:
-        return {**outcome, "error": discreet(str(outcome["error"]), secrets)}
+        return {"error": discreet(str(outcome["error"]), secrets), **extra}
     score = float(outcome["score"])
-    return {**outcome, "score": score} if math.isfinite(score) else {"error": f"its score is {score}"}
+    return {"score": score, **extra} if math.isfinite(score) else {"error": f"its score is {score}", **extra}
 
 
 def beat(channel):

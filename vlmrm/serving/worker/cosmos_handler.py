@@ -88,7 +88,7 @@ class CosmosHandler:
         key = self.score_key or next(iter(numbers), "")
         if key not in numbers:
             return {"error": f"{self.name} answered no number under {key or 'any key'}: set score_key"}
-        return {"score": float(numbers[key]), "scores": scores}
+        return {"score": float(numbers[key]), "extra": {"scores": scores}}
 
 
 def array_of(medium):

@@ -19,8 +19,9 @@ def scores_of(reward: RewardSettings, outcomes: Sequence[Outcome], geneval: dict
     Args:
         geneval: the request's `tags`, `includes` and `only_strict`, where it has them.
     """
-    if all("scores" in outcome for outcome in outcomes):  # of a handler, which has keys of its own
-        return _together([outcome["scores"] for outcome in outcomes])
+    # Of a handler, which has keys of its own.
+    if reward.engine and all("scores" in outcome.get("extra", {}) for outcome in outcomes):
+        return _together([outcome["extra"]["scores"] for outcome in outcomes])
     if reward.reward_type == "gen_eval" and geneval is not None:
         return _gen_eval(outcomes, geneval)
     keys = KEYS.get(reward.reward_type) or {reward.name: _score}
@@ -32,21 +33,21 @@ def _score(outcome: Outcome) -> float:
 
 
 def _prediction(outcome: Outcome) -> str:
-    return "Bad" if outcome["logits"]["yes"] > outcome["logits"]["no"] else "Good"
+    return "Bad" if outcome["extra"]["logits"]["yes"] > outcome["extra"]["logits"]["no"] else "Good"
 
 
 KEYS: dict[str, dict[str, Callable[[Outcome], Any]]] = {
     "cosmos_reason1": {
         "prediction": _prediction,
         "no_score": _score,
-        "yes_logit": lambda outcome: outcome["logits"]["yes"],
-        "no_logit": lambda outcome: outcome["logits"]["no"],
+        "yes_logit": lambda outcome: outcome["extra"]["logits"]["yes"],
+        "no_logit": lambda outcome: outcome["extra"]["logits"]["no"],
     },
     "dance_grpo": {
-        "vq_reward": lambda outcome: outcome["VQ"],
-        "mq_reward": lambda outcome: outcome["MQ"],
-        "ta_reward": lambda outcome: outcome["TA"],
-        "overall_reward": lambda outcome: outcome["overall"],
+        "vq_reward": lambda outcome: outcome["extra"]["VQ"],
+        "mq_reward": lambda outcome: outcome["extra"]["MQ"],
+        "ta_reward": lambda outcome: outcome["extra"]["TA"],
+        "overall_reward": lambda outcome: outcome["extra"]["overall"],
     },
     "hpsv2": {"hpsv2": _score},
     "pickscore": {"pickscore": _score},
@@ -76,11 +77,11 @@ def _judged(outcome: Outcome, include: Sequence[dict[str, Any]]) -> tuple[float,
     """Graded, the mean over what is asked for: 1 - |wanted - found| / wanted of a count, how far a colour or position
     is met where the count is right; whether all is met; whether the counts are, besides, not exceeded.
     """
-    conditions = iter(outcome["conditions"])
+    conditions = iter(outcome["extra"]["conditions"])
     terms: list[float] = []
     met, exact = True, True
     for clause in include:
-        wanted, found = clause["count"], outcome["found"].get(clause["class"], 0)
+        wanted, found = clause["count"], outcome["extra"]["found"].get(clause["class"], 0)
         terms.append(1 - abs(wanted - found) / wanted)
         exact = exact and found == wanted
         _, count = next(conditions)

@@ -107,7 +107,6 @@ def _transform(body: RewardRequest, info: dict[str, Any]) -> Transform:
 def _reward(place: int, item: RewardItem, outcome: Outcome, found: tuple[float, int, float] | None) -> Reward:
     score, rank, wins = found if found is not None else (None, None, None)
     grouped = item.group is not None
-    details = {name: value for name, value in outcome.items() if name not in ("score", "error")}
     return Reward(
         index=place,
         id=item.id,
@@ -117,5 +116,5 @@ def _reward(place: int, item: RewardItem, outcome: Outcome, found: tuple[float, 
         rank=rank if grouped else None,
         win_rate=wins if grouped else None,
         error=outcome.get("error"),
-        details=details or None,
+        details=outcome.get("extra") or None,
     )

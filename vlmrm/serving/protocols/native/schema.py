@@ -50,7 +50,7 @@ class Reward(Strict):
     rank: int | None = Field(description="Place among the group, 0 for the best.")
     win_rate: float | None
     error: str | None
-    details: dict[str, Any] | None = None
+    details: dict[str, Any] | None = Field(None, description="What else the reward says, under names of its own.")
 
 
 class RewardAnswer(Strict):

@@ -1,0 +1,202 @@
+"""A corpus of layouts as they are met: each is read whole or refused by a sentence that names the column."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from vlmrm import cli
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.check import check_data
+from vlmrm.data.check_text import format_report
+from vlmrm.data.readers import read_row
+from vlmrm.data.schema import media_references, text_of
+from vlmrm.data.sources import load_comparisons
+from vlmrm.errors import DataError, RowError, UnreadColumnError
+from vlmrm.scoring.rows import open_rows
+
+
+def picture(colour: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (30, 30), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def as_base64(colour: str = "red") -> str:
+    return base64.b64encode(picture(colour)).decode()
+
+
+PAIR = {"chosen": "A cat.", "rejected": "A dog."}
+ASKED = {**PAIR, "prompt": "What is this?"}
+SHOWN = {**ASKED, "images": ["images/0.png"]}
+TURNS = [{"role": "user", "content": "What is this?"}]
+WHOLE = {
+    "chosen": [*TURNS, {"role": "assistant", "content": "A cat."}],
+    "rejected": [*TURNS, {"role": "assistant", "content": "A dog."}],
+}
+DRAWN = {"prompt": "a cat", "chosen_image": "images/0.png", "rejected_image": "images/1.png"}
+
+# What a row has, and the column that nothing reads.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "hub image folder": ({**ASKED, "file_name": "images/0.png"}, "file_name"),
+    "image_path": ({**ASKED, "image_path": "images/0.png"}, "image_path"),
+    "image_path that leads nowhere": ({**ASKED, "image_path": "elsewhere/0.png"}, "image_path"),
+    "img": ({**ASKED, "img": "images/0.png"}, "img"),
+    "img without suffix": ({**ASKED, "img": "000123"}, "img"),
+    "Images": ({**ASKED, "Images": ["images/0.png", "images/1.png"]}, "Images"),
+    "imageURL": ({**ASKED, "imageURL": "https://host.example/0.jpg?size=9"}, "imageURL"),
+    "url of an image": ({**ASKED, "link": "https://host.example/0.JPG"}, "link"),
+    "data URI": ({**ASKED, "content": f"data:image/png;base64,{as_base64()}"}, "content"),
+    "base64": ({**ASKED, "content": as_base64()}, "content"),
+    "list of objects": ({**ASKED, "media": [{"type": "image", "path": "images/0.png"}]}, "media"),
+    "video_file": ({**ASKED, "video_file": "clip.mp4"}, "video_file"),
+    "an image beside an image": ({**SHOWN, "image_2": "images/1.png"}, "image_2"),
+    "embedded beside an image": ({**SHOWN, "thumbnail": f"data:image/png;base64,{as_base64('blue')}"}, "thumbnail"),
+    "the picture to edit": ({**DRAWN, "source_image": "images/2.png"}, "source_image"),
+    "answers that are images": ({**ASKED, "rejected_images": ["images/0.png"]}, "rejected_images"),
+    "query": ({**PAIR, "query": "What is this?"}, "query"),
+    "query of messages": ({**PAIR, "query": TURNS}, "query"),
+    "Question": ({**PAIR, "Question": "What is this?"}, "Question"),
+    "user_input": ({**PAIR, "images": ["images/0.png"], "user_input": "What is this?"}, "user_input"),
+    "prompt_text": ({**PAIR, "prompt_text": "What is this?"}, "prompt_text"),
+    "text": ({**PAIR, "text": "What is this?"}, "text"),
+    "history": ({**ASKED, "history": [["Hello", "Hi"]]}, "history"),
+    "context": ({**ASKED, "context": "A letter of 1912."}, "context"),
+    "system_prompt": ({**ASKED, "system_prompt": "Answer in French."}, "system_prompt"),
+    "a prompt and a question": ({**ASKED, "question": "Which animal?"}, "question"),
+    "an instruction and a prompt": ({**ASKED, "instruction": "Name the animal."}, "prompt"),
+    "an instruction and a system of ms-swift": (
+        {"messages": [*WHOLE["chosen"]], "rejected_response": "A dog.", "system": "Be kind."},
+        "system",
+    ),
+    "whole conversations and a system": ({**WHOLE, "system": "Be kind."}, "system"),
+    "whole conversations and other turns": (
+        {**WHOLE, "prompt": [{"role": "user", "content": "Which animal?"}]},
+        "prompt",
+    ),
+}
+
+# What a row has, and the images that are read.
+READ: dict[str, tuple[dict[str, Any], int]] = {
+    "metadata": (
+        {
+            **ASKED,
+            "source": "vqa",
+            "subset": "train",
+            "prompt_id": "a1",
+            "model": "m-7b",
+            "num_images": 0,
+            "rating": 4.5,
+        },
+        0,
+    ),
+    "ids that are file names": ({**SHOWN, "caption_id": "1.jpg#2", "image_id": "0.png", "file_name": "0.png"}, 1),
+    "where the image came from": ({**SHOWN, "image_path": "coco/7.jpg", "image_url": "https://host.example/7.jpg"}, 1),
+    "labels with names of prompts": ({**ASKED, "query_type": "vqa", "question_id": "q1", "has_image": False}, 0),
+    "how the answers were made": ({**ASKED, "generation_prompt": "Answer twice.", "negative_prompt": "blurry"}, 0),
+    "the prompt once more": ({**ASKED, "question": "What is this?", "messages": WHOLE["chosen"]}, 0),
+    "whole conversations and their prompt": ({**WHOLE, "prompt": TURNS, "prompt_id": "a1"}, 0),
+    "a place in a text": ({**SHOWN, "prompt": "<image>\nWhat is this?", "question": "What is this?"}, 1),
+    "ratings": ({**ASKED, "chosen_scores": [3, 3, 4], "evals": ["true", "false"], "context": ""}, 0),
+    "HPSv3": ({"prompt": "a", "path1": "images/0.png", "path2": "images/1.png", "model1": "x", "confidence": 0.9}, 2),
+    "HPSv3 with a picture to edit": (
+        {"prompt": "a", "path1": "images/0.png", "path2": "images/1.png", "images": ["images/2.png"]},
+        3,
+    ),
+    "Pick-a-Pic": (
+        {
+            **{"caption": "a cat", "jpg_0": "images/0.png", "jpg_1": "images/1.png", "label_0": 1.0, "label_1": 0.0},
+            **{"image_0_url": "https://host.example/0.png", "image_0_uid": "u", "has_label": True},
+        },
+        2,
+    ),
+    "scored lists": ({"prompt": "What?", "responses": ["A", "B"], "scores": [1, 0], "models": ["m", "n"]}, 0),
+}
+
+
+def written(folder: Path, row: dict[str, Any]) -> str:
+    """Two rows as a hub's image folder."""
+    (folder / "images").mkdir()
+    for number, colour in enumerate(("red", "green", "blue")):
+        (folder / "images" / f"{number}.png").write_bytes(picture(colour))
+    file = folder / "metadata.jsonl"
+    file.write_text(2 * (json.dumps(row) + "\n"))
+    return str(file)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_column_that_would_be_dropped_is_named(name, tmp_path):
+    row, column = REFUSED[name]
+    path = written(tmp_path, row)
+    for streaming in (False, True):
+        for bad_rows in ("error", "skip"):
+            with pytest.raises(DataError, match=rf"metadata\.jsonl: the column `{column}` holds .* is not read:"):
+                load_comparisons([path], arguments=DataArguments(bad_rows=bad_rows), streaming=streaming)
+        with pytest.raises(DataError, match=rf"metadata\.jsonl: the column `{column}` holds"):
+            open_rows([path], streaming=streaming)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_no_part_of_the_conversation_stays_with_the_row(name, tmp_path):
+    row, images = READ[name]
+    path = written(tmp_path, row)
+    for streaming in (False, True):
+        first, second = load_comparisons([path], arguments=DataArguments(shuffle_buffer=1), streaming=streaming)
+        comparison = first["comparison"]
+        assert not isinstance(comparison, RowError), comparison
+        read = [reference for messages in comparison.conversations() for reference in media_references(messages)]
+        assert len(set(read)) == images
+        assert row.get("prompt", row.get("caption")) in (text_of(comparison.prompt), TURNS, "<image>\nWhat is this?")
+        assert not isinstance(second["comparison"], RowError)
+    assert len(open_rows([path])) == 2
+
+
+def test_embedded_images_under_another_name_are_named(tmp_path):
+    features = datasets.Features(
+        {**{name: datasets.Value("string") for name in ASKED}, "photograph": datasets.Image()}
+    )
+    row = {**ASKED, "photograph": {"bytes": picture(), "path": None}}
+    datasets.Dataset.from_list([row], features=features).to_parquet(tmp_path / "rows.parquet")
+    for streaming in (False, True):
+        with pytest.raises(
+            DataError, match=r"rows\.parquet: the column `photograph` holds an image or video \(the emb"
+        ):
+            load_comparisons([str(tmp_path / "rows.parquet")], arguments=DataArguments(), streaming=streaming)
+    with pytest.raises(UnreadColumnError, match=r"`photograph` holds an image or video \(the RGB image in memory\)"):
+        read_row({**ASKED, "photograph": Image.new("RGB", (30, 30))}, "r", lambda reference: reference)
+
+
+def test_a_row_that_differs_from_the_first_ones_is_a_bad_row(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [{**ASKED, "query": None}] * 30 + [{**PAIR, "query": "What is this?"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    *_, last = load_comparisons([str(file)], arguments=DataArguments())
+    assert isinstance(last["comparison"], UnreadColumnError) and last["comparison"].row_id == "rows.jsonl:31"
+
+
+def test_check_data_ends_with_an_error(tmp_path, capsys):
+    path = written(tmp_path, REFUSED["hub image folder"][0])
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(lambda: cli.check_data(path))
+    assert stopped.value.code == 3
+    said = capsys.readouterr()
+    assert "all 2 rows can be read" not in said.out
+    assert "error: metadata.jsonl: the column `file_name` holds an image or video (images/0.png)" in said.err
+    assert "rename it to `images`" in said.err
+
+
+def test_long_texts_that_are_not_read_are_named(tmp_path, caplog):
+    path = written(tmp_path, {**SHOWN, "rationale": "because " * 50, "note": "short", "image_path": "coco/7.jpg"})
+    load_comparisons([path], arguments=DataArguments())
+    assert "metadata.jsonl: not read: `image_path`, `rationale`" in caplog.text
+    report = check_data(DataArguments(dataset_path=path))
+    assert "columns that are not read: image_path, rationale" in format_report(report).replace(
+        "rationale, image_path", "image_path, rationale"
+    )

@@ -1,0 +1,174 @@
+"""A conversation has one score, whichever route it takes, or is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import io
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import httpx2 as httpx
+import numpy as np
+import pytest
+from PIL import Image
+from services import in_loop, running, served
+
+from vlmrm.data.messages import to_messages
+from vlmrm.rewards import RewardSet
+from vlmrm.scoring import load_scorer
+from vlmrm.scoring.adapters.samples import text_columns
+from vlmrm.serving.engines import RewardEngine
+
+REWARDS = str(Path(__file__).parents[1] / "rewards")
+sys.path.append(REWARDS)
+
+
+def picture(colour: str) -> str:
+    file = io.BytesIO()
+    Image.new("RGB", (84, 56), colour).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+GREEN = {"type": "image", "image": picture("green")}
+
+
+def text(words: str) -> dict:
+    return {"type": "text", "text": words}
+
+
+def turn(role: str, *parts) -> dict:
+    return {"role": role, "content": [text(part) if isinstance(part, str) else part for part in parts]}
+
+
+def video(image: dict, **options) -> dict:
+    return {"type": "video", "video": [image["image"], GREEN["image"]], **options}
+
+
+# A conversation about a picture, or with one in its answer. Two pictures must have two scores.
+SHAPES = {
+    "text alone": lambda it: [turn("user", "Which?"), turn("assistant", f"The {'red' if it == RED else 'blue'} one.")],
+    "a picture in question": lambda it: [turn("user", it, "Which?"), turn("assistant", "This.")],
+    "a picture as the answer": lambda it: [turn("user", "Draw it."), turn("assistant", it)],
+    "an edit of a picture": lambda it: [turn("user", GREEN, "Draw it."), turn("assistant", it)],
+    "an interleaved answer": lambda it: [turn("user", "Explain."), turn("assistant", "So:", it, "See?")],
+    "two pictures as the answer": lambda it: [turn("user", "Draw two."), turn("assistant", it, GREEN)],
+    "an interleaved answer about a picture": lambda it: [turn("user", GREEN, "Edit."), turn("assistant", "So:", it)],
+    "a picture after the text": lambda it: [turn("user", "Which is", it, "here?"), turn("assistant", "This.")],
+    "a picture alone in question": lambda it: [turn("user", it), turn("assistant", "This.")],
+    "an empty question": lambda it: [turn("user", ""), turn("assistant", it)],
+    "a literal placeholder": lambda it: [turn("user", it, "Is this an <image>?"), turn("assistant", "Yes.")],
+    "a literal placeholder, two pictures": lambda it: [
+        turn("user", it, GREEN, "Is this an <image>?"),
+        turn("assistant", "Yes."),
+    ],
+    "two turns": lambda it: [
+        turn("user", it, "A?"),
+        turn("assistant", "B."),
+        turn("user", "C?"),
+        turn("assistant", "D"),
+    ],
+    "a system turn": lambda it: [turn("system", "Be brief."), turn("user", it, "Which?"), turn("assistant", "This.")],
+    "control tokens in words": lambda it: [
+        turn("user", it, "<|im_end|>?"),
+        turn("assistant", "So.<|im_end|>\n<|im_start|>user\nGood.<|image_pad|>"),
+    ],
+    "a video as the answer": lambda it: [turn("user", "Film it."), turn("assistant", video(it))],
+    "a video with options": lambda it: [turn("user", "Film it."), turn("assistant", video(it, sample_fps=4.0))],
+    "a video before a picture": lambda it: [turn("user", video(GREEN), it, "Which?"), turn("assistant", "This.")],
+}
+RED, BLUE = ({"type": "image", "image": picture(colour)} for colour in ("red", "blue"))
+PAIRS = {name: [shape(RED), shape(BLUE)] for name, shape in SHAPES.items()}
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_reward_model) -> dict:
+    return {"model_path": str(tiny_reward_model), "dtype": "float32", "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_reward_model) -> dict[str, list[float]]:
+    """The scorer's own scores of each pair."""
+    scorer = load_scorer(tiny_reward_model, dtype="float32", device="cpu")
+    return {name: scorer.score(pair) for name, pair in PAIRS.items()}
+
+
+@pytest.fixture(scope="module")
+def answers(settings) -> dict[str, dict[str, list]]:
+    """What two rewards of one service answer about each pair."""
+    names = ("vlm_reward", "vlm_reward_group")
+    items = [{"messages": one, "group": name} for name, pair in PAIRS.items() for one in pair]
+    found = {}
+    with served(*({"reward_type": name, **settings} for name in names)) as url, httpx.Client(timeout=600) as client:
+        for name in names:
+            data = client.post(f"{url}/v1/rewards", json={"model": name, "items": items}).json()["data"]
+            found[name] = {shape: [one for one in data if one["group"] == shape] for shape in PAIRS}
+    return found
+
+
+def wins(scores: list[float]) -> list[float]:
+    first = 1 / (1 + np.exp(scores[1] - scores[0]))
+    return [first, 1 - first]
+
+
+@pytest.fixture(scope="module")
+def rewards(settings) -> RewardSet:
+    names = ("vlm_reward", "vlm_reward_group")
+    return RewardSet([{"name": name, "reward_model": name, **settings} for name in names])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_conversation_has_one_score_on_every_route(expected, answers, rewards, name):
+    scores = expected[name]
+    assert abs(scores[0] - scores[1]) > 1e-4
+    columns = text_columns([one[:-1] for one in PAIRS[name]], [one[-1:] for one in PAIRS[name]], None)
+    here = rewards(**columns, groups=[0, 0]).rewards
+    for reward, wanted in (("vlm_reward", scores), ("vlm_reward_group", wins(scores))):
+        served_ones = answers[reward][name]
+        assert [one["error"] for one in served_ones] == [None, None]
+        assert [one["raw"] for one in served_ones] == pytest.approx(wanted, abs=1e-5)
+        assert here[reward].tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def engine(name: str) -> RewardEngine:
+    return RewardEngine(name="it", reward_model=f"reward_examples.{name}", device="cpu")
+
+
+def asked(*answer) -> dict:
+    return {"messages": to_messages([turn("user", "Explain."), turn("assistant", *answer)], "user")}
+
+
+def test_a_reward_of_texts_refuses_the_pictures_of_an_answer_by_name():
+    plain, parted, shown = engine("Spoken")([asked("So."), asked("S", "o."), asked("So", RED)])
+    assert plain == parted == {"score": 3.0}
+    assert "its answer holds an image, and this reward takes texts as answers" in shown["error"]
+
+
+def test_a_reward_that_reads_no_answer_refuses_it_by_name():
+    assert engine("Length")([asked("So.")]) == [{"score": 8.0}]  # it takes any column
+    about = [turn("user", GREEN, "Explain."), turn("assistant", "So.")]
+    [shown] = engine("Brightness")([{"messages": about}])
+    assert "its answer is no image or video alone, and this reward reads no response" in shown["error"]
+
+
+def test_a_worker_takes_no_unknown_key_for_a_score_or_an_error():
+    answer = import_module("vlmrm.serving.worker.__main__").answer
+    [good] = answer(lambda items: [{"score": 1, "extra": {"error": "?"}}], {"id": 1, "items": [{}]}, set())["outcomes"]
+    assert good == {"score": 1.0, "extra": {"error": "?"}}
+    failed = answer(lambda items: [{"score": 1, "aesthetics": 2}], {"id": 1, "items": [{}]}, set())
+    assert failed["kind"] == "failed" and "answered the key aesthetics: put what is no" in failed["error"]
+
+
+def boastful(**settings):
+    common = {"reward_type": "reward_examples.Boastful", "import_from": [REWARDS], "device": "cpu"}
+    return {**common, "name": "boastful", **settings}
+
+
+@in_loop
+async def test_extra_information_is_neither_the_score_nor_the_error():
+    async with running(boastful()) as (_, client):
+        native = (await client.post("/v1/rewards", json={"items": [{"prompt": "a"}]})).json()["data"][0]
+        theirs = (await client.post("/compute", json={"prompt": ["a"]})).json()
+    assert (native["score"], native["raw"], native["error"]) == (1.0, 1.0, None)
+    assert native["details"]["score"] == 99.0 and native["details"]["error"] == "none"
+    assert theirs == {"rewards": [1.0]}

@@ -1,0 +1,168 @@
+"""Columns that a layout does not read although they hold media or a part of the conversation: never dropped silently.
+
+What a column holds is told by its values (embedded images, data URIs, paths and URLs of images) and by its name
+(`query`, `img`). Other columns that are not read, such as model names and ratings, are metadata and stay so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+from PIL import Image
+
+from vlmrm.data.media import media_key, media_name
+from vlmrm.data.messages import PLACEHOLDERS
+from vlmrm.data.readers.layout import Layout, Reading, Row
+from vlmrm.data.schema import Comparison, media_references, text_of
+from vlmrm.errors import RowError, UnreadColumnError
+
+# Understood in every layout.
+SPECIAL = frozenset({"id", "margin", "weight", "tie", "category"})
+
+LONG = 200  # characters of a text that is no label
+LOOKED_AT = 100  # items of a list: embeddings have thousands
+
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".avif", ".heic"),
+    *(".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v", ".mpg", ".mpeg"),
+)
+SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"\x1aE\xdf\xa3")
+# As data URIs, and as JPEG, PNG, GIF and WebP begin in base64.
+EMBEDDED = ("data:image/", "data:video/", "/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
+
+PLACEHOLDER = re.compile("|".join(PLACEHOLDERS.values()))
+
+# Words of names, in the singular.
+MEDIA_WORDS = frozenset(["image", "img", "picture", "pic", "photo", "screenshot", "video"])
+FILE_WORDS = frozenset(["path", "file", "filename", "name", "url", "uri", "byte", "base", "b"])  # base64, b64
+PROMPT_WORDS = frozenset(
+    [
+        *("prompt", "question", "query", "querie", "instruction", "input", "problem", "context", "history", "system"),
+        *("dialog", "dialogue", "conversation", "message"),
+    ]
+)
+
+
+def check_all_read(
+    row: Row, layout: Layout, reading: Reading, comparison: Comparison, resolve: Callable[[Any], Any]
+) -> None:
+    """Refuse a row of which media or a part of the conversation would be left out.
+
+    Raises:
+        UnreadColumnError: naming the column, what is in it and what to do.
+    """
+    names = [name for name in row if name not in layout.known() | SPECIAL or name in reading.skipped]
+    for name in names:
+        if (medium := _unread_medium(name, row[name], comparison, resolve)) is not None:
+            rename = "rename it to `images` if it belongs to the prompt, or " if "images" in layout.known() else ""
+            raise UnreadColumnError(
+                f"the column `{name}` holds an image or video ({media_name(medium):.80}) that is not read: {rename}"
+                "remove it if it is not part of the conversation"
+            )
+        if (text := _unread_text(name, row[name], comparison)) is not None:
+            rename = "rename it to `prompt`" if "prompt" in layout.known() - row.keys() else "join it to the prompt"
+            raise UnreadColumnError(
+                f"the column `{name}` holds a text ({_short(text)}) that is not read: {rename}, or remove it if it is "
+                "not part of the conversation"
+            )
+
+
+def is_noteworthy(value: Any) -> bool:
+    """Whether a report should name a column that is not read: it holds a long text, or what may be media."""
+    return any(len(text) > LONG for text in _texts(value)) or any(True for _ in _media_in(value))
+
+
+def _unread_medium(name: str, value: Any, comparison: Comparison, resolve: Callable[[Any], Any]) -> Any | None:
+    media = list(_media_in(value)) or (list(_texts(value)) if _is_named_media(name) else [])
+    if not media:
+        return None
+    read = [reference for messages in comparison.conversations() for reference in media_references(messages)]
+    if not read:
+        return media[0]
+    # Beside an image that is read, a path tells where it came from, unless it leads to another image.
+    sources = {os.path.basename(reference) for reference in read if isinstance(reference, str)}
+    keys = set(map(media_key, read))
+    for medium in media:
+        if isinstance(medium, str) and not medium.startswith(EMBEDDED):
+            try:
+                path = resolve(medium)
+            except RowError:  # outside image_root
+                continue
+            if os.path.isfile(path) and os.path.basename(path) not in sources:
+                return medium
+        elif media_key(medium) not in keys:
+            return medium
+    return None
+
+
+def _media_in(value: Any) -> Iterator[Any]:
+    """The references to images and videos in a cell."""
+    if isinstance(value, str):
+        if value.startswith(EMBEDDED) or (value.lower().endswith(SUFFIXES) and "\n" not in value):
+            yield value
+    elif isinstance(value, (bytes, bytearray, memoryview)):
+        head = bytes(value[:12])
+        if head.startswith(SIGNATURES) or head[4:8] == b"ftyp":
+            yield value
+    elif isinstance(value, Image.Image):
+        yield value
+    else:
+        for inner in _inside(value):
+            yield from _media_in(inner)
+
+
+def _is_named_media(name: str) -> bool:
+    words = _words(name)
+    return words[-1] in MEDIA_WORDS or (words[-1] in FILE_WORDS and not MEDIA_WORDS.isdisjoint(words))
+
+
+def _is_named_prompt(name: str) -> bool:
+    words = _words(name)
+    return words[-1] in PROMPT_WORDS or (words[-1] == "text" and (len(words) == 1 or words[-2] in PROMPT_WORDS))
+
+
+def _unread_text(name: str, value: Any, comparison: Comparison) -> str | None:
+    if not _is_named_prompt(name):
+        return None
+    conversations = comparison.conversations()
+    asked = any(text_of([m]).strip() for messages in conversations for m in messages if m["role"] == "user")
+    # Beside a prompt that is read, a longer name (`generation_prompt`, say) may well be one of metadata.
+    if asked and len(words := _words(name)) > 1 and words != ["system", "prompt"]:
+        return None
+    read = "\n".join(map(text_of, conversations))
+    pieces = (piece.strip() for text in _texts(value) for piece in PLACEHOLDER.split(text))
+    return next((piece for piece in pieces if piece not in read), None)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a cell; of messages, what they say."""
+    if isinstance(value, str):
+        if value.strip():
+            yield value
+        return
+    for inner in _inside(value):
+        yield from _texts(inner)
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        return (inner for key, inner in value.items() if key not in ("role", "from", "type"))
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
+        return islice(value, LOOKED_AT)
+    return iter(())
+
+
+@lru_cache(maxsize=1024)
+def _words(name: str) -> list[str]:
+    """The words of a column's name, in the singular: `imageURLs_2` → image, url."""
+    words = re.findall(r"[A-Z]+s?(?![a-z])|[A-Z]?[a-z]+|[^\W\d_]+", name)
+    return [word.lower().removesuffix("s") for word in words] or [name]
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -1,0 +1,126 @@
+"""Whether a model looks at the image, from what other and grey images take away: yes, no sign of it, or undecided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vlmrm.evaluation.report.parts import number, percent, points
+
+COUNTS = 0.05  # of accuracy: what is lost counts from here on, and up to here as nothing
+PROMPTS = 20  # below which intervals of resampled prompts are too narrow to rest a verdict on
+CHANCE = 0.5
+
+SWAPPED, GREY = "under another row's image", "with every picture painted grey"
+
+
+class Verdict(NamedTuple):
+    """`looks` is None where the pairs leave both possible."""
+
+    looks: bool | None
+    sentence: str
+
+
+class _Loss(NamedTuple):
+    """Accuracy that an ablation takes away, pair by pair, with its 95 % interval over prompts."""
+
+    name: str
+    shown: str
+    value: float
+    low: float
+    high: float
+
+    @property
+    def counts(self) -> bool:
+        return self.low > COUNTS
+
+    @property
+    def none(self) -> bool:
+        return self.low > -COUNTS and self.high < COUNTS
+
+    @property
+    def sentence(self) -> str:
+        lost = f"{points(self.value)} points of accuracy ({points(self.low)} to {points(self.high)})"
+        return f"{self.shown} it loses {lost}"
+
+
+def verdict(figures: Mapping[str, Any]) -> Verdict:
+    """Judge by the figures of `vlmrm.evaluation.analysis.figures`.
+
+    *It looks* when another row's image surely takes away more than COUNTS and grey does not surely take away less:
+    grey alone may only be strange to a model. *No sign* when both surely take away less, of a model that is above
+    chance. Else, and with fewer than PROMPTS prompts, *undecided*. Surely is the whole 95 % interval. Where answers
+    are nothing but images, which only their pixels tell apart, grey decides alone.
+    """
+    swapped = _loss(figures, "swapped_image", "swapped_image_reliance", SWAPPED)
+    grey = _loss(figures, "blank_image", "image_reliance", GREY)
+    losses = [loss for loss in (swapped, grey) if loss is not None]
+    if not losses:
+        return Verdict(
+            None,
+            "Whether it looks at the image was not measured: evaluate with the ablations swapped_image, blank_image.",
+        )
+    numbers = ", ".join(loss.sentence for loss in losses)
+    deciding = swapped or (grey if _answers_are_images(figures) else None)
+    reason = _doubt(figures, deciding, grey)
+    if reason is not None:
+        return Verdict(None, f"Whether it looks at the image is undecided: {numbers}. {reason}")
+    assert deciding is not None
+    if deciding.counts:
+        only, rest = _from_texts(figures[f"{deciding.name}_accuracy"])
+        return Verdict(True, f"It looks at the image{only}: {numbers}. {rest}")
+    less = f"A loss of less than {number(100 * COUNTS, 0)} points counts as none."
+    return Verdict(False, f"There is no sign that it looks at the image: {numbers}. {less}")
+
+
+def _doubt(figures: Mapping[str, Any], deciding: _Loss | None, grey: _Loss | None) -> str | None:
+    """Why the figures leave both possible; None where they do not."""
+    prompts = figures["prompt_count"]
+    if prompts < PROMPTS:
+        return f"{prompts} prompts are too few to tell."
+    if deciding is None:
+        return "Grey may only be strange to it: evaluate with the ablation swapped_image."
+    if deciding.counts:
+        return "The two contradict each other." if grey is not None and grey.none else None
+    accuracy = figures["accuracy_half_ties"]
+    if not accuracy["low"] > CHANCE:
+        return f"Its accuracy, {_interval(accuracy)}, is not above chance, so that images have nothing to take away."
+    if not deciding.none:
+        counts = f"From {number(100 * COUNTS, 0)} points on a loss counts"
+        return f"{counts}, and the interval has less and more: more pairs would tell."
+    if grey is None:
+        return "To deny it takes both: evaluate with the ablation blank_image."
+    if grey.none:
+        return None
+    return "Grey may only be strange to it." if grey.counts else "Grey leaves it open: more pairs would tell."
+
+
+def _from_texts(left: Mapping[str, Any]) -> tuple[str, str]:
+    """What it keeps without the right image: a qualification, and the sentence."""
+    if left["high"] < CHANCE + COUNTS:
+        return "", f"What is left, {_interval(left)}, is no lead over chance."
+    if left["low"] > CHANCE:
+        return ", but not only", f"What is left, {_interval(left)}, it has from the texts."
+    return "", f"Whether what is left, {_interval(left)}, comes from the texts or from chance is undecided."
+
+
+def _loss(figures: Mapping[str, Any], name: str, reliance: str, shown: str) -> _Loss | None:
+    found = figures[reliance]
+    if not found["n"]:
+        return None
+    low, high = found["low"], found["high"]
+    if low == high:
+        # Every pair is changed alike, so every draw is the same, and says nothing of other pairs. The largest share of
+        # those of which so many prompts show none with a probability of 2.5 %:
+        unseen = 1 - 0.025 ** (1 / min(found["n"], figures["prompt_count"]))
+        low, high = low - unseen, high + unseen
+    return _Loss(name, shown, found["value"], low, high)
+
+
+def _answers_are_images(figures: Mapping[str, Any]) -> bool:
+    """Whether no answer has a text, and some an image."""
+    return not figures["length_baseline_accuracy"]["n"] and bool(figures["score_area_correlation"]["n"])
+
+
+def _interval(estimate: Mapping[str, Any]) -> str:
+    return f"{percent(estimate['value'])} ({percent(estimate['low'])} to {percent(estimate['high'])})"
