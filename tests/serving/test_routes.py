@@ -103,6 +103,9 @@ def answers(settings) -> dict[str, dict[str, list]]:
         for name in names:
             data = client.post(f"{url}/v1/rewards", json={"model": name, "items": items}).json()["data"]
             found[name] = {shape: [one for one in data if one["group"] == shape] for shape in PAIRS}
+        files = [one["image"].partition(",")[2] for one in (RED, BLUE)]
+        drawn = client.post(f"{url}/vlm_reward_group/compute", json={"prompt": ["Draw it."] * 2, "image": files})
+        found["compute"] = drawn.json()
     return found
 
 
@@ -128,6 +131,10 @@ def test_a_conversation_has_one_score_on_every_route(expected, answers, rewards,
         assert [one["error"] for one in served_ones] == [None, None]
         assert [one["raw"] for one in served_ones] == pytest.approx(wanted, abs=1e-5)
         assert here[reward].tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_flow_factory_s_client_is_told_win_rates_of_a_groupwise_reward(expected, answers):
+    assert answers["compute"] == {"rewards": pytest.approx(wins(expected["a picture as the answer"]), abs=1e-5)}
 
 
 def engine(name: str) -> RewardEngine:
