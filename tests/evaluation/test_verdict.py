@@ -125,6 +125,15 @@ def test_what_it_has_from_the_texts_is_denied_only_where_the_interval_says_so(co
     assert len(denied) <= 0.05 * len(SEEDS)
 
 
+def test_a_picture_that_speaks_for_the_other_answer_hides_nothing_that_comes_from_the_texts():
+    """As where all rows ask the same and answer yes or no: grey shows what another row's image outweighs."""
+    rng = np.random.default_rng(0)
+    text = rng.normal(1.0, 1, 600)
+    sentence = of(planted(text + rng.normal(1, 1, 600), swapped=text - 1.5, blank=text)).sentence
+    assert sentence.startswith("It looks at the image, but not only: ")
+    assert f"At best {np.mean(text > 0):.1%}" in sentence and "from the texts" in sentence
+
+
 def test_the_sentence_has_the_numbers_and_their_intervals():
     rng = np.random.default_rng(0)
     frame = looks_alone(300, rng)

@@ -18,7 +18,7 @@ LEAKED = "leaked"  # the column of a sweep with train_data, which has a section 
 ABLATIONS = {
     "blank_image": ("images painted grey", "image_reliance"),
     "swapped_image": ("another row's image", "swapped_image_reliance"),
-    "swapped_prompt": ("another row's question and image", "swapped_prompt_reliance"),
+    "swapped_prompt": ("another question and image", "swapped_prompt_reliance"),
     "response_only": ("no prompt at all", "response_only_reliance"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vlmrm.evaluation.report.parts import number, percent, points
@@ -67,7 +67,7 @@ def verdict(figures: Mapping[str, Any]) -> Verdict:
         return Verdict(None, f"Whether it looks at the image is undecided: {numbers}. {reason}")
     assert deciding is not None
     if deciding.counts:
-        only, rest = _from_texts(figures[f"{deciding.name}_accuracy"])
+        only, rest = _from_texts([figures[f"{loss.name}_accuracy"] for loss in losses])
         return Verdict(True, f"It looks at the image{only}: {numbers}. {rest}")
     less = f"A loss of less than {number(100 * COUNTS, 0)} points counts as none."
     return Verdict(False, f"There is no sign that it looks at the image: {numbers}. {less}")
@@ -95,13 +95,14 @@ def _doubt(figures: Mapping[str, Any], deciding: _Loss | None, grey: _Loss | Non
     return "Grey may only be strange to it." if grey.counts else "Grey leaves it open: more pairs would tell."
 
 
-def _from_texts(left: Mapping[str, Any]) -> tuple[str, str]:
-    """What it keeps without the right image: a qualification, and the sentence."""
+def _from_texts(ablated: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """What it keeps without the right image, where it keeps most: a qualification, and the sentence."""
+    left = max(ablated, key=lambda estimate: estimate["value"])
     if left["high"] < CHANCE + COUNTS:
-        return "", f"What is left, {_interval(left)}, is no lead over chance."
+        return "", f"At best {_interval(left)} are left, which is no lead over chance."
     if left["low"] > CHANCE:
-        return ", but not only", f"What is left, {_interval(left)}, it has from the texts."
-    return "", f"Whether what is left, {_interval(left)}, comes from the texts or from chance is undecided."
+        return ", but not only", f"At best {_interval(left)} are left, which it has from the texts."
+    return "", f"At best {_interval(left)} are left; whether from the texts or by chance is undecided."
 
 
 def _loss(figures: Mapping[str, Any], name: str, reliance: str, shown: str) -> _Loss | None:
