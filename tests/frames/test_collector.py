@@ -280,10 +280,10 @@ def test_episodes_under_way_are_written_at_the_end_but_not_by_sigkill(folders, t
 def test_a_write_that_is_killed_leaves_no_half_file(folders, collect):
     half = """
 import vlmrm.frames.trajectory as trajectory
-def killed(tensors, path, about):
-    path.write_bytes(b"half")
+def killed(path, content):
+    path.open("wb").write(content[:100])
     os.kill(os.getpid(), 9)
-trajectory.save_file = killed
+trajectory.Path.write_bytes = killed
 play(collector, 5, 8)
 """
     assert ended(start(folders, steps=4, then=half)) == -signal.SIGKILL

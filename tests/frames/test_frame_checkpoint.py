@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -51,6 +54,16 @@ def test_a_classifier_comes_back_as_it_was(tmp_path, name, changes):
     assert not loaded.model.training and not loaded.model.trainable()
     torch.testing.assert_close(scores(loaded.model), scores(model), rtol=1e-4, atol=1e-5)
     assert [path.name for path in (tmp_path / name).parent.iterdir()] == [(tmp_path / name).name]
+
+
+def test_a_classifier_may_be_read_by_whom_the_umask_lets(tmp_path):
+    model = small_classifier()
+    before = os.umask(0o022)
+    try:
+        save_classifier(tmp_path / "model", model, model.config)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == 0o644
 
 
 def test_files_that_are_no_classifier_are_refused(tmp_path):

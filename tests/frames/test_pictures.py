@@ -36,6 +36,13 @@ def cell(sheet: Image.Image, row: int, column: int) -> tuple[tuple[int, ...], in
     return tuple(map(int, pixels[top + 1, left + 1])), int(pixels[top + CELL // 2, left + CELL // 2, 0])
 
 
+def test_words_of_a_caption_stand_apart(folder, tmp_path):
+    sheet = Image.open(contact_sheet([open_folder(folder)], tmp_path / "sheet.png", "cam", columns=5, rows=1))
+    empty = (np.asarray(sheet.convert("L"))[:CAPTION] > 200).all(axis=0)  # columns of pixels
+    gaps = [len(gap) for gap in "".join(map(str, empty.astype(int))).strip("1").split("0") if gap]
+    assert sum(gap >= 3 for gap in gaps) >= 6  # "...: 1 of 30 frames show success"
+
+
 @pytest.mark.parametrize("key", ["cam", "grey"])
 def test_a_row_goes_from_the_first_frame_to_the_last_and_has_the_success(folder, tmp_path, key):
     sheet = Image.open(contact_sheet([open_folder(folder)], tmp_path / "new" / "sheet.png", key, columns=4, rows=9))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import stat
 
 import numpy as np
 import pytest
@@ -36,6 +38,15 @@ def test_what_was_written_is_read_frame_by_frame(tmp_path):
             file.frame("top", 0)
         with pytest.raises(IndexError):
             file.frame("wrist", 3)
+
+
+def test_a_file_may_be_read_by_whom_the_umask_lets(tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = write_trajectory(tmp_path, Trajectory({"cam": frames(1)}, labels(1)))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 @pytest.mark.parametrize(

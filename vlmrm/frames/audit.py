@@ -13,7 +13,7 @@ from gymnasium.vector import VectorWrapper
 from PIL import Image, ImageDraw
 
 from vlmrm.frames.frame_reward import FrameReward
-from vlmrm.frames.pictures import BORDER, CAPTION, CELL, NOT_DONE, bordered, saved
+from vlmrm.frames.pictures import BORDER, CAPTION, CELL, NOT_DONE, bordered, draw_caption, saved
 
 SUSPECTS = 48  # frames of a sheet
 COLUMNS = 12
@@ -135,6 +135,6 @@ def suspect_sheet(suspects: Sequence[Suspect], path: Path) -> Path:
     draw = ImageDraw.Draw(sheet)
     for place, suspect in enumerate(suspects):
         left, top = place % COLUMNS * CELL, place // COLUMNS * (CELL + CAPTION)
-        draw.text((left + BORDER, top), f"{suspect.probability:.3f} at {suspect.step:,}", fill="black")
+        draw_caption(draw, (left + BORDER, top), f"{suspect.probability:.3f} at {suspect.step:,}")
         sheet.paste(bordered(suspect.frame, FOOLED if suspect.rewarded else NOT_DONE), (left, top + CAPTION))
     return saved(sheet, path)

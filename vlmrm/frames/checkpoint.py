@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from vlmrm.devices import device_named
@@ -50,7 +50,8 @@ def save_classifier(path: Path | str, model: FrameClassifier, config: Classifier
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     make_folder_of(path)
     try:
-        save_file(weights, temporary, {"config": config.model_dump_json()})
+        # save_file would ignore the umask, so that a service of another user could not read it.
+        temporary.write_bytes(save(weights, {"config": config.model_dump_json()}))
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise _unwritable(path, error) from error

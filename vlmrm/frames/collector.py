@@ -28,11 +28,11 @@ from vlmrm.frames.observations import (
 )
 from vlmrm.frames.sigterm import sigterm
 from vlmrm.frames.trajectory import (
-    SUFFIX,
     Trajectory,
     digest,
     locked,
     make_folder,
+    named,
     trajectory_paths,
     write_trajectory,
 )
@@ -225,9 +225,8 @@ class RewardDataCollector(VectorWrapper):
         folder = self._folders[positive]
         with locked(folder):
             if self._has_room(positive):
-                seeded = episode.seed is not None
-                unique = digest(images, trajectory.labels, about.values()) if seeded else None
-                twin = next(folder.glob(f"*_{unique}{SUFFIX}"), None) if seeded else None
+                unique = None if episode.seed is None else digest(images, trajectory.labels, about.values())
+                twin = named(folder, unique) if unique else None
                 if twin is None:
                     self.written[positive].append(write_trajectory(folder, trajectory, unique))
                 else:

@@ -38,7 +38,7 @@ def contact_sheet(
     for row, file in enumerate(shown):
         top = row * (CELL + CAPTION)
         text = f"{file.path.parent.name}/{file.path.stem}: {file.successes.sum()} of {len(file)} frames show success"
-        draw.text((BORDER, top), text, fill="black")
+        draw_caption(draw, (BORDER, top), text)
         for column, t in enumerate(_telling(file.successes, columns)):
             picture = bordered(file.frame(key, t), DONE if file.successes[t] else NOT_DONE)
             sheet.paste(picture, (column * CELL, top + CAPTION))
@@ -54,6 +54,11 @@ def write_positive_frames(files: Iterable[TrajectoryFile], keys: Sequence[str], 
 def write_frames(files: Iterable[TrajectoryFile], keys: Sequence[str], folder: Path) -> list[Path]:
     """Every frame, named as `write_positive_frames` does."""
     return [path for file in files for t in range(len(file)) for path in _write(file, t, keys, folder)]
+
+
+def draw_caption(draw: ImageDraw.ImageDraw, corner: tuple[int, int], text: str) -> None:
+    """Draw a line of text; at this size a space of Pillow's font is 2 pixels wide, as the gap between two letters."""
+    draw.text(corner, text.replace(" ", "  "), fill="black")
 
 
 def bordered(frame: np.ndarray, colour: tuple[int, int, int]) -> Image.Image:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from uuid import uuid4
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from vlmrm.errors import DataError
 
@@ -84,7 +83,7 @@ def write_trajectory(folder: Path, trajectory: Trajectory, unique: str | None = 
     temporary = folder / f".{uuid4().hex}.tmp"
     unique = unique or uuid4().hex[:16]
     try:
-        save_file({**tensors, "labels": labels}, temporary, about)
+        temporary.write_bytes(save({**tensors, "labels": labels}, about))  # save_file would ignore the umask
         path = folder / f"{_next_number(folder):06d}_{unique}{SUFFIX}"
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
@@ -111,6 +110,11 @@ def trajectory_paths(folder: Path) -> list[Path]:
     return sorted(Path(folder).glob(f"*{SUFFIX}"))
 
 
+def named(folder: Path, unique: str) -> Path | None:
+    """Return the file of a folder that `write_trajectory` was given this name for."""
+    return next((folder / name for name in os.listdir(folder) if name.endswith(f"_{unique}{SUFFIX}")), None)
+
+
 @contextmanager
 def locked(folder: Path) -> Generator[None]:
     """Keeps other processes that ask for it out of `folder`; a process that ends, however it does, lets go."""
@@ -123,8 +127,8 @@ def locked(folder: Path) -> Generator[None]:
 
 
 def _next_number(folder: Path) -> int:
-    numbers = [int(found[1]) for path in folder.iterdir() if (found := re.match(rf"(\d+)_\w+{SUFFIX}$", path.name))]
-    return max(numbers, default=-1) + 1
+    numbers = (name.partition("_")[0] for name in os.listdir(folder) if name.endswith(SUFFIX))
+    return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
 
 
 # Checking ------------------------------------------------------------------------------------------------------------
