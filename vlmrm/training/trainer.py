@@ -266,15 +266,16 @@ class RewardTrainer(trl.RewardTrainer):
         model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         # ZeRO-3 holds each rank's share of a weight elsewhere.
-        finite = [getattr(weight, "ds_tensor", weight).detach().isfinite().all() for weight in trained]
+        finite = all(bool(getattr(weight, "ds_tensor", weight).detach().isfinite().all()) for weight in trained)
         if self._last_part is not None:
             training = model.training
             model.eval()  # draws no random numbers: a run that is resumed draws the same ones
             with torch.no_grad(), self.compute_loss_context_manager():
                 inputs: Any = self._prepare_inputs(self._last_part["inputs"])
-                finite.append(model(**inputs).logits.isfinite().all())
+                scores = model(**inputs).logits
             model.train(training)
-        if any_rank(not torch.stack(finite).all(), self.args.device):
+            finite = finite and bool(scores.isfinite().all())
+        if any_rank(not finite, self.args.device):
             raise self._not_finite(f"weights or scores are not finite after step {self.state.global_step}")
 
     def _not_finite(self, what: str) -> TrainingError:
