@@ -256,6 +256,6 @@ def test_an_unknown_layout_says_what_the_nearest_one_lacks():
     ],
 )
 def test_columns_that_are_near_no_layout_are_sent_to_none(columns):
-    with pytest.raises(DataError, match=r"no known layout has the columns .* \(docs/data.md shows") as caught:
+    with pytest.raises(DataError, match=r"no known layout has the columns .*: rename them to those of one") as caught:
         recognise(columns)
     assert "nearest" not in str(caught.value)

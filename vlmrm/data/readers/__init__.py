@@ -50,10 +50,13 @@ def recognise(columns: Iterable[str], layouts: Sequence[Layout] = LAYOUTS) -> La
         if layout.matches(names):
             return layout
     nearest = max(layouts, key=lambda layout: (_share(layout, names), len(layout.known() & names)))
-    hint = f": the nearest is `{nearest.name}`, which also needs {nearest.lacks(names)}"
+    if _share(nearest, names) >= 0.5:
+        hint = f"the nearest is `{nearest.name}`, which also needs {nearest.lacks(names)}"
+    else:
+        hint = "rename them to those of one, such as `prompt`, `chosen` and `rejected`"
     raise DataError(
-        f"no known layout has the columns {', '.join(sorted(names)) or '(none)'}"
-        f"{hint if _share(nearest, names) >= 0.5 else ''} (docs/data.md shows every layout)"
+        f"no known layout has the columns {', '.join(sorted(names)) or '(none)'}: {hint} "
+        "(docs/data.md shows every layout)"
     )
 
 
