@@ -7,9 +7,11 @@ import base64
 import json
 import logging
 import re
+import socket
 
+import httpx2 as httpx
 import pytest
-from services import fake, in_loop, rewards, running
+from services import fake, in_loop, rewards, running, served
 
 from vlmrm.serving.refusals import InvalidRequest
 from vlmrm.serving.request_log import LineFormatter
@@ -74,6 +76,27 @@ async def test_without_a_token_only_the_machine_s_own_names_are_answered():
             assert (await client.get("/v1/models", headers={"Host": host})).status_code == 200, host
     async with running(token=SECRET) as (_, client):
         assert (await client.get("/health", headers={"Host": "rewards.internal"})).status_code == 200
+
+
+@in_loop
+async def test_probes_may_ask_for_the_head_alone():
+    async with running() as (service, client):
+        while not service.ready("length"):
+            await asyncio.sleep(0.01)
+        for path in OPEN:
+            answer = await client.head(path)
+            assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json"), path
+
+
+def test_a_probe_of_http_1_0_is_answered():
+    with served() as url:
+        address = httpx.URL(url)
+        with socket.create_connection((address.host, address.port or 80), timeout=300) as probe:
+            probe.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert probe.makefile("rb").readline().split()[1] == b"200"
+        with socket.create_connection((address.host, address.port or 80), timeout=300) as nameless:
+            nameless.sendall(b"GET /health HTTP/1.0\r\nHost: evil.test\r\n\r\n")
+            assert nameless.makefile("rb").readline().split()[1] == b"421"
 
 
 @in_loop

@@ -252,6 +252,22 @@ async def test_an_api_process_knows_from_others_what_is_served(redis_server):
 
 
 @in_loop
+async def test_metrics_tell_what_is_known_here_while_redis_is_away(start_redis):
+    server = start_redis()
+    async with running(**server.settings) as (_, client):
+        await rewards(client, "aaa")
+        there = (await client.get("/metrics")).text
+        server.end()
+        away = await client.get("/metrics")
+    assert 'vlmrm_queue_jobs{reward="length"} 0.0' in there
+    assert away.status_code == 200
+    assert (
+        'vlmrm_score_count{reward="length"} 1.0' in away.text and 'vlmrm_workers_ready{reward="length"}' in away.text
+    )
+    assert "vlmrm_queue_jobs{" not in away.text  # nor a figure of earlier
+
+
+@in_loop
 async def test_a_reward_that_loads_nowhere_is_refused(redis_server):
     shared, broken = redis_server.settings, fake("broken", "fake_reward.Broken")
     api_process = running(broken, workers=False, **shared, limits=ATTENTIVE)

@@ -59,7 +59,7 @@ class Edge:
         posted = scope["method"] == "POST"
         self._posted += posted
         try:
-            refusal = self._refusal(scope["method"], headers)
+            refusal = self._refusal(scope, headers)
             await (refusal or self.app)(scope, self._bounded(receive), sent)
         except Exception:
             logger.exception("a request broke the service")
@@ -70,7 +70,8 @@ class Edge:
             self._posted -= posted
             self._note(scope, status, time.perf_counter() - started)
 
-    def _refusal(self, method: str, headers: dict[bytes, bytes]) -> ASGIApp | None:
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp | None:
+        method = scope["method"]
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self.limits.max_body_bytes:
             return error_answer(self._too_large(), "TooLarge", 413)
@@ -80,7 +81,8 @@ class Edge:
         if method == "POST" and headers.get(b"sec-fetch-site") == b"cross-site":
             return error_answer("a web page of another site asks: the service answers its own.", "InvalidRequest", 403)
         host = headers.get(b"host", b"").decode("latin-1")
-        if self.open and not (OWN_NAME.fullmatch(host) or host.partition(":")[0] == self.host):
+        nameless = b"host" not in headers and scope.get("http_version") == "1.0"  # which no browser speaks
+        if self.open and not (nameless or OWN_NAME.fullmatch(host) or host.partition(":")[0] == self.host):
             names = ", ".join(LOOPBACK)
             return error_answer(
                 f"a service without a token is asked by one of its machine's own names ({names}): use one, or set "

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from anyio.to_thread import run_sync
 
 from vlmrm.data.media import image_size
 from vlmrm.errors import MediaError, VlmrmError
-from vlmrm.serving.backend import Backend
+from vlmrm.serving.backend import Backend, QueueAway
 from vlmrm.serving.decoding import STANDING, Decoder
 from vlmrm.serving.jobs import Item, Job, Status
 from vlmrm.serving.memory import MemoryBackend
@@ -97,12 +98,16 @@ class Service:
         return self.standing(name).info
 
     async def measure(self) -> None:
-        """Brings the gauges up to date."""
+        """Bring the gauges up to date; of a queue that is away they tell nothing, rather than what was."""
         for name, replicas in self.replicas.items():
-            jobs, size = await self.backend.depth(name)
-            self.metrics.waiting.labels(name).set(jobs)
-            self.metrics.waiting_bytes.labels(name).set(size)
             self.metrics.ready.labels(name).set(sum(one.ready for one in replicas))
+        self.metrics.waiting.clear()
+        self.metrics.waiting_bytes.clear()
+        with suppress(QueueAway):
+            for name in self.rewards:
+                jobs, size = await self.backend.depth(name)
+                self.metrics.waiting.labels(name).set(jobs)
+                self.metrics.waiting_bytes.labels(name).set(size)
 
     def standing(self, name: str) -> Standing:
         """How its workers are, wherever they run."""

@@ -27,6 +27,12 @@ def npy(array):
     return file.getvalue()
 
 
+def npy_of_shape(shape, data):
+    """An array whose header says its shape in these words."""
+    header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    return np.lib.format.magic(1, 0) + len(header).to_bytes(2, "little") + header + data
+
+
 PROMPTS = ["a", "bbb"]
 NOISE = np.random.default_rng(0)
 IMAGES = NOISE.integers(0, 255, (2, 5, 4, 3), dtype=np.uint8)
@@ -168,6 +174,7 @@ async def test_a_newer_client_can_tell_what_is_queued_running_and_unknown(tmp_pa
         ({}, npy(IMAGES / 255), 400, "images are float64"),
         ({}, b"PK\x03\x04" + bytes(30), 400, "as torch.save writes it, which is a pickle and refused"),
         ({}, b"", 400, "what follows the JSON is no tensor"),
+        ({}, npy_of_shape("(True, True, True, 3)", bytes(3)), 400, "an array is not a .npy file"),
         ({"media_type": "latent", "video_infos": [{"fps": 1}] * 2}, npy(VIDEOS), 400, "has no decoder of latents"),
     ],
 )
