@@ -38,8 +38,8 @@ class ScorerEngine:
         self.info = {
             "kind": "conversations",
             "model": str(options["model"]),
+            "checkpoint": self.scorer.loaded.digest,
             **{name: known.get(name) for name in ("reward_mean", "reward_std", "max_pixels", "chat_template_sha256")},
-            "revision": (known.get("provenance") or {}).get("git_commit"),
         }
 
     def __call__(self, items: Sequence[Item]) -> list[Outcome]:

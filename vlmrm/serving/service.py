@@ -145,12 +145,16 @@ class Service:
     async def accept(self, job: Job, deadline: float | None = None) -> str:
         """Queues a job, as one that comes now, and returns its id; after an error it can be tried again.
 
+        While no worker is ready, nobody knows what will be served: no earlier result is taken for its own.
+
         Raises:
             Overloaded: when the queue is full.
             NotServing: as `job`.
         """
         self._check_serving(job.reward)
         job.created, job.deadline = time.time(), deadline
+        standing = self.standing(job.reward)
+        job.revisions = standing.revisions if standing.info.get("deterministic", True) else ()
         return await self.backend.put(job)
 
     def _check_serving(self, reward: str) -> None:
@@ -217,6 +221,7 @@ def engine_of(reward: RewardSettings, device: str, silence: float) -> Engine:
         {**options, **reward.options},
         python=reward.venv_python,
         import_from=reward.import_from,
+        weights="" if path == SCORER else reward.model_path,
         budget=reward.batch_tokens,
         batch_timeout=reward.batch_timeout,
         load_timeout=reward.load_timeout,
