@@ -124,13 +124,14 @@ class BaseRewardModel(ABC):
 
     `required_fields` must be there for every sample; other media that `__call__` names are given where they are. With
     `text_prompts` a sample whose prompt is messages fails. `options` are the names of the extra settings that the
-    class takes; None accepts any.
+    class takes; None accepts any. One that is not `deterministic` is asked again where another's result would be kept.
     """
 
     required_fields: tuple[str, ...] = ("prompt", "image")
     use_tensor_inputs: bool = False
     text_prompts: ClassVar[bool] = False
     options: ClassVar[tuple[str, ...] | None] = None
+    deterministic: bool = True
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
         self.config = config
