@@ -307,6 +307,28 @@ async def test_cancel_ends_what_waits_once_nobody_wants_it(backends):
 
 
 @in_loop
+async def test_results_that_somebody_still_wants_are_counted_where_they_go_with_the_process(backends):
+    async with backends() as backend:
+        counts = []
+        for number in (1, 0):
+            first = await backend.put(job(str(number)))
+            counts.append(await backend.unfetched())
+            if number:
+                [taken] = await backend.take("length", 1000)
+                await backend.finish(taken, [{"score": 1.0}], 0.1, "r1")
+                counts.append(await backend.unfetched())
+                await backend.wait(first, 600)
+            else:
+                await backend.cancel(first)
+            counts.append(await backend.unfetched())
+        await backend.put(job("2"))
+        [taken] = await backend.take("length", 1000)
+        await backend.cancel(taken.id)  # its client has gone, and it runs on
+        counts.append(await backend.unfetched())
+    assert counts == ([0] * 6 if backend.lasting else [1, 1, 0, 1, 0, 0])
+
+
+@in_loop
 async def test_a_taking_that_nobody_waits_for_loses_nothing(backends):
     async with backends() as backend:
         taking = asyncio.create_task(backend.take("length", 1000))

@@ -106,6 +106,10 @@ class Backend(Protocol):
         """Whether it was still waiting and will not be begun."""
         ...
 
+    async def unfetched(self) -> int:
+        """Return how many jobs have a request that has not got their result yet, which ends with this process."""
+        ...
+
     async def depth(self, reward: str) -> tuple[int, int]:
         """Jobs that wait for a reward, and their bytes."""
         ...

@@ -23,7 +23,7 @@ class _Entry:
     job: Job
     status: Status
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: int = 1  # requests that share it
+    asked: int = 1  # requests that share it, and have neither its result nor left
 
 
 class MemoryBackend:
@@ -128,19 +128,25 @@ class MemoryBackend:
             return None
         with move_on_after(timeout):
             await entry.over.wait()
+        if entry.status.over:
+            entry.asked = max(entry.asked - 1, 0)
         return entry.status
 
     async def cancel(self, job_id: str) -> bool:
         entry = self._entries.get(job_id)
-        if entry is None or entry.status.state is not State.queued:
+        if entry is None or entry.status.over:
             return False
-        entry.asked -= 1
-        if entry.asked:
-            return False  # others wait for the same
+        entry.asked = max(entry.asked - 1, 0)
+        if entry.asked or entry.status.state is not State.queued:
+            return False  # others wait for the same, or it has begun
         self._items -= len(entry.job.items)
         self._bytes -= entry.job.size
         self._end(entry.job, Status(State.cancelled, error=CANCELLED))
         return True
+
+    async def unfetched(self) -> int:
+        self._forget()
+        return sum(entry.asked > 0 for entry in self._entries.values())
 
     async def depth(self, reward: str) -> tuple[int, int]:
         # Of those that wait, not of the many results that are kept; one that was given back may stand there twice.

@@ -118,6 +118,9 @@ class RedisBackend:
     async def cancel(self, job_id: str) -> bool:
         return bool(await self._link.run("cancel", job_id, CANCELLED, self._ttl, patience=PATIENCE_S))
 
+    async def unfetched(self) -> int:
+        return 0  # what is in Redis, another process hands out
+
     async def depth(self, reward: str) -> tuple[int, int]:
         jobs, size = await self._fields("waiting", f"jobs:{reward}", f"bytes:{reward}")
         return int(jobs or 0), int(size or 0)

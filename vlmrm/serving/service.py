@@ -168,16 +168,19 @@ class Service:
         """Its status once it is over, or as it is after `timeout` seconds; None for a job that is not known."""
         return await self.backend.wait(job_id, timeout)
 
-    async def drain(self, timeout: float) -> None:
-        """Refuses new jobs and waits until those accepted are over, `timeout` seconds at most.
+    async def drain(self, timeout: float, *, fetched: bool = False) -> None:
+        """Refuse new jobs and wait until those accepted are over, `timeout` seconds at most.
 
         Others finish what waits in a queue that they share: then only what is begun here is waited for.
+
+        Args:
+            fetched: whether to wait, too, until requests have got the results that end with this process.
         """
         self.draining = True
         for replica in (one for some in self.replicas.values() for one in some):
             replica.closing = self.backend.lasting
         end = time.monotonic() + timeout
-        while time.monotonic() < end and await self._busy():
+        while time.monotonic() < end and (await self._busy() or (fetched and await self.backend.unfetched())):
             await asyncio.sleep(0.05)
 
     async def _busy(self) -> bool:
