@@ -50,6 +50,32 @@ def wait_at(prompt):
             time.sleep(0.01)
 
 
+class Weights:
+    """Scores the number that its weights are."""
+
+    def __init__(self, model_path):
+        with open(model_path + "/model.safetensors") as file:
+            self.number = float(file.read())
+
+    def __call__(self, items):
+        return [{"score": self.number} for _ in items]
+
+
+class Settings(Length):
+    """`Length`, which takes the settings of a model."""
+
+    def __init__(self, dtype="", device="", **options):
+        super().__init__(**options)
+
+
+class Dice(Length):
+    """`Length`, which says that it would answer otherwise another time."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.info["deterministic"] = False
+
+
 class Broken:
     """Cannot be loaded; `prompt` may have it wait before it says so."""
 

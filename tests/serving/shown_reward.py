@@ -3,6 +3,15 @@
 from vlmrm.rewards import PointwiseRewardModel, RewardModelOutput
 
 
+class Answered(PointwiseRewardModel):
+    """The length of a response, which each sample needs."""
+
+    required_fields = ("prompt", "response")
+
+    def __call__(self, prompt, response):
+        return RewardModelOutput([float(len(one)) for one in response])
+
+
 class Shown(PointwiseRewardModel):
     """Ten times the red of the first pixel of a sample's last picture, plus its frames a second."""
 

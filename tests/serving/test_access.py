@@ -7,12 +7,16 @@ import base64
 import json
 import logging
 import re
+import socket
 
+import httpx2 as httpx
 import pytest
-from services import fake, in_loop, rewards, running
+from services import fake, in_loop, rewards, running, served, settings_of
 
+from vlmrm.serving.app import create_app
 from vlmrm.serving.refusals import InvalidRequest
 from vlmrm.serving.request_log import LineFormatter
+from vlmrm.serving.service import Service
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.strict_json import strict_json
 from vlmrm.serving.worker.discretion import discreet, secrets_in, without_paths
@@ -53,6 +57,45 @@ async def test_a_token_guards_everything_but_the_probes():
             assert (await rewards(client, "aaa")).status_code == 401
 
 
+def routes() -> list[tuple[str, str]]:
+    """The method and an address of every route that there is."""
+    app = create_app(Service(settings_of(fake("one")), workers=False))
+    paths = app.openapi()["paths"]
+    listed = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    hidden = {("GET", path) for path in ("/", "/docs", "/openapi.json")}
+    return sorted((method, path.replace("{reward}", "one")) for method, path in listed | hidden if path not in OPEN)
+
+
+@pytest.mark.parametrize("tokens", [{"token": SECRET}, {"reward": "first"}, {"token": SECRET, "reward": "first"}])
+@pytest.mark.parametrize(("method", "path"), routes())
+def test_a_body_is_not_read_before_its_token(method, path, tokens):
+    settings = settings_of(fake("one", token=tokens.get("reward", "")), token=tokens.get("token", ""))
+    app = create_app(Service(settings, workers=False))
+
+    async def unread():
+        raise AssertionError("the body was read")
+        yield b""
+
+    @in_loop
+    async def ask():
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for given in ({}, bearer("wrong"), basic("any", "wrong")):
+                answer = await client.request(method, path, headers=given, content=unread())
+                assert answer.status_code == 401 and "Basic" in answer.headers["www-authenticate"]
+                assert answer.json()["error"]["message"].startswith("a token is needed")
+
+    ask()
+
+
+def test_a_body_that_does_not_come_is_not_waited_for_without_a_token():
+    with served(token=SECRET, limits={"body_timeout": 5}) as url:
+        address = httpx.URL(url)
+        with socket.create_connection((address.host, address.port or 80), timeout=60) as client:
+            client.sendall(b"POST /v1/rewards HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000000\r\n\r\n")
+            assert client.makefile("rb").readline().split()[1] == b"401"
+
+
 @in_loop
 async def test_a_reward_s_own_token_opens_that_reward_alone():
     async with running(fake("one", token="first"), fake("two"), token=SECRET) as (_, client):
@@ -74,6 +117,27 @@ async def test_without_a_token_only_the_machine_s_own_names_are_answered():
             assert (await client.get("/v1/models", headers={"Host": host})).status_code == 200, host
     async with running(token=SECRET) as (_, client):
         assert (await client.get("/health", headers={"Host": "rewards.internal"})).status_code == 200
+
+
+@in_loop
+async def test_probes_may_ask_for_the_head_alone():
+    async with running() as (service, client):
+        while not service.ready("length"):
+            await asyncio.sleep(0.01)
+        for path in OPEN:
+            answer = await client.head(path)
+            assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json"), path
+
+
+def test_a_probe_of_http_1_0_is_answered():
+    with served() as url:
+        address = httpx.URL(url)
+        with socket.create_connection((address.host, address.port or 80), timeout=300) as probe:
+            probe.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert probe.makefile("rb").readline().split()[1] == b"200"
+        with socket.create_connection((address.host, address.port or 80), timeout=300) as nameless:
+            nameless.sendall(b"GET /health HTTP/1.0\r\nHost: evil.test\r\n\r\n")
+            assert nameless.makefile("rb").readline().split()[1] == b"421"
 
 
 @in_loop

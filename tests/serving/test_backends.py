@@ -70,7 +70,7 @@ def backends(server) -> Backends:
 
 
 def job(prompt: str = "a", reward: str = "length", **settings: Any) -> Job:
-    return Job(reward, [{"prompt": prompt}], **settings)
+    return Job(reward, [{"prompt": prompt}], **{"revisions": ["r1"], **settings})
 
 
 def prompts(jobs: list[Job]) -> list[str]:
@@ -92,9 +92,9 @@ async def test_a_job_goes_from_queued_over_running_to_done(backends):
         for name in ("id", "reward", "items", "cost", "priority", "attempts", "size", "key"):
             assert getattr(taken, name) == getattr(given, name), name
         assert (await backend.status(given.id)).state is State.running
-        await backend.finish(taken, [{"score": 1.5, "extra": {"why": "ü"}}, {"error": "no"}], 0.25)
+        await backend.finish(taken, [{"score": 1.5, "extra": {"why": "ü"}}, {"error": "no"}], 0.25, "r1")
         status = await backend.status(given.id)
-        assert (status.state, status.seconds) == (State.done, 0.25)
+        assert (status.state, status.seconds, status.revision) == (State.done, 0.25, "r1")
         assert status.outcomes == [{"score": 1.5, "extra": {"why": "ü"}}, {"error": "no"}]
         assert await backend.status(given.id) == status  # as often as one likes
 
@@ -107,7 +107,7 @@ async def test_an_equal_job_shares_the_result_unless_it_failed(backends):
         assert await backend.put(job("a", reward="other")) != first
         [taken] = await backend.take("length", 1000)
         assert await backend.put(job("a")) == first
-        await backend.finish(taken, [{"score": 1.0}], 0.1)
+        await backend.finish(taken, [{"score": 1.0}], 0.1, "r1")
         assert await backend.put(job("a")) == first
 
         failed = await backend.put(job("b"))
@@ -115,6 +115,38 @@ async def test_an_equal_job_shares_the_result_unless_it_failed(backends):
         status = await backend.status(failed)
         assert (status.state, status.error) == (State.failed, "it broke")
         assert await backend.put(job("b")) != failed
+
+
+@in_loop
+async def test_a_result_is_shared_with_those_who_ask_for_its_revision_alone(backends):
+    async with backends() as backend:
+        first = await backend.put(job("a"))
+        await backend.finish((await backend.take("length", 1000))[0], [{"score": 1.0}], 0.1, "r1")
+        assert await backend.put(job("a", revisions=["r0", "r1"])) == first
+        second = await backend.put(job("a", revisions=["r2"]))
+        assert second != first
+        assert await backend.put(job("a", revisions=[])) == second  # whoever computes it now
+        await backend.finish((await backend.take("length", 1000))[0], [{"score": 2.0}], 0.1, "r2")
+        assert await backend.put(job("a", revisions=["r2"])) == second
+        statuses = [await backend.status(job_id) for job_id in (first, second)]
+        assert [(one.revision, one.outcomes) for one in statuses] == [
+            ("r1", [{"score": 1.0}]),
+            ("r2", [{"score": 2.0}]),
+        ]
+        third = await backend.put(job("a", revisions=[]))  # of which nobody knows who would compute it
+        assert third not in (first, second)
+
+
+@in_loop
+async def test_a_result_with_an_error_is_told_to_those_who_asked_and_to_nobody_later(backends):
+    async with backends() as backend:
+        first = await backend.put(Job("length", [{"prompt": "a"}, {"prompt": "b"}], revisions=["r1"]))
+        assert await backend.put(Job("length", [{"prompt": "a"}, {"prompt": "b"}], revisions=["r1"])) == first
+        outcomes = [{"score": 1.0}, {"error": "the judge is busy"}]
+        await backend.finish((await backend.take("length", 1000))[0], outcomes, 0.1, "r1")
+        assert await backend.put(Job("length", [{"prompt": "a"}, {"prompt": "b"}], revisions=["r1"])) != first
+        assert (await backend.wait(first, 600)).outcomes == outcomes  # as often as one likes
+        assert (await backend.status(first)).outcomes == outcomes
 
 
 @in_loop
@@ -223,7 +255,7 @@ async def test_status_forgets_after_the_time_to_live(backends, elapse):
         [taken] = await backend.take("length", 1000)
         elapse(601)
         assert (await backend.status(first)).state is State.running  # it is not over
-        await backend.finish(taken, [{"score": 1.0}], 0.1)
+        await backend.finish(taken, [{"score": 1.0}], 0.1, "r1")
         assert (await backend.status(first)).state is State.done
         elapse(601)
         assert await backend.status(first) is None
@@ -235,7 +267,7 @@ async def test_a_result_is_kept_for_whoever_asked_for_it_last(backends, elapse):
     async with backends(result_ttl=600) as backend:
         first = await backend.put(job("a"))
         [taken] = await backend.take("length", 1000)
-        await backend.finish(taken, [{"score": 1.0}], 0.1)
+        await backend.finish(taken, [{"score": 1.0}], 0.1, "r1")
         elapse(400)
         assert await backend.put(job("a")) == first
         elapse(400)
@@ -251,7 +283,7 @@ async def test_wait_ends_with_the_job_or_the_time(backends):
         waiting = [asyncio.create_task(backend.wait(first, 600)) for _ in range(2)]
         [taken] = await backend.take("length", 1000)
         assert await is_waiting(waiting[0])
-        await backend.finish(taken, [{"score": 1.0}], 0.1)
+        await backend.finish(taken, [{"score": 1.0}], 0.1, "r1")
         assert [status.outcomes for status in await asyncio.gather(*waiting)] == [[{"score": 1.0}]] * 2
         assert (await backend.wait(first, 600)).state is State.done
 
@@ -272,6 +304,28 @@ async def test_cancel_ends_what_waits_once_nobody_wants_it(backends):
         assert not await backend.cancel(running.id)
         assert not await backend.cancel("never")
         assert (await backend.status(running.id)).state is State.running
+
+
+@in_loop
+async def test_results_that_somebody_still_wants_are_counted_where_they_go_with_the_process(backends):
+    async with backends() as backend:
+        counts = []
+        for number in (1, 0):
+            first = await backend.put(job(str(number)))
+            counts.append(await backend.unfetched())
+            if number:
+                [taken] = await backend.take("length", 1000)
+                await backend.finish(taken, [{"score": 1.0}], 0.1, "r1")
+                counts.append(await backend.unfetched())
+                await backend.wait(first, 600)
+            else:
+                await backend.cancel(first)
+            counts.append(await backend.unfetched())
+        await backend.put(job("2"))
+        [taken] = await backend.take("length", 1000)
+        await backend.cancel(taken.id)  # its client has gone, and it runs on
+        counts.append(await backend.unfetched())
+    assert counts == ([0] * 6 if backend.lasting else [1, 1, 0, 1, 0, 0])
 
 
 @in_loop
@@ -317,7 +371,7 @@ async def test_the_memory_of_a_process_keeps_the_newest_results_and_records():
     backend = MemoryBackend(Limits(max_results=2))
     ids = [await backend.put(job("x" * number)) for number in range(3)]
     for one in await backend.take("length", 1000):
-        await backend.finish(one, [{"score": 1.0}], 0.1)
+        await backend.finish(one, [{"score": 1.0}], 0.1, "r1")
     assert [await backend.status(job_id) is None for job_id in ids] == [True, False, False]
     for name in "abc":
         await backend.keep(name, {}, 60)

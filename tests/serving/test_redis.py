@@ -56,7 +56,7 @@ async def test_processes_share_jobs_results_and_wakeups(redis_server):
         assert await host.put(job("a")) == first
         waiting = asyncio.create_task(api.wait(first, 60))
         [taken] = await taking
-        await host.finish(taken, [{"score": 2.0}], 0.1)
+        await host.finish(taken, [{"score": 2.0}], 0.1, "r1")
         assert (await waiting).outcomes == [{"score": 2.0}]
 
 
@@ -107,8 +107,8 @@ async def test_what_a_silent_process_had_is_queued_for_others(redis_server):
         await lost.give_back([held], None)
         await lost.fail(held, "it broke")
         assert (await other.status(job_id)).state is State.running
-        await lost.finish(held, [{"score": 1.0}], 0.1)
-        await other.finish(again, [{"score": 1.0}], 0.1)
+        await lost.finish(held, [{"score": 1.0}], 0.1, "r1")
+        await other.finish(again, [{"score": 1.0}], 0.1, "r1")
         assert (await other.status(job_id)).outcomes == [{"score": 1.0}]
         assert await other.depth("length") == (0, 0)
 
@@ -149,7 +149,7 @@ async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
         await queue.give_back([taken], "the worker died")
         [taken] = await queue.take("length", 1000)
         assert taken.attempts == 1
-        await queue.finish(taken, [{"score": 1.0}], 0.1)
+        await queue.finish(taken, [{"score": 1.0}], 0.1, "r1")
         assert (await queue.status(first)).outcomes == [{"score": 1.0}]
         assert {"put", "take", "give_back", "finish"} <= set(lost)
 
@@ -163,7 +163,7 @@ async def test_nothing_is_left_behind(redis_server):
         taken = await queue.take("length", 1000)
         await queue.give_back(taken[:1], "the worker died")
         for one in [*taken[1:4], *await queue.take("length", 1000)]:
-            await queue.finish(one, [{"score": 1.0}], 0.1)
+            await queue.finish(one, [{"score": 1.0}], 0.1, "r1")
         await queue.fail(taken[4], "it broke")
     counts = {"waiting", "pace", "taken"}  # and what ends by itself
     while {key.decode().split(":")[1] for key in redis_server.client().keys(f"{settings['redis_prefix']}:*")} - counts:
@@ -181,7 +181,7 @@ async def test_a_full_redis_refuses_jobs_and_finishes_those_it_has(start_redis, 
             await queue.put(job("another"))
         for _ in jobs:
             [taken] = await queue.take("length", 1)
-            await queue.finish(taken, [{"score": 1.0}], 0.1)
+            await queue.finish(taken, [{"score": 1.0}], 0.1, "r1")
         assert all([(await queue.status(one)).state is State.done for one in jobs])
 
 
@@ -235,7 +235,7 @@ async def test_tls_trusts_only_who_proves_who_it_is(tmp_path, start_redis, monke
 @in_loop
 async def test_an_api_process_knows_from_others_what_is_served(redis_server):
     shared = redis_server.settings
-    both = [fake("one", options={"info": {"revision": "r1"}}), fake("two")]
+    both = [fake("one", options={"info": {"by": "one"}}), fake("two")]
     async with running(*both, workers=False, **shared, limits=ATTENTIVE) as (api, client):
         ready = await client.get("/ready")
         assert ready.status_code == 503 and ready.json()["rewards"]["one"]["workers"] == 0
@@ -245,10 +245,49 @@ async def test_an_api_process_knows_from_others_what_is_served(redis_server):
             ready = (await client.get("/ready")).json()
             assert (ready["ready"], ready["queue"]) == (False, "ok")
             assert [ready["rewards"][name]["ready"] for name in ("one", "two")] == [1, 0]
-            assert (await client.get("/v1/models")).json()["data"][0]["revision"] == "r1"
-            assert (await rewards(client, "aaa", model="one")).json()["data"][0]["score"] == 3
+            [known, _] = (await client.get("/v1/models")).json()["data"]
+            answer = (await rewards(client, "aaa", model="one")).json()
+            assert (answer["data"][0]["score"], answer["revision"]) == (3, known["revision"])
+            assert known["by"] == "one"
         while api.ready("one"):  # it has said that it leaves
             await asyncio.sleep(0.01)
+
+
+@in_loop
+async def test_results_of_other_weights_are_not_served_under_the_name_of_a_reward(redis_server, tmp_path):
+    shared, weights = redis_server.settings, tmp_path / "model.safetensors"
+    model = fake("model", "fake_reward.Weights", model_path=str(tmp_path))
+    answers = []
+    async with running(model, workers=False, **shared, limits=ATTENTIVE) as (api, client):
+        for number in (1, 2, 1):
+            weights.write_text(str(number))
+            async with running(model, **shared, limits=TALKATIVE):
+                while not api.ready("model"):
+                    await asyncio.sleep(0.01)
+                for _ in range(2):
+                    answers.append((await rewards(client, "aaa")).json())
+            while api.ready("model"):
+                await asyncio.sleep(0.01)
+    assert [one["data"][0]["score"] for one in answers] == [1, 1, 2, 2, 1, 1]
+    revisions = [one["revision"] for one in answers]
+    assert revisions[:2] == revisions[4:] and revisions[2] == revisions[3] != revisions[0]
+    assert answers[0]["id"] == answers[1]["id"]  # the same weights are not asked twice
+
+
+@in_loop
+async def test_metrics_tell_what_is_known_here_while_redis_is_away(start_redis):
+    server = start_redis()
+    async with running(**server.settings) as (_, client):
+        await rewards(client, "aaa")
+        there = (await client.get("/metrics")).text
+        server.end()
+        away = await client.get("/metrics")
+    assert 'vlmrm_queue_jobs{reward="length"} 0.0' in there
+    assert away.status_code == 200
+    assert (
+        'vlmrm_score_count{reward="length"} 1.0' in away.text and 'vlmrm_workers_ready{reward="length"}' in away.text
+    )
+    assert "vlmrm_queue_jobs{" not in away.text  # nor a figure of earlier
 
 
 @in_loop

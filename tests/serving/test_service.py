@@ -108,6 +108,57 @@ async def test_an_error_in_a_batch_is_told_to_the_one_that_caused_it(tmp_path):
 
 
 @in_loop
+async def test_a_result_is_not_served_once_a_worker_has_loaded_other_weights(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_text("1")
+    async with running(fake("model", "fake_reward.Weights", model_path=str(tmp_path))) as (service, client):
+        [replica] = service.replicas["model"]
+
+        async def ask():
+            answer = (await rewards(client, "aaa")).json()
+            return answer["data"][0]["score"], answer["revision"]
+
+        first = await ask()
+        assert await ask() == first
+        weights.write_text("2")
+        os.kill(replica.process_id, signal.SIGKILL)
+        while replica.ready:
+            await asyncio.sleep(0.01)
+        second = await ask()
+        assert (first[0], second[0]) == (1, 2) and None not in (first[1], second[1]) and first[1] != second[1]
+        [known] = (await client.get("/v1/models")).json()["data"]
+        assert known["revision"] == second[1]
+
+
+@in_loop
+async def test_the_settings_of_a_reward_are_part_of_its_revision(tmp_path):
+    (tmp_path / "model.safetensors").write_text("1")
+    said = []
+    for given in ({}, {}, {"devices": ["cpu"]}, {"dtype": "float32"}, {"options": {"info": {"by": "me"}}}):
+        async with running(fake(**given, engine="fake_reward.Settings")) as (_, client):
+            said.append((await rewards(client, "a")).json()["revision"])
+    assert said[0] is not None and said[0] == said[1] == said[2]
+    assert len(set(said)) == 3
+
+
+@in_loop
+async def test_an_error_of_an_item_is_not_kept_for_those_who_ask_again(tmp_path):
+    async with running() as (_, client):
+        [busy] = (await rewards(client, f"refuse once {tmp_path / 'asked'}")).json()["data"]
+        [again] = (await rewards(client, f"refuse once {tmp_path / 'asked'}")).json()["data"]
+    assert (busy["error"], again["error"], again["score"]) == ("it is refused", None, 1)
+
+
+@in_loop
+async def test_a_reward_that_is_not_deterministic_is_asked_every_time(tmp_path):
+    log = tmp_path / "batches"
+    async with running(fake(engine="fake_reward.Dice", options={"log": str(log)})) as (_, client):
+        for _ in range(2):
+            await rewards(client, "a")
+    assert log.read_text().splitlines() == ["a", "a"]
+
+
+@in_loop
 async def test_a_worker_that_dies_while_idle_is_replaced():
     async with running() as (service, client):
         await rewards(client, "a")
@@ -176,8 +227,8 @@ async def test_those_that_wait_for_room_get_it_in_the_order_in_which_they_came(m
         serving, ended = Serving(service), []
 
         async def score(size):
-            _, [outcome] = await serving.score("length", [{"prompt": "x" * size}], patience=60)
-            assert outcome["score"] == size
+            scored = await serving.score("length", [{"prompt": "x" * size}], patience=60)
+            assert scored.outcomes == [{"score": size}]
             ended.append(size)
 
         await asyncio.gather(*map(score, range(1, 9)))
@@ -261,10 +312,11 @@ async def test_what_was_accepted_is_finished_when_the_service_stops(tmp_path):
 
 @in_loop
 async def test_rewards_have_their_own_workers_and_environments():
-    rewards_ = [fake("one", replicas=2), fake("two", options={"info": {"revision": "r2"}})]
+    rewards_ = [fake("one", replicas=2), fake("two", options={"info": {"by": "two"}})]
     async with running(*rewards_) as (service, client):
         first, second = await asyncio.gather(rewards(client, "a", model="one"), rewards(client, "bb", model="two"))
-        assert (first.json()["model"], second.json()["revision"]) == ("one", "r2")
+        assert [answer.json()["model"] for answer in (first, second)] == ["one", "two"]
+        assert first.json()["revision"] != second.json()["revision"]
         unknown = await rewards(client, "a", model="three")
         assert unknown.status_code == 404
         assert unknown.json()["error"]["message"] == "there is no reward three: choose from one, two."

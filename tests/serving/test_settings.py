@@ -40,6 +40,13 @@ def written(tmp_path):
         (f"host = '0.0.0.0'\n{REWARD}", "without a token: set VLMRM_TOKEN."),
         (f"{REWARD}dtype = 'half'", "reward_args.0: dtype is 'half': choose from auto, bfloat16"),
         (f"{REWARD}[decode_args]\nmodel_path = 'x'\ndtype = 'half'", "decode_args: dtype is 'half': choose from bf"),
+        (f"token = 'secret€'\n{REWARD}", "token: no header carries it"),
+        (f"token = 'secret '\n{REWARD}", "token: no header carries it"),
+        (f"{REWARD}token = ' secret'", "reward_args.0.token: no header carries it"),
+        (f'{REWARD}token = "secret\\u0007"', "reward_args.0.token: no header carries it"),
+        *((f"{REWARD}[limits]\n{name} = -1", f"limits.{name}: ") for name in Limits.model_fields),
+        (f"{REWARD}[limits]\nresult_ttl = inf", "limits.result_ttl: "),
+        (f"redis_port = -1\n{REWARD}", "redis_port: "),
     ],
 )
 def test_a_mistake_is_named_and_no_value_told(written, content, said):
@@ -48,6 +55,11 @@ def test_a_mistake_is_named_and_no_value_told(written, content, said):
         load_settings(path, {})
     assert str(error.value).startswith(f"{path}: ") and said in str(error.value)
     assert "secret" not in str(error.value)
+
+
+def test_a_token_of_the_environment_is_judged_like_one_of_the_file(written):
+    with pytest.raises(ConfigError, match="token: no header carries it"):
+        load_settings(written(REWARD), {"VLMRM_TOKEN": "secret\n"})
 
 
 def test_what_is_given_beats_the_file_before_it_is_judged(written, tmp_path):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from services import Gate, fake, in_loop, queued, rewards, running
+from services import HERE, Gate, fake, in_loop, queued, rewards, running
 
 from vlmrm.errors import RowError
 from vlmrm.rewards.built_in.vlm_reward import Wording
+from vlmrm.serving.engines import RewardEngine
 from vlmrm.serving.translation import conversation_of, sample_of
 
 RED, BLUE = {"bytes": b"red"}, {"bytes": b"blue"}
@@ -82,3 +83,25 @@ async def test_a_score_that_is_no_number_is_an_error_of_its_item():
     async with running(fake("nan", "fake_reward.NotANumber")) as (_, client):
         answer = (await rewards(client, "a")).json()
     assert (answer["data"][0]["score"], answer["data"][0]["error"]) == (None, "its score is nan")
+
+
+@in_loop
+async def test_an_item_without_what_its_reward_needs_costs_no_other():
+    answered = {"reward_type": "shown_reward.Answered", "name": "answered", "import_from": [HERE], "device": "cpu"}
+    items = [{"prompt": "a", "response": "bb"}, {"prompt": "a"}, {"prompt": "a", "response": ""}]
+    async with running(answered) as (_, client):
+        native = await client.post("/v1/rewards", json={"items": items})
+        whole = await client.post("/compute", json={"prompt": ["a", "b"]})
+    wrong = "it has no response, which this reward needs"
+    assert native.status_code == 200, native.text
+    assert [(one["score"], one["error"]) for one in native.json()["data"]] == [(2, None), (None, wrong), (0, None)]
+    assert whole.status_code == 200 and whole.json() == {"error": f"item 0: {wrong}"}
+
+
+@pytest.mark.parametrize(("temperature", "deterministic"), [(0.0, True), (0.5, False)])
+def test_a_judge_is_deterministic_where_it_does_not_sample(temperature, deterministic):
+    judge = RewardEngine(
+        **{"name": "judge", "reward_model": "vllm_evaluate", "vlm_model": "m", "temperature": temperature},
+        **{"api_base_url": "http://127.0.0.1:9/v1", "device": "cpu"},
+    )
+    assert judge.info["deterministic"] is deterministic

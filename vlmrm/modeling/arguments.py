@@ -99,6 +99,10 @@ class ModelArguments(ComputeArguments):
                 "vision_cache_dir: what a trained vision tower or merger makes of images changes with every step: "
                 "set freeze_vit: true without freeze_merger: false, or remove vision_cache_dir."
             )
+        if self.use_peft and self.freeze_merger is False:
+            raise ConfigError(
+                "freeze_merger: false trains nothing under use_peft: true, which adds adapters: remove it."
+            )
         if self.load_in_4bit and not self.use_peft:
             raise ConfigError("load_in_4bit trains nothing by itself: set use_peft: true as well.")
         if self.lora_r < 1 or self.lora_alpha < 1:

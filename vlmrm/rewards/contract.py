@@ -121,7 +121,8 @@ class BaseRewardModel(ABC):
     `required_fields` must be there for every sample, but one of `image` and `video` is enough where both are required
     and `__call__` has None as their default; other media that `__call__` names are given where they are. With
     `text_prompts` a sample whose prompt is messages fails, without `message_responses` one whose `response` shows an
-    image or video. `options` are the names of the extra settings that the class takes; None accepts any.
+    image or video. `options` are the names of the extra settings that the class takes; None accepts any. One that is
+    not `deterministic` is asked again where another's result would be kept.
     """
 
     required_fields: tuple[str, ...] = ("prompt", "image")
@@ -129,6 +130,7 @@ class BaseRewardModel(ABC):
     text_prompts: ClassVar[bool] = False
     message_responses: ClassVar[bool] = False
     options: ClassVar[tuple[str, ...] | None] = None
+    deterministic: bool = True
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
         self.config = config

@@ -37,4 +37,9 @@ def opens(given: str, tokens: Sequence[SecretStr]) -> bool:
 def check(given: str, tokens: Sequence[SecretStr]) -> None:
     """Raises Unauthorized unless `given` opens what `tokens` guard."""
     if not opens(given, tokens):
-        raise Unauthorized("a token is needed: send it as Authorization: Bearer TOKEN.")
+        raise unauthorized()
+
+
+def unauthorized() -> Unauthorized:
+    """Return the refusal of a request without a token, or with a wrong one."""
+    return Unauthorized("a token is needed: send it as Authorization: Bearer TOKEN.")

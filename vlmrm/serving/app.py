@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 
 from anyio import move_on_after
 from fastapi import FastAPI, Request
@@ -27,6 +28,15 @@ from vlmrm.serving.turns import Turns
 
 ROOM_S = 0.02  # between two looks whether there is room
 DRAIN_S = 30.0  # for what is accepted when the service is told to stop
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The outcomes of items, in order, the id of their job, and which revision of the reward they are of."""
+
+    job_id: str
+    outcomes: list[Outcome]
+    revision: str | None
 
 
 class Serving:
@@ -86,8 +96,8 @@ class Serving:
         priority: int = 0,
         timeout: float = 600.0,
         patience: float = 0.0,
-    ) -> tuple[str, list[Outcome]]:
-        """The outcomes of the items, in order, and the id of their job.
+    ) -> Scored:
+        """Return what came of the items.
 
         Args:
             patience: seconds to wait for room in a full queue, for clients that do not come again later.
@@ -101,11 +111,12 @@ class Serving:
         found = await asyncio.gather(*(self._fetched(item) for item in items))
         await self.turns.take()
         whole = [item for item in found if not isinstance(item, RowError)]
-        job_id, outcomes = "", iter(())
+        scored = Scored("", [], self.service.info(reward).get("revision"))
         if whole:
-            job_id, scored = await self._scored(reward, whole, priority, timeout, patience)
-            outcomes = iter(scored)
-        return job_id, [{"error": one.reason} if isinstance(one, RowError) else next(outcomes) for one in found]
+            scored = await self._scored(reward, whole, priority, timeout, patience)
+        outcomes = iter(scored.outcomes)
+        each = [{"error": one.reason} if isinstance(one, RowError) else next(outcomes) for one in found]
+        return replace(scored, outcomes=each)
 
     async def _fetched(self, item: Item) -> Item | RowError:
         try:
@@ -141,7 +152,7 @@ class Serving:
 
     async def _scored(
         self, reward: str, items: Sequence[Item], priority: int, timeout: float, patience: float
-    ) -> tuple[str, list[Outcome]]:
+    ) -> Scored:
         job_id = await self._accepted(reward, items, priority, timeout, patience)
         try:
             status = await self.service.wait(job_id, timeout)
@@ -156,7 +167,7 @@ class Serving:
         if status.state is not State.done or status.outcomes is None:
             self.service.metrics.failed(reward, "job", f"{status.error}")
             raise RewardFailed(f"the reward {reward} could not be computed: {status.error}.")
-        return job_id, status.outcomes
+        return Scored(job_id, status.outcomes, status.revision)
 
 
 def serving(request: Request) -> Serving:

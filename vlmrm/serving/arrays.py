@@ -26,6 +26,8 @@ def array_of(data: bytes) -> np.ndarray:
     try:
         read_header = READERS[np.lib.format.read_magic(file)]
         shape, by_columns, kind = read_header(file, max_header_size=HEADER_CHARACTERS)
+        if any(type(side) is not int for side in shape):  # to numpy, True is one
+            raise ValueError(f"a shape of {shape}")
     except (KeyError, ValueError, SyntaxError, TypeError, RecursionError, MemoryError, TokenError) as error:
         raise MediaError("an array is not a .npy file of version 1 or 2: save it by numpy.save") from error
     if kind.kind not in "biuf" or min(shape, default=0) < 0:

@@ -61,7 +61,8 @@ class Backend(Protocol):
     async def put(self, job: Job) -> str:
         """Accepts a job and returns its id; that of an equal one that is there already, whose result it shares.
 
-        The later of their deadlines counts; one that failed or was cancelled is not shared.
+        The later of their deadlines counts. One that is over is shared if it is done without an error, which may pass,
+        and its result is of one of the job's `revisions`.
 
         Raises:
             Overloaded: when the queue has no room for it.
@@ -77,8 +78,8 @@ class Backend(Protocol):
         """
         ...
 
-    async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float) -> None:
-        """The result of a job that was taken."""
+    async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
+        """The result of a job that was taken, computed by this revision of its reward."""
         ...
 
     async def fail(self, job: Job, error: str) -> None:
@@ -103,6 +104,10 @@ class Backend(Protocol):
 
     async def cancel(self, job_id: str) -> bool:
         """Whether it was still waiting and will not be begun."""
+        ...
+
+    async def unfetched(self) -> int:
+        """Return how many jobs have a request that has not got their result yet, which ends with this process."""
         ...
 
     async def depth(self, reward: str) -> tuple[int, int]:

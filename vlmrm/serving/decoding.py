@@ -39,6 +39,7 @@ class Decoder:
             WAN,
             options,
             python=settings.venv_python,
+            weights=settings.model_path,
             budget=1,
             batch_timeout=settings.timeout,
             silence=silence,
@@ -73,7 +74,7 @@ class Decoder:
 
     async def _video(self, item: Item) -> Outcome:
         job = Job(NAME, [item])
-        key = job.key
+        key = f"{self.replica.revision} {job.key}"
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]

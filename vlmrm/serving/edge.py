@@ -1,4 +1,4 @@
-"""Around every request: its id, its bounds in bytes and time, its log line, and an answer whatever happens."""
+"""Around every request: its id, its token, its bounds in bytes and time, its log line, and an answer in any case."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import time
 import uuid
 
 from anyio import fail_after
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
+from pydantic import SecretStr
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlmrm.serving.refusals import error_answer
+from vlmrm.serving.access import opens, token_of, unauthorized
+from vlmrm.serving.refusals import answer_to, error_answer
 from vlmrm.serving.request_log import REQUEST_ID
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import LOOPBACK
@@ -23,6 +25,7 @@ GIVEN_ID = re.compile(r"[\w.\-]{1,64}", re.ASCII)
 # A name in Host that is none of these, on a service without tokens, is a web page that had its own name resolved to
 # this machine (DNS rebinding). An address cannot be rebound.
 OWN_NAME = re.compile(r"(localhost|[\w\-.]+\.localhost|[\d.]+|\[[\da-fA-F:.]+\])(:\d+)?", re.ASCII)
+OPEN = ("/health", "/ready")
 QUIET = ("/health", "/ready", "/metrics", "/v1/status")  # asked every few seconds by machines
 HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 
@@ -34,9 +37,10 @@ class Edge:
         self.app, self.metrics, self.turns = app, service.metrics, turns
         self.limits = service.settings.limits
         self.host = service.settings.host
-        tokens = [one.token.get_secret_value() for one in service.settings.reward_args]
+        rewards = [reward.token for reward in service.settings.reward_args]
         self._posted = 0  # that have no answer yet
-        self.open = not service.settings.token.get_secret_value() and not all(tokens)
+        self.tokens = [service.settings.token, *rewards]
+        self.open = not service.settings.token.get_secret_value() and not all(map(SecretStr.get_secret_value, rewards))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,7 +63,7 @@ class Edge:
         posted = scope["method"] == "POST"
         self._posted += posted
         try:
-            refusal = self._refusal(scope["method"], headers)
+            refusal = self._refusal(scope, headers)
             await (refusal or self.app)(scope, self._bounded(receive), sent)
         except Exception:
             logger.exception("a request broke the service")
@@ -70,7 +74,11 @@ class Edge:
             self._posted -= posted
             self._note(scope, status, time.perf_counter() - started)
 
-    def _refusal(self, method: str, headers: dict[bytes, bytes]) -> ASGIApp | None:
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp | None:
+        method = scope["method"]
+        # Before a byte of the body is read. Which reward a token opens, its route knows.
+        if not self.open and scope["path"] not in OPEN and not opens(token_of(Request(scope)), self.tokens):
+            return answer_to(unauthorized())
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self.limits.max_body_bytes:
             return error_answer(self._too_large(), "TooLarge", 413)
@@ -80,7 +88,8 @@ class Edge:
         if method == "POST" and headers.get(b"sec-fetch-site") == b"cross-site":
             return error_answer("a web page of another site asks: the service answers its own.", "InvalidRequest", 403)
         host = headers.get(b"host", b"").decode("latin-1")
-        if self.open and not (OWN_NAME.fullmatch(host) or host.partition(":")[0] == self.host):
+        nameless = b"host" not in headers and scope.get("http_version") == "1.0"  # which no browser speaks
+        if self.open and not (nameless or OWN_NAME.fullmatch(host) or host.partition(":")[0] == self.host):
             names = ", ".join(LOOPBACK)
             return error_answer(
                 f"a service without a token is asked by one of its machine's own names ({names}): use one, or set "

@@ -38,8 +38,8 @@ class ScorerEngine:
         self.info = {
             "kind": "conversations",
             "model": str(options["model"]),
+            "checkpoint": self.scorer.loaded.digest,
             **{name: known.get(name) for name in ("reward_mean", "reward_std", "max_pixels", "chat_template_sha256")},
-            "revision": (known.get("provenance") or {}).get("git_commit"),
         }
 
     def __call__(self, items: Sequence[Item]) -> list[Outcome]:
@@ -64,14 +64,23 @@ class RewardEngine:
     def __init__(self, **configuration: Any):
         [arguments] = reward_arguments(configuration)
         self.model = Models().reward(arguments).model
-        self.info = {"kind": "samples", "model": arguments.reward_model, "required": list(self.model.required_fields)}
+        self.info = {
+            "kind": "samples",
+            "model": arguments.reward_model,
+            "required": list(self.model.required_fields),
+            "deterministic": self.model.deterministic,
+        }
 
     def __call__(self, items: Sequence[Item]) -> list[Outcome]:
         answer = Answer()
         plain: list[Item] = []
         for number, item in enumerate(items):
             try:
-                plain.append(sample_of(_opened(item)))
+                sample = sample_of(_opened(item))
+                for name in self.model.required_fields:
+                    if sample.get(name) is None:
+                        raise RowError(f"it has no {name}, which this reward needs")
+                plain.append(sample)
             except RowError as error:
                 answer.failures[number] = error.reason
                 plain.append({})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -51,6 +52,7 @@ class Job:
         attempts: times that a worker died or hung with it.
         packed: reward and items as one piece of bytes, of which `size` is the length.
         receipt: which taking of it this is, where a queue must know.
+        revisions: of the reward, as it is served when this is put: a result that is there is taken from these alone.
     """
 
     reward: str
@@ -63,6 +65,7 @@ class Job:
     attempts: int = 0
     packed: bytes = b""
     receipt: str = ""
+    revisions: Sequence[str] = ()
     size: int = field(init=False)
 
     def __post_init__(self):
@@ -71,7 +74,7 @@ class Job:
 
     @cached_property
     def key(self) -> str:
-        """Equal for jobs that have equal results."""
+        """Equal for jobs that have equal results, as long as their reward is of one revision."""
         return hashlib.sha256(self.packed).hexdigest()
 
 
@@ -83,7 +86,13 @@ class Status:
     outcomes: list[Outcome] | None = None
     error: str | None = None
     seconds: float | None = None  # of computing
+    revision: str | None = None  # of the reward that computed it
 
     @property
     def over(self) -> bool:
         return self.state not in (State.queued, State.running)
+
+
+def has_errors(outcomes: Sequence[Outcome]) -> bool:
+    """Whether some item has no score."""
+    return any(outcome.get("error") is not None for outcome in outcomes)

@@ -14,7 +14,7 @@ from typing import Any
 from anyio import move_on_after
 
 from vlmrm.serving.backend import AGAIN, ATTEMPTS, CANCELLED, EXPIRED, full
-from vlmrm.serving.jobs import Job, Outcome, State, Status
+from vlmrm.serving.jobs import Job, Outcome, State, Status, has_errors
 from vlmrm.serving.settings import Limits
 
 
@@ -23,7 +23,7 @@ class _Entry:
     job: Job
     status: Status
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: int = 1  # requests that share it
+    asked: int = 1  # requests that share it, and have neither its result nor left
 
 
 class MemoryBackend:
@@ -53,7 +53,7 @@ class MemoryBackend:
     async def put(self, job: Job) -> str:
         self._forget()
         known = self._by_key.get(job.key)
-        if known is not None and self._entries[known].status.state not in (State.failed, State.cancelled):
+        if known is not None and _is_shared(self._entries[known].status, job):
             self._entries[known].asked += 1
             shared = self._entries[known].job
             if shared.deadline is not None:
@@ -101,9 +101,9 @@ class MemoryBackend:
                 break
         return taken
 
-    async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float) -> None:
+    async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
         self._paces.append((time.monotonic(), len(job.items)))
-        self._end(job, Status(State.done, outcomes=list(outcomes), seconds=seconds))
+        self._end(job, Status(State.done, outcomes=list(outcomes), seconds=seconds, revision=revision))
 
     async def fail(self, job: Job, error: str) -> None:
         self._end(job, Status(State.failed, error=error))
@@ -128,19 +128,25 @@ class MemoryBackend:
             return None
         with move_on_after(timeout):
             await entry.over.wait()
+        if entry.status.over:
+            entry.asked = max(entry.asked - 1, 0)
         return entry.status
 
     async def cancel(self, job_id: str) -> bool:
         entry = self._entries.get(job_id)
-        if entry is None or entry.status.state is not State.queued:
+        if entry is None or entry.status.over:
             return False
-        entry.asked -= 1
-        if entry.asked:
-            return False  # others wait for the same
+        entry.asked = max(entry.asked - 1, 0)
+        if entry.asked or entry.status.state is not State.queued:
+            return False  # others wait for the same, or it has begun
         self._items -= len(entry.job.items)
         self._bytes -= entry.job.size
         self._end(entry.job, Status(State.cancelled, error=CANCELLED))
         return True
+
+    async def unfetched(self) -> int:
+        self._forget()
+        return sum(entry.asked > 0 for entry in self._entries.values())
 
     async def depth(self, reward: str) -> tuple[int, int]:
         # Of those that wait, not of the many results that are kept; one that was given back may stand there twice.
@@ -196,3 +202,10 @@ class MemoryBackend:
         if len(self._paces) < 2:
             return 0.0
         return sum(items for _, items in self._paces) / max(self._paces[-1][0] - self._paces[0][0], 1e-3)
+
+
+def _is_shared(status: Status, job: Job) -> bool:
+    """Whether an equal job can have what comes, or came, of the one with that status."""
+    if not status.over:
+        return True
+    return status.revision in job.revisions and not has_errors(status.outcomes or ())

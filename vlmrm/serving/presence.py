@@ -15,13 +15,17 @@ from vlmrm.serving.worker.discretion import without_paths
 
 @dataclass
 class Standing:
-    """The workers of one reward: how many there are, are ready, and cannot load it; `info` is what one says of it."""
+    """The workers of one reward: how many there are, are ready, and cannot load it; `info` is what one says of it.
+
+    `revisions` are of those that are ready: several while one after the other is replaced.
+    """
 
     workers: int = 0
     ready: int = 0
     failing: int = 0
     errors: list[str] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
+    revisions: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, replicas: Sequence[Replica]) -> Standing:
@@ -30,7 +34,8 @@ class Standing:
             ready=sum(one.ready for one in replicas),
             failing=sum(one.error is not None and not one.ready for one in replicas),
             errors=sorted({without_paths(one.error) for one in replicas if one.error}),
-            info=next((one.info for one in replicas if one.info), {}),
+            info=next(({**one.info, "revision": one.revision} for one in replicas if one.revision), {}),
+            revisions=sorted({one.revision for one in replicas if one.ready}),
         )
 
     @classmethod
@@ -42,6 +47,7 @@ class Standing:
             whole.failing += part.failing
             whole.errors = sorted({*whole.errors, *part.errors})
             whole.info = whole.info or part.info
+            whole.revisions = sorted({*whole.revisions, *part.revisions})
         return whole
 
 

@@ -16,12 +16,14 @@ from vlmrm.serving.refusals import described
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> dict[str, str]:
     """Whether the process answers; without a token."""
     return {"status": "ok"}
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses={503: {"description": "One of them cannot, or the service is stopping."}})
 async def ready(request: Request) -> JSONResponse:
     """Whether every reward can be computed, else 503; without a token. What is wrong is for those who have it.

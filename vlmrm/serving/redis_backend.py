@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from vlmrm.serving.backend import AGAIN, ATTEMPTS, CANCELLED, EXPIRED, QueueAway, full, process_name
-from vlmrm.serving.jobs import Job, Outcome, State, Status
+from vlmrm.serving.jobs import Job, Outcome, State, Status, has_errors
 from vlmrm.serving.redis_link import RedisLink
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.worker.channel import pack, unpack
@@ -73,14 +73,16 @@ class RedisBackend:
     async def put(self, job: Job) -> str:
         left = "" if job.deadline is None else job.deadline - time.time()  # Redis counts by its own clock
         what = (job.id, job.key, job.reward, job.packed, len(job.items), job.cost, job.priority, left)
-        accepted, *answer = await self._link.run("put", *what, *self._room, self._ttl, patience=PATIENCE_S)
+        shared = " ".join(job.revisions)
+        accepted, *answer = await self._link.run("put", *what, *self._room, self._ttl, shared, patience=PATIENCE_S)
         if not accepted:
             items, size, pace = answer
             raise full(items, size, float(pace))
         return answer[0].decode()
 
     async def status(self, job_id: str) -> Status | None:
-        state, outcomes, error, seconds = await self._fields(f"job:{job_id}", "state", "outcomes", "error", "seconds")
+        names = ("state", "outcomes", "error", "seconds", "revision")
+        state, outcomes, error, seconds, revision = await self._fields(f"job:{job_id}", *names)
         if state is None:
             return None
         return Status(
@@ -88,6 +90,7 @@ class RedisBackend:
             None if outcomes is None else unpack(outcomes),
             None if error is None else error.decode(),
             None if seconds is None else float(seconds),
+            None if revision is None else revision.decode(),
         )
 
     async def wait(self, job_id: str, timeout: float) -> Status | None:
@@ -114,6 +117,9 @@ class RedisBackend:
 
     async def cancel(self, job_id: str) -> bool:
         return bool(await self._link.run("cancel", job_id, CANCELLED, self._ttl, patience=PATIENCE_S))
+
+    async def unfetched(self) -> int:
+        return 0  # what is in Redis, another process hands out
 
     async def depth(self, reward: str) -> tuple[int, int]:
         jobs, size = await self._fields("waiting", f"jobs:{reward}", f"bytes:{reward}")
@@ -165,8 +171,9 @@ class RedisBackend:
     async def _undo(self, taking: asyncio.Task[list[Job]]) -> None:
         await self.give_back(await taking, None)
 
-    async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float) -> None:
-        await self._close("finish", job, pack(list(outcomes)), seconds, self._ttl)
+    async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
+        shared = "" if has_errors(outcomes) else revision
+        await self._close("finish", job, pack(list(outcomes)), seconds, revision, shared, self._ttl)
 
     async def fail(self, job: Job, error: str) -> None:
         await self._close("fail", job, _entry(job), error, self._ttl)

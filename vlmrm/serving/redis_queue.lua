@@ -2,7 +2,7 @@
 --
 -- KEYS[1] begins every key, ARGV[1] names the operation, and its arguments follow.
 --   P:job:ID           hash: what is known of a job
---   P:key:SHA256       the id of the job with that content, whose result equal ones share
+--   P:key:SHA256       the id of the job with that content, whose result equal ones share while its revision is served
 --   P:classes:REWARD   sorted set of the priorities that jobs wait or run with; each has a stream
 --   P:queue:REWARD:N   the stream: undelivered entries are jobs that wait, pending ones run
 --   P:waiting          hash: items and bytes that wait, of all rewards; jobs and bytes by reward
@@ -16,7 +16,7 @@
 local P, operation = KEYS[1], ARGV[1]
 local GROUP = 'workers'
 local FIELDS = {'state', 'reward', 'stream', 'entry', 'items', 'bytes', 'cost', 'priority', 'attempts', 'deadline',
-  'key', 'asked'}
+  'key', 'asked', 'shared'}
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
@@ -32,6 +32,15 @@ local function read(id)
 end
 
 local function is_over(job) return job.state ~= 'queued' and job.state ~= 'running' end
+
+-- Whether one that asks for the reward in these revisions can have what comes, or came, of a job.
+local function is_shared(job, revisions)
+  if not is_over(job) then return true end
+  for revision in string.gmatch(revisions, '%S+') do
+    if revision == job.shared then return true end
+  end
+  return false
+end
 
 local function count(job, sign)
   redis.call('HINCRBY', P .. ':waiting', 'items', sign * job.items)
@@ -118,12 +127,13 @@ end
 
 local operations = {}
 
-function operations.put(id, key, reward, packed, items, cost, priority, remaining, max_items, max_bytes, ttl)
+function operations.put(id, key, reward, packed, items, cost, priority, remaining, max_items, max_bytes, ttl,
+    revisions)
   if redis.call('EXISTS', job_key(id)) == 1 then return {1, id} end  -- it was put, and the answer was lost
   local deadline = remaining ~= '' and string.format('%.6f', now + remaining) or ''
   local known = redis.call('GET', P .. ':key:' .. key)
-  if known and redis.call('EXISTS', job_key(known)) == 1 then
-    local job = read(known)
+  local job = known and redis.call('EXISTS', job_key(known)) == 1 and read(known)
+  if job and is_shared(job, revisions) then
     if is_over(job) then  -- its result is as good as new
       redis.call('PEXPIRE', job_key(known), ttl)
       redis.call('PEXPIRE', P .. ':key:' .. key, ttl)
@@ -143,7 +153,7 @@ function operations.put(id, key, reward, packed, items, cost, priority, remainin
     local pace = ((done[1] or 0) + (done[2] or 0)) / (60 + now - 60 * minute)
     return {0, has_items, has_bytes, tostring(pace)}
   end
-  local job = {id = id, reward = reward, items = items, bytes = #packed}
+  job = {id = id, reward = reward, items = items, bytes = #packed}
   redis.call('HSET', job_key(id), 'reward', reward, 'key', key, 'packed', packed, 'items', items, 'bytes', #packed,
     'cost', cost, 'priority', priority, 'deadline', deadline, 'attempts', 0, 'asked', 1,
     'created', string.format('%.6f', now))
@@ -171,10 +181,11 @@ function operations.take(reward, budget, consumer, token, ttl, expired)
 end
 
 -- A result is taken from whoever has it, even where the job was given to another meanwhile: it is the same result.
-function operations.finish(id, outcomes, seconds, ttl)
+-- `shared` is the revision for which equal jobs have it, too; '' for a result with errors, which may pass.
+function operations.finish(id, outcomes, seconds, revision, shared, ttl)
   local job = read(id)
   if is_over(job) then return 0 end
-  close(job, ttl, 'done', 'outcomes', outcomes, 'seconds', seconds)
+  close(job, ttl, 'done', 'outcomes', outcomes, 'seconds', seconds, 'revision', revision, 'shared', shared)
   redis.call('INCRBY', P .. ':pace:' .. minute, job.items)
   redis.call('EXPIRE', P .. ':pace:' .. minute, 180)
   return 1

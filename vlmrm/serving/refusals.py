@@ -99,6 +99,11 @@ def add_error_answers(app: FastAPI) -> None:
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
+    return answer_to(error)
+
+
+def answer_to(error: Exception) -> JSONResponse:
+    """Return the answer that tells of a VlmrmError."""
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
     headers = {}
     if isinstance(error, (QueueAway, NotServing)):

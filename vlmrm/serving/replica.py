@@ -11,12 +11,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from anyio.to_thread import run_sync
 
 from vlmrm.errors import RowError
 from vlmrm.serving.backend import Backend
 from vlmrm.serving.jobs import Item, Job, Outcome
 from vlmrm.serving.metrics import Metrics
+from vlmrm.serving.revision import digest_of, revision_of
 from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess
 
 if TYPE_CHECKING:
@@ -35,6 +39,7 @@ class Engine:
     """What a worker runs: `path` is a class made with `options`, in `python`'s environment.
 
     Args:
+        weights: the folder, file or repository of the model, whose content its revision tells.
         budget: estimated tokens of one batch.
         batch_timeout: seconds that a batch may take before the worker counts as hung.
         load_timeout: seconds that loading may take.
@@ -45,6 +50,7 @@ class Engine:
     options: dict[str, Any] = field(default_factory=dict, repr=False)
     python: str = sys.executable
     import_from: list[str] = field(default_factory=list)
+    weights: str = ""
     budget: int = 65536
     batch_timeout: float = 600.0
     load_timeout: float = 3600.0
@@ -68,8 +74,16 @@ class Replica:
         self.closing = False  # set it to end after the batch that it has
         self.error: str | None = None
         self.info: dict[str, Any] = {}
+        self._revision = ""
         self._sizes = deque([RECENT], maxlen=RECENT)  # jobs of the last batches
         self.process_id: int | None = None
+
+    @property
+    def revision(self) -> str:
+        """Return what tells its scores from another's, once it has loaded; the decoder of latents is a part of it."""
+        if not self._revision or self.decoder is None:
+            return self._revision
+        return digest_of(self._revision, self.decoder.replica.revision)
 
     async def run(self) -> None:
         """Keeps a worker alive and fed, until it is cancelled, or cannot be loaded because of its configuration."""
@@ -109,6 +123,15 @@ class Replica:
             timeout=engine.load_timeout,
             silence=engine.silence,
         )
+        try:
+            what = (engine.path, engine.options, engine.weights, worker.info)
+            self._revision = await run_sync(partial(revision_of, *what), abandon_on_cancel=True)
+        except OSError as error:
+            await worker.stop()
+            raise WorkerDied(f"cannot load its reward: its weights cannot be read ({error.strerror})") from error
+        except BaseException:
+            await worker.stop()
+            raise
         self.info, self.error, self.ready, self.process_id = worker.info, None, True, worker.process.pid
         logger.info("the worker of %s is ready (process %d)", self.reward, self.process_id)
         return worker
@@ -199,7 +222,8 @@ class Replica:
     async def _hand_out(self, jobs: Sequence[Job], outcomes: Sequence[Outcome], seconds: float) -> None:
         ends = list(itertools.accumulate(len(job.items) for job in jobs))
         parts = [outcomes[end - len(job.items) : end] for job, end in zip(jobs, ends, strict=True)]
-        finishing = (self.backend.finish(job, part, seconds) for job, part in zip(jobs, parts, strict=True))
+        each = zip(jobs, parts, strict=True)
+        finishing = (self.backend.finish(job, part, seconds, self.revision) for job, part in each)
         await asyncio.gather(*finishing)
 
 

@@ -7,6 +7,9 @@ import gc
 import logging
 import os
 import socket
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -18,7 +21,7 @@ from vlmrm.serving.connection import GuardedConnection
 logger = logging.getLogger("vlmrm")
 
 BACKLOG = 2048
-FINISH_S = 60  # for requests that are being answered when the service is told to stop
+FINISH_S = 60  # for what was accepted when the service is told to stop
 # Clients' pools keep connections for up to a minute; whoever closes first should be the client.
 KEEP_ALIVE_S = 75
 COLLECT_AT = (700, 10, 10_000)  # new objects, such collections, and those of all that is not old (10 by default)
@@ -67,7 +70,8 @@ def run(app: FastAPI, listener: socket.socket, names: str) -> None:
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("uvicorn").handlers = logger.handlers
-    Server(config, f"Serving {names} on {_url(listener)}").run(sockets=[listener])
+    drain = partial(app.state.serving.service.drain, fetched=True)
+    Server(config, f"Serving {names} on {_url(listener)}", drain).run(sockets=[listener])
 
 
 def _url(listener: socket.socket) -> str:
@@ -86,11 +90,15 @@ def spare_full_collections() -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server; `ready` is logged once it answers."""
+    """uvicorn's server; `ready` is logged once it answers.
 
-    def __init__(self, config: uvicorn.Config, ready: str):
+    Args:
+        drain: waits, so many seconds at most, until what was accepted is finished and fetched; the port is open still.
+    """
+
+    def __init__(self, config: uvicorn.Config, ready: str, drain: Callable[[float], Awaitable[None]]):
         super().__init__(config)
-        self.ready = ready
+        self.ready, self.drain = ready, drain
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -104,4 +112,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         logger.info("Stopping: what was accepted is finished first; a second signal ends it at once")
+        started = time.monotonic()
+        await self.drain(FINISH_S)
+        self.config.timeout_graceful_shutdown = max(1, round(FINISH_S - (time.monotonic() - started)))
         await super().shutdown(sockets)

@@ -6,14 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from anyio.to_thread import run_sync
 
-from vlmrm.data.media import image_size
+from vlmrm.data.media import image_size, video_pixels
 from vlmrm.errors import MediaError, VlmrmError
-from vlmrm.serving.backend import Backend
+from vlmrm.serving.backend import Backend, QueueAway
 from vlmrm.serving.decoding import STANDING, Decoder
 from vlmrm.serving.jobs import Item, Job, Status
 from vlmrm.serving.memory import MemoryBackend
@@ -26,6 +27,7 @@ logger = logging.getLogger("vlmrm")
 
 SCORER = "vlmrm.serving.engines.ScorerEngine"
 REWARD = "vlmrm.serving.engines.RewardEngine"
+SAMPLING = ("fps", "nframes", "min_frames")  # of a video, by which a request chooses how many frames are decoded
 LARGE_BYTES = 2**20  # of a request, over which a thread makes it a job: the event loop has others to answer
 STOPPING_S = 10.0  # for workers to end, and to give back what they had to a queue that may be away
 
@@ -97,12 +99,16 @@ class Service:
         return self.standing(name).info
 
     async def measure(self) -> None:
-        """Brings the gauges up to date."""
+        """Bring the gauges up to date; of a queue that is away they tell nothing, rather than what was."""
         for name, replicas in self.replicas.items():
-            jobs, size = await self.backend.depth(name)
-            self.metrics.waiting.labels(name).set(jobs)
-            self.metrics.waiting_bytes.labels(name).set(size)
             self.metrics.ready.labels(name).set(sum(one.ready for one in replicas))
+        self.metrics.waiting.clear()
+        self.metrics.waiting_bytes.clear()
+        with suppress(QueueAway):
+            for name in self.rewards:
+                jobs, size = await self.backend.depth(name)
+                self.metrics.waiting.labels(name).set(jobs)
+                self.metrics.waiting_bytes.labels(name).set(size)
 
     def standing(self, name: str) -> Standing:
         """How its workers are, wherever they run."""
@@ -123,11 +129,12 @@ class Service:
         """Items for a reward as they are queued.
 
         Raises:
-            TooLarge: when the queue could never take them.
+            TooLarge: when the queue could never take them, or they show too many pixels.
             NotServing: when the service is stopping, or the reward's workers cannot load it.
         """
         self._check_serving(reward)
-        make = partial(_job, reward, list(items), priority, self.info(reward).get("max_pixels"))
+        limit = self.settings.limits.max_total_pixels
+        make = partial(_job, reward, list(items), priority, self.info(reward).get("max_pixels"), limit)
         job = await run_sync(make) if _bytes(items) > LARGE_BYTES else make()
         limits = self.settings.limits
         if len(items) > limits.queue_items or job.size > limits.queue_bytes:
@@ -140,12 +147,16 @@ class Service:
     async def accept(self, job: Job, deadline: float | None = None) -> str:
         """Queues a job, as one that comes now, and returns its id; after an error it can be tried again.
 
+        While no worker is ready, nobody knows what will be served: no earlier result is taken for its own.
+
         Raises:
             Overloaded: when the queue is full.
             NotServing: as `job`.
         """
         self._check_serving(job.reward)
         job.created, job.deadline = time.time(), deadline
+        standing = self.standing(job.reward)
+        job.revisions = standing.revisions if standing.info.get("deterministic", True) else ()
         return await self.backend.put(job)
 
     def _check_serving(self, reward: str) -> None:
@@ -159,16 +170,19 @@ class Service:
         """Its status once it is over, or as it is after `timeout` seconds; None for a job that is not known."""
         return await self.backend.wait(job_id, timeout)
 
-    async def drain(self, timeout: float) -> None:
-        """Refuses new jobs and waits until those accepted are over, `timeout` seconds at most.
+    async def drain(self, timeout: float, *, fetched: bool = False) -> None:
+        """Refuse new jobs and wait until those accepted are over, `timeout` seconds at most.
 
         Others finish what waits in a queue that they share: then only what is begun here is waited for.
+
+        Args:
+            fetched: whether to wait, too, until requests have got the results that end with this process.
         """
         self.draining = True
         for replica in (one for some in self.replicas.values() for one in some):
             replica.closing = self.backend.lasting
         end = time.monotonic() + timeout
-        while time.monotonic() < end and await self._busy():
+        while time.monotonic() < end and (await self._busy() or (fetched and await self.backend.unfetched())):
             await asyncio.sleep(0.05)
 
     async def _busy(self) -> bool:
@@ -212,6 +226,7 @@ def engine_of(reward: RewardSettings, device: str, silence: float) -> Engine:
         {**options, **reward.options},
         python=reward.venv_python,
         import_from=reward.import_from,
+        weights="" if path == SCORER else reward.model_path,
         budget=reward.batch_tokens,
         batch_timeout=reward.batch_timeout,
         load_timeout=reward.load_timeout,
@@ -232,7 +247,13 @@ def _given(reward: RewardSettings, device: str) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value}
 
 
-def _job(reward: str, items: list[Item], priority: int, max_pixels: int | None) -> Job:
+def _job(reward: str, items: list[Item], priority: int, max_pixels: int | None, limit: int) -> Job:
+    pixels = pixels_of(items)
+    if pixels > limit:
+        raise TooLarge(
+            f"the images and frames of a request are {pixels} pixels, over the limit max_total_pixels of {limit}: "
+            "send fewer at a time, or smaller ones."
+        )
     job = Job(reward, items, cost=cost_of(items, max_pixels), priority=priority)
     _ = job.key  # made here, as it takes long for many bytes
     return job
@@ -248,6 +269,21 @@ def _bytes(item: Any) -> int:
 def _parts(item: Any) -> Iterable[Any]:
     """What an item, or a part of one, is made of; nothing where it is one value."""
     return item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+
+
+def pixels_of(item: Any) -> int:
+    """Return how many pixels are decoded to score an item, by the headers of its media."""
+    if isinstance(item, bytes):
+        try:
+            width, height = image_size(item)
+            return width * height
+        except MediaError:
+            return video_pixels(item)
+    if isinstance(item, dict) and isinstance(video := item.get("video"), dict) and "bytes" in video:
+        return video_pixels(video["bytes"], sampled=not any(item.get(name) for name in SAMPLING))
+    if isinstance(item, dict) and "npy" in item:
+        return len(item["npy"]) // 3
+    return sum(map(pixels_of, _parts(item)))
 
 
 def cost_of(item: Any, max_pixels: int | None = None) -> int:

@@ -7,17 +7,30 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from vlmrm.devices import dtype_named
 from vlmrm.errors import ConfigError
 from vlmrm.serving.validation import first_wrong
 
 
+def _sendable(token: SecretStr) -> SecretStr:
+    """Refuse a token that no `Authorization` header can carry, and that nothing would ever match."""
+    text = token.get_secret_value()
+    if not (text.isascii() and text.isprintable() and text == text.strip()):
+        raise ValueError("no header carries it: use printable ASCII characters, without spaces around them")
+    return token
+
+
+Token = Annotated[SecretStr, AfterValidator(_sendable)]
+Count = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def _dtype(name: str, *, auto: bool = False) -> str:
@@ -49,12 +62,12 @@ class RewardSettings(Strict):
     engine: str = ""
     import_from: list[str] = Field(default_factory=list)  # folders where a worker looks for it
     options: dict[str, Any] = Field(default_factory=dict, repr=False)  # may hold keys
-    replicas: int = Field(1, ge=1)
+    replicas: Count = 1
     devices: list[str] = Field(default_factory=list)  # of the replicas in turn, such as cuda:0
-    batch_tokens: int = Field(65536, ge=1)  # estimated, of one batch
-    batch_timeout: float = Field(600.0, gt=0)
-    load_timeout: float = Field(3600.0, gt=0)
-    token: SecretStr = SecretStr("")  # besides the service's, one for this reward alone
+    batch_tokens: Count = 65536  # estimated, of one batch
+    batch_timeout: Seconds = 600.0
+    load_timeout: Seconds = 3600.0
+    token: Token = SecretStr("")  # besides the service's, one for this reward alone
 
     @model_validator(mode="after")
     def _named(self) -> RewardSettings:
@@ -67,21 +80,22 @@ class RewardSettings(Strict):
 class Limits(Strict):
     """What a request may ask for, and what may wait."""
 
-    max_body_bytes: int = 256 * 2**20
-    max_items: int = 1024
-    max_requests: int = 8192  # without an answer yet, over which others are refused
-    max_pixels: int = 64 * 2**20  # of one image
-    max_frames: int = 1024  # of one video
-    max_image_bytes: int = 64 * 2**20  # of one image as a file
-    max_json_depth: int = 32
-    max_json_values: int = 1_000_000
-    body_timeout: float = 120.0  # seconds until a request is whole
-    fetch_timeout: float = 20.0  # seconds for one image of an allowed host
-    queue_items: int = 100_000
-    queue_bytes: int = 4 * 2**30
-    result_ttl: float = 3600.0
-    max_results: int = 100_000  # kept in the service's own memory; in Redis by `result_ttl` alone
-    silence: float = Field(30.0, gt=0)  # seconds without a sign of life after which a worker or its host is dead
+    max_body_bytes: Count = 256 * 2**20
+    max_items: Count = 1024
+    max_requests: Count = 8192  # without an answer yet, over which others are refused
+    max_pixels: Count = 64 * 2**20  # of one image
+    max_total_pixels: Count = 256 * 2**20  # of all images and frames of one request; a pixel takes some 30 bytes
+    max_frames: Count = 1024  # of one video
+    max_image_bytes: Count = 64 * 2**20  # of one image as a file
+    max_json_depth: Count = 32
+    max_json_values: Count = 1_000_000
+    body_timeout: Seconds = 120.0  # until a request is whole
+    fetch_timeout: Seconds = 20.0  # for one image of an allowed host
+    queue_items: Count = 100_000
+    queue_bytes: Count = 4 * 2**30
+    result_ttl: float = Field(3600.0, ge=0)
+    max_results: Count = 100_000  # kept in the service's own memory; in Redis by `result_ttl` alone
+    silence: Seconds = 30.0  # without a sign of life after which a worker or its host is dead
 
 
 class DecodeSettings(Strict):
@@ -93,7 +107,7 @@ class DecodeSettings(Strict):
     dtype: str = "bfloat16"
     device: str = ""
     cache_bytes: int = Field(2**30, ge=0)  # of decoded videos, for the other rewards of a request
-    timeout: float = Field(600.0, gt=0)  # seconds for one video
+    timeout: Seconds = 600.0  # for one video
 
     @model_validator(mode="after")
     def _named(self) -> DecodeSettings:
@@ -107,12 +121,12 @@ class ServiceSettings(Strict):
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     redis_host: str = ""
-    redis_port: int = 6379
+    redis_port: int = Field(6379, ge=1, le=65535)
     redis_password: SecretStr = SecretStr("")
     redis_tls: bool = False
     redis_prefix: str = "vlmrm"  # begins every key, so that several services can share one Redis
     long_poll: float = Field(4.0, ge=0, le=60)  # seconds that a pull waits for its result
-    token: SecretStr = SecretStr("")
+    token: Token = SecretStr("")
     media_root: Path | None = None
     allowed_hosts: list[str] = Field(default_factory=list)  # that image URLs may name: NAME[:PORT][@NETWORK]
     log_format: Literal["text", "json"] = "text"

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
 import uuid
 
+import httpx2 as httpx
 import numpy as np
 import pytest
 import safetensors.numpy
 from cosmos_client import CosmosClient
+from hosts import hosts, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from services import Gate, fake, in_loop, running
@@ -25,6 +28,12 @@ def npy(array):
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
+
+
+def npy_of_shape(shape, data):
+    """An array whose header says its shape in these words."""
+    header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    return np.lib.format.magic(1, 0) + len(header).to_bytes(2, "little") + header + data
 
 
 PROMPTS = ["a", "bbb"]
@@ -168,6 +177,7 @@ async def test_a_newer_client_can_tell_what_is_queued_running_and_unknown(tmp_pa
         ({}, npy(IMAGES / 255), 400, "images are float64"),
         ({}, b"PK\x03\x04" + bytes(30), 400, "as torch.save writes it, which is a pickle and refused"),
         ({}, b"", 400, "what follows the JSON is no tensor"),
+        ({}, npy_of_shape("(True, True, True, 3)", bytes(3)), 400, "an array is not a .npy file"),
         ({"media_type": "latent", "video_infos": [{"fps": 1}] * 2}, npy(VIDEOS), 400, "has no decoder of latents"),
     ],
 )
@@ -410,3 +420,22 @@ async def test_a_request_is_pulled_from_another_process_that_shares_the_queue(re
         ticket = (await enqueued(first)).json()["uuid"]
         answer = await pulled(second, ticket)
     assert (answer.status_code, answer.json()["scores"]) == (200, {"length": [1, 3]})
+
+
+def test_what_was_enqueued_can_be_pulled_until_the_service_has_ended(tmp_path):
+    gate = Gate(tmp_path)
+    asked = {**LENGTH, "prompts": [gate.prompt, "bbb"]}
+    with hosts(tmp_path, "", settings={}) as [host], httpx.Client(base_url=host.url, timeout=300) as client:
+        ticket = client.post("/api/reward/enqueue", content=body(asked)).json()["uuid"]
+        until(lambda: gate.worker is not None)
+        host.process.send_signal(signal.SIGTERM)
+        until(lambda: "what was accepted is finished first" in host.said.read_text())
+        refused = client.post("/api/reward/enqueue", content=body(LENGTH))
+        gate.open()
+        until(lambda: (tmp_path / "batches").exists())
+        pull = {"uuid": ticket, "type": "length"}
+        while (answer := client.post("/api/reward/pull", data=pull)).status_code == 425:
+            pass
+        assert host.process.wait(300) == -signal.SIGTERM
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "NotServing")
+    assert answer.json()["scores"] == {"length": [len(gate.prompt), 3]}

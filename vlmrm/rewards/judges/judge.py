@@ -52,6 +52,7 @@ class Judge(PointwiseRewardModel):
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
         super().__init__(config, accelerator)
         self.settings = read_settings(self.Settings, config)
+        self.deterministic = self.settings.temperature == 0
         self.client = JudgeClient(self.settings)
 
     @abstractmethod

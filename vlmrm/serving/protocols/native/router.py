@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from vlmrm.data.messages import to_messages
 from vlmrm.errors import CheckpointError, RowError
 from vlmrm.scoring.transforms import Transform, transform_named, win_rate
-from vlmrm.serving.app import serving
+from vlmrm.serving.app import Scored, serving
 from vlmrm.serving.intake import Intake
 from vlmrm.serving.jobs import Item, Outcome
 from vlmrm.serving.protocols.native.multipart import DESCRIPTION, MultipartRoute
@@ -31,20 +31,22 @@ async def rewards(body: RewardRequest, request: Request) -> RewardAnswer:
     app = serving(request)
     reward = app.authorized_reward(request, body.model)
     app.check_count(len(body.items))
-    if known := app.service.info(reward.name):  # before a worker has loaded, it is found out afterwards
+    known = app.service.info(reward.name)
+    if known:  # before a worker has loaded, it is found out afterwards
         _transform(body, known)
     items, outcomes = await run_sync(_items, body.items, app.intake.with_attachments(request.state.attachments))
-    job_id = uuid.uuid4().hex  # of a request whose items are all wrong
+    scored = Scored(uuid.uuid4().hex, [], known.get("revision"))  # of a request whose items are all wrong
     if items:
-        job_id, found = await app.score(reward.name, items, priority=body.priority, timeout=body.timeout)
-        for place, outcome in zip([n for n, known in enumerate(outcomes) if known is None], found, strict=True):
+        scored = await app.score(reward.name, items, priority=body.priority, timeout=body.timeout)
+        places = [place for place, outcome in enumerate(outcomes) if outcome is None]
+        for place, outcome in zip(places, scored.outcomes, strict=True):
             outcomes[place] = outcome
     info = app.service.info(reward.name)
     data = _data(body, [outcome or {} for outcome in outcomes], info)
     return RewardAnswer(
-        id=f"rw-{job_id}",
+        id=f"rw-{scored.job_id}",
         model=reward.name,
-        revision=info.get("revision"),
+        revision=scored.revision,
         transform=body.transform,
         data=data,
         timing_ms={"total": round(1000 * (time.perf_counter() - started), 3)},
