@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vlmrm.errors import DataError
 from vlmrm.frames.observations import autoreset_mode, frames_of, last_of_episode, own_observation
-from vlmrm.frames.scorer import FrameScorer, check_qualified
+from vlmrm.frames.scorer import FrameScorer, refuse_unqualified
 from vlmrm.frames.settings import RewardModelSettings
 
 
@@ -41,7 +41,7 @@ class FrameReward(VectorWrapper):
         super().__init__(env)
         self.settings = settings
         if scorer is not None:
-            check_qualified(scorer.config, settings, settings.checkpoint_path or "the classifier")
+            refuse_unqualified(scorer.config, settings, settings.checkpoint_path or "the classifier")
         self.scorer = scorer or FrameScorer.open(settings)
         self._keys = self.scorer.config.image_keys
         self._mode = autoreset_mode(env)

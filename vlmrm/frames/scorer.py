@@ -41,7 +41,16 @@ class FrameScorer:
         if path is None:
             raise ConfigError("reward_model has no checkpoint_path: name a classifier of `vlmrm frames train`.")
         loaded = load_classifier(path, image_size=settings.image_size, device=settings.device)
-        check_qualified(loaded.config, settings, path)
+        refuse_unqualified(loaded.config, settings, path)
+        if loaded.config.qualified is None:
+            logger.warning(
+                "%s does not say whether it qualifies as a reward: measure it before it trains a policy.",
+                path,
+            )
+        elif not loaded.config.qualified:
+            logger.warning(
+                "%s does not qualify as a reward: %s; it is accepted.", path, loaded.config.unqualified_because
+            )
         for name in MATCHED:
             given, there = getattr(settings, name), getattr(loaded.config, name)
             unsaid = name == "freeze_encoder" and not loaded.described
@@ -77,20 +86,13 @@ class FrameScorer:
         return unit(torch.from_numpy(to_uint8(array, f"the images {key!r}")), self.model.device)
 
 
-def check_qualified(config: ClassifierConfig, settings: RewardModelSettings, name: object) -> None:
-    """Refuse a classifier that its training found to be no reward, unless the settings accept it; warn where unknown.
+def refuse_unqualified(config: ClassifierConfig, settings: RewardModelSettings, name: object) -> None:
+    """Refuse a classifier that its training found to be no reward, unless the settings accept it.
 
     Raises:
         CheckpointError: naming it and why it is none.
     """
-    if config.qualified is None:
-        logger.warning(
-            "%s does not say whether it qualifies as a reward: look at what it is worth before it trains a policy.",
-            name,
-        )
-    elif not config.qualified and settings.accept_unqualified:
-        logger.warning("%s does not qualify as a reward: %s; it is accepted.", name, config.unqualified_because)
-    elif not config.qualified:
+    if config.qualified is False and not settings.accept_unqualified:
         raise CheckpointError(
             f"{name} does not qualify as a reward: {config.unqualified_because}: train it on more episodes or for "
             "longer, or take it as it is with accept_unqualified: true."
