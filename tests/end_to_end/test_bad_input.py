@@ -12,10 +12,12 @@ import signal
 import pytest
 from PIL import Image
 from runs import colour_pairs, finish, short_training, start, words, write_rows
+from torch.utils.data import get_worker_info
 
 from vlmrm import cli
 from vlmrm.demo import run_demo
 from vlmrm.errors import TrainingError
+from vlmrm.rendering import Renderer
 
 
 @pytest.fixture
@@ -132,8 +134,12 @@ def test_a_bad_image_in_a_worker_is_one_sentence_too(refused, training):
 
 
 def test_a_worker_that_dies_is_named(refused, training, monkeypatch):
+    render = Renderer.render
+
     def die(self, messages, cache=None):
-        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
+        if get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
+        return render(self, messages, cache)
 
     monkeypatch.setattr("vlmrm.rendering.Renderer.render", die)
     sentence = refused(1, "train", *training(dataloader_num_workers=1))
