@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from services import fake, in_loop, running
 from test_fetch import png
+from test_fuzz import CLIP
 
 from vlmrm.errors import MediaError
 from vlmrm.serving.intake import Intake
@@ -141,3 +142,34 @@ def test_a_link_that_is_put_there_after_the_check_is_seen(media, tmp_path, monke
 
     monkeypatch.setattr(os, "open", swapped)
     assert refused(f"file://{media}/cat.png", media) == "image is a file outside media_root"
+
+
+def bitmap(side: int) -> bytes:
+    """A black PNG of few bytes, however large its side is."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = zlib.compress(bytes(1 + side // 8) * side, 9)
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("place", ["one video", "images", "conditions", "file"])
+@in_loop
+async def test_a_small_body_of_many_pixels_is_refused_before_it_is_decoded(place):
+    pictures = [data_uri(bitmap(8192))] * 5
+    sent = {
+        "one video": [{"prompt": "a", "video": pictures}],
+        "images": [{"prompt": "a", "image": picture} for picture in pictures],
+        "conditions": [{"prompt": "a", "condition_images": pictures}],
+        "file": [{"prompt": "a", "video": "data:video/mp4;base64," + base64.b64encode(CLIP).decode()}],
+    }[place]
+    limits = {"max_total_pixels": 56 * 56 * 3} if place == "file" else {}
+    async with running(fake("any", "fake_reward.Anything"), limits=limits) as (service, client):
+        refused = await client.post("/v1/rewards", json={"items": sent})
+        assert await service.backend.depth("any") == (0, 0)
+        small = await client.post("/v1/rewards", json={"items": [{"prompt": "a", "image": data_uri(png())}]})
+    assert len(json.dumps(sent)) < 2**16 and refused.status_code == 413, refused.text
+    assert "over the limit max_total_pixels of" in refused.json()["error"]["message"]
+    assert small.status_code == 200

@@ -12,7 +12,7 @@ from typing import Any
 
 from anyio.to_thread import run_sync
 
-from vlmrm.data.media import image_size
+from vlmrm.data.media import image_size, video_pixels
 from vlmrm.errors import MediaError, VlmrmError
 from vlmrm.serving.backend import Backend, QueueAway
 from vlmrm.serving.decoding import STANDING, Decoder
@@ -27,6 +27,7 @@ logger = logging.getLogger("vlmrm")
 
 SCORER = "vlmrm.serving.engines.ScorerEngine"
 REWARD = "vlmrm.serving.engines.RewardEngine"
+SAMPLING = ("fps", "nframes", "min_frames")  # of a video, by which a request chooses how many frames are decoded
 LARGE_BYTES = 2**20  # of a request, over which a thread makes it a job: the event loop has others to answer
 STOPPING_S = 10.0  # for workers to end, and to give back what they had to a queue that may be away
 
@@ -128,11 +129,12 @@ class Service:
         """Items for a reward as they are queued.
 
         Raises:
-            TooLarge: when the queue could never take them.
+            TooLarge: when the queue could never take them, or they show too many pixels.
             NotServing: when the service is stopping, or the reward's workers cannot load it.
         """
         self._check_serving(reward)
-        make = partial(_job, reward, list(items), priority, self.info(reward).get("max_pixels"))
+        limit = self.settings.limits.max_total_pixels
+        make = partial(_job, reward, list(items), priority, self.info(reward).get("max_pixels"), limit)
         job = await run_sync(make) if _bytes(items) > LARGE_BYTES else make()
         limits = self.settings.limits
         if len(items) > limits.queue_items or job.size > limits.queue_bytes:
@@ -245,7 +247,13 @@ def _given(reward: RewardSettings, device: str) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value}
 
 
-def _job(reward: str, items: list[Item], priority: int, max_pixels: int | None) -> Job:
+def _job(reward: str, items: list[Item], priority: int, max_pixels: int | None, limit: int) -> Job:
+    pixels = pixels_of(items)
+    if pixels > limit:
+        raise TooLarge(
+            f"the images and frames of a request are {pixels} pixels, over the limit max_total_pixels of {limit}: "
+            "send fewer at a time, or smaller ones."
+        )
     job = Job(reward, items, cost=cost_of(items, max_pixels), priority=priority)
     _ = job.key  # made here, as it takes long for many bytes
     return job
@@ -261,6 +269,21 @@ def _bytes(item: Any) -> int:
 def _parts(item: Any) -> Iterable[Any]:
     """What an item, or a part of one, is made of; nothing where it is one value."""
     return item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+
+
+def pixels_of(item: Any) -> int:
+    """Return how many pixels are decoded to score an item, by the headers of its media."""
+    if isinstance(item, bytes):
+        try:
+            width, height = image_size(item)
+            return width * height
+        except MediaError:
+            return video_pixels(item)
+    if isinstance(item, dict) and isinstance(video := item.get("video"), dict) and "bytes" in video:
+        return video_pixels(video["bytes"], sampled=not any(item.get(name) for name in SAMPLING))
+    if isinstance(item, dict) and "npy" in item:
+        return len(item["npy"]) // 3
+    return sum(map(pixels_of, _parts(item)))
 
 
 def cost_of(item: Any, max_pixels: int | None = None) -> int:

@@ -74,6 +74,7 @@ class Limits(Strict):
     max_items: Count = 1024
     max_requests: Count = 8192  # without an answer yet, over which others are refused
     max_pixels: Count = 64 * 2**20  # of one image
+    max_total_pixels: Count = 256 * 2**20  # of all images and frames of one request; a pixel takes some 30 bytes
     max_frames: Count = 1024  # of one video
     max_image_bytes: Count = 64 * 2**20  # of one image as a file
     max_json_depth: Count = 32

@@ -66,6 +66,11 @@ def media_of(data: bytes, kind: Kind, limits: Limits) -> Media:
     frames, height, width = _shown(samples[0], kind)
     if height * width > limits.max_pixels:
         raise MediaError(f"an image is {width}x{height} pixels, over the limit of {limits.max_pixels}")
+    if len(samples) * frames * height * width > limits.max_total_pixels:
+        raise MediaError(
+            f"{len(samples)} samples of {frames} frames of {width}x{height} pixels are over the limit "
+            f"max_total_pixels of {limits.max_total_pixels}: send fewer at a time"
+        )
     if frames > limits.max_frames:
         raise MediaError(f"a video has {frames} frames, over the limit of {limits.max_frames}")
     return Media(kind, samples, _info(values, dtype))
