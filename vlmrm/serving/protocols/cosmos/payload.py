@@ -68,8 +68,8 @@ def media_of(data: bytes, kind: Kind, limits: Limits) -> Media:
         raise MediaError(f"an image is {width}x{height} pixels, over the limit of {limits.max_pixels}")
     if len(samples) * frames * height * width > limits.max_total_pixels:
         raise MediaError(
-            f"{len(samples)} samples of {frames} frames of {width}x{height} pixels are over max_total_pixels, the "
-            f"limit of {limits.max_total_pixels}: send fewer at a time"
+            f"{len(samples)} samples of {frames} frames of {width}x{height} pixels are over the limit "
+            f"max_total_pixels of {limits.max_total_pixels}: send fewer at a time"
         )
     if frames > limits.max_frames:
         raise MediaError(f"a video has {frames} frames, over the limit of {limits.max_frames}")
