@@ -7,7 +7,9 @@ import sys
 import av
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from qwen_vl_utils import vision_process
 
 from vlmrm.data.media import check_inside, media_key, open_image, open_video
 from vlmrm.data.paths import PathRules
@@ -178,3 +180,21 @@ def test_media_needs_no_heavy_library():
 
     code = "import sys, vlmrm.data.media; assert not {'datasets', 'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_pixels": 28 * 28 * 200}, {"total_pixels": 28 * 28 * 900}])
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_video_is_what_it_is_resized_at_once_but_never_held_whole(monkeypatch, count, options):
+    noise = np.random.default_rng(0).integers(0, 255, (count, 400, 600, 3), dtype=np.uint8)
+    frames = [Image.fromarray(frame) for frame in noise]
+    fetch_video, held = vision_process.fetch_video, []
+
+    def noted(part, **more):
+        held.append(len(part["video"]))
+        return fetch_video(part, **more)
+
+    expected, described = fetch_video({"video": frames, **options}, return_video_metadata=True)
+    monkeypatch.setattr(vision_process, "fetch_video", noted)
+    video, metadata = open_video({"video": frames, **options}, 2.0, 8)
+    assert torch.equal(video, expected.to(torch.uint8)) and metadata == described
+    assert sum(held) == count and max(held) <= 2

@@ -147,30 +147,78 @@ def open_video(part: Mapping[str, Any], fps: float, max_frames: int) -> tuple[to
     Raises:
         MediaError: naming the video and the reason.
     """
-    import torch
-    from qwen_vl_utils.vision_process import fetch_video
-
     reference = part["video"]
     options = {key: part[key] for key in VIDEO_OPTIONS if part.get(key) is not None}
     if isinstance(reference, (list, tuple)):
         if not reference:
             raise MediaError("a video is an empty list of frames: remove the row")
-        frames = [open_image(frame) for frame in reference]
         metadata: dict[str, Any] = {}
+        frames = _Frames(options, len(reference), media_name(reference))
+        for frame in reference:
+            frames.add(open_image(frame))
     else:
         if "nframes" not in options:
             options = {"fps": fps, "max_frames": max_frames, **options}
         frames, metadata = _read_video(reference, options)
-        options["sample_fps"] = metadata.pop("sample_fps")
-    if len({frame.size for frame in frames}) > 1:
-        raise MediaError(f"the frames of {media_name(reference)} have different sizes: resize them to one")
-    # Always a list: given a file, qwen-vl-utils would replace a failing reader by another, with other frames.
-    fetched: Any = fetch_video({**options, "video": frames}, return_video_metadata=True)
-    video, described = fetched
-    return video.to(torch.uint8), {**described, **metadata}
+    video, described = frames.resized()
+    return video, {**described, **metadata}
 
 
-def _read_video(reference: Any, options: dict[str, Any]) -> tuple[list[Image.Image], dict[str, Any]]:
+class _Frames:
+    """Frames of one video, resized by qwen-vl-utils as they come, so that few are held as large as they are.
+
+    Two at a time, as many as it pads a video to. What it makes of two depends on the others by their number alone,
+    among which it divides `total_pixels`.
+    """
+
+    def __init__(self, options: Mapping[str, Any], count: int, name: str):
+        from qwen_vl_utils.vision_process import FRAME_FACTOR, MODEL_SEQ_LEN
+
+        self.count, self.name = count + count % FRAME_FACTOR, name
+        total = options.get("total_pixels", MODEL_SEQ_LEN * MIN_SIDE * MIN_SIDE * 0.9)
+        self._options = {**options, "total_pixels": total * FRAME_FACTOR / self.count}
+        self._pair: list[Image.Image] = []
+        self._size: tuple[int, int] | None = None
+        self._resized: list[torch.Tensor] = []
+        self._described: dict[str, Any] = {}
+
+    def add(self, frame: Image.Image) -> None:
+        from qwen_vl_utils.vision_process import fetch_image
+
+        if self._size not in (None, frame.size):
+            raise MediaError(f"the frames of {self.name} have different sizes: resize them to one")
+        self._size = frame.size
+        # As `fetch_video` would, which then finds nothing left to do: two frames of 64 Mpixel are gigabytes.
+        self._pair.append(fetch_image({**self._options, "image": frame}, MIN_SIDE))
+        if len(self._pair) == 2:
+            self._resize()
+
+    def _resize(self) -> None:
+        import torch
+        from qwen_vl_utils.vision_process import fetch_video
+
+        # Always a list: given a file, qwen-vl-utils would replace a failing reader by another, with other frames.
+        fetched: Any = fetch_video({**self._options, "video": self._pair}, return_video_metadata=True)
+        video, self._described = fetched
+        self._resized.append(video.to(torch.uint8))
+        self._pair = []
+
+    def resized(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return all frames, uint8 [T, 3, H, W], and what qwen-vl-utils says of them as a list."""
+        import torch
+
+        if self._pair:
+            self._resize()
+        rate = self._described["fps"]
+        total = self.count / self._options.get("sample_fps", 2.0) * rate
+        return torch.cat(self._resized), {
+            "fps": rate,
+            "frames_indices": list(range(self.count)),
+            "total_num_frames": total,
+        }
+
+
+def _read_video(reference: Any, options: dict[str, Any]) -> tuple[_Frames, dict[str, Any]]:
     """The frames of a video file that qwen-vl-utils' rule asks for, decoded by PyAV."""
     import av
     from qwen_vl_utils.vision_process import calculate_video_frame_range, smart_nframes
@@ -191,14 +239,13 @@ def _read_video(reference: Any, options: dict[str, Any]) -> tuple[list[Image.Ima
                 taken = smart_nframes(options, total_frames=count, video_fps=rate)
                 indices = np.linspace(first, last, taken).round().astype(int).tolist()
                 container.seek(0)
-                frames = _decode(container, stream, indices)
+                frames = _Frames(options, len(indices), name)
+                decoded = _decode(container, stream, indices, frames)
         except (av.error.FFmpegError, OSError, ValueError, ZeroDivisionError, AssertionError) as error:
             raise MediaError(f"{name} cannot be read as a video ({error}): replace it or remove the row") from error
-    if len(frames) < len(indices):
-        raise MediaError(f"{name} is broken: only {len(frames)} of {len(indices)} frames can be decoded")
-    sample_fps = taken / count * rate
-    metadata = {"fps": rate, "frames_indices": indices, "total_num_frames": count, "sample_fps": sample_fps}
-    return frames, metadata
+    if decoded < len(indices):
+        raise MediaError(f"{name} is broken: only {decoded} of {len(indices)} frames can be decoded")
+    return frames, {"fps": rate, "frames_indices": indices, "total_num_frames": count}
 
 
 def video_pixels(data: bytes, *, sampled: bool = True) -> int:
@@ -228,14 +275,16 @@ def _check_frames(width: int, height: int, name: str) -> None:
         )
 
 
-def _decode(container: Any, stream: Any, indices: list[int]) -> list[Image.Image]:
-    wanted, frames = set(indices), []
+def _decode(container: Any, stream: Any, indices: list[int], frames: _Frames) -> int:
+    """Add the frames of these numbers, and return how many there were."""
+    wanted, decoded = set(indices), 0
     for number, frame in enumerate(container.decode(stream)):
         if number in wanted:
-            frames.append(frame.to_image())
+            frames.add(frame.to_image())
+            decoded += 1
         if number == indices[-1]:
             break
-    return frames
+    return decoded
 
 
 def encoded_media(reference: Any, kind: str) -> bytes:
