@@ -92,7 +92,7 @@ class Decoder:
         [outcome] = status.outcomes
         if "error" in outcome:
             raise RowError(outcome["error"])
-        self._keep(key, outcome)
+        self._keep(f"{self.replica.revision} {job.key}", outcome)  # it may have been loaded only then
         return outcome
 
     def _keep(self, key: str, outcome: Outcome) -> None:

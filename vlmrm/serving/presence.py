@@ -77,16 +77,20 @@ class Presence:
                 own = {name: asdict(Standing.of(some)) for name, some in self._replicas.items() if some}
                 if own:
                     await self._backend.announce(self._name, own, self._silence)
-                said = await self._backend.announced()
-                self._others = [
-                    {name: Standing(**standing) for name, standing in rewards.items()}
-                    for host, rewards in said.items()
-                    if host != self._name
-                ]
+                await self.hear()
                 self.error = None
             except QueueAway as away:
                 self.error = str(away)
             await asyncio.sleep(self._silence / 10)
+
+    async def hear(self) -> None:
+        """Bring what other processes say up to date; raises QueueAway."""
+        said = await self._backend.announced()
+        self._others = [
+            {name: Standing(**standing) for name, standing in rewards.items()}
+            for host, rewards in said.items()
+            if host != self._name
+        ]
 
     async def leave(self) -> None:
         """Says that this process has no workers any more."""

@@ -155,6 +155,8 @@ class Service:
         """
         self._check_serving(job.reward)
         job.created, job.deadline = time.time(), deadline
+        if not self.standing(job.reward).revisions:  # this process may have started just now
+            await self.presence.hear()
         standing = self.standing(job.reward)
         job.revisions = standing.revisions if standing.info.get("deterministic", True) else ()
         return await self.backend.put(job)
