@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import logging
 import math
 import os
 from collections.abc import Generator, Mapping, Sequence
@@ -26,6 +27,8 @@ from vlmrm.errors import MediaError
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("vlmrm")
 
 MIN_SIDE = 28  # one merged patch of the Qwen-VL family: smaller images have no tokens
 MAX_RATIO = 200  # the longest strip that its image processor accepts
@@ -76,7 +79,15 @@ def open_image(reference: Any) -> Image.Image:
             faithful 8-bit RGB form, a side below 28 pixels, longer than 200 to 1, or too large to be decoded safely.
     """
     with _opened(reference) as image:
-        return _decoded(image, media_name(reference))
+        name = media_name(reference)
+        _check_size(image, name)
+        image.load()
+        if image is reference:
+            upright = ImageOps.exif_transpose(image)
+        else:  # nobody else's, and 64 Mpixel are too much to copy without need
+            upright = image
+            ImageOps.exif_transpose(upright, in_place=True)
+        return _to_rgb(upright, name)
 
 
 def image_size(reference: Any) -> tuple[int, int]:
@@ -101,12 +112,6 @@ def _opened(reference: Any) -> Generator[Image.Image]:
         raise MediaError(f"{name} is too large to be decoded safely ({error}): shrink it") from error
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises SyntaxError for broken PNG chunks
         raise MediaError(f"{name} is broken ({error}): replace it or remove the row") from error
-
-
-def _decoded(image: Image.Image, name: str) -> Image.Image:
-    _check_size(image, name)
-    image.load()
-    return _to_rgb(ImageOps.exif_transpose(image), name)
 
 
 def _check_size(image: Image.Image, name: str) -> None:
@@ -165,57 +170,63 @@ def open_video(part: Mapping[str, Any], fps: float, max_frames: int) -> tuple[to
 
 
 class _Frames:
-    """Frames of one video, resized by qwen-vl-utils as they come, so that few are held as large as they are.
+    """Frames of one video, each resized as it comes to what qwen-vl-utils resizes all of them to at once.
 
-    Two at a time, as many as it pads a video to. What it makes of two depends on the others by their number alone,
-    among which it divides `total_pixels`.
+    So one is held as large as it is. Sizes depend on the others by their number alone, which shares `total_pixels`.
     """
 
     def __init__(self, options: Mapping[str, Any], count: int, name: str):
-        from qwen_vl_utils.vision_process import FRAME_FACTOR, MODEL_SEQ_LEN
+        from qwen_vl_utils.vision_process import FRAME_FACTOR
 
-        self.count, self.name = count + count % FRAME_FACTOR, name
-        total = options.get("total_pixels", MODEL_SEQ_LEN * MIN_SIDE * MIN_SIDE * 0.9)
-        self._options = {**options, "total_pixels": total * FRAME_FACTOR / self.count}
-        self._pair: list[Image.Image] = []
+        self.count, self.name, self._options = count + count % FRAME_FACTOR, name, options
         self._size: tuple[int, int] | None = None
         self._resized: list[torch.Tensor] = []
-        self._described: dict[str, Any] = {}
 
     def add(self, frame: Image.Image) -> None:
+        import torch
         from qwen_vl_utils.vision_process import fetch_image
+        from torchvision.transforms.functional import InterpolationMode, resize
 
         if self._size not in (None, frame.size):
             raise MediaError(f"the frames of {self.name} have different sizes: resize them to one")
         self._size = frame.size
-        # As `fetch_video` would, which then finds nothing left to do: two frames of 64 Mpixel are gigabytes.
-        self._pair.append(fetch_image({**self._options, "image": frame}, MIN_SIDE))
-        if len(self._pair) == 2:
-            self._resize()
+        image = fetch_image({**self._options, "image": frame}, MIN_SIDE)
+        size = self._target(*image.size)
+        # A channel at a time: resizing computes in float32, and that of 64 Mpixel is large enough.
+        channels = (torch.from_numpy(np.array(channel))[None] for channel in image.split())
+        bicubic = InterpolationMode.BICUBIC
+        self._resized.append(torch.cat([resize(each, size, bicubic, antialias=True) for each in channels]))
 
-    def _resize(self) -> None:
-        import torch
-        from qwen_vl_utils.vision_process import fetch_video
+    def _target(self, width: int, height: int) -> list[int]:
+        """Return the height and width of a resized frame, by the rule of `qwen_vl_utils.fetch_video`."""
+        from qwen_vl_utils import vision_process as rule
 
-        # Always a list: given a file, qwen-vl-utils would replace a failing reader by another, with other frames.
-        fetched: Any = fetch_video({**self._options, "video": self._pair}, return_video_metadata=True)
-        video, self._described = fetched
-        self._resized.append(video.to(torch.uint8))
-        self._pair = []
+        if "resized_height" in self._options and "resized_width" in self._options:
+            asked = self._options["resized_height"], self._options["resized_width"]
+            return list(rule.smart_resize(*asked, factor=MIN_SIDE))
+        token = MIN_SIDE * MIN_SIDE
+        least = self._options.get("min_pixels", rule.VIDEO_MIN_TOKEN_NUM * token)
+        share = self._options.get("total_pixels", rule.MODEL_SEQ_LEN * token * 0.9) / self.count * rule.FRAME_FACTOR
+        most = max(min(rule.VIDEO_MAX_TOKEN_NUM * token, share), int(least * 1.05))
+        if self._options.get("max_pixels", most) > most and not self._resized:
+            asked = self._options["max_pixels"]
+            logger.warning("%s: max_pixels %d is over what a frame may have, %d", self.name, asked, most)
+        most = min(most, self._options.get("max_pixels", most))
+        return list(rule.smart_resize(height, width, factor=MIN_SIDE, min_pixels=least, max_pixels=most))
 
     def resized(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return all frames, uint8 [T, 3, H, W], and what qwen-vl-utils says of them as a list."""
+        """Return all frames, uint8 [T, 3, H, W], an odd one twice, and what qwen-vl-utils says of them as a list."""
         import torch
 
-        if self._pair:
-            self._resize()
-        rate = self._described["fps"]
-        total = self.count / self._options.get("sample_fps", 2.0) * rate
-        return torch.cat(self._resized), {
+        frames = [*self._resized, *self._resized[-1:] * (self.count - len(self._resized))]
+        sampled = self._options.get("sample_fps", 2.0)
+        rate = self._options.get("raw_fps", sampled)
+        metadata = {
             "fps": rate,
             "frames_indices": list(range(self.count)),
-            "total_num_frames": total,
+            "total_num_frames": self.count / sampled * rate,
         }
+        return torch.stack(frames), metadata
 
 
 def _read_video(reference: Any, options: dict[str, Any]) -> tuple[_Frames, dict[str, Any]]:
