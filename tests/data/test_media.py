@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from qwen_vl_utils import vision_process
 
-from vlmrm.data.media import check_inside, media_key, open_image, open_video
+from vlmrm.data.media import FRAME_PIXELS, check_inside, media_key, open_image, open_video
 from vlmrm.data.paths import PathRules
 from vlmrm.errors import MediaError
 
@@ -201,6 +201,31 @@ def test_a_video_resized_frame_by_frame_is_what_the_library_resizes_at_once(coun
     expected, described = vision_process.fetch_video({"video": frames, **options}, return_video_metadata=True)
     video, metadata = open_video({"video": frames, **options}, 2.0, 8)
     assert torch.equal(video, expected.to(torch.uint8)) and metadata == described
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({name: value} for name in ("sample_fps", "fps", "min_pixels") for value in (0, "2", True, -1, [1])),
+        *({"max_pixels": -1}, {"max_pixels": 50000}, {"min_pixels": 10**400}, {"resized_height": 100}),
+        *({"sample_fps": float("nan")}, {"nframes": float("inf")}, {"video_start": -1}),
+        *({"min_pixels": 3e5, "max_pixels": 2e5}, {"resized_height": 28, "resized_width": 28000}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["file", "frames"])
+def test_an_option_of_a_video_that_cannot_be_used_is_named(clip, picture, kind, options):
+    part = {"video": str(clip) if kind == "file" else [picture] * 2, **options}
+    with pytest.raises(MediaError, match="|".join([*options, "as its options ask", "cannot be read as a video"])):
+        open_video(part, 2.0, 8)
+
+
+def test_a_video_may_start_at_its_beginning(clip):
+    assert len(open_video({"video": str(clip), "video_start": 0, "video_end": 1.5}, 2.0, 8)[0])
+
+
+def test_frames_are_counted_at_the_sizes_to_which_the_library_resizes_them():
+    bounds = (vision_process.VIDEO_MIN_TOKEN_NUM, vision_process.VIDEO_MAX_TOKEN_NUM)
+    assert tuple(bound * 28 * 28 for bound in bounds) == FRAME_PIXELS
 
 
 @pytest.mark.slow

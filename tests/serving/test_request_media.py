@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import io
 import json
 import os
 import struct
+import threading
 import zlib
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import pytest
 from PIL import Image
-from services import fake, in_loop, running
+from services import fake, in_loop, running, settings_of
 from test_fetch import png
 from test_fuzz import CLIP
 
 from vlmrm.errors import MediaError
 from vlmrm.serving.intake import Intake
+from vlmrm.serving.service import Service, TooLarge, pixels_of
 from vlmrm.serving.settings import Limits
 
 
@@ -173,3 +179,88 @@ async def test_a_small_body_of_many_pixels_is_refused_before_it_is_decoded(place
     assert len(json.dumps(sent)) < 2**16 and refused.status_code == 413, refused.text
     assert "over the limit max_total_pixels of" in refused.json()["error"]["message"]
     assert small.status_code == 200
+
+
+def video(*parts: bytes, **options: object) -> dict:
+    """A native item about a video: a file, or frames."""
+    uris = [data_uri(part) for part in parts]
+    shown = {"type": "video", "video": uris if len(uris) > 1 else uris[0], **options}
+    asked = {"role": "user", "content": [shown, {"type": "text", "text": "a"}]}
+    return {"messages": [asked, {"role": "assistant", "content": "b"}]}
+
+
+@pytest.mark.parametrize("options", [{"min_pixels": 6_000_000}, {"resized_height": 3000, "resized_width": 3000}])
+@pytest.mark.parametrize("kind", ["file", "frames"])
+@in_loop
+async def test_pixels_that_a_part_s_options_ask_for_are_counted(kind, options):
+    items = [video(*([CLIP] if kind == "file" else [png()] * 2), **options)]
+    async with running(fake("any", "fake_reward.Anything"), limits={"max_total_pixels": 9_000_000}) as (_, client):
+        refused = await client.post("/v1/rewards", json={"items": items})
+        plain = await client.post("/v1/rewards", json={"items": [video(CLIP)]})
+    assert refused.status_code == 413 and "max_total_pixels" in refused.json()["error"]["message"]
+    assert plain.status_code == 200, plain.text
+
+
+@pytest.mark.parametrize("options", [{"sample_fps": 0}, {"sample_fps": "2"}, {"min_pixels": "x"}, {"max_pixels": -1}])
+@in_loop
+async def test_an_option_of_a_video_that_cannot_be_used_costs_its_item_alone(options):
+    async with running(fake("any", "fake_reward.Anything")) as (_, client):
+        answer = await client.post("/v1/rewards", json={"items": [video(CLIP, **options), {"prompt": "a"}]})
+    bad, good = answer.json()["data"]
+    assert next(iter(options)) in bad["error"] and good["score"] == 1
+
+
+def film(seconds: int, rate: int = 30) -> bytes:
+    """A film of 1920x1080 whose frames after the first are all the same."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = 1920, 1080, "yuv420p"
+        for packet in stream.encode(av.VideoFrame(1920, 1080, "yuv420p")):
+            first = bytes(packet)
+        for number in range(seconds * rate):
+            packet = av.Packet(first)
+            packet.stream, packet.pts, packet.dts, packet.time_base = stream, number, number, Fraction(1, rate)
+            container.mux(packet)
+    return file.getvalue()
+
+
+def test_a_film_counts_as_what_it_has_in_memory():
+    long, short = film(120), film(60)
+    assert pixels_of([video_item(long)]) < Limits().max_total_pixels
+    assert pixels_of([video_item(short)] * 2) < Limits().max_total_pixels
+    assert pixels_of([video_item(long)]) >= 240 * 768 * 28 * 28
+
+
+def video_item(data: bytes) -> dict:
+    return {"messages": [{"role": "user", "content": [{"type": "video", "video": {"bytes": data}}]}]}
+
+
+def test_one_picture_of_many_candidates_is_counted_once_where_it_is_decoded_once():
+    photo = bitmap(3600)
+    items = [{"prompt": "a", "response": str(n), "image": {"bytes": photo}} for n in range(32)]
+    assert pixels_of(items) == 32 * 3600**2
+    assert pixels_of(items, once=True) == 3600**2
+    service = Service(settings_of({"reward_type": "vlm_reward", "model_path": "m"}, fake("any")))
+    asyncio.run(service.job("vlm_reward", items))
+    with pytest.raises(TooLarge):
+        asyncio.run(service.job("any", items))
+
+
+def test_all_media_of_an_item_are_counted():
+    item = {"prompt": "a", "image": {"bytes": bitmap(8192)}, "video": {"bytes": CLIP}, "metadata": {"type": "video"}}
+    assert pixels_of(item) > 8192**2 and pixels_of({**item, "metadata": {"npy": 5}}) > 8192**2
+
+
+def test_videos_are_demuxed_beside_the_event_loop(monkeypatch):
+    threads = []
+
+    def counted(*arguments: object) -> int:
+        threads.append(threading.current_thread())
+        return 0
+
+    monkeypatch.setattr("vlmrm.serving.service.video_pixels", counted)
+    service = Service(settings_of(fake("any")))
+    for item in (video_item(CLIP), {"prompt": "a", "condition_videos": [{"bytes": CLIP}]}):
+        asyncio.run(service.job("any", [item]))
+    assert len(threads) == 2 and threading.main_thread() not in threads

@@ -10,7 +10,7 @@ import pytest
 from services import Gate, fake, in_loop, queued, rewards, running, settings_of
 
 from vlmrm.serving.app import Serving
-from vlmrm.serving.backend import Overloaded
+from vlmrm.serving.backend import Overloaded, QueueAway
 from vlmrm.serving.jobs import Job
 from vlmrm.serving.service import LARGE_BYTES, NotServing, Service
 
@@ -273,6 +273,42 @@ async def test_a_request_that_no_queue_would_hold_is_not_told_to_come_again():
         assert answer.status_code == 413 and "retry-after" not in answer.headers
         assert "over what the queue ever holds" in answer.json()["error"]["message"]
     assert flow_factory.status_code == 200 and "send fewer at a time" in flow_factory.json()["error"]
+
+
+@in_loop
+async def test_figures_that_are_asked_for_twice_at_once_are_whole(monkeypatch):
+    async with running(fake("one"), fake("two")) as (service, client):
+        depth, asked, second, answered = service.backend.depth, [], asyncio.Event(), asyncio.Event()
+
+        async def gated(name: str) -> tuple[int, int]:
+            asked.append(name)
+            if asked.count("one") == 2:  # the second request has begun, and goes on when the first is answered
+                second.set()
+                await answered.wait()
+            elif name == "two":
+                await second.wait()
+            return await depth(name)
+
+        monkeypatch.setattr(service.backend, "depth", gated)
+        first = asyncio.create_task(client.get("/metrics"))
+        while "two" not in asked:
+            await asyncio.sleep(0)
+        other = asyncio.create_task(client.get("/metrics"))
+        texts = [(await first).text]
+        answered.set()
+        texts.append((await other).text)
+    assert all(f'vlmrm_queue_jobs{{reward="{name}"}} 0.0' in text for name in ("one", "two") for text in texts)
+
+
+@in_loop
+async def test_who_serves_need_not_be_known_for_a_request_to_be_accepted(monkeypatch):
+    async with running(workers=False) as (service, _):
+
+        async def away() -> None:
+            raise QueueAway("Redis is away.")
+
+        monkeypatch.setattr(service.presence, "hear", away)
+        assert await service.backend.cancel(await service.submit("length", [{"prompt": "a"}]))
 
 
 @in_loop

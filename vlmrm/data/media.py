@@ -38,6 +38,9 @@ VIDEO_OPTIONS = (
     *("fps", "nframes", "min_frames", "max_frames", "sample_fps", "raw_fps", "video_start", "video_end"),
     *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
 )
+SAMPLING = ("fps", "nframes", "min_frames")  # by which a part chooses how many frames are decoded
+OPTION_RANGE = (1e-6, 1e12)  # far beyond what means anything, and safe to compute with
+FRAME_PIXELS = (128 * MIN_SIDE**2, 768 * MIN_SIDE**2)  # of a resized frame by default, as in qwen-vl-utils
 
 
 def media_key(reference: Any) -> str:
@@ -150,10 +153,10 @@ def open_video(part: Mapping[str, Any], fps: float, max_frames: int) -> tuple[to
         processor's `video_metadata` takes.
 
     Raises:
-        MediaError: naming the video and the reason.
+        MediaError: naming the video and the reason, or the option that cannot be used.
     """
     reference = part["video"]
-    options = {key: part[key] for key in VIDEO_OPTIONS if part.get(key) is not None}
+    options = video_options(part)
     if isinstance(reference, (list, tuple)):
         if not reference:
             raise MediaError("a video is an empty list of frames: remove the row")
@@ -167,6 +170,28 @@ def open_video(part: Mapping[str, Any], fps: float, max_frames: int) -> tuple[to
         frames, metadata = _read_video(reference, options)
     video, described = frames.resized()
     return video, {**described, **metadata}
+
+
+def video_options(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a video part that are given.
+
+    Raises:
+        MediaError: naming one that is no number in its range, or two that contradict each other.
+    """
+    options = {name: part[name] for name in VIDEO_OPTIONS if part.get(name) is not None}
+    least, most = OPTION_RANGE
+    for name, value in options.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name == "video_start" and number and value == 0:
+            continue
+        if not (number and least <= value <= most):
+            raise MediaError(f"{name} of a video is {value!r:.40}: give a number above 0")
+    if ("resized_height" in options) != ("resized_width" in options):
+        raise MediaError("resized_height and resized_width of a video go together: give both or neither")
+    least, most = options.get("min_pixels", FRAME_PIXELS[0]), options.get("max_pixels", math.inf)
+    if least > most and "resized_height" not in options:
+        raise MediaError(f"max_pixels of a video is {most}, below its min_pixels of {least}: raise it or lower that")
+    return options
 
 
 class _Frames:
@@ -190,8 +215,11 @@ class _Frames:
         if self._size not in (None, frame.size):
             raise MediaError(f"the frames of {self.name} have different sizes: resize them to one")
         self._size = frame.size
-        image = fetch_image({**self._options, "image": frame}, MIN_SIDE)
-        size = self._target(*image.size)
+        try:
+            image = fetch_image({**self._options, "image": frame}, MIN_SIDE)
+            size = self._target(*image.size)
+        except (ArithmeticError, AssertionError, ValueError) as error:
+            raise MediaError(f"the frames of {self.name} cannot be resized as its options ask ({error})") from error
         # A channel at a time: resizing computes in float32, and that of 64 Mpixel is large enough.
         channels = (torch.from_numpy(np.array(channel))[None] for channel in image.split())
         bicubic = InterpolationMode.BICUBIC
@@ -252,18 +280,21 @@ def _read_video(reference: Any, options: dict[str, Any]) -> tuple[_Frames, dict[
                 container.seek(0)
                 frames = _Frames(options, len(indices), name)
                 decoded = _decode(container, stream, indices, frames)
-        except (av.error.FFmpegError, OSError, ValueError, ZeroDivisionError, AssertionError) as error:
+        except (av.error.FFmpegError, OSError, ValueError, ArithmeticError, AssertionError) as error:
             raise MediaError(f"{name} cannot be read as a video ({error}): replace it or remove the row") from error
     if decoded < len(indices):
         raise MediaError(f"{name} is broken: only {decoded} of {len(indices)} frames can be decoded")
     return frames, {"fps": rate, "frames_indices": indices, "total_num_frames": count}
 
 
-def video_pixels(data: bytes, *, sampled: bool = True) -> int:
-    """Return the pixels of a video file's frames by its headers and packets, of which nothing is decoded.
+def video_pixels(data: bytes, options: Mapping[str, Any], asked: int = 0) -> int:
+    """Return the pixels that reading a video file has in memory, by its headers and packets; nothing is decoded.
+
+    A frame is resized as it is decoded, so few of them are ever there at full size.
 
     Args:
-        sampled: count the frames that are looked at by default, 2 a second; else all of them.
+        options: of its part, by which all frames count, or those that are looked at by default, 2 a second.
+        asked: pixels of a resized frame that its options ask for.
     """
     import av
 
@@ -271,9 +302,11 @@ def video_pixels(data: bytes, *, sampled: bool = True) -> int:
         with av.open(io.BytesIO(data), "r", options={"protocol_whitelist": "none"}) as container:
             stream = container.streams.video[0]
             frames = sum(packet.size > 0 for packet in container.demux(stream))
+            sampled = not any(options.get(name) for name in SAMPLING)
             if sampled and (rate := float(stream.average_rate or 0)) > 2:
                 frames = min(frames, math.ceil(2 * frames / rate) + 2)
-            return stream.codec_context.width * stream.codec_context.height * frames
+            size = stream.codec_context.width * stream.codec_context.height
+            return min(frames, 2) * size + frames * max(min(size, FRAME_PIXELS[1]), asked)
     except (av.error.FFmpegError, OSError, ValueError, IndexError, AssertionError):
         return 0  # whoever decodes it says what is wrong
 

@@ -14,7 +14,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlparse
 
 from PIL import Image
 
-from vlmrm.data.media import image_size
+from vlmrm.data.media import image_size, video_options
 from vlmrm.errors import MediaError
 from vlmrm.serving.fetch import Fetcher, Remote
 from vlmrm.serving.settings import Limits
@@ -55,6 +55,7 @@ class Intake:
         if part["type"] == "image":
             return {**part, "image": self.image(part["image"])}
         if part["type"] == "video":
+            video_options(part)
             return {**part, "video": self.video(part["video"])}
         return part
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from anyio.to_thread import run_sync
 
-from vlmrm.data.media import image_size, video_pixels
+from vlmrm.data.media import FRAME_PIXELS, VIDEO_OPTIONS, image_size, video_pixels
 from vlmrm.errors import MediaError, VlmrmError
 from vlmrm.serving.backend import Backend, QueueAway
 from vlmrm.serving.decoding import STANDING, Decoder
@@ -27,7 +28,7 @@ logger = logging.getLogger("vlmrm")
 
 SCORER = "vlmrm.serving.engines.ScorerEngine"
 REWARD = "vlmrm.serving.engines.RewardEngine"
-SAMPLING = ("fps", "nframes", "min_frames")  # of a video, by which a request chooses how many frames are decoded
+VIDEOS = ("video", "condition_videos")  # where an item shows them
 LARGE_BYTES = 2**20  # of a request, over which a thread makes it a job: the event loop has others to answer
 STOPPING_S = 10.0  # for workers to end, and to give back what they had to a queue that may be away
 
@@ -102,13 +103,16 @@ class Service:
         """Bring the gauges up to date; of a queue that is away they tell nothing, rather than what was."""
         for name, replicas in self.replicas.items():
             self.metrics.ready.labels(name).set(sum(one.ready for one in replicas))
-        self.metrics.waiting.clear()
-        self.metrics.waiting_bytes.clear()
+        depths: dict[str, tuple[int, int]] = {}
         with suppress(QueueAway):
             for name in self.rewards:
-                jobs, size = await self.backend.depth(name)
-                self.metrics.waiting.labels(name).set(jobs)
-                self.metrics.waiting_bytes.labels(name).set(size)
+                depths[name] = await self.backend.depth(name)
+        # Nothing is awaited from here on, lest another who asks be answered half of it.
+        self.metrics.waiting.clear()
+        self.metrics.waiting_bytes.clear()
+        for name, (jobs, size) in depths.items():
+            self.metrics.waiting.labels(name).set(jobs)
+            self.metrics.waiting_bytes.labels(name).set(size)
 
     def standing(self, name: str) -> Standing:
         """How its workers are, wherever they run."""
@@ -134,8 +138,10 @@ class Service:
         """
         self._check_serving(reward)
         limit = self.settings.limits.max_total_pixels
-        make = partial(_job, reward, list(items), priority, self.info(reward).get("max_pixels"), limit)
-        job = await run_sync(make) if _bytes(items) > LARGE_BYTES else make()
+        pixels = partial(pixels_of, once=is_trained(self.rewards[reward]))
+        make = partial(_job, reward, list(items), priority, self.info(reward).get("max_pixels"), pixels, limit)
+        long = _bytes(items) > LARGE_BYTES or _shows_video(items)
+        job = await run_sync(make) if long else make()
         limits = self.settings.limits
         if len(items) > limits.queue_items or job.size > limits.queue_bytes:
             raise TooLarge(
@@ -156,7 +162,8 @@ class Service:
         self._check_serving(job.reward)
         job.created, job.deadline = time.time(), deadline
         if not self.standing(job.reward).revisions:  # this process may have started just now
-            await self.presence.hear()
+            with suppress(QueueAway):  # `put` has the patience for that; no earlier result is taken then
+                await self.presence.hear()
         standing = self.standing(job.reward)
         job.revisions = standing.revisions if standing.info.get("deterministic", True) else ()
         return await self.backend.put(job)
@@ -215,7 +222,7 @@ def engine_of(reward: RewardSettings, device: str, silence: float) -> Engine:
     """What a worker of this reward runs on a device."""
     if reward.engine:
         path, options = reward.engine, _given(reward, device)
-    elif reward.reward_type == "vlm_reward":
+    elif is_trained(reward):
         path = SCORER
         options = {"model": reward.model_path, "dtype": reward.dtype, "device": device or None}
     else:
@@ -249,8 +256,20 @@ def _given(reward: RewardSettings, device: str) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value}
 
 
-def _job(reward: str, items: list[Item], priority: int, max_pixels: int | None, limit: int) -> Job:
-    pixels = pixels_of(items)
+def is_trained(reward: RewardSettings) -> bool:
+    """Whether it is a model trained here by itself, whose scorer decodes equal media of a request once."""
+    return reward.reward_type == "vlm_reward" and not reward.engine
+
+
+def _job(
+    reward: str,
+    items: list[Item],
+    priority: int,
+    max_pixels: int | None,
+    count: Callable[[Sequence[Item]], int],
+    limit: int,
+) -> Job:
+    pixels = count(items)
     if pixels > limit:
         raise TooLarge(
             f"the images and frames of a request are {pixels} pixels, over the limit max_total_pixels of {limit}: "
@@ -273,19 +292,91 @@ def _parts(item: Any) -> Iterable[Any]:
     return item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
 
 
-def pixels_of(item: Any) -> int:
-    """Return how many pixels are decoded to score an item, by the headers of its media."""
+def _shows_video(item: Any) -> bool:
+    """Return whether there is a video, whose packets are counted."""
+    if isinstance(item, dict) and any(item.get(name) is not None for name in VIDEOS):
+        return True
+    return any(map(_shows_video, _parts(item)))
+
+
+def pixels_of(items: Any, *, once: bool = False) -> int:
+    """Return how many pixels are decoded to score items, by the headers of their media.
+
+    Args:
+        once: count equal media once, for a reward that decodes them once.
+    """
+    media = _media(items, once)
+    return sum(medium.pixels for medium in (dict.fromkeys(media) if once else media))
+
+
+@dataclass(frozen=True)
+class _Medium:
+    """An image or a video: its file, or those of its frames; `options` of its part, and `asked` pixels of a frame."""
+
+    files: tuple[bytes, ...]
+    is_list: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+    asked: int = 0
+
+    @property
+    def pixels(self) -> int:
+        if not self.is_list:
+            [file] = self.files
+            try:
+                return _size(file)
+            except MediaError:
+                return video_pixels(file, dict(self.options), max(self.asked, FRAME_PIXELS[0]))
+        return sum(max(_size(file), self.asked) for file in self.files)
+
+
+def _size(image: bytes) -> int:
+    width, height = image_size(image)
+    return width * height
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An array of pixels, as the bytes of its file."""
+
+    npy: bytes
+
+    @property
+    def pixels(self) -> int:
+        return len(self.npy) // 3
+
+
+def _media(item: Any, resized: bool) -> Iterator[_Medium | _Array]:
+    """Yield the media of an item; with `resized`, those of its columns are brought to the model's size, too."""
     if isinstance(item, bytes):
-        try:
-            width, height = image_size(item)
-            return width * height
-        except MediaError:
-            return video_pixels(item)
-    if isinstance(item, dict) and isinstance(video := item.get("video"), dict) and "bytes" in video:
-        return video_pixels(video["bytes"], sampled=not any(item.get(name) for name in SAMPLING))
-    if isinstance(item, dict) and "npy" in item:
-        return len(item["npy"]) // 3
-    return sum(map(pixels_of, _parts(item)))
+        yield _Medium((item,))
+    elif isinstance(item, dict) and isinstance(item.get("npy"), bytes):
+        yield _Array(item["npy"])
+    elif isinstance(item, dict) and item.get("type") == "video":
+        yield from _video(item.get("video"), item, True)
+    elif isinstance(item, dict):
+        for name, value in item.items():
+            if name == "video":
+                yield from _video(value, {}, resized)
+            elif name == "condition_videos" and isinstance(value, list):
+                for video in value:
+                    yield from _video(video, {}, resized)
+            else:
+                yield from _media(value, resized)
+    else:
+        for part in _parts(item):
+            yield from _media(part, resized)
+
+
+def _video(video: Any, part: Mapping[str, Any], resized: bool) -> Iterator[_Medium | _Array]:
+    """Yield one video: a file, a list of image files, or an array."""
+    each = video if isinstance(video, list) else [video]
+    if not each or not all(isinstance(one, dict) and isinstance(one.get("bytes"), bytes) for one in each):
+        yield from _media(video, resized)
+        return
+    given = {name: part[name] for name in VIDEO_OPTIONS if part.get(name) is not None}
+    least = given.get("min_pixels", FRAME_PIXELS[0] if resized else 0)
+    asked = int(max(least, given.get("resized_height", 0) * given.get("resized_width", 0)))
+    yield _Medium(tuple(one["bytes"] for one in each), isinstance(video, list), tuple(given.items()), asked)
 
 
 def cost_of(item: Any, max_pixels: int | None = None) -> int:
@@ -294,7 +385,7 @@ def cost_of(item: Any, max_pixels: int | None = None) -> int:
     Args:
         max_pixels: to which a larger image is shrunk.
     """
-    if isinstance(item, dict) and "npy" in item:
+    if isinstance(item, dict) and isinstance(item.get("npy"), bytes):
         return len(item["npy"]) // (3 * 28 * 28) + 1
     if isinstance(item, str):
         return len(item) // 4 + 1
