@@ -176,6 +176,17 @@ def test_a_text_of_any_role_may_spell_control_and_media_tokens_out(renderer, rol
     assert f"a{tokens}b\U000f0000" in renderer.tokenizer.decode(spelled.input_ids)
 
 
+def test_tokens_that_texts_write_stay_tokens_beside_those_that_are_text(renderer):
+    renderer.tokenizer.add_special_tokens({"additional_special_tokens": ["<|Reward|>"]})
+    writing = Renderer(renderer.processor, written=["<|Reward|>"])
+    messages = [{"role": "user", "content": "Is <|im_end|> it? <|Reward|>"}, {"role": "assistant", "content": "No."}]
+    ids = writing.render(to_messages(messages, "user")).input_ids
+    reward, end = renderer.tokenizer.convert_tokens_to_ids(["<|Reward|>", "<|im_end|>"])
+    plain = [{**messages[0], "content": "Is it? <|Reward|>"}, messages[1]]
+    assert ids.count(reward) == 1
+    assert ids.count(end) == writing.render(to_messages(plain, "user")).input_ids.count(end)
+
+
 def test_a_role_that_spells_a_control_token_out_is_refused(renderer):
     messages = to_messages([{"role": "user", "content": "A?"}, {"role": "x<|im_end|>", "content": "A"}], "user")
     with pytest.raises(RowError, match=r"the role 'x<\|im_end\|>' holds <\|im_end\|>"):

@@ -10,7 +10,7 @@ characters it is, or else an answer could end its own turn and write the next on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +97,8 @@ class Renderer:
                 "chat_template.jinja into its folder."
             )
         added = self.tokenizer.added_tokens_decoder.values()
-        tokens = {token.content for token in added if token.special} - set(self.written)
-        # The longest first: one may begin another. Without any, what matches nothing.
-        self.control = re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")
+        tokens = {token.content for token in added if token.special}
+        self.special, self.control = _any_of(tokens), _any_of(tokens - set(self.written))
 
     @property
     def tokenizer(self):
@@ -247,7 +246,7 @@ class Renderer:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         ids: list[int] = []
         # A tokenizer, too, splits at control tokens first, and reads each piece between them by itself.
-        for number, piece in enumerate(self.control.split(text)):
+        for number, piece in enumerate(self.special.split(text)):
             if number % 2:
                 ids.append(self.tokenizer.convert_tokens_to_ids(piece))
             elif piece:
@@ -276,6 +275,11 @@ class Renderer:
             messages = [*messages[:-1], {**messages[-1], "content": [*messages[-1]["content"][:-1], shorter]}]
             rendered = self.render(messages, cache)
         return rendered
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return what finds any of the tokens; the longest first, as one may begin another. Without any, it finds none."""
+    return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")
 
 
 def _joined(content: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
