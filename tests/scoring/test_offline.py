@@ -54,7 +54,7 @@ def expected(scorer, *inputs: Path) -> list[list[float]]:
 
 
 def assert_same_rows(found: pd.DataFrame, reference: pd.DataFrame) -> None:
-    """Compare two outputs of one data set: scores to rounding, as threads differ; all else exactly."""
+    """Compare two outputs of one data set: scores to rounding, as batches and threads differ; all else exactly."""
     pd.testing.assert_frame_equal(found.drop(columns="scores"), reference.drop(columns="scores"))
     for mine, theirs in zip(found["scores"], reference["scores"], strict=True):
         assert (mine is None) == (theirs is None)
@@ -252,7 +252,7 @@ def test_ranks_share_all_rows_and_no_row_twice(job, tmp_path, streaming):
     assert score_offline(shared, rank=1, ranks=3) is None
     assert score_offline(shared, rank=0, ranks=3) is None
     assert score_offline(shared, rank=2, ranks=3) == Summary(rows=14, errors=0)
-    pd.testing.assert_frame_equal(read(shared), read(alone))
+    assert_same_rows(read(shared), read(alone))
 
 
 def test_a_stream_scores_as_its_table(job, tmp_path):

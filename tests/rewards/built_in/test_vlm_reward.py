@@ -150,12 +150,13 @@ def test_a_group_is_computed_in_one_batch_that_shares_its_prompt(reward, picture
 
 
 def test_what_cannot_be_scored_fails_alone(reward, pictures):
-    answers = ["It is one.", None, "<|image_pad|> is two.", "It is three."]
+    drawn = [{"role": "assistant", "content": [{"type": "image", "image": "gone.png"}]}]
+    answers = ["It is one.", None, drawn, "It is three."]
     columns = {"prompt": ["Which?"] * 4, "response": answers, "image": [None] * 4, "groups": [0] * 4}
     found = reward(on_failure="mask")(**columns)
     assert np.isnan(found.rewards["vlm"]).tolist() == [False, True, True, False]
     assert "neither a response, an image nor a video" in found.failures["vlm"][1]
-    assert "<|image_pad|>" in found.failures["vlm"][2]
+    assert "gone.png does not exist" in found.failures["vlm"][2]
     wins = reward("vlm_reward_group", on_failure="mask")(**columns).rewards["vlm"]
     assert wins[0] + wins[3] == pytest.approx(1.0)
     assert np.isnan(wins[1:3]).all()
