@@ -107,3 +107,12 @@ class Spoken(PointwiseRewardModel):
 
     def __call__(self, prompt, response):
         return [float(len(text)) for text in response]
+
+
+class Answered(PointwiseRewardModel):
+    """1 for an answer in words, 0 for an image."""
+
+    required_fields = ("prompt",)
+
+    def __call__(self, prompt, response=None, image=None):
+        return [float(response is not None)] * len(prompt)

@@ -122,6 +122,14 @@ def test_a_medium_under_another_name_is_not_left_out_unseen():
     rewards(prompt=["a"], groups=[0], video=[[PICTURE]], solution=["4"])  # not asked for, but well named
 
 
+@pytest.mark.parametrize("name", ["respnse", "responses", "completion"])
+def test_an_answer_under_another_name_is_not_left_out_unseen(name):
+    """The image would be taken for the answer, and every answer get the same score."""
+    answered = [{"name": "one", "reward_model": "reward_examples.Answered", "device": "cpu"}]
+    with pytest.raises(RewardError, match=f"a column {name}, which no reward asks for: did you mean response"):
+        RewardSet(answered)(prompt=["a"], image=[PICTURE], **{name: ["b"]})
+
+
 def test_groups_that_cannot_be_told_apart_are_refused():
     for group in ([0], np.zeros(2)):
         with pytest.raises(RewardError, match=f"groups has a {type(group).__name__}: give each sample a number or a"):

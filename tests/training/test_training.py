@@ -272,3 +272,13 @@ def test_a_token_budget_changes_no_loss(train_here, tmp_path, data, batching):
     for name in ("loss", "loss_irrelevant", "accuracy", "margin", "mean_reward", "grad_norm"):
         assert logged(parts, name) == pytest.approx(logged(whole, name), rel=1e-4, abs=1e-6), name
     assert largest_difference(whole, parts) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("metric", "says"),
+    [("acuracy", "did you mean accuracy"), ("eval_margn", "did you mean margin"), ("x", "choose from")],
+)
+def test_a_best_metric_that_no_evaluation_has_is_refused_at_once(train_here, tmp_path, metric, says):
+    keys = {"eval_fraction": 0.5, "eval_strategy": "steps", "metric_for_best_model": metric}
+    with pytest.raises(ConfigError, match=says):
+        train_here(colour_pairs(tmp_path / "p", 4), **keys)

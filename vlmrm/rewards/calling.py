@@ -142,6 +142,12 @@ def accepted_fields(model: BaseRewardModel, samples: Samples) -> list[str]:
     return [name for name in samples.columns if name in parameters]
 
 
+def named_fields(model: BaseRewardModel) -> list[str]:
+    """Return the columns that `__call__` names, whether or not they are there."""
+    parameters = inspect.signature(type(model).__call__).parameters.values()
+    return [each.name for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
+
+
 def _as_array(rewards: Any) -> np.ndarray:
     if isinstance(rewards, torch.Tensor):
         rewards = rewards.detach().double().cpu().numpy()

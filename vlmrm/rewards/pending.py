@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from accelerate.utils import gather_object
 
 from vlmrm.errors import RewardError
 from vlmrm.rewards.audit import AuditLog
-from vlmrm.rewards.calling import Answer, Mistake, accepted_fields, alike, call
+from vlmrm.rewards.calling import Answer, Mistake, accepted_fields, alike, call, named_fields
 from vlmrm.rewards.exchange import answers_sent_back, groups_to_compute, joined
 from vlmrm.rewards.loading import Reward
 from vlmrm.rewards.outcome import Rewards
@@ -90,10 +91,19 @@ class Pending:
             work.collect(stop=any(other.error is not None for other in self.work))
 
     def _refuse_misnamed(self, samples: Samples) -> None:
-        """Columns that no reward asks for are for others; but `images` beside no `image` would be left out unseen."""
-        taken = {name for work in self.work for name in accepted_fields(work.reward.model, samples)}
+        """Columns that no reward asks for are for others; but `images` beside no `image` would be left out unseen.
+
+        So would `respnse`, or TRL's `completion`: the image would be taken for the answer.
+        """
+        models = [work.reward.model for work in self.work]
+        taken = {name for model in models for name in accepted_fields(model, samples)}
+        absent = [name for model in models for name in named_fields(model) if name not in samples.columns]
         for name in samples.columns.keys() - taken:
             meant = next((medium for medium in MEDIA if medium.rstrip("s") == name.rstrip("s")), None)
+            if meant is None and name in ("completion", "completions") and "response" in absent:
+                meant = "response"
+            elif meant is None:
+                meant = next(iter(get_close_matches(name, absent, 1, cutoff=0.8)), None)
             if meant not in (None, name):
                 raise RewardError(f"there is a column {name}, which no reward asks for: did you mean {meant}?")
 

@@ -9,16 +9,20 @@ import platform
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
+import pandas as pd
 import torch
 from filelock import FileLock, Timeout
 from transformers.integrations import get_available_reporting_integrations
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
+from vlmrm.evaluation.metrics import trl_summary
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.probe import LOGGED
 from vlmrm.training.trainer import RewardTrainer
 
 logger = logging.getLogger("vlmrm")
@@ -38,6 +42,7 @@ def check_required(model_args: ModelArguments, data_args: DataArguments, args: R
         raise ConfigError("vision_cache_dir does not work with fsdp: remove one, or use deepspeed: zero2.json.")
     if args.eval_strategy != "no" and not (data_args.eval_dataset_path or data_args.eval_fraction):
         raise ConfigError(f"eval_strategy is {args.eval_strategy.value}: give eval_dataset_path or eval_fraction.")
+    check_best(args)
     for name in args.report_to:
         if name not in get_available_reporting_integrations():
             raise ConfigError(f"report_to names {name}, which is not installed: pip install {name}.")
@@ -57,6 +62,19 @@ def launch_alone(args: RewardTrainingArguments) -> None:
             port = free.getsockname()[1]
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def check_best(args: RewardTrainingArguments) -> None:
+    """Refuse a metric that no evaluation will have: HF looks for it after the first one, with all before it lost."""
+    if args.metric_for_best_model is None or args.eval_strategy == "no":
+        return
+    nothing = pd.DataFrame({"chosen_score": [], "rejected_score": [], "tie": []})
+    known = [*trl_summary(nothing), *(name for names in LOGGED.values() for name in names if args.probe_samples)]
+    asked = args.metric_for_best_model.removeprefix("eval_")
+    if asked not in known:
+        near = get_close_matches(asked, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}."
+        raise ConfigError(f"metric_for_best_model is {args.metric_for_best_model}, which no evaluation has: {hint}")
 
 
 def check_launch(args: RewardTrainingArguments) -> None:
