@@ -12,6 +12,7 @@ from services import Gate, fake, in_loop, queued, rewards, running, settings_of
 from vlmrm.serving.app import Serving
 from vlmrm.serving.backend import Overloaded, QueueAway
 from vlmrm.serving.jobs import Job
+from vlmrm.serving.revision import revision_of
 from vlmrm.serving.service import LARGE_BYTES, NotServing, Service
 
 
@@ -139,6 +140,32 @@ async def test_the_settings_of_a_reward_are_part_of_its_revision(tmp_path):
             said.append((await rewards(client, "a")).json()["revision"])
     assert said[0] is not None and said[0] == said[1] == said[2]
     assert len(set(said)) == 3
+
+
+def test_files_that_settings_name_are_part_of_the_revision_by_their_content(tmp_path):
+    def revisions(name: str, value: str) -> list[str]:
+        said = []
+        for content in ("one", "one", "other"):
+            (tmp_path / "file").write_text(content)
+            said.append(revision_of("engine", {name: value}, "", {}))
+        return said
+
+    for name in ("checkpoint_path", "template_file", "base_name_or_path", "rubric"):
+        for path in (tmp_path, tmp_path / "file"):
+            first, same, other = revisions(name, str(path))
+            assert first == same != other, name
+    assert len(set(revisions("download_path", str(tmp_path)))) == len(set(revisions("question", str(tmp_path)))) == 1
+
+
+def test_a_repository_that_a_setting_names_is_part_of_the_revision_by_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = tmp_path / "models--one--base" / "refs" / "main"
+    commit.parent.mkdir(parents=True)
+    said = []
+    for text in ("a", "b"):
+        commit.write_text(text)
+        said.append(revision_of("engine", {"base_name_or_path": "one/base"}, "", {}))
+    assert said[0] != said[1]
 
 
 @in_loop
