@@ -230,6 +230,33 @@ async def test_a_reward_whose_configuration_cannot_work_is_not_loaded_again_and_
 
 
 @in_loop
+async def test_what_waits_for_a_reward_that_turns_out_never_to_load_is_failed(tmp_path):
+    gate = Gate(tmp_path)
+    options = {"prompt": gate.prompt}
+    async with running(fake("wrong", "fake_reward.Misconfigured", options=options)) as (service, client):
+        await gate.reached()
+        waiting = asyncio.create_task(rewards(client, "a"))
+        await queued(service, 1, "wrong")
+        gate.open()
+        failed = await waiting
+        assert failed.status_code == 500 and "device is cuda:9" in failed.json()["error"]["message"]
+        assert await service.backend.depth("wrong") == (0, 0)
+
+
+@in_loop
+async def test_a_number_that_is_none_beside_a_score_costs_neither_worker_nor_score():
+    async with running(fake("extra", "fake_reward.Extra")) as (service, client):
+        told = (await rewards(client, "nan", "a")).json()["data"]
+        [replica] = service.replicas["extra"]
+        process = replica.process_id
+        refused = await rewards(client, "set")
+        assert replica.process_id == process
+    assert [one["score"] for one in told] == [1, 1]
+    assert [one["details"]["values"] for one in told] == [[None, {"most": None}, 1.5], 0]
+    assert refused.status_code == 500 and "not JSON serializable" in refused.json()["error"]["message"]
+
+
+@in_loop
 async def test_a_full_queue_says_when_to_come_again(tmp_path):
     gate = Gate(tmp_path)
     async with running(limits={"queue_items": 2}) as (service, client):
