@@ -89,9 +89,10 @@ class ConfigError(Exception):
 
 
 class Misconfigured:
-    """Cannot be loaded however often; `log` has a line for each time."""
+    """Cannot be loaded however often; `log` has a line for each time, and `prompt` may have it wait before."""
 
-    def __init__(self, log):
+    def __init__(self, log=os.devnull, prompt=""):
+        wait_at(prompt)
         with open(log, "a") as file:
             file.write("loading\n")
         raise ConfigError("device is cuda:9, which this machine has not.")
@@ -110,6 +111,15 @@ class GroupSize:
 class NotANumber:
     def __call__(self, items):
         return [{"score": float("nan")} for _ in items]
+
+
+class Extra:
+    """Says under `extra` what the prompt names: "nan", a number that is none, or "set", what no JSON can be."""
+
+    values: ClassVar = {"nan": [float("nan"), {"most": float("inf")}, 1.5], "set": {1, 2}}
+
+    def __call__(self, items):
+        return [{"score": 1.0, "extra": {"values": self.values.get(item["prompt"], 0)}} for item in items]
 
 
 class Characters:

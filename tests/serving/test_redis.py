@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import redis.exceptions
-from services import ATTENTIVE, TALKATIVE, fake, in_loop, rewards, running, settings_of
+from services import ATTENTIVE, TALKATIVE, Gate, fake, in_loop, queued, rewards, running, settings_of
 
 from vlmrm.errors import ConfigError
 from vlmrm.serving import redis_backend
@@ -299,6 +299,28 @@ async def test_a_reward_that_loads_nowhere_is_refused(redis_server):
             await asyncio.sleep(0.01)
         assert "FileNotFoundError" in (await client.get("/ready")).json()["rewards"]["broken"]["errors"][0]
         assert (await rewards(client, "a")).status_code == 503
+
+
+@in_loop
+async def test_what_waits_for_a_reward_that_will_load_nowhere_is_failed(redis_server, tmp_path):
+    gate, shared = Gate(tmp_path), redis_server.settings
+    wrong = fake("wrong", "fake_reward.Misconfigured", options={"prompt": gate.prompt})
+    api_process = running(wrong, workers=False, **shared, limits=ATTENTIVE)
+    async with api_process as (api, client), running(wrong, **shared, limits={"silence": 10.0}):
+        await gate.reached()
+        waiting = asyncio.create_task(rewards(client, "a"))
+        await queued(api, 1, "wrong")
+        gate.open()
+        failed = await waiting
+        assert failed.status_code == 500 and "device is cuda:9" in failed.json()["error"]["message"]
+        assert await api.backend.depth("wrong") == (0, 0)
+
+
+@in_loop
+async def test_a_result_that_is_not_to_be_kept_is_read_by_who_waits_for_it(redis_server):
+    async with running(**redis_server.settings, limits={"result_ttl": 0}) as (_, client):
+        answer = await rewards(client, "aaa", timeout=20)
+    assert answer.json()["data"][0]["score"] == 3
 
 
 @pytest.mark.parametrize("role", ["api", "workers"])

@@ -12,6 +12,7 @@ from services import Gate, fake, in_loop, queued, rewards, running, settings_of
 from vlmrm.serving.app import Serving
 from vlmrm.serving.backend import Overloaded, QueueAway
 from vlmrm.serving.jobs import Job
+from vlmrm.serving.revision import revision_of
 from vlmrm.serving.service import LARGE_BYTES, NotServing, Service
 
 
@@ -141,6 +142,32 @@ async def test_the_settings_of_a_reward_are_part_of_its_revision(tmp_path):
     assert len(set(said)) == 3
 
 
+def test_files_that_settings_name_are_part_of_the_revision_by_their_content(tmp_path):
+    def revisions(name: str, value: str) -> list[str]:
+        said = []
+        for content in ("one", "one", "other"):
+            (tmp_path / "file").write_text(content)
+            said.append(revision_of("engine", {name: value}, "", {}))
+        return said
+
+    for name in ("checkpoint_path", "template_file", "base_name_or_path", "rubric"):
+        for path in (tmp_path, tmp_path / "file"):
+            first, same, other = revisions(name, str(path))
+            assert first == same != other, name
+    assert len(set(revisions("download_path", str(tmp_path)))) == len(set(revisions("question", str(tmp_path)))) == 1
+
+
+def test_a_repository_that_a_setting_names_is_part_of_the_revision_by_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = tmp_path / "models--one--base" / "refs" / "main"
+    commit.parent.mkdir(parents=True)
+    said = []
+    for text in ("a", "b"):
+        commit.write_text(text)
+        said.append(revision_of("engine", {"base_name_or_path": "one/base"}, "", {}))
+    assert said[0] != said[1]
+
+
 @in_loop
 async def test_an_error_of_an_item_is_not_kept_for_those_who_ask_again(tmp_path):
     async with running() as (_, client):
@@ -200,6 +227,33 @@ async def test_a_reward_whose_configuration_cannot_work_is_not_loaded_again_and_
     assert "device is cuda:9, which this machine has not" in service.standing("wrong").errors[0]
     with pytest.raises(NotServing, match="the reward wrong cannot be computed now: see /ready"):
         await service.submit("wrong", [{"prompt": "a"}])
+
+
+@in_loop
+async def test_what_waits_for_a_reward_that_turns_out_never_to_load_is_failed(tmp_path):
+    gate = Gate(tmp_path)
+    options = {"prompt": gate.prompt}
+    async with running(fake("wrong", "fake_reward.Misconfigured", options=options)) as (service, client):
+        await gate.reached()
+        waiting = asyncio.create_task(rewards(client, "a"))
+        await queued(service, 1, "wrong")
+        gate.open()
+        failed = await waiting
+        assert failed.status_code == 500 and "device is cuda:9" in failed.json()["error"]["message"]
+        assert await service.backend.depth("wrong") == (0, 0)
+
+
+@in_loop
+async def test_a_number_that_is_none_beside_a_score_costs_neither_worker_nor_score():
+    async with running(fake("extra", "fake_reward.Extra")) as (service, client):
+        told = (await rewards(client, "nan", "a")).json()["data"]
+        [replica] = service.replicas["extra"]
+        process = replica.process_id
+        refused = await rewards(client, "set")
+        assert replica.process_id == process
+    assert [one["score"] for one in told] == [1, 1]
+    assert [one["details"]["values"] for one in told] == [[None, {"most": None}, 1.5], 0]
+    assert refused.status_code == 500 and "not JSON serializable" in refused.json()["error"]["message"]
 
 
 @in_loop

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 
 import pytest
 from services import HERE, Gate, fake, in_loop, queued, rewards, running
+from test_fetch import png
 
 from vlmrm.errors import RowError
 from vlmrm.rewards.built_in.vlm_reward import Wording
@@ -96,6 +98,18 @@ async def test_an_item_without_what_its_reward_needs_costs_no_other():
     assert native.status_code == 200, native.text
     assert [(one["score"], one["error"]) for one in native.json()["data"]] == [(2, None), (None, wrong), (0, None)]
     assert whole.status_code == 200 and whole.json() == {"error": f"item 0: {wrong}"}
+
+
+@in_loop
+async def test_a_reward_of_images_or_videos_needs_one_of_them():
+    either = {"reward_type": "shown_reward.Either", "name": "either", "import_from": [HERE], "device": "cpu"}
+    picture = "data:image/png;base64," + base64.b64encode(png()).decode()
+    items = [{"prompt": "a", "image": picture}, {"prompt": "a", "video": [picture]}, {"prompt": "a"}]
+    async with running(either) as (service, client):
+        data = (await client.post("/v1/rewards", json={"items": items})).json()["data"]
+        assert service.info("either")["required"] == ["prompt"]
+    wrong = "it has no image or video, which this reward needs"
+    assert [(one["score"], one["error"]) for one in data] == [(1, None), (2, None), (None, wrong)]
 
 
 @pytest.mark.parametrize(("temperature", "deterministic"), [(0.0, True), (0.5, False)])

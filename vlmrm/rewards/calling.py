@@ -99,7 +99,7 @@ def _checked(output: Any, places: Sequence[int]) -> Answer:
 
 def _fields(model: BaseRewardModel, samples: Samples) -> list[str]:
     """The columns that `model` is called with: those required, and those it accepts that are there."""
-    for names in _needed(model):
+    for names in needed(model):
         for number, place in enumerate(samples.places):
             if not any(samples.has(name, number) for name in names):
                 raise Mistake(f"sample {place} has no {' or '.join(names)}, which this reward needs: give it one.")
@@ -107,7 +107,7 @@ def _fields(model: BaseRewardModel, samples: Samples) -> list[str]:
     return [name for name in accepted_fields(model, samples) if any(samples.has(name, number) for number in numbers)]
 
 
-def _needed(model: BaseRewardModel) -> list[tuple[str, ...]]:
+def needed(model: BaseRewardModel) -> list[tuple[str, ...]]:
     """What every sample must have: of each of these, one.
 
     An image and a video are usually one or the other. Flow-Factory's rewards that take either name both in

@@ -155,7 +155,7 @@ class Serving:
     ) -> Scored:
         job_id = await self._accepted(reward, items, priority, timeout, patience)
         try:
-            status = await self.service.wait(job_id, timeout)
+            status = await self.service.wait(reward, job_id, timeout)
             await self.turns.take()
         except asyncio.CancelledError:
             await self.service.backend.cancel(job_id)  # the client has gone

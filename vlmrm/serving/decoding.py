@@ -50,8 +50,10 @@ class Decoder:
         self._cache: OrderedDict[str, Outcome] = OrderedDict()
 
     async def run(self) -> None:
-        """Keeps the worker alive and fed, until it is cancelled."""
+        """Keeps the worker alive and fed until it is cancelled; where it cannot be loaded, fails what it is given."""
         await self.replica.run()
+        if self.replica.lost:
+            await self.replica.fail_all()
 
     @property
     def failing(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from vlmrm.data.schema import Message
 from vlmrm.errors import RowError
 from vlmrm.rewards.built_in.vlm_reward import PLACE, Wording
-from vlmrm.rewards.calling import Answer, accepted_fields, alike, call
+from vlmrm.rewards.calling import Answer, accepted_fields, alike, call, needed
 from vlmrm.rewards.configuration import reward_arguments
 from vlmrm.rewards.contract import GroupwiseRewardModel
 from vlmrm.rewards.loading import Models
@@ -67,7 +67,7 @@ class RewardEngine:
         self.info = {
             "kind": "samples",
             "model": arguments.reward_model,
-            "required": list(self.model.required_fields),
+            "required": [names[0] for names in needed(self.model) if len(names) == 1],
             "deterministic": self.model.deterministic,
         }
 
@@ -77,9 +77,9 @@ class RewardEngine:
         for number, item in enumerate(items):
             try:
                 sample = sample_of(_opened(item))
-                for name in self.model.required_fields:
-                    if sample.get(name) is None:
-                        raise RowError(f"it has no {name}, which this reward needs")
+                for names in needed(self.model):
+                    if all(sample.get(name) is None for name in names):
+                        raise RowError(f"it has no {' or '.join(names)}, which this reward needs")
                 plain.append(sample)
             except RowError as error:
                 answer.failures[number] = error.reason

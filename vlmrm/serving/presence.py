@@ -17,12 +17,14 @@ from vlmrm.serving.worker.discretion import without_paths
 class Standing:
     """The workers of one reward: how many there are, are ready, and cannot load it; `info` is what one says of it.
 
+    Of those that cannot load it, `lost` ones will not try again.
     `revisions` are of those that are ready: several while one after the other is replaced.
     """
 
     workers: int = 0
     ready: int = 0
     failing: int = 0
+    lost: int = 0
     errors: list[str] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
     revisions: list[str] = field(default_factory=list)
@@ -33,6 +35,7 @@ class Standing:
             workers=len(replicas),
             ready=sum(one.ready for one in replicas),
             failing=sum(one.error is not None and not one.ready for one in replicas),
+            lost=sum(one.lost for one in replicas),
             errors=sorted({without_paths(one.error) for one in replicas if one.error}),
             info=next(({**one.info, "revision": one.revision} for one in replicas if one.revision), {}),
             revisions=sorted({one.revision for one in replicas if one.ready}),
@@ -45,6 +48,7 @@ class Standing:
             whole.workers += part.workers
             whole.ready += part.ready
             whole.failing += part.failing
+            whole.lost += part.lost
             whole.errors = sorted({*whole.errors, *part.errors})
             whole.info = whole.info or part.info
             whole.revisions = sorted({*whole.revisions, *part.revisions})

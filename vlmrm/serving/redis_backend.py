@@ -44,7 +44,7 @@ class RedisBackend:
         self._silence = limits.silence
         self.name = process_name()
         self._link = link
-        self._ttl = round(1000 * limits.result_ttl)
+        self._ttl = _milliseconds(limits.result_ttl)
         self._held: set[str] = set()  # receipts of what was taken and is not over
         self._come: dict[str, asyncio.Event] = {}  # by reward
         self._over: dict[str, set[asyncio.Event]] = defaultdict(set)  # by job, of those who wait for it
@@ -189,7 +189,7 @@ class RedisBackend:
     # All processes ---------------------------------------------------------------------------------------------------
 
     async def keep(self, name: str, record: dict[str, Any], ttl: float) -> None:
-        await self._link.run("keep", name, json.dumps(record), round(1000 * ttl), patience=PATIENCE_S)
+        await self._link.run("keep", name, json.dumps(record), _milliseconds(ttl), patience=PATIENCE_S)
 
     async def kept(self, name: str) -> dict[str, Any] | None:
         record = await self._link.run("kept", name, patience=PATIENCE_S)
@@ -235,6 +235,11 @@ class RedisBackend:
         self._takings.add(task)
         task.add_done_callback(self._takings.discard)
         return task
+
+
+def _milliseconds(ttl: float) -> int:
+    """Return for how long a result is kept: a second at least, in which those who wait for it read it."""
+    return max(1000, round(1000 * ttl))
 
 
 def _entry(job: Job) -> str:

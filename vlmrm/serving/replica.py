@@ -60,6 +60,8 @@ class Engine:
 class Replica:
     """One worker of `reward`. `ready` says whether it is, `error` why it cannot be loaded, `busy` that it has a batch.
 
+    Once `lost` it will never be loaded, because of its configuration.
+
     Args:
         decoder: of items that have latents; None: they go to the worker as they are.
     """
@@ -70,6 +72,7 @@ class Replica:
         self.reward, self.engine, self.backend, self.metrics = reward, engine, backend, metrics
         self.decoder = decoder
         self.ready = False
+        self.lost = False
         self.busy = False
         self.closing = False  # set it to end after the batch that it has
         self.error: str | None = None
@@ -97,6 +100,7 @@ class Replica:
                     await self._batch(worker)
                 return
             except CannotLoad as died:
+                self.lost = True
                 self.error = f"the worker of {self.reward} {died}"
                 logger.error("%s; correct its configuration and start the service again", self.error.rstrip("."))
                 return
@@ -112,6 +116,12 @@ class Replica:
                     await worker.stop()
             await asyncio.sleep(pause * random.uniform(1, 1.5))
             pause = min(2 * pause, BACKOFF_S[1])
+
+    async def fail_all(self) -> None:
+        """Fail what waits and what comes, until it is cancelled: no worker of this reward will be loaded."""
+        while True:
+            for job in await self.backend.take(self.reward, self.engine.budget):
+                await self.backend.fail(job, f"{self.error}".rstrip("."))
 
     async def _started(self) -> WorkerProcess:
         engine = self.engine

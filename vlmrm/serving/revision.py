@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import vlmrm
 from vlmrm.files import content_digests
 
 DIGITS = 16
+FILES = re.compile(r"(_path|_file|^rubric)$")  # settings that name a file, a folder or a repository
+DOWNLOADS = "download_path"  # where a reward puts files: what is there is not what it was told to read
 OTHERWISE_EQUAL = ("device", "api_key", "endpoint_api_key")  # settings that change no score, or may be guessed
 
 
@@ -19,15 +22,19 @@ def revision_of(engine: str, options: Mapping[str, Any], weights: str, info: Map
     """Return the revision of a reward as a worker has loaded it.
 
     Args:
-        weights: a folder or file, or a repository of the Hugging Face hub; "" for a reward without, or whose worker
-            says in `info` which they are.
+        options: those that name a file or folder count by its content, and a repository of the Hugging Face hub by the
+            commit that is in the cache.
+        weights: a folder, file or repository like those; "" for a reward without, or whose worker says in `info` which
+            they are.
         info: what the worker says of its reward.
 
     Raises:
         OSError: when the weights cannot be read.
     """
     settings = {name: value for name, value in options.items() if name not in OTHERWISE_EQUAL}
-    return digest_of(vlmrm.__version__, engine, settings, dict(info), _content(weights))
+    named = {name: value for name, value in settings.items() if FILES.search(name) and isinstance(value, str)}
+    files = {name: _content(value) for name, value in named.items() if name != DOWNLOADS}
+    return digest_of(vlmrm.__version__, engine, settings, dict(info), _content(weights), files)
 
 
 def digest_of(*parts: Any) -> str:

@@ -17,7 +17,7 @@ from vlmrm.data.media import FRAME_PIXELS, VIDEO_OPTIONS, image_size, video_pixe
 from vlmrm.errors import MediaError, VlmrmError
 from vlmrm.serving.backend import Backend, QueueAway
 from vlmrm.serving.decoding import STANDING, Decoder
-from vlmrm.serving.jobs import Item, Job, Status
+from vlmrm.serving.jobs import Item, Job, State, Status
 from vlmrm.serving.memory import MemoryBackend
 from vlmrm.serving.metrics import Metrics
 from vlmrm.serving.presence import Presence, Standing
@@ -30,6 +30,7 @@ SCORER = "vlmrm.serving.engines.ScorerEngine"
 REWARD = "vlmrm.serving.engines.RewardEngine"
 VIDEOS = ("video", "condition_videos")  # where an item shows them
 LARGE_BYTES = 2**20  # of a request, over which a thread makes it a job: the event loop has others to answer
+LOOK_S = 1.0  # between two looks whether any worker will load what is waited for
 STOPPING_S = 10.0  # for workers to end, and to give back what they had to a queue that may be away
 
 
@@ -77,10 +78,25 @@ class Service:
     async def start(self) -> None:
         """Starts the workers; it does not wait until they have loaded."""
         await self.backend.start()
-        runs = [self.presence.run(), *(one.run() for some in self.replicas.values() for one in some)]
+        runs = [self.presence.run(), *(self._run(replicas) for replicas in self.replicas.values() if replicas)]
         if self.decoder is not None:
             runs.append(self.decoder.run())
         self._loops = [asyncio.create_task(run) for run in runs]
+
+    async def _run(self, replicas: Sequence[Replica]) -> None:
+        """Keep the workers of a reward alive and fed; once none of them will be loaded, fail what waits for them.
+
+        In a queue that others share they may load it; `wait` knows of them.
+        """
+        runs = [asyncio.create_task(one.run()) for one in replicas]
+        try:
+            await asyncio.wait(runs)
+        finally:
+            for run in runs:
+                run.cancel()
+            await asyncio.wait(runs)
+        if not self.backend.lasting and all(one.lost for one in replicas):
+            await replicas[0].fail_all()
 
     def reward(self, name: str | None) -> RewardSettings:
         """The reward of that name; with None, the only one there is.
@@ -175,9 +191,28 @@ class Service:
         if standing.workers and standing.failing == standing.workers:
             raise NotServing(f"the reward {reward} cannot be computed now: see /ready.")
 
-    async def wait(self, job_id: str, timeout: float) -> Status | None:
-        """Its status once it is over, or as it is after `timeout` seconds; None for a job that is not known."""
-        return await self.backend.wait(job_id, timeout)
+    async def wait(self, reward: str, job_id: str, timeout: float) -> Status | None:
+        """Its status once it is over, or as it is after `timeout` seconds; None for a job that is not known.
+
+        One that waits for a reward which no worker anywhere will load has failed.
+        """
+        if not self.backend.lasting:
+            return await self.backend.wait(job_id, timeout)
+        waiting = asyncio.ensure_future(self.backend.wait(job_id, timeout))
+        try:
+            while not waiting.done():
+                await asyncio.wait({waiting}, timeout=LOOK_S)
+                standing = self.standing(reward)
+                if waiting.done() or not standing.workers or standing.lost < standing.workers:
+                    continue
+                with suppress(QueueAway):
+                    status = await self.backend.status(job_id)
+                    if status is not None and status.state is State.queued:
+                        await self.backend.cancel(job_id)
+                        return Status(State.failed, error="; ".join(standing.errors).rstrip("."))
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     async def drain(self, timeout: float, *, fetched: bool = False) -> None:
         """Refuse new jobs and wait until those accepted are over, `timeout` seconds at most.

@@ -287,6 +287,21 @@ def test_equal_questions_of_one_batch_are_asked_once(server, client):
     assert len(server.bodies) == 1
 
 
+def test_replies_that_are_sampled_are_not_used_twice(server, client):
+    sampling = client(temperature=0.5)
+    for _ in range(2):
+        for reply in sampling.ask([asked("a"), asked("a")]):
+            sampling.keep(asked("a"), reply)
+    assert len(server.bodies) == 4 and sampling.usage.cache_hits == 0
+
+
+@pytest.mark.parametrize(("reward", "given"), [("vllm_evaluate", {"temperature": 0.5}), ("rational_rewards_t2i", {})])
+def test_a_folder_for_replies_that_are_sampled_is_refused(tmp_path, reward, given):
+    settings = {"vlm_model": "m", "cache_dir": str(tmp_path), **given}
+    with pytest.raises(ConfigError, match="set temperature to 0 or remove cache_dir"):
+        RewardSet({"rewards": [{"name": "judge", "reward_model": reward, "device": "cpu", **settings}]})
+
+
 def test_the_one_unused_for_longest_leaves_memory_first(server, client):
     small = client(max_cache_size=2)
     for text in ("a", "b", "a", "c"):

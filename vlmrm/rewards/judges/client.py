@@ -54,8 +54,11 @@ class JudgeClient:
     def ask(self, questions: Sequence[Question]) -> list[Reply | RewardError]:
         """A reply to each question, in order, or why there is none. Equal questions are asked once.
 
-        A reply is only found again when it was handed to `keep`.
+        A reply is only found again when it was handed to `keep`. Where replies are sampled, at a temperature above 0,
+        each question is asked, whatever was replied to its equals.
         """
+        if self.settings.temperature > 0:
+            return run(self._ask_all(questions))
         answers: dict[str, Reply | RewardError] = {}
         missing: dict[str, Question] = {}
         for question in questions:
@@ -70,11 +73,11 @@ class JudgeClient:
         return [answers[question.key] for question in questions]
 
     def keep(self, question: Question, reply: Reply) -> None:
-        """Puts a reply that turned out to be of use into the cache, unless it is from there."""
-        if self.cache.get(question.key) is None:
+        """Puts a reply that turned out to be of use into the cache, unless it is from there, or was sampled."""
+        if self.settings.temperature == 0 and self.cache.get(question.key) is None:
             self.cache.put(question.key, reply)
 
-    async def _ask_all(self, questions: list[Question]) -> list[Reply | RewardError]:
+    async def _ask_all(self, questions: Sequence[Question]) -> list[Reply | RewardError]:
         return await asyncio.gather(*map(self._ask, questions))
 
     async def _ask(self, question: Question) -> Reply | RewardError:

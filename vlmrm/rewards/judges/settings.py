@@ -28,7 +28,7 @@ class JudgeSettings(BaseModel):
     vlm_model: str
     """The model's name on the server."""
     temperature: float = Field(0.0, ge=0)
-    """0 asks for the likeliest reply."""
+    """0 asks for the likeliest reply; above it replies are sampled, and none is used twice."""
     max_tokens: int = Field(2048, ge=1)
     """Of a reply; one that is cut off is a failure."""
     max_frames: int = Field(8, ge=1)
@@ -94,4 +94,9 @@ def read_settings(cls: type[Settings], config: RewardArguments) -> Settings:
         raise ConfigError(f"{where}: api_base_url holds more than an address: give the key by api_key_env.")
     if settings.api_key is not None and settings.api_key_env is not None:
         raise ConfigError(f"{where}: api_key and api_key_env are both given: keep api_key_env.")
+    if settings.cache_dir is not None and settings.temperature > 0:
+        raise ConfigError(
+            f"{where}: cache_dir keeps replies, and at a temperature of {settings.temperature:g} each is another: set "
+            "temperature to 0 or remove cache_dir."
+        )
     return settings

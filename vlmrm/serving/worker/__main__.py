@@ -42,7 +42,11 @@ def main(descriptor):
     channel.send({"kind": "ready", "info": discreet(getattr(engine, "info", {}), secrets), "pid": os.getpid()})
     threading.Thread(target=beat, args=[channel], daemon=True).start()
     while (message := channel.receive()) is not None:
-        channel.send(answer(engine, message, secrets))
+        said = answer(engine, message, secrets)
+        try:
+            channel.send(said)
+        except (TypeError, ValueError) as error:  # there is something under extra that no message can hold
+            channel.send({"kind": "failed", "id": message["id"], "error": told(error, secrets)})
 
 
 def die_with_parent():
@@ -73,15 +77,27 @@ def told(error, secrets):
 
 
 def checked(outcome, secrets):
-    """An outcome with an error or a score, and perhaps `extra`; a score that is no finite number is none."""
+    """An outcome with an error or a score, and perhaps `extra`; a score that is no finite number is none.
+
+    Under `extra` such a number is None: JSON has no other word for it.
+    """
     unknown = outcome.keys() - {"score", "error", "extra"}
     if unknown:
         raise ValueError(f"the reward answered the key {min(unknown)}: put what is no score or error under extra")
-    extra = {"extra": outcome["extra"]} if outcome.get("extra") else {}
+    extra = {"extra": finite(outcome["extra"])} if outcome.get("extra") else {}
     if outcome.get("error") is not None:
         return {"error": discreet(str(outcome["error"]), secrets), **extra}
     score = float(outcome["score"])
     return {"score": score, **extra} if math.isfinite(score) else {"error": f"its score is {score}", **extra}
+
+
+def finite(value):
+    """A tree with None in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def beat(channel):

@@ -84,7 +84,7 @@ async def pull(app: Serving, ticket: str, name: str | None, patience: float) -> 
     if name is None or name not in jobs:
         return 400, _missing(ticket, "unknown", f"it was asked for {', '.join(jobs)}: name one of them as type")
     await _keep(app, ticket, record)
-    status = await app.service.wait(jobs[name], patience)
+    status = await app.service.wait(name, jobs[name], patience)
     await app.turns.take()
     if status is not None and not status.over:
         return 425, _missing(ticket, status.state.value)
