@@ -21,6 +21,7 @@ from runs import (
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
+from vlmrm.errors import ConfigError
 from vlmrm.modeling import load_checkpoint, verify_complete
 
 
