@@ -47,6 +47,7 @@ from vlmrm.training.checks import (
     warn_slow_bf16,
 )
 from vlmrm.training.probe import ProbedDataset
+from vlmrm.training.ranks import from_first_rank
 from vlmrm.training.resume import check_base, check_settings, checkpoint_to_resume, save_settings, training_settings
 from vlmrm.training.row_tally import can_evaluate, can_train, check_rows
 from vlmrm.training.trainer import DROPPED_ROWS, RewardTrainer
@@ -87,7 +88,7 @@ def train_in_folder(
 
     processor = load_processor(model_args.model_name_or_path, model_args.model_revision, args.trust_remote_code)
     settings = training_settings(model_args, data_args, args)
-    digest = base_digest(model_args)
+    digest = from_first_rank(lambda: base_digest(model_args))
     if resume_from is not None:
         check_settings(resume_from, settings)
         check_base(resume_from, str(model_args.model_name_or_path), digest)

@@ -18,6 +18,7 @@ from vlmrm.modeling.checkpoint import ADAPTER_CONFIG
 from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, write_json
 from vlmrm.modeling.reward_files import read_json_of, read_reward_file
 from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.ranks import from_first_rank
 
 logger = logging.getLogger("vlmrm")
 
@@ -109,7 +110,7 @@ def training_settings(
         # Whether the last rows of an epoch fill a batch decides whether they are read.
         "rows_per_batch": args.train_batch_size * args.world_size if args.dataloader_drop_last else None,
         "deepspeed": None if engine is None else f"ZeRO-{engine.get_value('zero_optimization.stage', 0)}",
-        "dataset_path_content": data_fingerprint(data_args.dataset_path),
+        "dataset_path_content": from_first_rank(lambda: data_fingerprint(data_args.dataset_path)),
         "model_name_or_path_config": blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest(),
     }
     return json.loads(json.dumps(settings, default=str))
