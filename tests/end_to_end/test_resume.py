@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from runs import (
     assert_equal_weights,
     colour_lists,
@@ -356,6 +357,15 @@ def test_a_checkpoint_that_is_written_again_counts_only_when_whole(two_checkpoin
         train_here(data, max_steps=4, save_steps=2, resume_from_checkpoint=out / "checkpoint-2")
     assert (out / "checkpoint-4/model.safetensors").exists()
     assert not (out / "checkpoint-4/COMPLETE.json").exists()
+
+
+def test_a_file_system_without_locks_is_named(train_here, tmp_path, monkeypatch):
+    def acquire(*args, **kwargs):
+        raise NotImplementedError("FileSystem does not appear to support flock; use SoftFileLock instead")
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    with pytest.raises(ConfigError, match=r"output_dir .*out cannot be written \(its file system has no locks\): "):
+        train_here(tmp_path / "absent.jsonl")
 
 
 def test_older_checkpoints_go_only_when_the_new_one_is_whole(train_here, tmp_path, monkeypatch):
