@@ -37,8 +37,8 @@ def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
         CheckpointError: when the classifier that it has trained does not qualify as a reward.
     """
     started = time.perf_counter()
-    make_folder(output)
     settings = policy_settings(output, output / CHECKPOINT, seeds=[seed], sources=["learned"])
+    make_folder(output)
     checkpoint = classifier(output, seed)
     say(f"training PPO for {settings.total_steps:,} steps with the classifier's reward, {checkpoint}")
     runs = train_policies(settings)
