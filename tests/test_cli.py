@@ -56,3 +56,14 @@ def test_ctrl_c_is_said_with_a_status_of_its_own(words, monkeypatch, capsys):
         cli.run(lambda: cli.app(words))
     assert ended.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("words", [["demo", "--output"], ["frames", "demo", "--output"], ["init-tiny"]])
+@pytest.mark.parametrize("name", ["notes.txt", "notes.txt/below"])
+def test_a_file_in_the_place_of_a_folder_is_said_in_one_sentence(words, name, tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit) as ended:
+        cli.run(lambda: cli.app([*words, str(tmp_path / name)]))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {tmp_path / name} ")
+    assert (tmp_path / "notes.txt").read_text() == "mine"

@@ -18,6 +18,7 @@ from vlmrm.data.digits import QUESTION, write_digits
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.sweep import SweepResult, sweep
+from vlmrm.files import make_folder
 from vlmrm.logs import say
 from vlmrm.modeling import make_tiny
 from vlmrm.scoring import load_scorer
@@ -32,11 +33,11 @@ def run_demo(output: Path) -> dict[str, Any]:
     """Trains, sweeps and scores in `output`; an earlier demo there is replaced. Returns what summary.json holds.
 
     Raises:
-        ConfigError: when `output` has something in it and is no earlier demo's.
+        ConfigError: when `output` has something in it and is no earlier demo's, or cannot be a folder.
     """
-    if output.exists() and not (output / MARKER).exists() and any(output.iterdir()):
+    make_folder(output)
+    if not (output / MARKER).exists() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty and was not made by this demo: name a new folder as --output.")
-    output.mkdir(parents=True, exist_ok=True)
     (output / MARKER).touch()
     started = time.perf_counter()
     torch.set_num_threads(1)  # more would wait for each other: the tensors are that small

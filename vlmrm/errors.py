@@ -10,7 +10,7 @@ VlmrmError                  exit 1   anything below
 ├── TrainingError           exit 5   a run that cannot go on: a non-finite loss, a full disk
 ├── BelowThreshold          exit 6   checkpoints that are not as good as was asked for
 ├── RewardError             exit 7   a reward that cannot be computed
-└── Preempted               exit 143 a run stopped by SIGTERM after saving
+└── Preempted               exit 143 a run stopped by SIGTERM, after saving what there was to save
 
 A message says what is wrong, where, and what to do, in one sentence.
 """
@@ -82,7 +82,7 @@ class RewardError(VlmrmError):
 
 
 class Preempted(VlmrmError):
-    """A run that saved a checkpoint and stopped because it received SIGTERM."""
+    """A run that stopped because it received SIGTERM, after saving a checkpoint where there was anything to save."""
 
     exit_code = 143
 

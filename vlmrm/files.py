@@ -1,14 +1,19 @@
-"""Files by their content: a SHA-256 of every byte, read once a process while the file stays as it is."""
+"""Files by their content, a SHA-256 of every byte, read once a process while the file stays as it is; and folders to
+write to, where there can be none said in a sentence."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+from vlmrm.errors import ConfigError
+
+NO_LOCKS = "its file system has no locks"
 # Hashing releases the GIL: more threads than this wait for the disk instead.
 THREADS = 8
 
@@ -41,3 +46,29 @@ def _digest(path: str, inode: int, size: int, changed_ns: int) -> str:
     """Read the file; what identifies its state on disk is part of the key, so that a changed file is read again."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder to write to.
+
+    Raises:
+        ConfigError: when there cannot be one.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it is read-only")
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Say in a sentence why `path` cannot be written or locked.
+
+    Raises:
+        ConfigError: which says it.
+    """
+    try:
+        yield
+    except (OSError, NotImplementedError) as error:  # the latter is filelock's
+        reason = (error.strerror or error) if isinstance(error, OSError) else NO_LOCKS
+        raise ConfigError(f"{path} cannot be written ({reason}): make room, or choose another place.") from error

@@ -1,11 +1,13 @@
 """Every source format becomes the comparison that its author meant."""
 
+import io
 import math
 
 import pytest
+from PIL import Image
 
-from vlmrm.data.readers import read_row, recognise
-from vlmrm.errors import DataError, RowError
+from vlmrm.data.readers import is_noteworthy, read_row, recognise
+from vlmrm.errors import DataError, RowError, UnreadColumnError
 from vlmrm.scoring.rows import read_answers
 
 
@@ -95,6 +97,52 @@ IMAGE_ROWS = {
 @pytest.mark.parametrize("name", IMAGE_ROWS)
 def test_spellings_of_two_images_for_a_prompt(name):
     assert flat(read(**IMAGE_ROWS[name])) == (["user: A cat."], IMAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "unread"),
+    [
+        ("text-to-image", {"chosen": "A fluffy one.", "rejected": "No."}, "chosen"),
+        ("text-to-image", {"chosen": [GOOD], "rejected": [BAD]}, "chosen"),
+        ("ranked", {"responses": ["A fluffy one.", "No."]}, "responses"),
+    ],
+)
+def test_texts_beside_images_that_answer_are_not_dropped(name, texts, unread):
+    with pytest.raises(
+        UnreadColumnError, match=rf"`{unread}` holds a text \(.*\) that is not read: write both as mes"
+    ):
+        read(**IMAGE_ROWS[name], **texts)
+
+
+def test_answers_that_are_images_of_their_own_are_read():
+    """As image preferences are published: paths, or the very images that other columns hold."""
+    for value in ("a.png", {"bytes": b"\x89PNG...", "path": None}):
+        assert read(
+            prompt="A cat.", chosen_image=value, rejected_image="b.png", chosen="a.png", rejected="b.png"
+        ).pairs()
+    for texts in ({"chosen": 1, "rejected": 0}, {"chosen": "A cat.", "rejected": "A cat."}):
+        assert flat(read(**IMAGE_ROWS["text-to-image"], **texts)) == (["user: A cat."], IMAGES)
+    ranked = PHOTO_ROWS["ranked"] | {"chosen": "good", "rejected": "bad"}
+    assert flat(read(**ranked)) == (["user: [a.png]Look."], ANSWERS)
+
+
+@pytest.mark.parametrize(
+    "value", [b"BM" + bytes(range(1, 31)), b"RIFF\x24\0\0\0WAVEfmt ", b"MM\0", b"II*", b"\x00" * 12, b"xGIF89a"]
+)
+def test_bytes_that_only_begin_like_an_image_are_metadata(value):
+    assert not is_noteworthy(value)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP"])
+def test_bytes_of_an_image_are_known_by_their_head(kind):
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, kind)
+    assert is_noteworthy(file.getvalue())
+
+
+@pytest.mark.parametrize("head", [b"MM\0*\0\0", b"RIFF\n\0\0\0AVI LIST", b"\x1aE\xdf\xa3\1", b"\0\0\0\x20ftypisom"])
+def test_bytes_of_a_video_are_known_by_their_head(head):
+    assert is_noteworthy(head)
 
 
 def test_simple_rows_without_a_prompt():

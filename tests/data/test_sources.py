@@ -177,6 +177,21 @@ def test_a_broken_json_line_is_a_bad_row_where_those_are_skipped(streaming, tmp_
         load(str(path), streaming=streaming, arguments=DataArguments(bad_rows="skip"))
 
 
+def test_a_broken_line_is_a_bad_row_far_into_a_file_too(tmp_path, monkeypatch):
+    """`datasets` takes a table's columns from its first ten megabytes."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{**row, "prompt": f"{number} " + "x" * 20_000} for number, row in enumerate(pairs(1200))]
+    path = Path(write(tmp_path / "rows.jsonl", rows))
+    path.write_text(path.read_text() + '{"prompt": \n')
+    *good, bad = (row["comparison"] for row in load(str(path), arguments=DataArguments(bad_rows="skip")))
+    assert len(good) == 1200 and not any(isinstance(row, RowError) or row.columns for row in good)
+    assert isinstance(bad, RowError) and "line 1201 is not valid json" in bad.reason
+    [copy] = (tmp_path / "cache" / "vlmrm_lines").iterdir()
+    path.chmod(0o644)
+    (plain := tmp_path / "plain").touch()
+    assert copy.stat().st_mode == plain.stat().st_mode, "others who share the cache read it too"
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
 @pytest.mark.parametrize("text", ["\n", " \n\n\t\n", "\ufeff"])

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from runs import (
     assert_equal_weights,
     colour_lists,
@@ -18,13 +19,19 @@ from runs import (
     logged,
     short_training,
     start,
+    text_pairs,
     train,
     words,
+    write_rows,
 )
 
-from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.errors import CheckpointError, ConfigError, Preempted
+from vlmrm.modeling import make_tiny
+from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.callbacks import PreemptionCallback
 
 KILLED = Path(__file__).with_name("killed_training.py")
+USABLE = 4  # the row that is among those of the third step
 LONG = {"max_steps": 14, "save_steps": 4, "use_irrelevant_queries": True}
 # With an epoch of five steps: within the second, at its end, and in the third.
 KINDS = {
@@ -205,6 +212,93 @@ def test_what_a_resumed_run_would_ignore_is_refused_by_name(two_checkpoints, tra
     assert not (out / "checkpoint-6").exists()
 
 
+SIZE, ACCUMULATED = "per_device_train_batch_size", "gradient_accumulation_steps"
+
+
+@pytest.mark.parametrize("how", [SIZE, ACCUMULATED, "processes"])
+def test_a_run_whose_steps_hold_another_number_of_rows_is_not_resumed(two_checkpoints, train_here, monkeypatch, how):
+    """HF finds its place by counting steps: of another size they lead to another row."""
+    _, data = two_checkpoints
+    keys = {SIZE: {SIZE: 4}, ACCUMULATED: {ACCUMULATED: 2}}.get(how, {})
+    if how == "processes":
+        monkeypatch.setattr("vlmrm.training.main.check_launch", lambda args: None)
+        monkeypatch.setattr(RewardTrainingArguments, "world_size", property(lambda args: 2))
+    with pytest.raises(ConfigError, match=r"rows_per_step \(.*\) was 2 in .* and is now 4"):
+        train_here(data, max_steps=6, resume_from_checkpoint="auto", **keys)
+
+
+def test_the_rows_of_a_step_may_be_read_in_other_batches(two_checkpoints, train_here, tmp_path, capsys):
+    out, data = two_checkpoints
+    capsys.readouterr()
+    train_here(data, max_steps=6, save_steps=6, resume_from_checkpoint="auto", **{SIZE: 1, ACCUMULATED: 2})
+    assert f"{SIZE} 2 -> 1" in capsys.readouterr().err
+    assert logged(out / "checkpoint-6", "epoch")[-1] == 1.5
+
+    # With batches of another size it would leave other rows out.
+    keys = {"save_steps": 2, "dataloader_drop_last": True}
+    train_here(data, "dropping", max_steps=2, **keys)
+    with pytest.raises(ConfigError, match=r"rows_per_batch \(.*\) was 2 in .* and is now 1"):
+        train_here(data, "dropping", max_steps=4, resume_from_checkpoint="auto", **keys, **{SIZE: 1, ACCUMULATED: 2})
+
+
+def test_an_adapter_is_not_resumed_on_another_base_of_equal_shape(train_here, tiny_checkpoint, tmp_path):
+    data = colour_pairs(tmp_path / "data", 8)
+    base = Path(shutil.copytree(tiny_checkpoint, tmp_path / "base"))
+    keys = {"model": base, "use_peft": True, "save_steps": 2}
+    train_here(data, max_steps=2, **keys)
+    shutil.copy(make_tiny(tmp_path / "other", seed=1) / "model.safetensors", base)
+    with pytest.raises(
+        CheckpointError, match=r"has other weights than it had \(.*base\): give the base that .*checkpoint-2"
+    ):
+        train_here(data, max_steps=4, resume_from_checkpoint="auto", **keys)
+    shutil.copy(tiny_checkpoint / "model.safetensors", base)
+    train_here(data, max_steps=4, resume_from_checkpoint="auto", **keys)
+
+
+def test_checkpoints_that_were_whole_and_are_not_are_not_written_over(two_checkpoints, train_here):
+    out, data = two_checkpoints
+    shutil.rmtree(out / "final")
+    for name in ("checkpoint-2", "checkpoint-4"):
+        damage(out / name, "truncated")
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-4 was complete and no longer verifies \(.*1000 bytes.*\): "
+    ):
+        train_here(data, max_steps=4, resume_from_checkpoint="auto")
+    left = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert left == before
+
+
+def too_long_but_one(folder: Path) -> Path:
+    """Ten rows, of which the one that the third step reads is not over 100 tokens."""
+    file = text_pairs(folder, 10)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        if number != USABLE:
+            row["prompt"] = "over and " * 100
+    return write_rows(file, rows)
+
+
+def test_a_last_step_without_a_usable_row_ends_a_resumed_run_as_it_does_a_whole_one(train_here, tmp_path):
+    data, keys = too_long_but_one(tmp_path / "data"), {"max_seq_length": 100, "save_steps": 4}
+    train_here(data, max_steps=4, **keys, lr_scheduler_type="constant")
+    train_here(data, max_steps=5, **keys, lr_scheduler_type="constant", resume_from_checkpoint="auto")
+    dropped = [
+        json.loads(line)["step"] for line in (tmp_path / "out/rank0_dropped_rows.jsonl").read_text().splitlines()
+    ]
+    assert dropped.count(4) == 2, "the last step had a usable row"
+    train_here(data, "whole", max_steps=5, **keys, lr_scheduler_type="constant")
+    assert_equal_weights(tmp_path / "out/final", tmp_path / "whole/final")
+
+
+def test_sigterm_before_any_usable_row_says_that_nothing_was_saved(train_here, tmp_path, monkeypatch):
+    data = too_long_but_one(tmp_path / "data")
+    monkeypatch.setattr(PreemptionCallback, "on_train_begin", lambda self, *args, **kwargs: self._request(15, None))
+    with pytest.raises(Preempted, match="stopped by SIGTERM before any row was trained on, so nothing was saved"):
+        train_here(data, max_seq_length=100)
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
 def test_a_run_is_not_resumed_on_other_data_but_on_the_same_elsewhere(
     two_checkpoints, train_here, tmp_path, tiny_checkpoint, capsys
 ):
@@ -263,6 +357,15 @@ def test_a_checkpoint_that_is_written_again_counts_only_when_whole(two_checkpoin
         train_here(data, max_steps=4, save_steps=2, resume_from_checkpoint=out / "checkpoint-2")
     assert (out / "checkpoint-4/model.safetensors").exists()
     assert not (out / "checkpoint-4/COMPLETE.json").exists()
+
+
+def test_a_file_system_without_locks_is_named(train_here, tmp_path, monkeypatch):
+    def acquire(*args, **kwargs):
+        raise NotImplementedError("FileSystem does not appear to support flock; use SoftFileLock instead")
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    with pytest.raises(ConfigError, match=r"output_dir .*out cannot be written \(its file system has no locks\): "):
+        train_here(tmp_path / "absent.jsonl")
 
 
 def test_older_checkpoints_go_only_when_the_new_one_is_whole(train_here, tmp_path, monkeypatch):

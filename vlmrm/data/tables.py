@@ -10,13 +10,13 @@ import glob
 import json
 import os
 import re
+import secrets
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, cast
 
 from vlmrm.data.readers import LAYOUTS, MALFORMED, Layout, recognise
@@ -130,15 +130,20 @@ def _load_lines(path: str, error: Exception) -> Any:
     if not copy.exists():
         folder.mkdir(parents=True, exist_ok=True)
         total = malformed = 0
-        with NamedTemporaryFile("wb", dir=folder, delete=False) as file:
+        temporary = folder / f"{name}.{secrets.token_hex(8)}"  # one of `tempfile` could be read by nobody else
+        with open(temporary, "wb") as file:
             for line, row in _lines_of(path):
-                total, malformed = total + 1, malformed + (MALFORMED in row)
-                file.write(json.dumps(row).encode() if MALFORMED in row else line.strip())
-                file.write(b"\n")
+                if MALFORMED in row:
+                    malformed += 1
+                    line = json.dumps(row).encode()
+                elif not total:  # `datasets` takes the columns from the first block of a file
+                    line = json.dumps({MALFORMED: "", **row}).encode()
+                file.write(line.strip() + b"\n")
+                total += 1
         if malformed == total:
-            os.remove(file.name)
+            os.remove(temporary)
             raise unreadable(path, error) from error
-        os.replace(file.name, copy)  # whole, whichever of the launcher's processes comes first
+        os.replace(temporary, copy)  # whole, whichever of the launcher's processes comes first
     try:
         return load_dataset("json", data_files=_literal(str(copy)), split="train")
     except (DatasetGenerationError, ValueError, OSError) as again:

@@ -1,4 +1,4 @@
-"""Files that are at any moment absent, the old one, or whole; where there can be none is said in a sentence."""
+"""Files that are at any moment absent, the old one, or whole."""
 
 from __future__ import annotations
 
@@ -10,18 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vlmrm.errors import ConfigError
-
-
-def make_folder(folder: Path) -> None:
-    """Makes a folder to write to.
-
-    Raises:
-        ConfigError: when there cannot be one.
-    """
-    with _explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError("it is read-only")
+from vlmrm.files import make_folder, writing
 
 
 @contextmanager
@@ -32,7 +21,7 @@ def replacing(path: Path) -> Generator[Path]:
         ConfigError: when it cannot be written; `path` is then as it was.
     """
     temporary = path.with_name(path.name + ".tmp")
-    with _explained(path):
+    with writing(path):
         yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
@@ -60,7 +49,7 @@ def sole_writer(path: Path) -> Generator[None]:
     """
     make_folder(path.parent)
     lock = FileLock(path.with_name(path.name + ".lock"), blocking=False)
-    with _explained(path):
+    with writing(path):
         try:
             lock.acquire()
         except Timeout as error:
@@ -71,12 +60,3 @@ def sole_writer(path: Path) -> Generator[None]:
         yield
     finally:
         lock.release()
-
-
-@contextmanager
-def _explained(path: Path) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{path} cannot be written ({reason}): make room, or choose another place.") from error

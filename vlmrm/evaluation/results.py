@@ -12,10 +12,11 @@ import pandas as pd
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.evaluation.ablations import ABLATIONS
-from vlmrm.evaluation.files import make_folder, replace_file, replacing
+from vlmrm.evaluation.files import replace_file, replacing
 from vlmrm.evaluation.pairs import read_pairs
 from vlmrm.evaluation.public import table as published_table
 from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, Estimate, Figures, Row, dump_results, load_results
+from vlmrm.files import make_folder
 from vlmrm.modeling.manifest import checkpoint_digest
 
 COLUMNS = ["model", "checkpoint", "preference_accuracy", "average_margin", "margin_std", "sample_count"]

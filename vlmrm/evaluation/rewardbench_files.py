@@ -12,8 +12,9 @@ from typing import Any
 
 import pandas as pd
 
-from vlmrm.evaluation.files import make_folder, replace_file
+from vlmrm.evaluation.files import replace_file
 from vlmrm.evaluation.schema import Row
+from vlmrm.files import make_folder
 
 # What RewardBench calls a sequence classifier whose tokenizer brings the chat template.
 MODEL_TYPE, CHAT_TEMPLATE = "Seq. Classifier", "tokenizer"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrm.config import load_yaml
+from vlmrm.files import make_folder
 from vlmrm.frames.checkpoint import read_config
 from vlmrm.frames.collecting import collect, described
 from vlmrm.frames.comparison import write_comparison
@@ -32,11 +33,12 @@ def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
     """Collects, trains and trains again in `output`. Returns what its summary.json holds.
 
     Raises:
-        ConfigError: when `output` has something else in it.
+        ConfigError: when `output` has something else in it, or cannot be a folder.
         CheckpointError: when the classifier that it has trained does not qualify as a reward.
     """
     started = time.perf_counter()
     settings = policy_settings(output, output / CHECKPOINT, seeds=[seed], sources=["learned"])
+    make_folder(output)
     checkpoint = classifier(output, seed)
     say(f"training PPO for {settings.total_steps:,} steps with the classifier's reward, {checkpoint}")
     runs = train_policies(settings)

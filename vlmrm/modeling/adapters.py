@@ -117,7 +117,7 @@ def open_adapter(path: str | Path, *, base_model_path: str | Path | None = None,
         raise CheckpointError(f"the adapter {path} has no reward head: train it with modules_to_save: [score].")
     head = "mlp" if any(name.startswith(f"{PREFIX}score_hidden.") for name in saved) else "linear"
     model = load_for_training(base, head=head, revision=revision, **options)
-    _check_base(path, base, info.get("base_digest"), weights_digest(local_folder(base, revision)))
+    _check_base(path, base, revision, info.get("base_digest"))
     try:
         adapted = PeftModel.from_pretrained(model, str(path))
     except (RuntimeError, ValueError) as error:
@@ -132,7 +132,7 @@ def open_adapter(path: str | Path, *, base_model_path: str | Path | None = None,
     return adapted
 
 
-def _check_base(path: str | Path, base: str | Path, expected: str | None, digest: str) -> None:
+def _check_base(path: str | Path, base: str | Path, revision: str | None, expected: str | None) -> None:
     """Refuse a base with other weights than the adapter was trained on: of equal shape, it would score as well."""
     if expected is None:
         logger.warning(
@@ -141,7 +141,7 @@ def _check_base(path: str | Path, base: str | Path, expected: str | None, digest
             path,
             base,
         )
-    elif expected != digest:
+    elif expected != weights_digest(local_folder(base, revision)):
         raise CheckpointError(
             f"the adapter {path} was trained on other weights than those of {base}: give the base that it was trained "
             "on as base_model_path."

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,10 @@ def entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": content_digest(path)}
 
 
-def verify_complete(folder: str | Path) -> dict[str, Any]:
-    """Check every byte of every file that `COMPLETE.json` lists, and return what it holds.
+def verify_complete(folder: str | Path, every_byte: bool = True) -> dict[str, Any]:
+    """Check every file that `COMPLETE.json` lists, and return what it holds.
+
+    Without `every_byte`, of files that no score depends on, such as the optimizer's, only the size is checked.
 
     Raises:
         CheckpointError: when it is not there or not readable, or a file is missing or has other content.
@@ -60,10 +63,15 @@ def verify_complete(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no checkpoint folder {folder}: check the path.")
     try:
         manifest = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
+        if any(isinstance(file, int) for file in manifest["files"].values()):
+            raise CheckpointError(
+                f"{folder / COMPLETE} was written by an earlier version, without digests: use another checkpoint, or "
+                "remove it to open the model unverified."
+            )
         listed = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {COMPLETE}: saving it was interrupted, so use an older one.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / COMPLETE} cannot be read ({error}): use another checkpoint.") from error
     again = "so copy it again or use another checkpoint."
     for name, (size, _) in listed.items():
@@ -74,7 +82,8 @@ def verify_complete(folder: str | Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{folder} is broken: {name} has {path.stat().st_size} bytes instead of {size}, {again}"
             )
-    for path, digest in content_digests(folder / name for name in listed).items():
+    read = [folder / name for name in listed if every_byte or Path(name).suffix in SCORING_SUFFIXES]
+    for path, digest in _digests(read).items():
         name = path.relative_to(folder).as_posix()
         if digest != listed[name][1]:
             raise CheckpointError(f"{folder} is broken: bytes of {name} were changed since it was saved, {again}")
@@ -94,7 +103,7 @@ def checkpoint_digest(folder: str | Path) -> str:
     if not any(path.suffix == ".safetensors" for path in files):
         raise CheckpointError(f"{folder} holds no safetensors file: check the path.")
     digest = hashlib.sha256()
-    for path, content in content_digests(path for path in files if path.name not in NOT_SCORING).items():
+    for path, content in _digests(path for path in files if path.name not in NOT_SCORING).items():
         digest.update(f"{path.name}\0{_scoring_part(path) or content}\0".encode())
     return digest.hexdigest()
 
@@ -108,8 +117,23 @@ def weights_digest(folder: str | Path) -> str:
     files = sorted(Path(folder).glob("model*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} holds no model*.safetensors: check the path.")
-    names = (f"{path.name}\0{content}\0" for path, content in content_digests(files).items())
+    names = (f"{path.name}\0{content}\0" for path, content in _digests(files).items())
     return hashlib.sha256("".join(names).encode()).hexdigest()
+
+
+def _digests(paths: Iterable[Path]) -> dict[Path, str]:
+    """`content_digests` of a checkpoint's files.
+
+    Raises:
+        CheckpointError: when one cannot be read.
+    """
+    try:
+        return content_digests(paths)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(
+            f"{error.filename} cannot be read ({reason}): copy the checkpoint again or use another."
+        ) from error
 
 
 def _scoring_part(path: Path) -> str | None:
@@ -124,12 +148,12 @@ def _scoring_part(path: Path) -> str | None:
 
 
 def verify_if_listed(folder: str | Path) -> dict[str, Any] | None:
-    """`verify_complete` of a folder with a `COMPLETE.json`; None for one without, such as a downloaded checkpoint.
+    """`verify_complete` of what opening a model reads; None for a folder without a `COMPLETE.json`: a downloaded one.
 
     Raises:
         CheckpointError: as `verify_complete` does.
     """
-    return verify_complete(folder) if (Path(folder) / COMPLETE).exists() else None
+    return verify_complete(folder, every_byte=False) if (Path(folder) / COMPLETE).exists() else None
 
 
 def find_checkpoints(output_dir: str | Path, pattern: str = "checkpoint-*") -> list[Path]:

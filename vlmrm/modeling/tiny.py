@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from vlmrm.errors import ConfigError
+from vlmrm.files import make_folder
 from vlmrm.modeling.checkpoint import load_for_training, load_processor
 from vlmrm.modeling.manifest import write_complete
 from vlmrm.modeling.reward_files import save_reward_files
@@ -89,7 +90,7 @@ def make_tiny(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Pa
     bytes. Images are 56x56 (64x64 for Qwen3-VL) and larger.
 
     Raises:
-        ConfigError: when `arch` is not one of `ARCHITECTURES`, or `folder` has something in it.
+        ConfigError: when `arch` is not one of `ARCHITECTURES`, `folder` has something in it, or it cannot be a folder.
     """
     if arch not in ARCHITECTURES:
         raise ConfigError(f"there is no tiny {arch!r}: choose one of {', '.join(ARCHITECTURES)}.")
@@ -123,6 +124,7 @@ def _new_folder(folder: str | Path) -> Path:
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty: name a new folder for the tiny model.")
+    make_folder(folder)
     return folder
 
 

@@ -6,8 +6,9 @@ import signal
 import threading
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
+
+from vlmrm.training.ranks import any_rank
 
 
 class EpochCallback(TrainerCallback):
@@ -45,12 +46,3 @@ class PreemptionCallback(TrainerCallback):
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
-
-
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """Return whether `flag` is set on some rank. Every rank must call it."""
-    if not dist.is_initialized():
-        return flag
-    votes = torch.tensor(int(flag), device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-    return bool(votes.item())

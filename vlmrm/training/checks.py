@@ -20,6 +20,7 @@ from transformers.integrations import get_available_reporting_integrations
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.metrics import trl_summary
+from vlmrm.files import NO_LOCKS
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.probe import LOGGED
@@ -135,8 +136,9 @@ def output_lock(args: RewardTrainingArguments) -> Generator[None]:
         raise ConfigError(
             f"another training is writing into {folder}: wait for its end, or choose another --output_dir."
         ) from None
-    except OSError as error:
-        raise ConfigError(f"output_dir {folder} cannot be written ({error.strerror}): choose another.") from error
+    except (OSError, NotImplementedError) as error:
+        reason = error.strerror if isinstance(error, OSError) else NO_LOCKS
+        raise ConfigError(f"output_dir {folder} cannot be written ({reason}): choose another.") from error
     try:
         yield
     finally:

@@ -47,9 +47,10 @@ from vlmrm.training.checks import (
     warn_slow_bf16,
 )
 from vlmrm.training.probe import ProbedDataset
-from vlmrm.training.resume import check_settings, checkpoint_to_resume, save_settings, training_settings
+from vlmrm.training.ranks import from_first_rank
+from vlmrm.training.resume import check_base, check_settings, checkpoint_to_resume, save_settings, training_settings
 from vlmrm.training.row_tally import can_evaluate, can_train, check_rows
-from vlmrm.training.trainer import RewardTrainer
+from vlmrm.training.trainer import DROPPED_ROWS, RewardTrainer
 
 logger = logging.getLogger("vlmrm")
 
@@ -87,8 +88,10 @@ def train_in_folder(
 
     processor = load_processor(model_args.model_name_or_path, model_args.model_revision, args.trust_remote_code)
     settings = training_settings(model_args, data_args, args)
+    digest = from_first_rank(lambda: base_digest(model_args))
     if resume_from is not None:
         check_settings(resume_from, settings)
+        check_base(resume_from, str(model_args.model_name_or_path), digest)
     train_dataset, eval_dataset = load_train_and_eval(data_args)
     model = build_model(model_args, args)
     batcher = batcher_for(model, processor, model_args.batching)
@@ -118,7 +121,7 @@ def train_in_folder(
         min_pixels=data_args.min_pixels,
         max_pixels=data_args.max_pixels,
         provenance=provenance(source),
-        base_digest=base_digest(model_args, args),
+        base_digest=digest,
     )
 
     def save_extras(folder: Path) -> None:
@@ -144,6 +147,7 @@ def train_in_folder(
 def run(trainer: RewardTrainer, resume_from: Path | None) -> TrainingResult:
     """Trains, then saves the model (the best one, if that is what was asked for)."""
     args = trainer.args
+    trainer.row_tally.trained_before = resume_from is not None
     try:
         with plain_worker_errors():
             result = trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
@@ -154,6 +158,11 @@ def run(trainer: RewardTrainer, resume_from: Path | None) -> TrainingResult:
         ) from error
     trainer.row_tally.report()
     if trainer.preemption.stopped_at is not None:
+        if trainer.row_tally.nothing_trained():
+            raise Preempted(
+                "stopped by SIGTERM before any row was trained on, so nothing was saved: start it again, and see "
+                f"*_{DROPPED_ROWS} of {args.output_dir} for the rows that were left out."
+            )
         raise Preempted(
             f"stopped by SIGTERM after saving {args.output_dir}/checkpoint-{trainer.preemption.stopped_at}: "
             "continue with --resume_from_checkpoint auto."
@@ -195,9 +204,9 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments) -> Re
     return model
 
 
-def base_digest(model_args: ModelArguments, args: RewardTrainingArguments) -> str | None:
-    """Return what adapters know their base by, in the process that saves them; None where there is no adapter."""
-    if not (model_args.use_peft and args.should_save):
+def base_digest(model_args: ModelArguments) -> str | None:
+    """Return what adapters know their base by; None where there is no adapter."""
+    if not model_args.use_peft:
         return None
     return weights_digest(local_folder(model_args.model_name_or_path, model_args.model_revision))
 

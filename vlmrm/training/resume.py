@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -14,9 +15,10 @@ from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling import ModelArguments, find_checkpoints, newest_complete, verify_complete
 from vlmrm.modeling.checkpoint import ADAPTER_CONFIG
-from vlmrm.modeling.manifest import BEST, FINAL, write_json
-from vlmrm.modeling.reward_files import read_json_of
+from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, write_json
+from vlmrm.modeling.reward_files import read_json_of, read_reward_file
 from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.ranks import from_first_rank
 
 logger = logging.getLogger("vlmrm")
 
@@ -27,9 +29,15 @@ FIXED = (
     *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "deepspeed"),
     *("seed", "data_seed", "split_seed", "streaming", "shuffle_buffer", "train_sampling_strategy"),
     *("dataset_weights", "dataset_split", "eval_fraction", "max_train_samples"),
+    *("rows_per_step", "dataloader_drop_last", "rows_per_batch"),
     *("head", "dtype", "freeze_vit", "freeze_merger", "freeze_llm", "load_in_4bit"),
     *("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
 )
+# What follows from keys, and from which: HF finds its place in the data by counting steps.
+DERIVED = {
+    "rows_per_step": "per_device_train_batch_size x gradient_accumulation_steps x processes",
+    "rows_per_batch": "per_device_train_batch_size x processes",
+}
 # By their content: a run goes on wherever its files lie.
 CONTENT = {"dataset_path": "dataset_path_content", "model_name_or_path": "model_name_or_path_config"}
 PLACES = ("dataset_path", "output_dir", "resume_from_checkpoint", "run_name", "logging_dir")
@@ -50,6 +58,7 @@ def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
     if asked.lower() in ("auto", "true"):
         path = newest_complete(args.output_dir)
         if path is None:
+            refuse_damaged(existing)
             which = "complete checkpoint" if existing else "checkpoint"
             logger.info("No %s in %s yet: starting from the beginning", which, args.output_dir)
             return None
@@ -70,6 +79,23 @@ def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
     return path
 
 
+def refuse_damaged(checkpoints: Sequence[Path]) -> None:
+    """Refuse to begin again over checkpoints that were complete once; one whose saving was interrupted never was.
+
+    Raises:
+        CheckpointError: naming the newest, and why it does not verify.
+    """
+    for folder in reversed(checkpoints):
+        if (folder / COMPLETE).exists():
+            try:
+                verify_complete(folder)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{folder} was complete and no longer verifies ({str(error).rstrip('.')}): mend it, or choose "
+                    "another output_dir."
+                ) from error
+
+
 def training_settings(
     model_args: ModelArguments, data_args: DataArguments, args: RewardTrainingArguments
 ) -> dict[str, Any]:
@@ -80,11 +106,27 @@ def training_settings(
         **asdict(model_args),
         **asdict(data_args),
         **args.to_dict(),
+        "rows_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        # Whether the last rows of an epoch fill a batch decides whether they are read.
+        "rows_per_batch": args.train_batch_size * args.world_size if args.dataloader_drop_last else None,
         "deepspeed": None if engine is None else f"ZeRO-{engine.get_value('zero_optimization.stage', 0)}",
-        "dataset_path_content": data_fingerprint(data_args.dataset_path),
+        "dataset_path_content": from_first_rank(lambda: data_fingerprint(data_args.dataset_path)),
         "model_name_or_path_config": blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest(),
     }
     return json.loads(json.dumps(settings, default=str))
+
+
+def check_base(checkpoint: Path, base: str, digest: str | None) -> None:
+    """Refuse to go on training an adapter on other weights than it was trained on. `digest` is of those of `base`.
+
+    Raises:
+        CheckpointError: when they are others.
+    """
+    if digest is not None and (read_reward_file(checkpoint) or {}).get("base_digest") != digest:
+        raise CheckpointError(
+            f"model_name_or_path has other weights than it had ({base}): give the base that {checkpoint} was trained "
+            "on, or start a new run into another output_dir."
+        )
 
 
 def save_settings(folder: Path, settings: dict[str, Any]) -> None:
@@ -111,8 +153,9 @@ def check_settings(checkpoint: Path, settings: dict[str, Any]) -> None:
     for key in FIXED:
         if key in changed:
             old, new = changed[key]
+            name = f"{key} ({DERIVED[key]})" if key in DERIVED else key
             raise ConfigError(
-                f"{key} was {old} in {checkpoint} and is now {new}, which a resumed run cannot change: leave it as "
+                f"{name} was {old} in {checkpoint} and is now {new}, which a resumed run cannot change: leave it as "
                 f"it was, {instead}."
             )
     told = [f"{key} {old} -> {new}" for key, (old, new) in sorted(changed.items()) if key not in PLACES]

@@ -63,6 +63,7 @@ class RowTally:
     weight: float = 0.0  # of all pairs trained on
     reason: str = ""  # why this rank's last row was dropped
     told: bool = False
+    trained_before: bool = False  # the checkpoint that a run goes on from is the proof
 
     def add(self, rows: int, dropped: int, weight: float) -> None:
         """Count one step.
@@ -77,7 +78,7 @@ class RowTally:
             self.check()
 
     def nothing_trained(self) -> bool:
-        return self.rows > 0 and not self.weight > 0
+        return self.rows > 0 and not self.weight > 0 and not self.trained_before
 
     def check(self) -> None:
         """Refuse to go on, or to call the model trained, when no row was trained on.

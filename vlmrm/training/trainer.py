@@ -28,9 +28,10 @@ from vlmrm.evaluation.metrics import trl_summary
 from vlmrm.modeling import write_complete
 from vlmrm.modeling.manifest import COMPLETE
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.callbacks import EpochCallback, PreemptionCallback, any_rank
+from vlmrm.training.callbacks import EpochCallback, PreemptionCallback
 from vlmrm.training.losses import PreferenceLoss, weights
 from vlmrm.training.probe import PROBED, ProbedDataset
+from vlmrm.training.ranks import any_rank
 from vlmrm.training.row_tally import RowTally
 from vlmrm.training.step_figures import StepFigures
 from vlmrm.training.streams import EndlessStream

@@ -35,7 +35,7 @@ __all__ = [
 # The first that fits reads the row: the particular before the general.
 LAYOUTS = (PICK_A_PIC, IMAGE_REWARD, HPSV3, IMAGE_PAIR, RANKED, ALPACA, SHAREGPT, SWIFT, PAIR)
 
-# The one column of a line that is no row; it says why.
+# The one column of a line that is no row; it says why. In other rows of its table it is empty.
 MALFORMED = "$malformed"
 
 
@@ -100,9 +100,9 @@ def cells_and_id(row: Mapping[str, Any], row_id: str) -> tuple[dict[str, Any], s
     Raises:
         RowError: when it is a line that could not be parsed.
     """
-    if row.get(MALFORMED) is not None:
+    if row.get(MALFORMED):
         raise RowError(row[MALFORMED], row_id)
-    cells = {name: value for name, value in row.items() if value is not None}
+    cells = {name: value for name, value in row.items() if value is not None and name != MALFORMED}
     return cells, str(cells.get("id", row_id))
 
 

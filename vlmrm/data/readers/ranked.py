@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vlmrm.data.messages import to_messages
 from vlmrm.data.readers.layout import MEDIA, Layout, Reading, Row, listed, numbers, turns, with_media
 from vlmrm.data.readers.text_to_image import images_for
@@ -10,7 +12,8 @@ from vlmrm.data.readers.text_to_image import images_for
 def _read(row: Row) -> Reading:
     if "response_images" in row:
         images = listed(row["response_images"], "response_images")
-        return images_for(row, row["prompt"], images, numbers(row["scores"], "scores", len(images)))
+        reading = images_for(row, row["prompt"], images, numbers(row["scores"], "scores", len(images)))
+        return replace(reading, skipped=frozenset({"responses"}))
     answers = listed(row["responses"], "responses")
     ratings = numbers(row["scores"], "scores", len(answers))
     prompt = turns(row, row["prompt"])

@@ -31,11 +31,17 @@ SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".avif", ".heic"),
     *(".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v", ".mpg", ".mpeg"),
 )
-SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"\x1aE\xdf\xa3")
+# How the bytes of images and videos begin: enough of each that hashes and sounds, say, are not taken for one.
+SIGNATURE = re.compile(
+    rb"\xff\xd8\xff|\x89PNG|GIF8|BM....\0\0\0\0|II\*\0|MM\0\*|RIFF....(WEBP|AVI )|\x1aE\xdf\xa3|....ftyp", re.DOTALL
+)
 # As data URIs, and as JPEG, PNG, GIF and WebP begin in base64.
 EMBEDDED = ("data:image/", "data:video/", "/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 
 PLACEHOLDER = re.compile("|".join(PLACEHOLDERS.values()))
+
+# Columns that say how a row is answered, in the layouts that read them.
+ANSWERS = frozenset({"chosen", "rejected", "responses"})
 
 # Words of names, in the singular.
 MEDIA_WORDS = frozenset(["image", "img", "picture", "pic", "photo", "screenshot", "video"])
@@ -63,6 +69,11 @@ def check_all_read(
             raise UnreadColumnError(
                 f"the column `{name}` holds an image or video ({media_name(medium):.80}) that is not read: {rename}"
                 "remove it if it is not part of the conversation"
+            )
+        if (text := _unread_answer(name, row[name], comparison)) is not None:
+            raise UnreadColumnError(
+                f"the column `{name}` holds a text ({_short(text)}) that is not read: write both as messages if the "
+                "text is a part of the answer, or remove it"
             )
         if (text := _unread_text(name, row[name], comparison)) is not None:
             rename = "rename it to `prompt`" if "prompt" in layout.known() - row.keys() else "join it to the prompt"
@@ -106,8 +117,7 @@ def _media_in(value: Any) -> Iterator[Any]:
         if value.startswith(EMBEDDED) or (value.lower().endswith(SUFFIXES) and "\n" not in value):
             yield value
     elif isinstance(value, (bytes, bytearray, memoryview)):
-        head = bytes(value[:12])
-        if head.startswith(SIGNATURES) or head[4:8] == b"ftyp":
+        if SIGNATURE.match(bytes(value[:12])):
             yield value
     elif isinstance(value, Image.Image):
         yield value
@@ -134,9 +144,21 @@ def _unread_text(name: str, value: Any, comparison: Comparison) -> str | None:
     # Beside a prompt that is read, a longer name (`generation_prompt`, say) may well be one of metadata.
     if asked and len(words := _words(name)) > 1 and words != ["system", "prompt"]:
         return None
-    read = "\n".join(map(text_of, conversations))
+    return next(_unread_pieces(value, comparison), None)
+
+
+def _unread_answer(name: str, value: Any, comparison: Comparison) -> str | None:
+    if name not in ANSWERS:
+        return None
+    # A path is no text: whether its image is read was looked at before.
+    return next((piece for piece in _unread_pieces(value, comparison) if not any(_media_in(piece))), None)
+
+
+def _unread_pieces(value: Any, comparison: Comparison) -> Iterator[str]:
+    """The texts of a cell that the conversations do not say."""
+    read = "\n".join(map(text_of, comparison.conversations()))
     pieces = (piece.strip() for text in _texts(value) for piece in PLACEHOLDER.split(text))
-    return next((piece for piece in pieces if piece not in read), None)
+    return (piece for piece in pieces if piece not in read)
 
 
 def _texts(value: Any) -> Iterator[str]:
