@@ -97,6 +97,33 @@ def test_a_copy_of_the_row_s_picture_under_another_name_is_no_donor(tmp_path):
         assert donor is not None and media_references(donor.prompt) == [paths[3]]
 
 
+def test_an_empty_image_is_no_donor_and_gets_none():
+    """Its own scoring says so, as `bad_rows` will have it."""
+    dataset = rows_of([question(i, [f"{i}.png"]) for i in range(8)])
+    part = next(p for p in dataset[3]["comparison"].prompt[-1]["content"] if p["type"] == "image")
+    part["image"] = {"bytes": None, "path": None}
+    donors = [donor_of(row["comparison"], place, dataset) for place, row in enumerate(dataset)]
+    assert donors[3] is None
+    assert all(donor is not None and donor.id != "row-3" for donor in donors[:3] + donors[4:])
+
+
+def test_a_row_is_read_once_in_search_of_all_donors():
+    """Where all ask the same and answer the same, each row looks at all its neighbours."""
+    dataset = rows_of(
+        [{"prompt": "A dog?", "images": [f"{i}.png"], "chosen": "Yes.", "rejected": "No."} for i in range(64)]
+    )
+    reads = []
+
+    class Read(list):
+        def __getitem__(self, place):
+            reads.append(place)
+            return super().__getitem__(place)
+
+    known = {}
+    donors = [donor_of(row["comparison"], i, Read(dataset), known) for i, row in enumerate(dataset)]
+    assert all(donors) and len(reads) <= 2 * len(dataset), "once to know it, and once to give it"
+
+
 def test_where_all_rows_have_the_same_answers_donors_still_have_other_pictures():
     dataset = rows_of(
         [{"prompt": "A dog?", "images": [f"{i}.png"], "chosen": "Yes.", "rejected": "No."} for i in range(40)]

@@ -42,7 +42,7 @@ def test_difference_is_that_of_the_pairs_with_their_prompts_drawn_together():
 def test_a_checkpoint_equals_itself():
     frame = checkpoint(1.0)
     [test] = compare({"a": frame, "b": frame.copy()})
-    assert test.difference == (0, 0, 0, 0, len(frame)) and test.p_value == 1
+    assert test.difference == (0, 0, 0, 0, len(frame), frame["prompt_id"].nunique()) and test.p_value == 1
 
 
 def test_every_two_of_several_are_compared_and_the_tests_adjusted_together():

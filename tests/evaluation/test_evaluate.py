@@ -15,7 +15,7 @@ from vlmrm.batching import ComparisonCollator
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.schema import media_references
 from vlmrm.data.sources import load_comparisons
-from vlmrm.errors import ConfigError
+from vlmrm.errors import ConfigError, MediaError
 from vlmrm.evaluation import evaluate as module
 from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.evaluate import _Share, evaluate
@@ -72,6 +72,21 @@ def test_ranks_send_each_other_scores_and_no_rows(loaded, rows, monkeypatch):
     monkeypatch.setattr(module, "gather_object", lambda things: sent.append(things) or things)
     result = run(loaded, rows)
     assert len(result.comparisons) == len(rows) and b"Comparison" not in pickle.dumps(sent)
+
+
+def test_a_row_that_one_rank_may_not_skip_is_told_to_all_of_them(loaded, rows, monkeypatch):
+    """Else they wait for its scores until torch.distributed gives up."""
+    sent = []
+    monkeypatch.setattr(module, "gather_object", lambda things: sent.append(things) or things)
+    missing = MediaError("a.png does not exist", "pair-0")
+
+    def failing(share, numbers):
+        raise missing
+
+    monkeypatch.setattr(_Share, "__getitems__", failing)
+    with pytest.raises(MediaError, match=r"row pair-0: a\.png does not exist"):
+        run(loaded, rows)
+    assert sent == [[missing]] and str(pickle.loads(pickle.dumps(missing))) == str(missing)
 
 
 def test_text_rows_have_no_image_to_take_away(loaded, rows):

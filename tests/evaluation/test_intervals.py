@@ -48,7 +48,13 @@ def test_whole_clusters_are_drawn():
         rows = np.concatenate([np.flatnonzero(names == i) for i in rng.integers(40, size=40)])
         draws.append(np.average(values[rows], weights=weights[rows]))
     assert found == pytest.approx(
-        (np.average(values, weights=weights), *np.quantile(draws, [0.025, 0.975]), np.std(draws, ddof=1), len(values))
+        (
+            np.average(values, weights=weights),
+            *np.quantile(draws, [0.025, 0.975]),
+            np.std(draws, ddof=1),
+            len(values),
+            40,
+        )
     )
     independent = bootstrap({"mean": Mean(values, weights)}, np.arange(len(values)))["mean"]
     assert found.standard_error > 1.2 * independent.standard_error
@@ -107,5 +113,5 @@ def test_one_prompt_gives_no_interval():
 
 
 def test_figures_need_no_rows():
-    *numbers, n = bootstrap({"mean": Mean(np.zeros(0))}, [])["mean"]
-    assert all(map(math.isnan, numbers)) and n == 0
+    *numbers, n, prompts = bootstrap({"mean": Mean(np.zeros(0))}, [])["mean"]
+    assert all(map(math.isnan, numbers)) and n == prompts == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.schema import media_references, text_of
@@ -469,6 +469,14 @@ def test_pick_a_pic_s_validation_comes_along(tmp_path):
     assert splits == ["validation_unique"] * 2 + ["test_unique"] * 3
     alone = load_benchmark("pick-a-pic", str(tmp_path / "data/test_unique-00000-of-00001-0a.parquet"))
     assert [row["comparison"].columns["split"] for row in alone] == ["test_unique"] * 3
+
+
+def test_an_archive_named_as_the_split_is_none_of_its_tables(tmp_path):
+    """Beside the tables lie the pictures that they name."""
+    table = Dataset.from_list([ROWS["genai-bench-image"][0]] * 2)
+    DatasetDict({"test_v1": table}).save_to_disk(tmp_path / "copy")
+    (tmp_path / "copy" / "test_v1.tar.gz").write_bytes(b"archive")
+    assert len(load_benchmark("genai-bench-image", str(tmp_path / "copy"))) == 2
 
 
 def test_a_bad_row_is_handed_on_with_its_number(tmp_path):

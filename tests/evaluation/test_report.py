@@ -247,6 +247,15 @@ def test_a_category_that_is_all_right_has_an_interval_of_its_prompts_and_one_of_
     assert "Accuracy by category, 2 values" in build_report([frame], tmp_path).read_text()
 
 
+def test_prompts_with_nothing_but_ties_narrow_no_interval():
+    frame = scored(60).assign(chosen_score=1.0, rejected_score=0.0, prompt_id=[f"prompt-{i // 2}" for i in range(60)])
+    frame["tie"] = np.arange(60) >= 10
+    assert (
+        drawn_intervals(frame.assign(category=np.where(np.arange(60) % 2, "odd", "even")))
+        == [pytest.approx(wilson(5, 5))] * 2
+    )
+
+
 def test_what_was_trained_on_is_counted_and_its_accuracy_set_apart(tmp_path):
     frame = scored(90)
     leaked = np.arange(90) < 30

@@ -333,6 +333,25 @@ def test_a_checkpoint_that_was_trained_again_is_evaluated_again(run_folder, data
     assert pd.read_parquet("results.scores.parquet").groupby("checkpoint").size().tolist() == [6, 6, 6]
 
 
+def test_a_checkpoint_that_its_training_rotated_away_while_it_was_scored_keeps_its_figures(
+    run_folder, data, monkeypatch
+):
+    def evaluated(*args, description, **keys):
+        result = evaluate(*args, description=description, **keys)
+        if description == "checkpoint-9":
+            shutil.rmtree(run_folder / description)
+        return result
+
+    evaluate = measuring.evaluate
+    monkeypatch.setattr(measuring, "evaluate", evaluated)
+    rows = sweep(asked(run_folder, data)).rows
+    assert [row["checkpoint"] for row in rows if row["error"] is None] == [
+        "checkpoint-9",
+        "checkpoint-10",
+        "checkpoint-100",
+    ]
+
+
 def only(load, name):
     def loaded(folder, **keys):
         assert folder.name == name

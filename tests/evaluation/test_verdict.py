@@ -158,6 +158,17 @@ def test_no_pair_that_changes_is_no_proof_among_few():
     assert of(planted(np.ones(300), swapped=np.ones(300), blank=np.ones(300))).looks is False
 
 
+def test_prompts_that_an_ablation_never_touched_are_no_witnesses():
+    """Of four hundred prompts four have a picture, whose hundred pairs each all rest on it."""
+    prompts = [f"prompt-{i}" for i in range(396)] + [f"picture-{i % 4}" for i in range(400)]
+    rng = np.random.default_rng(0)
+    changed = np.where(np.arange(796) < 396, np.nan, rng.normal(0, 1, 796))
+    frame = planted(np.ones(796), swapped=changed, blank=changed, prompt_id=prompts)
+    frame["blank_image_rejected"] = frame["swapped_image_rejected"] = np.where(np.isnan(changed), np.nan, 0.0)
+    found = of(frame)
+    assert found.looks is None and "4 prompts with an image are too few" in found.sentence
+
+
 def test_grey_alone_decides_only_where_the_answers_are_nothing_but_images():
     rng = np.random.default_rng(0)
     margins = rng.normal(0.583, 1, 300)

@@ -20,7 +20,7 @@ from vlmrm.frames.dataset import (
     training_batches,
 )
 from vlmrm.frames.trajectory import Trajectory, trajectory_paths, write_trajectory
-from vlmrm.frames.trajectory_file import open_trajectory
+from vlmrm.frames.trajectory_file import TrajectoryFile, open_trajectory
 
 SIZE = (3, SIDE, SIDE)
 
@@ -66,6 +66,22 @@ def test_the_split_is_by_trajectory_and_by_seed(tmp_path):
     assert np.array_equal(again[0], training) and np.array_equal(again[1], validation)
     others = {tuple(np.unique(index.owners[split(index, 0.2, seed)[1]])) for seed in range(8)}
     assert len(others) > 4
+
+
+def test_frames_are_read_before_training_only_where_labels_coincide(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 3):
+        write_trajectory(tmp_path / "positive", square_trajectory(rng, count))
+    (tmp_path / "negative").mkdir()
+    read = []
+    frames = TrajectoryFile.frames
+    monkeypatch.setattr(TrajectoryFile, "frames", lambda file, key: read.append(file.path.name) or frames(file, key))
+    index_of(tmp_path)
+    assert read == []
+    [first, *_] = trajectory_paths(tmp_path / "positive")
+    shutil.copy(first, tmp_path / "positive" / f"1{first.name}")
+    _, said = index_of(tmp_path)
+    assert "1 trajectories repeat others" in said and len(read) == 2
 
 
 def test_twins_are_never_on_both_sides_and_are_named(tmp_path):

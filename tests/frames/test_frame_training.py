@@ -360,8 +360,18 @@ def test_a_classifier_that_does_not_qualify_rewards_nothing_unless_it_is_accepte
     RewardSet([{"name": "done", "reward_model": "frame_success", **model, "accept_unqualified": True}])
 
 
-def test_a_classifier_that_was_never_measured_is_warned_of(tmp_path, caplog):
+def test_a_scorer_of_an_opened_classifier_warns_of_one_that_does_not_qualify(useless, caplog):
+    FrameScorer(load_classifier(useless))
+    [warning] = [line for line in caplog.messages if "does not qualify as a reward: its AUC is" in line]
+    assert warning.startswith(str(useless))
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_classifier_that_was_never_measured_is_warned_of(tmp_path, caplog, opened):
     model = small_classifier()
     save_classifier(tmp_path / "model", model, model.config)
-    FrameScorer.open(RewardModelSettings(checkpoint_path=tmp_path / "model"))
-    assert "does not say whether it qualifies as a reward" in caplog.text
+    if opened:
+        FrameScorer(load_classifier(tmp_path / "model"))
+    else:
+        FrameScorer.open(RewardModelSettings(checkpoint_path=tmp_path / "model"))
+    assert sum("does not say whether it qualifies as a reward" in line for line in caplog.messages) == 1

@@ -132,6 +132,7 @@ def test_few_episodes_say_too_little(episodes, enough):
     assert (reason is None) == enough
     if reason is not None:
         assert "4 held-out episodes show a success and 4 a failure" in reason and "at least 5" in reason
+        assert "(raise val_fraction or collect more episodes)" in reason
 
 
 def test_bounds_are_those_of_episodes_drawn_again():

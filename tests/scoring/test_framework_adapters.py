@@ -218,6 +218,19 @@ def test_a_missing_score_beside_another_reward_of_trl_neither_pays_nor_punishes(
     assert trl_advantages(scores, [1.0] * 4, weights=[1.0, 1.0], size=4)[2] == pytest.approx(0.0, abs=1e-6)
 
 
+def test_a_part_of_a_trl_group_without_any_score_ends_the_run_where_the_rest_may_be_elsewhere(monkeypatch):
+    """Its None would be the 0 of the other reward function, beside the -3 of the samples on another process."""
+    assert TRLReward(Given(1.0, NAN, NAN))(["a", "b", "b"], ANSWERS[:3]) == [1.0, None, None]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for size in (None, 4):
+        with pytest.raises(RewardError, match=r"reward vlmrm: sample 1: its score is nan.*num_generations"):
+            TRLReward(Given(1.0, NAN, NAN), num_generations=size)(["a", "b", "b"], ANSWERS[:3])
+    whole = TRLReward(Given(1.0, NAN, NAN), num_generations=2)
+    assert whole(["a", "b", "b"], ANSWERS[:3]) == [1.0, None, None]
+    assert TRLReward(Given(1.0, NAN, 3.0))(["a", "b", "b"], ANSWERS[:3]) == [1.0, 3.0, 3.0]
+
+
 def test_groups_of_one_text_and_other_images_are_kept_apart():
     prompts = [asked(IMAGES[0]), asked(IMAGES[1]), asked(IMAGES[2]), asked(IMAGES[3])]  # red, red, green, green
     assert TRLReward(Given(1.0, NAN, NAN, 5.0))(prompts, ANSWERS) == [1.0, 1.0, 5.0, 5.0]
@@ -368,6 +381,9 @@ def test_where_no_mean_would_be_neutral_ms_swift_s_run_ends_with_the_sample_name
     elsewhere = SimpleNamespace(num_generations=4, num_generations_eval=None)  # the other two are on another rank
     with pytest.raises(RewardError, match=r"reward People: sample 2: .* 2 of the 4"):
         swift_orm(1.0, 2.0, NAN, NAN, args=elsewhere)(ANSWERS, **swift_columns("a", "a", "b", "b"))
+    halved = SimpleNamespace(num_generations=8, num_generations_eval=2)  # four of eight are more than two
+    with pytest.raises(RewardError, match=r"reward People: sample 1: .* 3 of the 8"):
+        swift_orm(1.0, NAN, NAN, NAN, args=halved)(ANSWERS, **swift_columns("a", "b", "b", "b"))
     with pytest.raises(RewardError, match="reward People: sample 1: its score is nan"):
         swift_orm(1.0, NAN, policy="raise")(ANSWERS[:2], **swift_columns("a", "a"))
 
@@ -603,6 +619,12 @@ def test_flow_factory_settings_are_checked(tiny_reward_model):
         PointwiseReward(arguments(tiny_reward_model, modle_path="x"), SimpleNamespace(device="cpu"))
     with pytest.raises(ConfigError, match=r"gathered_fields is \['images'\]: list condition_images"):
         GroupwiseReward(arguments(tiny_reward_model, gathered_fields=["images"]), SimpleNamespace(device="cpu"))
+
+
+def test_flow_factory_settings_may_be_left_empty(tiny_reward_model):
+    settings = arguments(tiny_reward_model, gathered_fields=None)
+    reward = GroupwiseReward(settings, SimpleNamespace(device="cpu"))
+    assert set(reward.required_fields) == {"prompt", "image", "video"}
 
 
 def test_the_dotted_path_works_here_too(tiny_reward_model):

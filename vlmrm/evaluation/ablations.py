@@ -12,14 +12,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 
-from vlmrm.data.irrelevant import prompts_differ
 from vlmrm.data.media import image_size, media_key
 from vlmrm.data.schema import Branch, Comparison, Message, Messages, media_references, text_of
+from vlmrm.errors import MediaError
 
 GREY = (128, 128, 128)
 # Rows, from a multiple of it on, among which a donor is sought: first those of a batch, at last those before doing
@@ -70,8 +69,29 @@ ABLATIONS: Mapping[str, Ablation] = {
 }
 
 
+class Traits(NamedTuple):
+    """What of a row decides whose donor it may be; small, to be kept of many rows."""
+
+    has_media: bool  # in the prompt
+    question: str
+    answers: frozenset[str]
+    pictures: frozenset[str]  # of prompt and answers
+
+
+def traits_of(comparison: Any) -> Traits | None:
+    """Return what `donor_of` compares; None for a row without a prompt, or one whose media name nothing."""
+    if not isinstance(comparison, Comparison) or not comparison.prompt:
+        return None
+    try:
+        pictures = _pictures(comparison)
+    except MediaError:
+        return None  # the scoring of the row itself says why
+    has_media = bool(media_references(comparison.prompt))
+    return Traits(has_media, text_of(comparison.prompt), _answers(comparison), pictures)
+
+
 def donor_of(
-    comparison: Any, place: int, dataset: Any, known: Mapping[int, Any] = MappingProxyType({})
+    comparison: Any, place: int, dataset: Any, known: dict[int, Traits | None] | None = None
 ) -> Comparison | None:
     """Draw a near row of `dataset` with a prompt of the same kind, which says nothing about this row's answers.
 
@@ -84,28 +104,32 @@ def donor_of(
     donor's prompt and images are computed anyway. So donors depend on the data set alone, not on batches and ranks.
 
     Args:
-        known: comparisons by their place that need not be read again.
+        known: the traits of rows by their place, which need not be read for them; those of others are added.
     """
-    if not isinstance(comparison, Comparison) or not comparison.prompt:
+    known = {} if known is None else known
+    if place not in known:
+        known[place] = traits_of(comparison)
+    own = known[place]
+    if own is None:
         return None
-    pictures = _pictures(comparison)
     same_answers = None
     for other in _near(place):
         if other >= len(dataset):
             continue
-        donor = known[other] if other in known else dataset[other]["comparison"]
-        if (
-            not isinstance(donor, Comparison)
-            or not donor.prompt
-            or not prompts_differ(donor.prompt, comparison.prompt)
-        ):
+        if other not in known:
+            known[other] = traits_of(dataset[other]["comparison"])
+        donor = known[other]
+        if donor is None or donor.has_media != own.has_media:
             continue
-        if any(_same_picture(one, another) for one in pictures for another in _pictures(donor)):
+        same_question = donor.question == own.question
+        if same_question and not own.has_media:
             continue
-        if not (text_of(donor.prompt) == text_of(comparison.prompt) and _answers(donor) & _answers(comparison)):
-            return donor
-        same_answers = same_answers or donor
-    return same_answers
+        if any(_same_picture(one, another) for one in own.pictures for another in donor.pictures):
+            continue
+        if not (same_question and donor.answers & own.answers):
+            return dataset[other]["comparison"]
+        same_answers = other if same_answers is None else same_answers
+    return None if same_answers is None else dataset[same_answers]["comparison"]
 
 
 def _near(place: int) -> Iterator[int]:
@@ -116,10 +140,10 @@ def _near(place: int) -> Iterator[int]:
         yield from (place ^ step for step in steps)
 
 
-def _pictures(comparison: Comparison) -> set[str]:
+def _pictures(comparison: Comparison) -> frozenset[str]:
     """The identities of the media of prompt and answers."""
     messages = [comparison.prompt, *(branch.messages for branch in comparison.branches)]
-    return {media_key(reference) for some in messages for reference in media_references(some)}
+    return frozenset(media_key(reference) for some in messages for reference in media_references(some))
 
 
 def _same_picture(one: str, other: str) -> bool:
@@ -127,8 +151,8 @@ def _same_picture(one: str, other: str) -> bool:
     return one == other or (os.path.isfile(one) and os.path.isfile(other) and filecmp.cmp(one, other, shallow=False))
 
 
-def _answers(comparison: Comparison) -> set[str]:
-    return {text for branch in comparison.branches if (text := text_of(branch.messages))}
+def _answers(comparison: Comparison) -> frozenset[str]:
+    return frozenset(text for branch in comparison.branches if (text := text_of(branch.messages)))
 
 
 def _images(messages: Messages) -> list[Any]:

@@ -66,8 +66,8 @@ def analyse(frame: pd.DataFrame) -> dict[str, Any]:
 def figures(frame: pd.DataFrame) -> dict[str, Any]:
     """Every figure of the pairs of `frame`, under one flat set of names; NaN where the rows do not allow it.
 
-    An estimate is {value, low, high, standard_error, n}. Pairs that people tied count in `tied_pairs`, `tied_margin`
-    (their mean absolute margin) and the scores; everything else is of the others.
+    An estimate is {value, low, high, standard_error, n, prompts}. Pairs that people tied count in `tied_pairs`,
+    `tied_margin` (their mean absolute margin) and the scores; everything else is of the others.
     """
     margins = margins_of(frame)
     decided = margins[~np.isnan(margins)]

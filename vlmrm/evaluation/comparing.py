@@ -61,7 +61,9 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
                 pairs=count,
                 first_accuracy=float(accuracies[i]),
                 second_accuracy=float(accuracies[j]),
-                difference=estimate(float(accuracies[i] - accuracies[j]), samples[:, i] - samples[:, j], count),
+                difference=estimate(
+                    float(accuracies[i] - accuracies[j]), samples[:, i] - samples[:, j], count, len(sums)
+                ),
                 only_first=only_first,
                 only_second=only_second,
                 p_value=mcnemar(only_first, only_second),

@@ -15,7 +15,8 @@ from vlmrm.batching import ComparisonCollator, scores_by_ablation, to_device
 from vlmrm.batching.workers import plain_worker_errors
 from vlmrm.data.schema import Comparison
 from vlmrm.data.sources import comparisons_of
-from vlmrm.evaluation.ablations import Ablation, donor_of
+from vlmrm.errors import VlmrmError
+from vlmrm.evaluation.ablations import NEAR, Ablation, Traits, donor_of, traits_of
 from vlmrm.modeling import RewardModel
 
 
@@ -68,6 +69,7 @@ class _Share:
 
     def __post_init__(self):
         self._places = self.places()
+        self._traits: dict[int, Traits | None] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -80,9 +82,11 @@ class _Share:
         comparisons = self.dataset[places]["comparison"]
         rows = [{"index": place, "comparison": c} for place, c in zip(places, comparisons, strict=True)]
         if self.with_donors:
-            known = dict(zip(places, comparisons, strict=True))
+            first = min(places) // NEAR[-1] * NEAR[-1]  # rows before it are no longer near to any
+            self._traits = {place: traits for place, traits in self._traits.items() if place >= first}
+            self._traits |= {row["index"]: traits_of(row["comparison"]) for row in rows}
             for row in rows:
-                row["donor"] = donor_of(row["comparison"], row["index"], self.dataset, known)
+                row["donor"] = donor_of(row["comparison"], row["index"], self.dataset, self._traits)
         return rows
 
 
@@ -105,6 +109,7 @@ def evaluate(
 
     Raises:
         OutOfMemoryError: on every rank, when one has no memory left.
+        VlmrmError: on every rank, when one has a row that it may not skip.
     """
     share: Any = _Share(dataset, batch_size, rank, ranks, with_donors=bool(ablations))
     loader = DataLoader(
@@ -115,7 +120,7 @@ def evaluate(
     )
     scored: list[tuple[int, str | None, list[float]]] = []
     dropped: list[tuple[str, str]] = []
-    full: str | None = None
+    failed: Exception | None = None
     progress = tqdm(loader, desc=description, unit="batch", leave=False, disable=None if rank == 0 else True)
     try:
         with plain_worker_errors():
@@ -125,11 +130,13 @@ def evaluate(
                     scored += scores_by_ablation(part, scores)
                 dropped += batch["dropped"]
     except torch.OutOfMemoryError as error:
-        full = " ".join(str(error).split())
-    # A rank without memory must not leave the others waiting for its scores.
-    for failure in gather_object([full]):
+        failed = torch.OutOfMemoryError(" ".join(str(error).split()))
+    except VlmrmError as error:
+        failed = error
+    # A rank that cannot go on must not leave the others waiting for its scores.
+    for failure in gather_object([failed]):
         if failure is not None:
-            raise torch.OutOfMemoryError(failure)
+            raise failure
     by_place: dict[int, dict[str | None, list[float]]] = {}
     for place, name, values in gather_object(scored):
         by_place.setdefault(place, {})[name] = values

@@ -21,14 +21,15 @@ CELLS = 1 << 22  # draws x clusters held at a time: 32 MiB
 
 
 class Estimate(NamedTuple):
-    """A figure, the ends of its 95 % interval, its standard error (NaN where they cannot be known), and how many
-    values it is of."""
+    """A figure, the ends of its 95 % interval, its standard error (NaN where they cannot be known), and of how many
+    values, about how many prompts, it is."""
 
     value: float
     low: float
     high: float
     standard_error: float
     n: int
+    prompts: int
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,9 @@ def bootstrap(
     estimates, end = {}, 0
     for (name, figure), own, size in zip(figures.items(), columns, sizes, strict=True):
         start, end = end, end + own.shape[1]
-        known = np.count_nonzero(sums[:, end - 1]) > 1  # the last sum is the count
-        samples = figure.of(drawn[:, start:end]) if known else np.full(draws, np.nan)
-        estimates[name] = estimate(float(figure.of(total[start:end])), samples, size)
+        known = np.count_nonzero(sums[:, end - 1])  # the last sum is the count
+        samples = figure.of(drawn[:, start:end]) if known > 1 else np.full(draws, np.nan)
+        estimates[name] = estimate(float(figure.of(total[start:end])), samples, size, int(known))
     return estimates
 
 
@@ -131,13 +132,13 @@ def resample(sums: np.ndarray, *, draws: int = DRAWS, seed: int = SEED) -> np.nd
     return drawn
 
 
-def estimate(value: float, samples: np.ndarray, n: int) -> Estimate:
-    """`value` of n with the spread of its bootstrap samples [draws]; draws in which it has no value are left out."""
+def estimate(value: float, samples: np.ndarray, n: int, prompts: int) -> Estimate:
+    """`value` with the spread of its bootstrap samples [draws]; draws in which it has no value are left out."""
     samples = samples[~np.isnan(samples)]
     if len(samples) < 2:
-        return Estimate(value, float("nan"), float("nan"), float("nan"), n)
+        return Estimate(value, float("nan"), float("nan"), float("nan"), n, prompts)
     low, high = np.quantile(samples, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(value, float(low), float(high), float(samples.std(ddof=1)), n)
+    return Estimate(value, float(low), float(high), float(samples.std(ddof=1)), n, prompts)
 
 
 def _ranks(values: np.ndarray, counts: np.ndarray) -> np.ndarray:

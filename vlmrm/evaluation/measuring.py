@@ -33,7 +33,6 @@ from vlmrm.media_store import MediaStore
 from vlmrm.modeling import (
     LoadedReward,
     batcher_for,
-    checkpoint_digest,
     load_checkpoint,
     provenance,
     sequence_limit,
@@ -146,7 +145,7 @@ def measure(loaded: LoadedReward, dataset, run: Run, folder: Path) -> tuple[dict
     figures: dict[str, Any] = {**table_figures(statistics["overall"]), "dropped_rows": len(result.dropped)}
     if args.benchmark is not None:
         figures["benchmark"] = benchmark(args.benchmark).score(frame)
-    return {**figures, "statistics": statistics, "provenance": provenance_of(loaded, run, folder)}, frame
+    return {**figures, "statistics": statistics, "provenance": provenance_of(loaded, run)}, frame
 
 
 def check_ablated(result: Evaluation) -> None:
@@ -164,7 +163,7 @@ def check_ablated(result: Evaluation) -> None:
                 )
 
 
-def provenance_of(loaded: LoadedReward, run: Run, folder: Path) -> Provenance:
+def provenance_of(loaded: LoadedReward, run: Run) -> Provenance:
     """What the figures of one checkpoint came from."""
     model = loaded.model
     made = provenance({})
@@ -173,7 +172,7 @@ def provenance_of(loaded: LoadedReward, run: Run, folder: Path) -> Provenance:
         "git_commit": made["git_commit"],
         "versions": made["versions"],
         "data": run.data,
-        "weights": checkpoint_digest(folder),
+        "weights": loaded.digest,
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "processes": run.processes.num_processes,
         "dtype": str(model.dtype).removeprefix("torch."),

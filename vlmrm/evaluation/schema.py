@@ -25,13 +25,14 @@ strict = with_config(ConfigDict(extra="forbid"))
 
 @strict
 class Estimate(TypedDict):
-    """A figure of n values with its 95 % interval and standard error, from a bootstrap of prompts."""
+    """A figure of n values about so many prompts, its 95 % interval and standard error by a bootstrap of them."""
 
     value: Number
     low: Number
     high: Number
     standard_error: Number
     n: int
+    prompts: int
 
 
 @strict

@@ -37,6 +37,7 @@ class LoadedClassifier:
     model: FrameClassifier
     config: ClassifierConfig
     described: bool
+    path: Path
 
 
 def save_classifier(path: Path | str, model: FrameClassifier, config: ClassifierConfig) -> None:
@@ -105,7 +106,7 @@ def load_classifier(
         model = build_classifier(config)
     load_exactly(model, weights, str(path))
     model = model.to(device_named(device)).to(memory_format=torch.channels_last)  # convolutions are quicker so
-    return LoadedClassifier(model.eval().requires_grad_(False), config, described)
+    return LoadedClassifier(model.eval().requires_grad_(False), config, described, path)
 
 
 def read_config(path: Path | str) -> ClassifierConfig:

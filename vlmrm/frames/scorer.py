@@ -23,11 +23,24 @@ MATCHED = ("image_keys", "image_size", "hidden_dim", "num_spatial_blocks", "free
 
 
 class FrameScorer:
-    """Scores frames in one batch; a frame's probability does not depend on the others in it."""
+    """Scores frames in one batch; a frame's probability does not depend on the others in it.
+
+    It warns of a classifier that does not qualify as a reward, or of which nothing says whether it does.
+    """
 
     def __init__(self, loaded: LoadedClassifier):
         self.model = loaded.model
         self.config = loaded.config
+        if self.config.qualified is None:
+            logger.warning(
+                "%s does not say whether it qualifies as a reward: measure it before it trains a policy.", loaded.path
+            )
+        elif not self.config.qualified:
+            logger.warning(
+                "%s does not qualify as a reward: %s; it is scored with all the same.",
+                loaded.path,
+                self.config.unqualified_because,
+            )
 
     @classmethod
     def open(cls, settings: RewardModelSettings) -> FrameScorer:
@@ -42,15 +55,6 @@ class FrameScorer:
             raise ConfigError("reward_model has no checkpoint_path: name a classifier of `vlmrm frames train`.")
         loaded = load_classifier(path, image_size=settings.image_size, device=settings.device)
         refuse_unqualified(loaded.config, settings, path)
-        if loaded.config.qualified is None:
-            logger.warning(
-                "%s does not say whether it qualifies as a reward: measure it before it trains a policy.",
-                path,
-            )
-        elif not loaded.config.qualified:
-            logger.warning(
-                "%s does not qualify as a reward: %s; it is accepted.", path, loaded.config.unqualified_because
-            )
         for name in MATCHED:
             given, there = getattr(settings, name), getattr(loaded.config, name)
             unsaid = name == "freeze_encoder" and not loaded.described

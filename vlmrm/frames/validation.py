@@ -95,7 +95,8 @@ def disqualification(figures: Mapping[str, float]) -> str | None:
     if min(figures["successful_episodes"], figures["failing_episodes"]) < LEAST_EPISODES:
         reasons.append(
             f"{figures['successful_episodes']:.0f} held-out episodes show a success and "
-            f"{figures['failing_episodes']:.0f} a failure, of which at least {LEAST_EPISODES} each are needed"
+            f"{figures['failing_episodes']:.0f} a failure, of which at least {LEAST_EPISODES} each are needed "
+            "(raise val_fraction or collect more episodes)"
         )
     if not figures["auc_low"] > AUC_ABOVE:
         reasons.append(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.sources import index_rows, sample, with_rules
-from vlmrm.data.tables import Source, open_tables
+from vlmrm.data.tables import KINDS, Source, open_tables
 from vlmrm.errors import DataError
 from vlmrm.evaluation.public.definition import Benchmark
 from vlmrm.evaluation.public.registry import benchmark
@@ -74,9 +74,10 @@ def _open(chosen: Benchmark, place: str, split: str) -> list[Source]:
 
 
 def _files_of(folder: str, split: str) -> str | None:
-    """A pattern of the files named exactly as a split; None where there are none.
+    """A pattern of the tables named exactly as a split; None where there are none.
 
     By their words alone, `test-*` and `test_v1-*` would be one split `test`.
     """
     pattern = os.path.join(glob.escape(folder), "**", f"{split}[-.]*")
-    return pattern if glob.glob(pattern, recursive=True) else None
+    names = glob.iglob(pattern, recursive=True)
+    return pattern if any(os.path.splitext(name)[1] in KINDS for name in names) else None

@@ -67,7 +67,8 @@ def accuracy_share(figures: Mapping[str, Any]) -> Share:
     Where all pairs are right or all wrong, they are so in every draw, which says nothing of the others: then it is
     Wilson's, of so many prompts as if each had one pair. Of a single prompt there is none.
     """
-    found, prompts = figures["preference_accuracy"], figures["prompt_count"]
+    found = figures["preference_accuracy"]
+    prompts = found["prompts"]  # without those that have nothing but ties
     low, high = found["low"], found["high"]
     if low == high:
         low, high = wilson(round(found["value"] * prompts), prompts)

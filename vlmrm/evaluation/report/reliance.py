@@ -42,10 +42,13 @@ def of_reliance(best: Checkpoint) -> Section:
     plain = best.share("accuracy_half_ties", len(best.pairs))
     named = {"as it is": plain, **{ABLATIONS[name][0]: one for name, one in found.items()}}
     alt = "Accuracy " + ", ".join(f"{name} {percent(one.value)}" for name, one in named.items()) + "."
-    caption = "Accuracy with something taken away or exchanged, equal scores at half, with 95% intervals."
+    caption = (
+        "Accuracy with something taken away or exchanged, equal scores at half, with 95% intervals; dashed: as it is, "
+        "solid: chance."
+    )
     drawing = Drawing("reliance", figures.intervals(named, plain.value), alt, caption)
     rows = [[what, *_lost(best, figure)] for what, figure in (ABLATIONS[name] for name in found)]
-    table = Table("Points of accuracy lost", ["what the model saw", "lost", "95% interval"], rows)
+    table = Table("Points of accuracy lost; below zero, gained", ["what the model saw", "lost", "95% interval"], rows)
     text = (
         "A model that judges what it sees falls towards what the rest gives away, 50% where that is nothing, when it "
         "sees nothing or something else; below 50%, what it sees instead speaks for the rejected answer."
@@ -150,7 +153,7 @@ def of_leakage(best: Checkpoint, found: dict[str, Any] | None) -> Section:
     if len(apart) < 2 or not all(one.n for one in apart.values()):
         return Section("leakage", title, text, tables=[table])
     alt = "Accuracy on rows " + ", ".join(f"{name}: {percent(one.value)}" for name, one in apart.items()) + "."
-    caption = "Accuracy on rows that were trained on and on new ones, with 95% intervals; dashed: all pairs."
+    caption = "Accuracy on rows trained on and on new ones, with 95% intervals; dashed: all pairs, solid: chance."
     drawing = Drawing("leakage", figures.intervals(apart, best.accuracy.value), alt, caption)
     return Section("leakage", title, text, [drawing], [table])
 

@@ -99,7 +99,7 @@ def of_categories(best: Checkpoint) -> Section:
         shares = {value: accuracy_share(group) for value, group in groups.items() if group["sample_count"]}
         if shares:
             drawings.append(_by_value(name, shares, best.accuracy.value))
-    text = "An interval that reaches past another's is no ranking."
+    text = "Where intervals overlap, the order is no ranking."
     return Section("categories", "By category", text if drawings else "No row has a category.", drawings)
 
 
@@ -108,7 +108,7 @@ def _by_value(name: str, shares: dict[str, Share], overall: float) -> Drawing:
     shown = {value: shares[value] for value in sorted(largest, key=lambda value: -shares[value].value)}
     weakest = list(shown)[-1]
     alt = f"Accuracy by {name}, {len(shown)} values; the weakest is {weakest} with {percent(shown[weakest].value)}."
-    caption = f"Accuracy by {name}, with 95% intervals; dashed: all pairs."
+    caption = f"Accuracy by {name}, with 95% intervals; dashed: all pairs, solid: chance."
     if len(shares) > len(shown):
         caption += f" The {CATEGORIES} largest of {len(shares)}."
     return Drawing(f"accuracy_by_{_slug(name)}", figures.intervals(shown, overall), alt, caption)

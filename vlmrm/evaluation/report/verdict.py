@@ -22,13 +22,14 @@ class Verdict(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """Accuracy that an ablation takes away, pair by pair, with its 95 % interval over prompts."""
+    """Accuracy that an ablation takes away, pair by pair, with its 95 % interval over the prompts that it changes."""
 
     name: str
     shown: str
     value: float
     low: float
     high: float
+    prompts: int
 
     @property
     def counts(self) -> bool:
@@ -49,8 +50,8 @@ def verdict(figures: Mapping[str, Any]) -> Verdict:
 
     *It looks* when another row's image surely takes away more than COUNTS and grey does not surely take away less:
     grey alone may only be strange to a model. *No sign* when both surely take away less, of a model that is above
-    chance. Else, and with fewer than PROMPTS prompts, *undecided*. Surely is the whole 95 % interval. Where answers
-    are nothing but images, which only their pixels tell apart, grey decides alone.
+    chance. Else, and with fewer than PROMPTS prompts changed, *undecided*. Surely is the whole 95 % interval. Where
+    answers are nothing but images, which only their pixels tell apart, grey decides alone.
     """
     swapped = _loss(figures, "swapped_image", "swapped_image_reliance", SWAPPED)
     grey = _loss(figures, "blank_image", "image_reliance", GREY)
@@ -62,7 +63,7 @@ def verdict(figures: Mapping[str, Any]) -> Verdict:
         )
     numbers = ", ".join(loss.sentence for loss in losses)
     deciding = swapped or (grey if _answers_are_images(figures) else None)
-    reason = _doubt(figures, deciding, grey)
+    reason = _doubt(figures, losses, deciding, grey)
     if reason is not None:
         return Verdict(None, f"Whether it looks at the image is undecided: {numbers}. {reason}")
     assert deciding is not None
@@ -73,11 +74,14 @@ def verdict(figures: Mapping[str, Any]) -> Verdict:
     return Verdict(False, f"There is no sign that it looks at the image: {numbers}. {less}")
 
 
-def _doubt(figures: Mapping[str, Any], deciding: _Loss | None, grey: _Loss | None) -> str | None:
+def _doubt(
+    figures: Mapping[str, Any], losses: Sequence[_Loss], deciding: _Loss | None, grey: _Loss | None
+) -> str | None:
     """Why the figures leave both possible; None where they do not."""
-    prompts = figures["prompt_count"]
+    prompts = min(loss.prompts for loss in losses)
     if prompts < PROMPTS:
-        return f"{prompts} prompts are too few to tell."
+        images = "" if prompts == figures["prompt_count"] else " with an image"
+        return f"{prompts} prompts{images} are too few to tell."
     if deciding is None:
         return "Grey may only be strange to it: evaluate with the ablation swapped_image."
     if deciding.counts:
@@ -113,9 +117,9 @@ def _loss(figures: Mapping[str, Any], name: str, reliance: str, shown: str) -> _
     if low == high:
         # Every pair is changed alike, so every draw is the same, and says nothing of other pairs. The largest share of
         # those of which so many prompts show none with a probability of 2.5 %:
-        unseen = 1 - 0.025 ** (1 / min(found["n"], figures["prompt_count"]))
+        unseen = 1 - 0.025 ** (1 / found["prompts"])
         low, high = low - unseen, high + unseen
-    return _Loss(name, shown, found["value"], low, high)
+    return _Loss(name, shown, found["value"], low, high, found["prompts"])
 
 
 def _answers_are_images(figures: Mapping[str, Any]) -> bool:

@@ -36,7 +36,7 @@ class _Reward:
     def __init__(self, config: Any, accelerator: Any):
         super().__init__(config, accelerator)  # ty: ignore[too-many-positional-arguments]
         extra = dict(config.extra_kwargs)
-        gathered = extra.pop("gathered_fields", ())
+        gathered = extra.pop("gathered_fields", None) or ()
         if isinstance(gathered, str) or not set(gathered) <= {"condition_images", "condition_videos"}:
             raise ConfigError(
                 f"reward {config.name}: gathered_fields is {gathered!r}: "

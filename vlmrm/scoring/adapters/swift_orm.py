@@ -75,14 +75,17 @@ class VlmrmORM:
             if here < self._group_size():
                 raise RewardError(
                     f"{where}; nor has any of its prompt here, {here} of the {self._group_size()}: "
-                    "give each process whole groups"
+                    "give each process whole groups, of as many in evaluation as in training"
                 )
         return [float(np.mean(known)) if score is None else score for score in settled]
 
     def _group_size(self) -> int:
-        """The least number of samples that make a whole group; 1 where ms-swift did not say."""
+        """The samples of a whole group; 1 where ms-swift did not say.
+
+        Nothing tells a call of evaluation from one of training, a small group of the one from a part of the other's.
+        """
         sizes = [getattr(self.args, name, None) for name in ("num_generations", "num_generations_eval")]
-        return min((size for size in sizes if size), default=1)
+        return max((size for size in sizes if size), default=1)
 
 
 class AsyncVlmrmORM(VlmrmORM):
