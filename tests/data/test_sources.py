@@ -217,7 +217,8 @@ def test_a_text_that_is_not_utf_8_is_named_with_its_place(name, streaming, tmp_p
     offset = path.read_bytes().index(b"\xe9")
     line = path.read_bytes()[:offset].count(b"\n") + 1
     with pytest.raises(
-        DataError, match=rf"not UTF-8 text \(line {line}, byte {offset} of the file is 0xe9\): save"
+        DataError,
+        match=rf"not UTF-8 text \((the first such byte: )?line {line}, byte {offset} of the file is 0xe9\): save",
     ) as e:
         for row in load(str(path), streaming=streaming):
             if isinstance(row["comparison"], RowError):
@@ -236,6 +237,14 @@ def test_the_rows_of_a_text_that_is_not_utf_8_are_bad_rows(tmp_path):
         assert found[1].row_id == "rows.jsonl:2" and "UTF-8" in found[1].reason
     report = check_data(DataArguments(dataset_path=str(path)))
     assert (report.rows, report.wrong) == (3, 1)
+
+
+def test_rows_that_cannot_be_read_are_why_none_can_be_held_out(tmp_path):
+    path = write(
+        tmp_path / "rows.jsonl", [{"prompt": f"q{n}", "chosen": "same", "rejected": "same"} for n in range(9)]
+    )
+    with pytest.raises(DataError, match=r"9 of 9 rows cannot be read, the first because .*same"):
+        load_train_and_eval(DataArguments(dataset_path=[str(path)], eval_fraction=0.5))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -283,3 +283,13 @@ def test_a_best_metric_that_no_evaluation_has_is_refused_at_once(train_here, tmp
     keys = {"eval_fraction": 0.5, "eval_strategy": "steps", "metric_for_best_model": metric}
     with pytest.raises(ConfigError, match=says):
         train_here(colour_pairs(tmp_path / "p", 4), **keys)
+
+
+def test_a_finished_training_that_is_resumed_says_that_nothing_was_left(train_here, tmp_path):
+    data = colour_pairs(tmp_path / "p", 4)
+    keys = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    train_here(data, **keys)
+    train_here(data, **keys, resume_from_checkpoint="auto")
+    logged = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
+    assert "checkpoint-1 was the last step of this training already" in logged
+    assert not (tmp_path / "out/checkpoint-2").exists(), "no step beyond max_steps"

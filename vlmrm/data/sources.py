@@ -211,11 +211,20 @@ def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Datase
         DataError: when one side would be empty.
     """
     folders = [rule.folder for rule in reader_of(dataset).rules]
-    rows = zip(comparisons_of(dataset), _numbers(dataset, "source"), strict=True)
-    held = np.array([_is_held(row, folders[source], fraction, seed) for row, source in rows])
-    train, held_out = np.flatnonzero(~held), np.flatnonzero(held)
+    held: list[bool] = []
+    broken, first = 0, None
+    for row, source in zip(comparisons_of(dataset), _numbers(dataset, "source"), strict=True):
+        held.append(_is_held(row, folders[source], fraction, seed))
+        if isinstance(row, RowError):
+            broken, first = broken + 1, first or row.reason
+    train, held_out = np.flatnonzero(np.logical_not(held)), np.flatnonzero(held)
     if not len(train) or not len(held_out):
         side = "evaluation" if len(train) else "training"
+        if broken:
+            raise DataError(
+                f"eval_fraction {fraction} leaves no rows for {side}: {broken} of {len(dataset)} rows cannot be read, "
+                f"the first because {first}; vlmrm check-data names them"
+            )
         raise DataError(
             f"eval_fraction {fraction} leaves no rows for {side}: there are too few different prompts among "
             f"{len(dataset)} rows; change it or give eval_dataset_path"

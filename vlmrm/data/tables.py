@@ -351,7 +351,8 @@ def cells_of(source: Source, rows: Sequence[int]) -> list[dict[str, Any] | RowEr
         if len(rows) > 1:
             return [cells for row in rows for cells in cells_of(source, [row])]
         place = not_utf8(source.path) if os.path.isfile(source.path) else None
-        return [RowError(f"it is not UTF-8 text ({place or error.reason}): save the file as UTF-8")]
+        first = f"the first such byte: {place}" if place else error.reason
+        return [RowError(f"it is not UTF-8 text ({first}): save the file as UTF-8")]
 
 
 def _transposed(columns: dict[str, list[Any]]) -> list[Any]:

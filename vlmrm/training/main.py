@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer import TRAINER_STATE_NAME
 
 from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.workers import plain_worker_errors
@@ -33,8 +34,8 @@ from vlmrm.modeling import (
     sequence_limit,
 )
 from vlmrm.modeling.arguments import ModelArguments
-from vlmrm.modeling.manifest import BEST, FINAL, weights_digest
-from vlmrm.modeling.reward_files import local_folder
+from vlmrm.modeling.manifest import BEST, FINAL, is_finished, weights_digest
+from vlmrm.modeling.reward_files import local_folder, read_json_of
 from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
@@ -53,6 +54,8 @@ from vlmrm.training.row_tally import can_evaluate, can_train, check_rows
 from vlmrm.training.trainer import DROPPED_ROWS, RewardTrainer
 
 logger = logging.getLogger("vlmrm")
+
+NOTHING_LEFT = "%s was the last step of this training already: nothing was left to train"
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,10 @@ def train_in_folder(
     if resume_from is not None:
         check_settings(resume_from, settings)
         check_base(resume_from, str(model_args.model_name_or_path), digest)
+        if 0 < args.max_steps <= steps_of(resume_from) and is_finished(args.output_dir):
+            # HF would train one step more before it looks at max_steps.
+            logger.warning(NOTHING_LEFT, resume_from)
+            return TrainingResult(model_dir_of(args), {})
     train_dataset, eval_dataset = load_train_and_eval(data_args)
     model = build_model(model_args, args)
     batcher = batcher_for(model, processor, model_args.batching)
@@ -157,6 +164,8 @@ def run(trainer: RewardTrainer, resume_from: Path | None) -> TrainingResult:
             "use deepspeed: zero3.json, and resume from the last checkpoint where there is one."
         ) from error
     trainer.row_tally.report()
+    if resume_from is not None and trainer.state.global_step == steps_of(resume_from):
+        logger.warning(NOTHING_LEFT, resume_from)
     if trainer.preemption.stopped_at is not None:
         if trainer.row_tally.nothing_trained():
             raise Preempted(
@@ -167,10 +176,20 @@ def run(trainer: RewardTrainer, resume_from: Path | None) -> TrainingResult:
             f"stopped by SIGTERM after saving {args.output_dir}/checkpoint-{trainer.preemption.stopped_at}: "
             "continue with --resume_from_checkpoint auto."
         )
-    model_dir = Path(args.output_dir) / (BEST if args.load_best_model_at_end else FINAL)
+    model_dir = model_dir_of(args)
     trainer.save_final(model_dir)
     logger.info("The trained reward model is in %s", model_dir)
     return TrainingResult(model_dir, {**result.metrics, "best_metric": trainer.state.best_metric})
+
+
+def model_dir_of(args: RewardTrainingArguments) -> Path:
+    """Return where a training leaves its model."""
+    return Path(args.output_dir) / (BEST if args.load_best_model_at_end else FINAL)
+
+
+def steps_of(checkpoint: Path) -> int:
+    """Return how many steps were trained up to a checkpoint of HF's trainer."""
+    return (read_json_of(checkpoint, TRAINER_STATE_NAME) or {}).get("global_step", -1)
 
 
 def held_out_key(data_args: DataArguments) -> str:
