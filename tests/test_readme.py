@@ -12,10 +12,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomli as tomllib
 from PIL import Image
 from runs import SHORT, write_rows
 from runs import words as as_words

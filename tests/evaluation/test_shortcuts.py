@@ -74,7 +74,7 @@ def test_length_baseline_gives_half_for_equal_lengths_and_nothing_for_images():
 
 def test_a_model_that_keeps_its_preference_under_other_prompts_does_not_rely_on_them():
     found = shortcuts(scored(MERIT, swapped_prompt=MERIT))
-    assert found["prompt_reliance"] == pytest.approx((0, 0, 0, 0, len(MERIT)))
+    assert found["prompt_reliance"] == pytest.approx((0, 0, 0, 0, len(MERIT), len(MERIT)))
     assert found["swapped_prompt_margin"].value == pytest.approx(MERIT.mean())
     found = shortcuts(scored(MERIT, swapped_prompt=RNG.normal(0, 0.1, COUNT)))
     assert holds(found["prompt_reliance"], 1.0) and holds(found["swapped_prompt_margin"], 0.0)
