@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from vlmrm import load_scorer
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.schema import Comparison, text_of
+from vlmrm.conversation import Comparison, text_of
 from vlmrm.data.sources import load_comparisons
 
 

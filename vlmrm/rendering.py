@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.image_utils import SizeDict
 
+from vlmrm.conversation import Conversation, Image, Medium, Message, Messages, Part, Text, Video, media_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.media import media_key, open_image, open_video
-from vlmrm.data.schema import Message, Messages, media_parts
 from vlmrm.errors import CheckpointError, MediaError, RowError
 
 if TYPE_CHECKING:
@@ -104,7 +104,9 @@ class Renderer:
     def tokenizer(self):
         return self.processor.tokenizer
 
-    def process(self, messages: Messages, cache: dict[str, ProcessedMedia] | None = None) -> list[ProcessedMedia]:
+    def process(
+        self, messages: Sequence[Message], cache: dict[str, ProcessedMedia] | None = None
+    ) -> list[ProcessedMedia]:
         """Opens and processes the media of `messages`, in reading order; those in `cache` are taken from it.
 
         Raises:
@@ -112,26 +114,26 @@ class Renderer:
         """
         cache = {} if cache is None else cache
         processed = []
-        for part in media_parts(messages):
-            key = f"{part['type']}:{media_key(part[part['type']])}:{_options(part)}"
+        for medium in media_of(messages):
+            key = _key(medium)
             if key not in cache:
-                cache[key] = self._stored(part, key)
+                cache[key] = self._stored(medium, key)
             processed.append(cache[key])
         return processed
 
-    def _stored(self, part: dict[str, Any], key: str) -> ProcessedMedia:
+    def _stored(self, medium: Medium, key: str) -> ProcessedMedia:
         """From the store where it is there, else processed and stored."""
         media = None if self.store is None else self.store.get(key)
         if media is None:
-            media = self._process_image(part, key) if part["type"] == "image" else self._process_video(part, key)
+            media = self._process_video(medium, key) if isinstance(medium, Video) else self._process_image(medium, key)
             if self.store is not None:
                 self.store.put(key, media)
         return media
 
-    def _process_image(self, part: dict[str, Any], key: str) -> ProcessedMedia:
-        image = open_image(part["image"])
+    def _process_image(self, medium: Image, key: str) -> ProcessedMedia:
+        image = open_image(medium.reference)
         return self._processed(
-            self.processor._process_images, [image], part["image"], key, "image", self._image_size()
+            self.processor._process_images, [image], medium.reference, key, "image", self._image_size()
         )
 
     def process_tensors(self, images: torch.Tensor) -> list[ProcessedMedia]:
@@ -156,10 +158,10 @@ class Renderer:
             for number, image in enumerate(resized.clamp(0, 1))
         ]
 
-    def _process_video(self, part: dict[str, Any], key: str) -> ProcessedMedia:
-        frames, metadata = open_video(part, self.limits.video_fps, self.limits.video_max_frames)
+    def _process_video(self, medium: Video, key: str) -> ProcessedMedia:
+        frames, metadata = open_video(medium, self.limits.video_fps, self.limits.video_max_frames)
         options = {"video_metadata": [metadata], "do_sample_frames": False, "return_metadata": True}
-        return self._processed(self.processor._process_videos, [frames], part["video"], key, "video", options)
+        return self._processed(self.processor._process_videos, [frames], medium.reference, key, "video", options)
 
     def _processed(
         self, process: Callable, media: list[Any], reference: Any, key: str, kind: str, options: dict[str, Any]
@@ -188,24 +190,24 @@ class Renderer:
             size["longest_edge"] = self.limits.max_pixels
         return {"size": size}
 
-    def text(self, messages: Messages) -> str:
+    def text(self, messages: Sequence[Message]) -> str:
         """`messages` through the chat template, one placeholder for each image or video."""
         return self.processor.apply_chat_template(
-            [_without_references(message) for message in messages], tokenize=False, add_generation_prompt=False
+            [_for_template(message) for message in messages], tokenize=False, add_generation_prompt=False
         )
 
-    def render(self, messages: Messages, cache: dict[str, ProcessedMedia] | None = None) -> Rendered:
+    def render(self, conversation: Conversation, cache: dict[str, ProcessedMedia] | None = None) -> Rendered:
         """A whole conversation as the model reads it.
 
         Raises:
             MediaError: when an image or video cannot be opened.
             RowError: when a role holds a control token, or a text a placeholder for media that is none.
         """
-        return self.render_with(messages, self.process(messages, cache))
+        return self.render_with(conversation, self.process(conversation.messages, cache))
 
-    def render_with(self, messages: Messages, media: Sequence[ProcessedMedia]) -> Rendered:
-        """As `render`, with the media of `messages` processed already, in reading order."""
-        messages, marks = self._marked(messages)
+    def render_with(self, conversation: Conversation, media: Sequence[ProcessedMedia]) -> Rendered:
+        """As `render`, with its media processed already, in reading order."""
+        messages, marks = self._marked(conversation.messages)
         text = self.text(messages)
         replacements: dict[str, list[str]] = {
             kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")
@@ -224,11 +226,11 @@ class Renderer:
     def _marked(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
         """Return the messages with a character in place of each control token in a text, and what it stands for."""
         for message in messages:
-            if found := self.control.search(message["role"]):
-                raise RowError(f"the role {message['role']!r:.60} holds {found[0]}: write user, assistant or system")
+            if found := self.control.search(message.role):
+                raise RowError(f"the role {message.role!r:.60} holds {found[0]}: write user, assistant or system")
         # Templates write adjacent parts without anything between them, so a token may be spelled over two.
-        joined = [{**message, "content": _joined(message["content"])} for message in messages]
-        texts = [part["text"] for message in joined for part in message["content"] if part["type"] == "text"]
+        joined = [_joined(message) for message in messages]
+        texts = [part.text for message in joined for part in message.content if isinstance(part, Text)]
         tokens = sorted({token for text in texts for token in self.control.findall(text)})
         if not tokens:
             return messages, {}
@@ -236,9 +238,12 @@ class Renderer:
         marks = dict(zip(tokens, free, strict=False))
         if len(marks) < len(tokens):
             raise RowError(f"its texts hold {tokens[-1]} and every private-use character of Unicode: remove some")
-        for part in (part for message in joined for part in message["content"] if part["type"] == "text"):
-            part["text"] = self.control.sub(lambda found: marks[found[0]], part["text"])
-        return joined, {mark: token for token, mark in marks.items()}
+
+        def marked(part: Part) -> Part:
+            return Text(self.control.sub(lambda found: marks[found[0]], part.text)) if isinstance(part, Text) else part
+
+        changed = tuple(Message(message.role, tuple(map(marked, message.content))) for message in joined)
+        return changed, {mark: token for token, mark in marks.items()}
 
     def _token_ids(self, text: str, marks: Mapping[str, str]) -> list[int]:
         """Return the tokens of a rendered text; what a mark stands for is tokenised as text."""
@@ -256,24 +261,24 @@ class Renderer:
     def _ids_of_text(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
-    def trim(self, messages: Messages, max_length: int, cache: dict[str, ProcessedMedia]) -> Rendered | None:
-        """`messages` with the end of the last text cut so that the whole has at most `max_length` tokens.
+    def trim(self, conversation: Conversation, max_length: int, cache: dict[str, ProcessedMedia]) -> Rendered | None:
+        """The conversation with the end of the last text cut so that the whole has at most `max_length` tokens.
 
         The chat template's closing tokens stay. None when the last part is no text or cutting all of it is not enough.
         """
-        rendered = self.render(messages, cache)
+        rendered = self.render(conversation, cache)
         while len(rendered) > max_length:
-            last = messages[-1]["content"][-1] if messages[-1]["content"] else {"type": "none"}
-            if last["type"] != "text":
+            *before, last = conversation.messages
+            if not last.content or not isinstance(cut := last.content[-1], Text):
                 return None
-            ids = self._ids_of_text(last["text"])
+            ids = self._ids_of_text(cut.text)
             keep = len(ids) - (len(rendered) - max_length)
             if keep <= 0:
                 return None
             # A cut inside a character decodes to the replacement character.
-            shorter = {"type": "text", "text": self.tokenizer.decode(ids[:keep]).rstrip("\ufffd")}
-            messages = [*messages[:-1], {**messages[-1], "content": [*messages[-1]["content"][:-1], shorter]}]
-            rendered = self.render(messages, cache)
+            shorter = Text(self.tokenizer.decode(ids[:keep]).rstrip("\ufffd"))
+            conversation = Conversation((*before, Message(last.role, (*last.content[:-1], shorter))))
+            rendered = self.render(conversation, cache)
         return rendered
 
 
@@ -282,28 +287,29 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")
 
 
-def _joined(content: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of content parts with adjacent texts as one."""
-    joined: list[dict[str, Any]] = []
-    for part in content:
-        if part["type"] == "text" and joined and joined[-1]["type"] == "text":
-            joined[-1]["text"] += part["text"]
+def _joined(message: Message) -> Message:
+    """Return the message with adjacent texts as one."""
+    joined: list[Part] = []
+    for part in message.content:
+        if isinstance(part, Text) and joined and isinstance(last := joined[-1], Text):
+            joined[-1] = Text(last.text + part.text)
         else:
-            joined.append(dict(part))
-    return joined
+            joined.append(part)
+    return Message(message.role, tuple(joined))
 
 
-def _without_references(message: Message) -> Message:
-    content = [part if part["type"] == "text" else {"type": part["type"]} for part in message["content"]]
+def _for_template(message: Message) -> dict[str, Any]:
     # Templates of text models, and of system turns in some others, only take plain strings.
-    if all(part["type"] == "text" for part in content):
-        return {**message, "content": "".join(part["text"] for part in content)}
-    return {**message, "content": content}
+    if not message.media:
+        return {"role": message.role, "content": message.text}
+    parts = [{"type": "text", "text": p.text} if isinstance(p, Text) else {"type": p.kind} for p in message.content]
+    return {"role": message.role, "content": parts}
 
 
-def _options(part: dict[str, Any]) -> str:
-    options = {key: value for key, value in part.items() if key not in ("type", part["type"])}
-    return repr(sorted(options.items())) if options else ""
+def _key(medium: Medium) -> str:
+    """Return what is equal for media of equal pixels."""
+    options = medium.options.as_dict() if isinstance(medium, Video) else {}
+    return f"{medium.kind}:{media_key(medium.reference)}:{sorted(options.items()) if options else ''}"
 
 
 def _name(reference: Any) -> str:

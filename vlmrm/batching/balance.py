@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
+from vlmrm.conversation import Comparison, Medium, Reference, Video, media_of, text_of
 from vlmrm.data.media import image_size, media_key
-from vlmrm.data.schema import Comparison, Messages, media_references, text_of
 from vlmrm.data.sources import comparisons_of
 from vlmrm.errors import RowError
 from vlmrm.rendering import MediaLimits
@@ -30,19 +30,23 @@ def _cost_or_one(row: Comparison | RowError, limits: MediaLimits) -> int:
 
 
 def estimated_cost(comparison: Comparison, limits: MediaLimits) -> int:
-    """Tokens of the prompt and of each branch, what they share counted once. A video counts as one large image."""
-    parts: list[Messages] = [comparison.prompt, *(branch.messages for branch in comparison.branches)]
-    texts = sum(len(text_of(messages)) for messages in parts)
-    distinct = {media_key(reference): reference for messages in parts for reference in media_references(messages)}
-    return 1 + texts // CHARACTERS + sum(_image_tokens(reference, limits) for reference in distinct.values())
+    """Tokens of the prompt and of each answer, what they share counted once. A video counts as one large image."""
+    pieces = [comparison.prompt, *comparison.answers]
+    texts = sum(len(text_of(messages)) for messages in pieces)
+    distinct = {media_key(medium.reference): medium for messages in pieces for medium in media_of(messages)}
+    return 1 + texts // CHARACTERS + sum(_tokens(medium, limits) for medium in distinct.values())
 
 
-def _image_tokens(reference, limits: MediaLimits) -> int:
+def _tokens(medium: Medium, limits: MediaLimits) -> int:
+    if not isinstance(medium, Video):
+        return _image_tokens(medium.reference, limits)
+    if isinstance(medium.reference, tuple):
+        return sum(_image_tokens(frame, limits) for frame in medium.reference)
+    return (limits.max_pixels or DEFAULT_MAX_PIXELS) // PIXELS
+
+
+def _image_tokens(reference: Reference, limits: MediaLimits) -> int:
     largest = limits.max_pixels or DEFAULT_MAX_PIXELS
-    if isinstance(reference, (list, tuple)):
-        return sum(_image_tokens(frame, limits) for frame in reference)
-    if isinstance(reference, str) and reference.lower().endswith((".mp4", ".webm", ".mkv", ".mov", ".avi")):
-        return largest // PIXELS
     width, height = image_size(reference)
     return min(max(width * height, limits.min_pixels or 0), largest) // PIXELS
 

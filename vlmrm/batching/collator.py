@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from vlmrm.batching.batcher import Batcher
+from vlmrm.conversation import Comparison, Conversation, Message
 from vlmrm.data.irrelevant import IrrelevantQueries, best_and_worst
-from vlmrm.data.schema import Comparison, Messages
 from vlmrm.errors import RowError
 from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
 
@@ -35,7 +35,7 @@ Batch = dict[str, Any]
 Part = dict[str, Any]
 
 # Stands in for a batch whose rows were all dropped, so that every rank still runs its step; it has no pairs.
-NOTHING = [{"role": "user", "content": [{"type": "text", "text": "-"}]}]
+NOTHING = Conversation((Message.of("user", "-"),))
 
 
 @dataclass
@@ -100,8 +100,9 @@ class ComparisonCollator:
         pairs = _Pairs()
         start = 0
         for unit in units:
-            for chosen, rejected, tie in unit.comparison.pairs():
-                pairs.add(start + chosen, start + rejected, unit.comparison.margin, unit.comparison.weight, tie=tie)
+            for judgement in unit.comparison.judgements:
+                for chosen, rejected, tie in judgement.pairs():
+                    pairs.add(start + chosen, start + rejected, judgement.margin, judgement.weight, tie=tie)
             start += len(unit.branches)
         ablated = [(unit.index, name, len(items)) for unit in units for name, items in unit.ablated.items()]
         rendered += [item for unit in units for items in unit.ablated.values() for item in items]
@@ -120,7 +121,7 @@ class ComparisonCollator:
 
     def _render(self, comparison: Comparison, cache: dict[str, ProcessedMedia]) -> list[Rendered]:
         """The conversations of a comparison, each within `max_seq_length`."""
-        branches = [self._fit(messages, comparison.id, cache) for messages in comparison.conversations()]
+        branches = [self._fit(talk, comparison.id, cache) for talk in comparison.conversations()]
         # Answers differ when they are read; what is left of them after a cut may not.
         if self.overlong == "trim" and any(_same(branches[i], branches[j]) for i, j, _ in comparison.pairs()):
             raise OverlongError(
@@ -138,16 +139,16 @@ class ComparisonCollator:
             if changed is None:
                 continue
             try:
-                ablated[name] = [self._fit(messages, comparison.id, cache) for messages in changed.conversations()]
+                ablated[name] = [self._fit(talk, comparison.id, cache) for talk in changed.conversations()]
             except RowError as error:  # the donor's image or length
                 logger.debug("row %s has no %s: %s", comparison.id, name, error)
         return ablated
 
-    def _fit(self, messages: Messages, row_id: str, cache: dict[str, ProcessedMedia]) -> Rendered:
-        rendered = self.renderer.render(messages, cache)
+    def _fit(self, conversation: Conversation, row_id: str, cache: dict[str, ProcessedMedia]) -> Rendered:
+        rendered = self.renderer.render(conversation, cache)
         if len(rendered) <= self.max_seq_length:
             return rendered
-        trimmed = self.renderer.trim(messages, self.max_seq_length, cache) if self.overlong == "trim" else None
+        trimmed = self.renderer.trim(conversation, self.max_seq_length, cache) if self.overlong == "trim" else None
         if trimmed is None:
             raise OverlongError(
                 f"{len(rendered)} tokens are over max_seq_length {self.max_seq_length}: raise it or lower max_pixels",
@@ -164,14 +165,17 @@ class ComparisonCollator:
         irrelevant.remember(comparisons)
         hosts = {id(unit.comparison): unit for unit in units}
         for unit in units:
-            answers = [unit.comparison.branches[i].messages for i in best_and_worst(unit.comparison)]
+            answers = [unit.comparison.answers[i] for i in best_and_worst(unit.comparison)]
             for donor in irrelevant.donors(unit.comparison, comparisons, epoch):
                 try:
-                    better, worse = (self._fit([*donor.prompt, *a], unit.comparison.id, cache) for a in answers)
+                    better, worse = (
+                        self._fit(Conversation((*donor.prompt, *answer)), unit.comparison.id, cache)
+                        for answer in answers
+                    )
                 except RowError as error:  # the donor's: it is met, and reported, as a row of its own
                     logger.debug("no irrelevant query for row %s: %s", unit.comparison.id, error)
                     continue
-                hosts.get(id(donor), unit).guests.append((better, worse, unit.comparison.weight))
+                hosts.get(id(donor), unit).guests.append((better, worse, unit.comparison.judgement.weight))
 
 
 class OverlongError(RowError):

@@ -6,16 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from vlmrm.conversation import Comparison, Conversation, Medium, Messages, Text, Video, media_of, text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.media import media_key, open_image, open_video
-from vlmrm.data.readers import MALFORMED, SPECIAL, is_noteworthy, recognise
-from vlmrm.data.schema import Comparison, Messages, media_parts, text_of
+from vlmrm.data.rows import MALFORMED
 from vlmrm.data.sources import comparisons_of, load_comparisons, reader_of
+from vlmrm.data.unread import SPECIAL, is_noteworthy
 from vlmrm.errors import DataError, MediaError, RowError
+from vlmrm.formats import recognise
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -66,7 +68,7 @@ class Report:
 
 def check_data(
     arguments: DataArguments,
-    count_tokens: Callable[[Messages], int] | None = None,
+    count_tokens: Callable[[Conversation], int] | None = None,
     media_sample: int | None = None,
 ) -> Report:
     """Reads every row of `dataset_path` and `eval_dataset_path` and opens its images and videos.
@@ -92,7 +94,7 @@ def check_data(
 class _Checker:
     """Fills a report, row by row."""
 
-    def __init__(self, arguments: DataArguments, count_tokens: Callable[[Messages], int] | None):
+    def __init__(self, arguments: DataArguments, count_tokens: Callable[[Conversation], int] | None):
         self.arguments = arguments
         self.count_tokens = count_tokens
         self.report = Report(max_seq_length=arguments.max_seq_length)
@@ -135,39 +137,41 @@ class _Checker:
         report.ranked_lists += not row.is_pair()
         report.categories[row.category or "(none)"] += 1
         report.prompt_lengths.append(len(text_of(row.prompt)))
-        report.answer_lengths += [len(text) for branch in row.branches if (text := text_of(branch.messages))]
+        report.answer_lengths += [len(text) for answer in row.answers if (text := text_of(answer))]
         self.duplicate(row)
-        parts = media_parts([*row.prompt, *(message for branch in row.branches for message in branch.messages)])
-        for part in parts:
-            self.kinds[media_key(part[part["type"]])] = part["type"]
+        media = media_of([*row.prompt, *(message for answer in row.answers for message in answer)])
+        for medium in media:
+            self.kinds[media_key(medium.reference)] = medium.kind
         if open_media:
             report.rows_with_opened_media += 1
-            for part in parts:
-                self.open(part)
+            for medium in media:
+                self.open(medium)
             if self.count_tokens:
                 report.token_counts += [self.count_tokens(conversation) for conversation in row.conversations()]
 
-    def open(self, part: dict[str, Any]) -> None:
+    def open(self, medium: Medium) -> None:
         """Opens each image and video once; a broken one is an error of every row that shows it."""
-        key = media_key(part[part["type"]])
+        key = media_key(medium.reference)
         if key not in self.media:
             try:
-                self.media[key] = self.size(part)
+                self.media[key] = self.size(medium)
             except MediaError as error:
                 self.media[key] = error
         found = self.media[key]
         if isinstance(found, MediaError):
             raise MediaError(found.reason)
 
-    def size(self, part: dict[str, Any]) -> tuple[int, int] | None:
-        if part["type"] == "image":
-            return open_image(part["image"]).size
-        open_video(part, self.arguments.video_fps, self.arguments.video_max_frames)
+    def size(self, medium: Medium) -> tuple[int, int] | None:
+        if not isinstance(medium, Video):
+            return open_image(medium.reference).size
+        open_video(medium, self.arguments.video_fps, self.arguments.video_max_frames)
         return None
 
     def duplicate(self, row: Comparison) -> None:
         """Notes a row with the prompt and the answers of an earlier one, and whether it says the opposite."""
-        answers = sorted((_fingerprint(branch.messages), branch.rating) for branch in row.branches)
+        answers = sorted(
+            (_fingerprint(answer), rating) for answer, rating in zip(row.answers, row.ratings, strict=True)
+        )
         key = _fingerprint(row.prompt) + b"".join(answer for answer, _ in answers)
         ratings = tuple(rating for _, rating in answers)
         if key not in self.seen:
@@ -193,9 +197,9 @@ class _Checker:
 
 def _fingerprint(messages: Messages) -> bytes:
     pieces = [
-        f"{message['role']}:{part['type']}:{part['text'] if part['type'] == 'text' else media_key(part[part['type']])}"
+        f"{message.role}:{part.kind}:{part.text if isinstance(part, Text) else media_key(part.reference)}"
         for message in messages
-        for part in message["content"]
+        for part in message.content
     ]
     return blake2b("\0".join(pieces).encode(), digest_size=16).digest()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from vlmrm.conversation import Comparison, Message, Messages, Text
 from vlmrm.data.check import LISTED, Report
 from vlmrm.data.media import media_name
-from vlmrm.data.schema import Comparison, Message, Messages
 
 BAR = 40  # characters of the longest bar
 CATEGORIES = 15  # listed by name
@@ -82,19 +82,19 @@ def _histogram(title: str, values: Sequence[int]) -> str:
 
 def _comparison(comparison: Comparison) -> str:
     lines = [f"  id {comparison.id}"]
-    extras = {"margin": comparison.margin, "category": comparison.category}
+    extras = {"margin": comparison.judgement.margin, "category": comparison.category}
     lines += [f"  {name} {value}" for name, value in extras.items() if value is not None]
-    if comparison.weight != 1.0:
-        lines.append(f"  weight {comparison.weight:g}")
+    if comparison.judgement.weight != 1.0:
+        lines.append(f"  weight {comparison.judgement.weight:g}")
     lines += ["  prompt", *_messages(comparison.prompt)] if comparison.prompt else []
-    for number, branch in enumerate(comparison.branches):
-        lines += [f"  {_role(comparison, number)}", *_messages(branch.messages)]
+    for number, answer in enumerate(comparison.answers):
+        lines += [f"  {_role(comparison, number)}", *_messages(answer)]
     return "\n".join(lines)
 
 
 def _role(comparison: Comparison, number: int) -> str:
     if not comparison.is_pair():
-        return f"answer of score {comparison.branches[number].rating:g}"
+        return f"answer of score {comparison.ratings[number]:g}"
     (pair,) = comparison.pairs()
     if pair.tie:
         return "one of two that tie"
@@ -102,15 +102,15 @@ def _role(comparison: Comparison, number: int) -> str:
 
 
 def _messages(messages: Messages) -> list[str]:
-    return [f"    {message['role']}: {_shown(message)}" for message in messages]
+    return [f"    {message.role}: {_shown(message)}" for message in messages]
 
 
 def _shown(message: Message) -> str:
     pieces = [
-        part["text"].replace("\n", "\n      ")
-        if part["type"] == "text"
-        else f"[{part['type']} {media_name(part[part['type']])}]"
-        for part in message["content"]
+        part.text.replace("\n", "\n      ")
+        if isinstance(part, Text)
+        else f"[{part.kind} {media_name(part.reference)}]"
+        for part in message.content
     ]
     return " ".join(pieces)
 

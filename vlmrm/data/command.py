@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vlmrm.config import parse
+from vlmrm.conversation import Conversation
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.check import check_data
 from vlmrm.data.check_text import format_report
-from vlmrm.data.schema import Messages
 from vlmrm.errors import ConfigError
 from vlmrm.logs import say
 
@@ -42,10 +42,10 @@ def check_data_command(words: Sequence[str]) -> int:
     return report.exit_status
 
 
-def token_counter(model: str, arguments: DataArguments) -> Callable[[Messages], int]:
+def token_counter(model: str, arguments: DataArguments) -> Callable[[Conversation], int]:
     """Counts the tokens of a conversation as the model reads it, those of its images included."""
     from vlmrm.modeling import load_processor
     from vlmrm.rendering import MediaLimits, Renderer
 
     renderer = Renderer(load_processor(model), MediaLimits.of(arguments))
-    return lambda messages: len(renderer.render(messages))
+    return lambda conversation: len(renderer.render(conversation))

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vlmrm.conversation import Comparison, Messages, media_of, text_of
 from vlmrm.data.media import media_key
-from vlmrm.data.schema import Comparison, Messages, media_references, text_of
 
 DRAWS = 20  # from the data set for each donor before giving up: a data set may have a single prompt
 RECENT = 256  # comparisons remembered from a stream
@@ -57,8 +57,8 @@ def _take(other: Comparison | None, comparison: Comparison, chosen: list[Compari
 
 def prompts_differ(prompt: Messages, other: Messages) -> bool:
     """Whether the answers to one prompt are beside the point of the other, which is of the same kind."""
-    media = {media_key(reference) for reference in media_references(prompt)}
-    other_media = {media_key(reference) for reference in media_references(other)}
+    media = {media_key(medium.reference) for medium in media_of(prompt)}
+    other_media = {media_key(medium.reference) for medium in media_of(other)}
     if bool(media) != bool(other_media):
         return False  # a question about an image and a request for one are told apart too easily
     if media:
@@ -67,8 +67,8 @@ def prompts_differ(prompt: Messages, other: Messages) -> bool:
 
 
 def best_and_worst(comparison: Comparison) -> tuple[int, int]:
-    """The branches of the highest and lowest rating: the two answers shown under a donor prompt."""
-    ratings = [branch.rating for branch in comparison.branches]
+    """The answers of the highest and lowest rating: the two answers shown under a donor prompt."""
+    ratings = comparison.ratings
     return max(range(len(ratings)), key=ratings.__getitem__), min(range(len(ratings)), key=ratings.__getitem__)
 
 

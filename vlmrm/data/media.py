@@ -1,8 +1,8 @@
 """Images and videos: what makes two of them the same, and how a reference becomes pixels.
 
-A reference is a path, a `file://` or `data:` URI, encoded bytes, a PIL image, or Hugging Face's
-`{"bytes": ..., "path": ...}`; a video may also be a list of image references, its frames. Nothing is fetched from the
-network: a data set whose pictures change or vanish between two runs cannot be measured.
+A reference is a path, a `file://` or `data:` URI, encoded bytes, or a PIL image; a video may also be several image
+references, its frames. Nothing is fetched from the network: a data set whose pictures change or vanish between two
+runs cannot be measured.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlparse
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from vlmrm.conversation import Video
 from vlmrm.errors import MediaError
 
 if TYPE_CHECKING:
@@ -34,12 +35,7 @@ MIN_SIDE = 28  # one merged patch of the Qwen-VL family: smaller images have no 
 MAX_RATIO = 200  # the longest strip that its image processor accepts
 # Pillow reads more, some of it by starting other programs (EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-VIDEO_OPTIONS = (
-    *("fps", "nframes", "min_frames", "max_frames", "sample_fps", "raw_fps", "video_start", "video_end"),
-    *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
-)
 SAMPLING = ("fps", "nframes", "min_frames")  # by which a part chooses how many frames are decoded
-OPTION_RANGE = (1e-6, 1e12)  # far beyond what means anything, and safe to compute with
 FRAME_PIXELS = (128 * MIN_SIDE**2, 768 * MIN_SIDE**2)  # of a resized frame by default, as in qwen-vl-utils
 
 
@@ -60,8 +56,6 @@ def media_key(reference: Any) -> str:
         return f"bytes:{_hash(bytes(reference))}"
     if isinstance(reference, Image.Image):
         return f"pixels:{_hash(f'{reference.mode}{reference.size}'.encode(), reference.tobytes())}"
-    if isinstance(reference, Mapping):
-        return media_key(_bytes_or_path(reference))
     if isinstance(reference, Sequence):
         return f"frames:{_hash(*(media_key(frame).encode() + bytes(1) for frame in reference))}"
     raise MediaError(f"{media_name(reference)} is no reference to an image or video: give a path, bytes or a data URI")
@@ -141,10 +135,10 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     return image.convert("RGB")
 
 
-def open_video(part: Mapping[str, Any], fps: float, max_frames: int) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Reads a content part `{"type": "video", "video": reference, ...}` as qwen-vl-utils does.
+def open_video(video: Video, fps: float, max_frames: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Reads a video as qwen-vl-utils does.
 
-    Of a file, `fps` frames a second are taken, `max_frames` at most; the part's own `fps`, `min_frames`, `max_frames`
+    Of a file, `fps` frames a second are taken, `max_frames` at most; the video's own `fps`, `min_frames`, `max_frames`
     or `nframes` come first. A list of frames is taken as it is: its `sample_fps` (default 2) says how far apart they
     are. Frames are resized to qwen-vl-utils' limits for videos.
 
@@ -153,11 +147,10 @@ def open_video(part: Mapping[str, Any], fps: float, max_frames: int) -> tuple[to
         processor's `video_metadata` takes.
 
     Raises:
-        MediaError: naming the video and the reason, or the option that cannot be used.
+        MediaError: naming the video and the reason.
     """
-    reference = part["video"]
-    options = video_options(part)
-    if isinstance(reference, (list, tuple)):
+    reference, options = video.reference, video.options.as_dict()
+    if isinstance(reference, tuple):
         if not reference:
             raise MediaError("a video is an empty list of frames: remove the row")
         metadata: dict[str, Any] = {}
@@ -168,30 +161,8 @@ def open_video(part: Mapping[str, Any], fps: float, max_frames: int) -> tuple[to
         if "nframes" not in options:
             options = {"fps": fps, "max_frames": max_frames, **options}
         frames, metadata = _read_video(reference, options)
-    video, described = frames.resized()
-    return video, {**described, **metadata}
-
-
-def video_options(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a video part that are given.
-
-    Raises:
-        MediaError: naming one that is no number in its range, or two that contradict each other.
-    """
-    options = {name: part[name] for name in VIDEO_OPTIONS if part.get(name) is not None}
-    least, most = OPTION_RANGE
-    for name, value in options.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if name == "video_start" and number and value == 0:
-            continue
-        if not (number and least <= value <= most):
-            raise MediaError(f"{name} of a video is {value!r:.40}: give a number above 0")
-    if ("resized_height" in options) != ("resized_width" in options):
-        raise MediaError("resized_height and resized_width of a video go together: give both or neither")
-    least, most = options.get("min_pixels", FRAME_PIXELS[0]), options.get("max_pixels", math.inf)
-    if least > most and "resized_height" not in options:
-        raise MediaError(f"max_pixels of a video is {most}, below its min_pixels of {least}: raise it or lower that")
-    return options
+    pixels, described = frames.resized()
+    return pixels, {**described, **metadata}
 
 
 class _Frames:
@@ -368,8 +339,6 @@ def local_path(reference: str) -> str:
 def _open_bytes(reference: Any, kind: str) -> IO[bytes]:
     """A readable, seekable file of what the reference names."""
     name = media_name(reference)
-    if isinstance(reference, Mapping):
-        reference = _bytes_or_path(reference)
     if isinstance(reference, os.PathLike):
         reference = os.fspath(reference)
     if isinstance(reference, str) and reference.startswith("data:"):
@@ -405,18 +374,8 @@ def _decode_data_uri(uri: str, name: str) -> bytes:
         raise MediaError(f"{name} is not valid base64 ({error})") from error
 
 
-def _bytes_or_path(reference: Mapping[str, Any]) -> Any:
-    value = reference.get("bytes")
-    value = reference.get("path") if value is None else value
-    if value is None:
-        raise MediaError(f"an image or video with neither bytes nor a path: {list(reference)}")
-    return value
-
-
 def media_name(reference: Any) -> str:
     """How a message names the reference: short, without its content."""
-    if isinstance(reference, Mapping):
-        return media_name(reference.get("path") or reference.get("bytes"))
     if isinstance(reference, os.PathLike):
         return os.fspath(reference)
     if isinstance(reference, str):

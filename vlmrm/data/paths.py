@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +24,8 @@ class PathRules:
     def __call__(self, reference: Any) -> Any:
         if isinstance(reference, (str, os.PathLike)):
             return self._resolve(os.fspath(reference))
-        if isinstance(reference, Mapping):
-            if reference.get("bytes") is None and reference.get("path") is not None:
-                return self._resolve(reference["path"])
-            return reference.get("bytes")
-        if isinstance(reference, Sequence) and not isinstance(reference, (bytes, bytearray)):
-            return [self(frame) for frame in reference]
+        if isinstance(reference, tuple):
+            return tuple(map(self, reference))
         return reference
 
     def _resolve(self, path: str) -> str:

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vlmrm.conversation import Comparison, media_of, text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.media import media_key
 from vlmrm.data.paths import PathRules
-from vlmrm.data.readers import LAYOUTS, SPECIAL, Layout, is_noteworthy, read_row, recognise
-from vlmrm.data.schema import Comparison, media_references, text_of
+from vlmrm.data.rows import read_row
 from vlmrm.data.streams import Group, stream_comparisons
 from vlmrm.data.tables import Source, cells_of, first_rows, load_source
+from vlmrm.data.unread import SPECIAL, is_noteworthy
 from vlmrm.errors import ConfigError, DataError, RowError, UnreadColumnError
+from vlmrm.formats import LAYOUTS, recognise
+from vlmrm.formats.layout import Layout
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -243,11 +246,11 @@ def _question(comparison: Comparison, folder: str) -> list[str]:
     """What was asked: text and media of the prompt; without one, of whatever comes before the answers."""
     if comparison.prompt:
         asked = [comparison.prompt]
-        media = media_references(comparison.prompt)
+        media = media_of(comparison.prompt)
     else:
-        asked = sorted((branch.messages[:-1] or branch.messages for branch in comparison.branches), key=text_of)
-        media = [reference for branch in comparison.branches for reference in media_references(branch.messages)]
-    keys = (media_key(reference).removeprefix(folder) for reference in media)
+        asked = sorted((answer[:-1] or answer for answer in comparison.answers), key=text_of)
+        media = [medium for answer in comparison.answers for medium in media_of(answer)]
+    keys = (media_key(medium.reference).removeprefix(folder) for medium in media)
     return [*(text_of(messages) for messages in asked), *(keys if comparison.prompt else sorted(keys))]
 
 

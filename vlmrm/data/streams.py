@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vlmrm.data.paths import PathRules
-from vlmrm.data.readers import read_row
+from vlmrm.data.rows import read_row
 from vlmrm.data.tables import Source, unreadable
 from vlmrm.errors import ConfigError, RowError
 

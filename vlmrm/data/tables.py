@@ -19,8 +19,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from vlmrm.data.readers import LAYOUTS, MALFORMED, Layout, recognise
+from vlmrm.data.rows import MALFORMED
 from vlmrm.errors import DataError, RowError, first_line
+from vlmrm.formats import LAYOUTS, recognise
+from vlmrm.formats.layout import Layout
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -1,6 +1,6 @@
 """Comparisons with something taken away or exchanged, to see what a model's preference rests on.
 
-Each ablation makes a comparison with the same branches, to be scored beside the original; None where it means nothing.
+Each ablation makes a comparison with the same answers, to be scored beside the original; None where it means nothing.
 `donor` is another comparison of the data set.
 """
 
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
+from vlmrm.conversation import Comparison, Message, Messages, Part, Reference, media_of, text_of
+from vlmrm.conversation import Image as ImagePart
 from vlmrm.data.media import image_size, media_key
-from vlmrm.data.schema import Branch, Comparison, Message, Messages, media_references, text_of
 from vlmrm.errors import MediaError
 
 GREY = (128, 128, 128)
@@ -26,18 +27,16 @@ GREY = (128, 128, 128)
 NEAR = (8, 16, 32, 64)
 
 Ablation = Callable[[Comparison, Comparison | None], Comparison | None]
-Part = dict[str, Any]
 
 
 def blank_image(comparison: Comparison, donor: Comparison | None = None) -> Comparison | None:
     """Every image painted grey at its own size: a model that looks loses its preference."""
-    messages = [comparison.prompt, *(branch.messages for branch in comparison.branches)]
-    if not any(part["type"] == "image" for some in messages for message in some for part in message["content"]):
+    if not any(map(_images, (comparison.prompt, *comparison.answers))):
         return None
     return replace(
         comparison,
         prompt=_with_images(comparison.prompt, _grey),
-        branches=[Branch(_with_images(branch.messages, _grey), branch.rating) for branch in comparison.branches],
+        answers=tuple(_with_images(answer, _grey) for answer in comparison.answers),
     )
 
 
@@ -58,7 +57,7 @@ def swapped_prompt(comparison: Comparison, donor: Comparison | None) -> Comparis
 
 def response_only(comparison: Comparison, donor: Comparison | None = None) -> Comparison | None:
     """The answers without any prompt: what is still preferred is preferred whatever was asked."""
-    return replace(comparison, prompt=[]) if comparison.prompt else None
+    return replace(comparison, prompt=()) if comparison.prompt else None
 
 
 ABLATIONS: Mapping[str, Ablation] = {
@@ -86,7 +85,7 @@ def traits_of(comparison: Any) -> Traits | None:
         pictures = _pictures(comparison)
     except MediaError:
         return None  # the scoring of the row itself says why
-    has_media = bool(media_references(comparison.prompt))
+    has_media = bool(media_of(comparison.prompt))
     return Traits(has_media, text_of(comparison.prompt), _answers(comparison), pictures)
 
 
@@ -142,8 +141,8 @@ def _near(place: int) -> Iterator[int]:
 
 def _pictures(comparison: Comparison) -> frozenset[str]:
     """The identities of the media of prompt and answers."""
-    messages = [comparison.prompt, *(branch.messages for branch in comparison.branches)]
-    return frozenset(media_key(reference) for some in messages for reference in media_references(some))
+    pieces = (comparison.prompt, *comparison.answers)
+    return frozenset(media_key(medium.reference) for messages in pieces for medium in media_of(messages))
 
 
 def _same_picture(one: str, other: str) -> bool:
@@ -152,19 +151,19 @@ def _same_picture(one: str, other: str) -> bool:
 
 
 def _answers(comparison: Comparison) -> frozenset[str]:
-    return frozenset(text for branch in comparison.branches if (text := text_of(branch.messages)))
+    return frozenset(text for answer in comparison.answers if (text := text_of(answer)))
 
 
-def _images(messages: Messages) -> list[Any]:
-    return [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
+def _images(messages: Messages) -> list[Reference]:
+    return [medium.reference for medium in media_of(messages) if isinstance(medium, ImagePart)]
 
 
-def _with_images(messages: Messages, change: Callable[[Any], Any]) -> list[Message]:
+def _with_images(messages: Messages, change: Callable[[Reference], Reference]) -> Messages:
     def changed(part: Part) -> Part:
-        return {**part, "image": change(part["image"])} if part["type"] == "image" else part
+        return ImagePart(change(part.reference)) if isinstance(part, ImagePart) else part
 
-    return [{**message, "content": [changed(part) for part in message["content"]]} for message in messages]
+    return tuple(Message(message.role, tuple(map(changed, message.content))) for message in messages)
 
 
-def _grey(reference: Any) -> Image.Image:
+def _grey(reference: Reference) -> Image.Image:
     return Image.new("RGB", image_size(reference), GREY)

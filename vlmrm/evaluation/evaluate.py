@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from vlmrm.batching import ComparisonCollator, scores_by_ablation, to_device
 from vlmrm.batching.workers import plain_worker_errors
-from vlmrm.data.schema import Comparison
+from vlmrm.conversation import Comparison
 from vlmrm.data.sources import comparisons_of
 from vlmrm.errors import VlmrmError
 from vlmrm.evaluation.ablations import NEAR, Ablation, Traits, donor_of, traits_of

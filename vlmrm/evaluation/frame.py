@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 
+from vlmrm.conversation import Comparison, Messages, media_of, text_of
 from vlmrm.data.media import image_size, local_path, media_key
-from vlmrm.data.schema import Branch, Comparison, Messages, media_references, text_of
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.evaluate import Evaluation
@@ -46,11 +46,11 @@ def scored_frame(
     rows: list[dict[str, Any]] = []
     for comparison, scores, ablated in zip(result.comparisons, result.scores, result.ablated, strict=True):
         shared = {"model": model, "checkpoint": checkpoint, "step": step, **_of_comparison(comparison, group_by)}
-        branches = [_of_branch(branch) for branch in comparison.branches]
+        answers = list(map(_of_answer, comparison.answers))
         for row in _pairs_of(comparison, scores):
             for side in ("chosen", "rejected"):
                 i = row[f"{side}_branch"]
-                row |= {f"{side}_{name}": value for name, value in branches[i].items()}
+                row |= {f"{side}_{name}": value for name, value in answers[i].items()}
                 row |= {f"{name}_{side}": ablated[name][i] if name in ablated else None for name in ABLATIONS}
             rows.append({**shared, **row})
     frame = pd.DataFrame(rows)
@@ -84,21 +84,21 @@ def _pairs_of(comparison: Comparison, scores: Sequence[float]) -> Iterator[dict[
         "comparison_id": comparison.id,
         "prompt_id": _prompt_id(comparison),
         "category": comparison.category,
-        "weight": comparison.weight,
+        "weight": comparison.judgement.weight,
     }
     for number, (chosen, rejected, tie) in enumerate(comparison.pairs()):
         row = {**shared, "pair": number, "tie": tie}
         for side, i in (("chosen", chosen), ("rejected", rejected)):
-            rating = float(comparison.branches[i].rating)
+            rating = comparison.ratings[i]
             row |= {f"{side}_branch": i, f"{side}_rating": rating, f"{side}_score": scores[i]}
         yield row
 
 
 def _of_comparison(comparison: Comparison, group_by: Sequence[str]) -> dict[str, Any]:
-    images = [r for r in media_references(comparison.prompt) if not isinstance(r, (list, tuple))]
+    images = _single(comparison.prompt)
     return {
         **{f"by/{name}": comparison.columns.get(name) for name in group_by},
-        "margin_label": comparison.margin,
+        "margin_label": comparison.judgement.margin,
         "agreement": comparison.columns.get("agreement"),
         "images": len(images),
         "pixels": sum(map(_pixels, images)),
@@ -107,9 +107,9 @@ def _of_comparison(comparison: Comparison, group_by: Sequence[str]) -> dict[str,
     }
 
 
-def _of_branch(branch: Branch) -> dict[str, Any]:
-    images = [r for r in media_references(branch.messages) if not isinstance(r, (list, tuple))]
-    text = text_of(branch.messages)
+def _of_answer(answer: Messages) -> dict[str, Any]:
+    images = _single(answer)
+    text = text_of(answer)
     return {
         "length": len(text),
         "pixels": sum(map(_pixels, images)),
@@ -119,15 +119,21 @@ def _of_branch(branch: Branch) -> dict[str, Any]:
 
 
 def _prompt_id(comparison: Comparison) -> str:
-    asked: list[Messages] = [comparison.prompt] if comparison.prompt else [b.messages for b in comparison.branches]
+    asked = [comparison.prompt] if comparison.prompt else comparison.answers
     digest = blake2b(digest_size=8)
     for messages in asked:
         digest.update(text_of(messages).encode())
-        for reference in media_references(messages):
+        for medium in media_of(messages):
+            reference = medium.reference
             # A file by its name and folder: elsewhere on the disk it is the same image.
             named = isinstance(reference, str) and not reference.startswith("data:")
             digest.update(("/".join(Path(reference).parts[-2:]) if named else media_key(reference)).encode())
     return digest.hexdigest()
+
+
+def _single(messages: Messages) -> list[Any]:
+    """The references that are one file or picture, not the frames of a video."""
+    return [medium.reference for medium in media_of(messages) if not isinstance(medium.reference, tuple)]
 
 
 def _local_paths(references: Sequence[Any]) -> list[str]:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vlmrm.conversation import Comparison, Image, Medium, Messages, Video, media_of, text_of
 from vlmrm.data.media import media_key, open_image
-from vlmrm.data.schema import Comparison, Messages, text_of
 from vlmrm.errors import MediaError, RowError
 from vlmrm.evaluation.perceptual_hash import RADIUS, near_pairs, perceptual_hash
 
@@ -241,12 +241,12 @@ def _rows(
                     )
 
 
-def _unseen(comparison: Comparison | RowError, looks: Mapping[str, Looks | MediaError]) -> dict[str, dict[str, Any]]:
-    """The media parts of a row that are not in `looks` yet, by key."""
+def _unseen(comparison: Comparison | RowError, looks: Mapping[str, Looks | MediaError]) -> dict[str, Medium]:
+    """The media of a row that are not in `looks` yet, by key."""
     if isinstance(comparison, RowError):
         return {}
     try:
-        keyed = {_key(part): part for messages in comparison.conversations() for part in _media(messages)}
+        keyed = {_key(part): part for talk in comparison.conversations() for part in _media(talk.messages)}
     except MediaError:  # no reference at all: `_row` meets it again and says so
         return {}
     return {key: part for key, part in keyed.items() if key not in looks}
@@ -256,9 +256,9 @@ def _row(comparison: Comparison | RowError, looks: Mapping[str, Looks | MediaErr
     if isinstance(comparison, RowError):
         raise comparison
     prompts, answers, images = set(), set(), set()
-    for branch in comparison.branches:
-        prompts.add(_piece([*comparison.prompt, *branch.messages[:-1]], looks))
-        answers.add(_piece(branch.messages[-1:], looks))
+    for answer in comparison.answers:
+        prompts.add(_piece((*comparison.prompt, *answer[:-1]), looks))
+        answers.add(_piece(answer[-1:], looks))
     for piece in prompts | answers:
         images |= {Piece("", (image,)) for image in piece.images}
     pieces = dict(zip(KINDS, (prompts, answers, images), strict=True))
@@ -277,25 +277,24 @@ def _piece(messages: Messages, looks: Mapping[str, Looks | MediaError]) -> Piece
     return Piece(text_of(messages), tuple(images))
 
 
-def _media(messages: Messages) -> Iterator[dict[str, Any]]:
-    """The image parts, each frame of a list of frames as one, and the parts of video files."""
-    for message in messages:
-        for part in message["content"]:
-            if part["type"] == "video" and isinstance(part["video"], (list, tuple)):
-                yield from ({"type": "image", "image": frame} for frame in part["video"])
-            elif part["type"] != "text":
-                yield part
+def _media(messages: Messages) -> Iterator[Medium]:
+    """The images, each frame of a list of frames as one, and the video files."""
+    for medium in media_of(messages):
+        if isinstance(medium.reference, tuple):
+            yield from map(Image, medium.reference)
+        else:
+            yield medium
 
 
-def _key(part: Mapping[str, Any]) -> str:
-    return f"{part['type']}:{media_key(part[part['type']])}"
+def _key(medium: Medium) -> str:
+    return f"{medium.kind}:{media_key(medium.reference)}"
 
 
-def _looks(part: Mapping[str, Any]) -> Looks | MediaError:
+def _looks(medium: Medium) -> Looks | MediaError:
     try:
-        if part["type"] == "video":
-            return Looks(media_key(part["video"]), None)
-        image = open_image(part["image"])
+        if isinstance(medium, Video):
+            return Looks(media_key(medium.reference), None)
+        image = open_image(medium.reference)
     except MediaError as error:
         return error
     return Looks(media_key(image), perceptual_hash(image))

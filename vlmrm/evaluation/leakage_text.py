@@ -7,8 +7,8 @@ from typing import cast
 
 from datasets import Dataset
 
+from vlmrm.conversation import Comparison
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.schema import Comparison
 from vlmrm.data.sources import comparisons_of, load_comparisons
 from vlmrm.errors import RowError
 from vlmrm.evaluation.leakage import KINDS, SHOWN, Leakage

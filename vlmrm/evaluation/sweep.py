@@ -17,9 +17,9 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 
 from vlmrm.config import parse
+from vlmrm.conversation import Comparison
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.fingerprint import data_fingerprint
-from vlmrm.data.schema import Comparison
 from vlmrm.data.sources import comparisons_of, load_comparisons, load_train_and_eval
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.arguments import EvaluationArguments, check_data_keys

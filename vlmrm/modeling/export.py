@@ -19,8 +19,8 @@ from jinja2 import Environment, PackageLoader
 from PIL import Image
 
 from vlmrm.batching import PaddedBatcher, to_device
-from vlmrm.data.messages import to_messages
 from vlmrm.errors import CheckpointError, ConfigError, first_line
+from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling.adapters import open_adapter, write_full
 from vlmrm.modeling.architectures import KNOWN
 from vlmrm.modeling.checkpoint import ADAPTER_CONFIG, load_checkpoint, load_scoring_files
@@ -102,7 +102,7 @@ def _pinned(model: Any, processor: Any) -> dict[str, Any]:
     question = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "What is this?"}]
     answer = [{"type": "text", "text": "A field of colours, lighter to the right."}]
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    rendered = Renderer(processor).render(to_messages(messages, "user"))
+    rendered = Renderer(processor).render(read_conversation(messages))
     with torch.inference_mode():
         inputs = to_device(PaddedBatcher.for_processor(processor)([rendered]), model.device)
         score = model.eval()(**inputs).logits.item()

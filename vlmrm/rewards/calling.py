@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from vlmrm.conversation import media_of
 from vlmrm.errors import RewardError, RowError
+from vlmrm.formats.openai import read_messages
 from vlmrm.rewards.contract import BaseRewardModel, RewardModelOutput
 from vlmrm.rewards.samples import MEDIA, Samples
 
@@ -73,10 +75,9 @@ def call(model: BaseRewardModel, samples: Samples) -> Answer:
 
 def _shown(response: Any) -> str | None:
     """Return what an answer as messages shows first; None for a text, or where it shows nothing."""
-    messages = response if isinstance(response, list) else []
-    parts = (part for message in messages if isinstance(message, dict) for part in message.get("content") or ())
+    media = [] if response is None or isinstance(response, str) else media_of(read_messages(response, "assistant"))
     names = {"image": "an image", "video": "a video"}
-    return next((names[part["type"]] for part in parts if isinstance(part, dict) and part.get("type") in names), None)
+    return names[media[0].kind] if media else None
 
 
 def _checked(output: Any, places: Sequence[int]) -> Answer:

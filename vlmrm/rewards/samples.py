@@ -11,11 +11,11 @@ from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from vlmrm.data.media import open_image
-from vlmrm.data.messages import PLACEHOLDERS
-from vlmrm.data.schema import Message, Messages, text_of
-from vlmrm.errors import MediaError, RewardError, RowError
+from vlmrm.errors import MediaError, RewardError
+from vlmrm.formats.openai import read_reference
 
 MEDIA = ("image", "video", "condition_images", "condition_videos")
+PARTS = {"video": "image", "condition_images": "image", "condition_videos": "video"}  # what a list of it holds
 
 
 class Samples:
@@ -76,7 +76,7 @@ class Samples:
             MediaError: when it cannot be read, or is no picture.
         """
         value = self.columns[name][number]
-        return CONVERTERS[name, tensors](value) if name in MEDIA else value
+        return CONVERTERS[name, tensors](read_reference(value)) if name in MEDIA else value
 
 
 def _listed(name: str, column: Any) -> list[Any]:
@@ -85,53 +85,13 @@ def _listed(name: str, column: Any) -> list[Any]:
     return list(column)
 
 
-def sample_of(conversation: Messages) -> dict[str, Any]:
-    """Return a conversation as a sample: `prompt`, the answer, and what the prompt shows.
-
-    An answer that is one image or video is `image` or `video`, any other `response`: its text, or the message itself
-    where it shows something. The prompt's only image is then `image`; several, or those beside an image that is the
-    answer, are `condition_images`. A prompt stays messages where `vlm_reward` would make others of its text and media.
-
-    Raises:
-        RowError: when the conversation does not end with an answer.
-    """
-    *asked, answered = conversation
-    if answered["role"] != "assistant":
-        raise RowError("it ends without an assistant message: there is no answer to score")
-    prompt, media = _text_and_media(asked)
-    sample: dict[str, Any] = {"prompt": prompt}
-    parts = answered["content"]
-    if len(parts) == 1 and _bare(parts[0]):
-        kind = parts[0]["type"]
-        sample[kind] = parts[0][kind]
-    else:
-        sample["response"] = text_of([answered]) if all(part["type"] == "text" for part in parts) else [answered]
-    for kind, shown in media.items():
-        if len(shown) == 1 and "response" in sample:
-            sample[kind] = shown[0]
-        elif shown:
-            sample[f"condition_{kind}s"] = shown
-    return sample
-
-
-def _text_and_media(asked: Sequence[Message]) -> tuple[Any, dict[str, list[Any]]]:
-    """Return one user turn of images, videos and a text, in this order, as its text and media; any other as it is."""
-    parts = asked[0]["content"] if len(asked) == 1 and asked[0]["role"] == "user" else []
-    kinds = [part["type"] for part in parts]
-    media = {kind: [part[kind] for part in parts if part["type"] == kind] for kind in PLACEHOLDERS}
-    ordered = kinds == [*(kind for kind in PLACEHOLDERS for _ in media[kind]), "text"]
-    if not ordered or not all(map(_bare, parts[:-1])):
-        return list(asked), {}
-    text = parts[-1]["text"]
-    # No prompt at all is what an empty text would become, and a place for media what looks like one.
-    if not text or any(media[kind] and tag in text for kind, tag in PLACEHOLDERS.items()):
-        return list(asked), {}
-    return text, media
-
-
-def _bare(part: Mapping[str, Any]) -> bool:
-    """Return whether a part is a medium without options of its own, for which columns have no room."""
-    return part["type"] != "text" and part.keys() == {"type", part["type"]}
+def pictures_of(name: str, value: Any) -> Any:
+    """Return the arrays of a media column, which no conversation can hold, as PIL images; anything else as it is."""
+    if name not in MEDIA:
+        return value
+    if isinstance(value, list):
+        return [pictures_of(PARTS[name], one) for one in value]
+    return CONVERTERS[name, False](value) if isinstance(value, np.ndarray) else value
 
 
 def to_pil(image: Any) -> Image.Image:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from vlmrm.data.messages import to_messages
-from vlmrm.data.schema import Message
+from vlmrm import conversation as types
 from vlmrm.errors import RowError
+from vlmrm.formats.answers import read_candidates
 
-# OpenAI-style messages ending in the assistant's answer; images as PIL, path, bytes or data URI.
-Conversation = Sequence[Message]
+# A conversation, or its messages as OpenAI writes them, ending in the answer; images as PIL, path, bytes or data URI.
+Conversation: TypeAlias = types.Conversation | Sequence[Mapping[str, Any]]
 # A prompt (a text or messages) and its candidate answers (texts or messages).
 Group = tuple[Any, Sequence[Any]]
 
@@ -56,33 +56,19 @@ def finite(score: float) -> float | RowError:
     return score if math.isfinite(score) else RowError(f"its score is {score}: look for broken weights")
 
 
-def conversations_of(groups: Iterable[Group]) -> list[list[list[Message]]]:
+def conversations_of(groups: Iterable[Group]) -> list[list[types.Conversation]]:
     """For each (prompt, candidates), the conversation of each candidate.
 
     Raises:
         RowError: naming the place of a group that is none.
     """
-    found = []
+    conversations = []
     for place, group in enumerate(groups):
         try:
-            found.append(_conversations(*_pair(group)))
+            conversations.append(read_candidates(group))
         except RowError as error:
             raise type(error)(f"group {place}: {error.reason}") from error
-    return found
-
-
-def _pair(group: Any) -> Group:
-    if not isinstance(group, Sequence) or isinstance(group, str) or len(group) != 2:
-        raise RowError("it is no pair: give (prompt, candidates)")
-    prompt, candidates = group
-    if isinstance(candidates, (str, Mapping)) or not isinstance(candidates, Sequence):
-        raise RowError(f"its candidates are a single {type(candidates).__name__}: give a list")
-    return prompt, candidates
-
-
-def _conversations(prompt: Any, candidates: Sequence[Any]) -> list[list[Message]]:
-    start = to_messages(prompt, "user")
-    return [[*start, *to_messages(candidate, "assistant")] for candidate in candidates]
+    return conversations
 
 
 def regrouped(values: Iterable[Value], groups: Iterable[Sequence[Any]]) -> list[list[Value]]:

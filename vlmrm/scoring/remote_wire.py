@@ -12,9 +12,10 @@ from typing import Any
 
 from PIL import Image
 
+from vlmrm.conversation import Reference
 from vlmrm.data.media import encoded_media, media_key, open_image, png_of
-from vlmrm.data.messages import to_messages
 from vlmrm.errors import RewardError, RowError
+from vlmrm.formats.openai import read_conversation, write_messages
 from vlmrm.scoring.protocol import Conversation
 
 CHUNK_ITEMS = 64
@@ -129,21 +130,19 @@ def _item(conversation: Conversation, media: Media, group: str | None) -> tuple[
     """A conversation as JSON, and the files that it names."""
     files: dict[str, bytes] = {}
 
-    def sent(part: dict[str, Any]) -> dict[str, Any]:
-        kind = part["type"]
-        return part if kind == "text" else {**part, kind: reference(part[kind], kind)}
-
-    def reference(value: Any, kind: str) -> Any:
-        if isinstance(value, str) and value.startswith(("http://", "https://")):
-            return value  # for the service to fetch
-        if kind == "video" and isinstance(value, (list, tuple)):
-            return [reference(frame, "image") for frame in value]
-        name, data = media.file(value, kind)
+    def attached(reference: Reference, kind: str) -> Any:
+        if isinstance(reference, str) and reference.startswith(("http://", "https://")):
+            return reference  # for the service to fetch
+        if isinstance(reference, list):
+            return [attached(frame, "image") for frame in reference]
+        name, data = media.file(reference, kind)
         files[name] = data
         return f"attachment:{name}"
 
-    messages = to_messages(conversation, "user")
-    turns = [{**message, "content": [sent(part) for part in message["content"]]} for message in messages]
+    turns = write_messages(read_conversation(conversation).messages)
+    for part in (part for turn in turns for part in turn["content"]):
+        if (kind := part["type"]) != "text":
+            part[kind] = attached(part[kind], kind)
     try:
         return json.dumps({"messages": turns, "group": group}, allow_nan=False).encode(), files
     except (TypeError, ValueError) as error:

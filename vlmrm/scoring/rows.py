@@ -5,21 +5,20 @@ Tables are read by row number, so that any shard can be had without those before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from vlmrm.conversation import Comparison
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.messages import to_messages
-from vlmrm.data.readers import LAYOUTS, Layout, cells_and_id, check_all_read, recognise, resolved, with_row_id
-from vlmrm.data.readers.layout import MEDIA, Reading, image_turn, listed, media_of, turns, with_media
-from vlmrm.data.schema import Branch, Comparison
+from vlmrm.data.rows import read_answers
 from vlmrm.data.sources import RowReader, check_first_rows, try_read, with_rules
 from vlmrm.data.streams import Group
 from vlmrm.data.tables import check_layout, open_tables, unreadable
 from vlmrm.errors import DataError, RowError
+from vlmrm.formats import LAYOUTS_TO_SCORE
 
 READ_AT_ONCE = 64  # rows of a stream
 
@@ -30,46 +29,6 @@ class Row(NamedTuple):
     number: int
     id: str
     comparison: Comparison | RowError
-
-
-def _read_plain(row: Mapping[str, Any]) -> Reading:
-    prompt = with_media(row, turns(row, row["prompt"]))
-    texts = [row["response"]] if "response" in row else listed(row.get("responses", []), "responses")
-    answers = [to_messages(text, "assistant") for text in texts]
-    answers += [[image_turn(image)] for image in media_of(row, "image", "response_")]
-    return Reading([[*prompt, *answer] for answer in answers], [0.0] * len(answers), len(prompt))
-
-
-def _read_conversation(row: Mapping[str, Any]) -> Reading:
-    messages = to_messages(row["messages"], "user")
-    if messages[-1]["role"] != "assistant":
-        raise RowError("`messages` ends without an assistant message: there is no answer to score")
-    conversation = with_media(row, messages)
-    return Reading([conversation], [0.0], len(conversation) - 1)
-
-
-RESPONSES = frozenset({"response", "responses", "response_image", "response_images"})
-PLAIN = Layout("prompt / response", _read_plain, frozenset({"prompt"}), RESPONSES, MEDIA | {"system"})
-CONVERSATION = Layout("conversation", _read_conversation, frozenset({"messages"}), optional=MEDIA)
-LAYOUTS_TO_SCORE = (*LAYOUTS, PLAIN, CONVERSATION)
-
-
-def read_answers(row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any]) -> Comparison:
-    """The row's answers as branches. Nothing need be preferred: answers may be alike, or a single one.
-
-    Raises:
-        RowError: with the row's id, what is wrong and what to do.
-    """
-    cells, row_id = cells_and_id(row, row_id)
-    with with_row_id(row_id):
-        layout = recognise(cells, LAYOUTS_TO_SCORE)
-        reading = layout.read(cells)
-        if not reading.conversations:
-            raise RowError("it has no answer to score")
-        branches = [Branch(resolved(branch.messages, resolve), branch.rating) for branch in reading.branches()]
-        comparison = Comparison(row_id, resolved(reading.prompt(), resolve), branches)
-        check_all_read(cells, layout, reading, comparison, resolve)
-        return comparison
 
 
 @dataclass

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from vlmrm.batching import Batcher, to_device
-from vlmrm.data.messages import to_messages
+from vlmrm.conversation import Conversation, Image, Message
 from vlmrm.errors import RowError
+from vlmrm.formats.openai import read_conversation, read_messages
 from vlmrm.modeling import LoadedReward, batcher_for
 from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
-from vlmrm.scoring.protocol import Conversation, Group, all_scores, conversations_of, finite, regrouped
+from vlmrm.scoring.protocol import Conversation as AnyConversation
+from vlmrm.scoring.protocol import Group, all_scores, conversations_of, finite, regrouped
 
 
 class LocalScorer:
@@ -27,7 +29,7 @@ class LocalScorer:
         self.renderer = Renderer(loaded.processor, limits)
         self.batcher: Batcher = batcher_for(loaded.model, loaded.processor, batching)
 
-    def score(self, conversations: Sequence[Conversation]) -> list[float]:
+    def score(self, conversations: Sequence[AnyConversation]) -> list[float]:
         """The raw logit of each conversation, in order.
 
         Raises:
@@ -35,7 +37,7 @@ class LocalScorer:
         """
         return all_scores(self.score_each(conversations))
 
-    def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
+    def score_each(self, conversations: Sequence[AnyConversation]) -> list[float | RowError]:
         """The raw logit of each conversation, in order, or why it cannot be scored."""
         cache: dict[str, ProcessedMedia] = {}
         scores: list[float | RowError] = [0.0] * len(conversations)
@@ -67,22 +69,19 @@ class LocalScorer:
         """
         if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise RowError(f"images are {images.dtype} {tuple(images.shape)}: give floats [N, 3, H, W] in [0, 1]")
-        messages = [*to_messages(prompt, "user"), {"role": "assistant", "content": [{"type": "image", "image": None}]}]
-        own = self.renderer.process(messages[:-1])
+        asked, answer = read_messages(prompt, "user"), Message.of("assistant", Image("a tensor"))
+        own, conversation = self.renderer.process(asked), Conversation((*asked, answer))
         rendered = [
-            self.renderer.render_with(messages, [*own, item]) for item in self.renderer.process_tensors(images)
+            self.renderer.render_with(conversation, [*own, item]) for item in self.renderer.process_tensors(images)
         ]
         parts = self.batcher.split([[item] for item in rendered], self.max_tokens_per_batch)
         scores = torch.cat([self._logits([rendered[place] for place in places]) for places in parts])
         return scores[torch.tensor([place for places in parts for place in places]).argsort().to(scores.device)]
 
-    def _render(self, conversation: Conversation, cache: dict[str, ProcessedMedia]) -> Rendered:
-        if not isinstance(conversation, Sequence) or isinstance(conversation, str):
-            raise RowError(f"it is a single {type(conversation).__name__}: a conversation is a list of messages")
-        messages = to_messages(conversation, "user")
-        if messages[-1]["role"] != "assistant":
-            raise RowError("it ends without an assistant message: there is no answer to score")
-        return self.renderer.render(messages, cache)
+    def _render(self, conversation: AnyConversation, cache: dict[str, ProcessedMedia]) -> Rendered:
+        read = read_conversation(conversation)
+        _ = read.answer  # refuses one that ends without
+        return self.renderer.render(read, cache)
 
     @torch.inference_mode()
     def _forward(self, rendered: Sequence[Rendered]) -> list[float]:

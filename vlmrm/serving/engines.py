@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vlmrm.data.schema import Message
+from vlmrm.conversation import Conversation
 from vlmrm.errors import RowError
-from vlmrm.rewards.built_in.vlm_reward import PLACE, Wording
+from vlmrm.formats.flow_factory import PLACE, Wording, conversation_of, sample_of
+from vlmrm.formats.openai import read_conversation
+from vlmrm.formats.wire import read_item
 from vlmrm.rewards.calling import Answer, accepted_fields, alike, call, needed
 from vlmrm.rewards.configuration import reward_arguments
 from vlmrm.rewards.contract import GroupwiseRewardModel
 from vlmrm.rewards.loading import Models
-from vlmrm.rewards.samples import MEDIA, Samples
+from vlmrm.rewards.samples import MEDIA, Samples, pictures_of
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.serving.arrays import array_of
 from vlmrm.serving.jobs import Item, Outcome
-from vlmrm.serving.translation import conversation_of, sample_of
 
 
 class ScorerEngine:
@@ -44,10 +45,12 @@ class ScorerEngine:
 
     def __call__(self, items: Sequence[Item]) -> list[Outcome]:
         outcomes: list[Outcome] = [{} for _ in items]
-        conversations: dict[int, list[Message]] = {}
+        conversations: dict[int, Conversation] = {}
         for number, item in enumerate(items):
             try:
-                conversations[number] = conversation_of(_opened(item), self.wording)
+                content = read_item(_with_pictures(item))
+                talk = content if isinstance(content, Conversation) else conversation_of(content, self.wording)
+                conversations[number] = talk
             except RowError as error:
                 outcomes[number] = {"error": error.reason}
         for number, score in zip(conversations, self.scorer.score_each(list(conversations.values())), strict=True):
@@ -73,10 +76,10 @@ class RewardEngine:
 
     def __call__(self, items: Sequence[Item]) -> list[Outcome]:
         answer = Answer()
-        plain: list[Item] = []
+        plain: list[Mapping[str, Any]] = []
         for number, item in enumerate(items):
             try:
-                sample = sample_of(_opened(item))
+                sample = _columns(item)
                 for names in needed(self.model):
                     if all(sample.get(name) is None for name in names):
                         raise RowError(f"it has no {' or '.join(names)}, which this reward needs")
@@ -110,15 +113,29 @@ def _outcome(answer: Answer, number: int) -> Outcome:
     return {**outcome, "extra": extra} if extra else outcome
 
 
-def _samples(items: Sequence[Item], groups: Sequence[Any]) -> Samples:
+def _columns(item: Item) -> Mapping[str, Any]:
+    """Return what a reward may be called with; raises RowError for a conversation without an answer."""
+    if "messages" in item:
+        return sample_of(read_conversation(item["messages"])).columns()
+    return _opened(item)
+
+
+def _samples(items: Sequence[Mapping[str, Any]], groups: Sequence[Any]) -> Samples:
     names = dict.fromkeys(["prompt", *(name for item in items for name in item if name != "group")])
     columns = {name: [item.get(name) for item in items] for name in names}
     return Samples(columns, [("alone", n) if group is None else group for n, group in enumerate(groups)])
 
 
 def _opened(item: Item) -> Item:
-    """Arrays travel as the bytes of .npy files."""
-    return {name: _medium(value) if name in MEDIA else value for name, value in item.items()}
+    """Return the item with arrays, which travel as the bytes of .npy files."""
+    opened: Any = {name: _medium(value) if name in MEDIA else value for name, value in item.items()}
+    return opened
+
+
+def _with_pictures(item: Item) -> Item:
+    """Return the item with its arrays, which no conversation can hold, as PIL images."""
+    pictures: Any = {name: pictures_of(name, value) for name, value in _opened(item).items()}
+    return pictures
 
 
 def _medium(value: Any) -> Any:

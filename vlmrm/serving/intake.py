@@ -8,20 +8,23 @@ import copy
 import os
 import stat
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlparse
 
 from PIL import Image
 
-from vlmrm.data.media import image_size, video_options
+from vlmrm.conversation import Conversation, Message, Part, Reference, Text
+from vlmrm.conversation import Image as ImagePart
+from vlmrm.data.media import image_size
 from vlmrm.errors import MediaError
 from vlmrm.serving.fetch import Fetcher, Remote
 from vlmrm.serving.settings import Limits
 
 
 class Intake:
-    """Resolves the images and videos of requests. What it returns is `{"bytes": ...}`, ready for a worker.
+    """Resolves the images and videos of requests: what it returns is bytes, ready for a worker.
 
     An image by URL becomes a `Remote`, which `Serving.score` fetches.
 
@@ -43,23 +46,23 @@ class Intake:
         other.attachments = attachments
         return other
 
-    def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages in the form of `vlmrm.data.messages.to_messages` with their media as bytes.
+    def conversation(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with its media as bytes.
 
         Raises:
             RowError: naming what cannot be taken.
         """
-        return [{**message, "content": [self._part(part) for part in message["content"]]} for message in messages]
+        return Conversation(
+            tuple(Message(message.role, tuple(map(self._part, message.content))) for message in conversation.messages)
+        )
 
-    def _part(self, part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] == "image":
-            return {**part, "image": self.image(part["image"])}
-        if part["type"] == "video":
-            video_options(part)
-            return {**part, "video": self.video(part["video"])}
-        return part
+    def _part(self, part: Part) -> Part:
+        if isinstance(part, Text):
+            return part
+        taken = self.image(part.reference) if isinstance(part, ImagePart) else self.video(part.reference)
+        return replace(part, reference=taken)
 
-    def image(self, reference: Any) -> dict[str, bytes] | Remote:
+    def image(self, reference: Reference) -> bytes | Remote:
         """One image, by its header within the limit of pixels."""
         if isinstance(reference, str) and reference[:8].lower().startswith(("http://", "https://")):
             if self.fetcher is None or not self.fetcher.allowed:
@@ -73,15 +76,15 @@ class Intake:
         width, height = image_size(data)
         if width * height > self.limits.max_pixels:
             raise MediaError(f"an image is {width}x{height} pixels, over the limit of {self.limits.max_pixels}")
-        return {"bytes": data}
+        return data
 
-    def video(self, reference: Any) -> Any:
+    def video(self, reference: Any) -> bytes | tuple[bytes | Remote, ...]:
         """A video file, or a list of images as its frames."""
-        if not isinstance(reference, list):
-            return {"bytes": self._bytes(reference, "video")}
+        if not isinstance(reference, (list, tuple)):
+            return self._bytes(reference, "video")
         if len(reference) > self.limits.max_frames:
             raise MediaError(f"a video has {len(reference)} frames, over the limit of {self.limits.max_frames}")
-        return [self.image(frame) for frame in reference]
+        return tuple(map(self.image, reference))
 
     def _bytes(self, reference: Any, kind: str) -> bytes:
         if isinstance(reference, bytes):

@@ -11,9 +11,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, TypedDict
 
+from vlmrm.formats.wire import Item
 from vlmrm.serving.worker.channel import pack
-
-Item = dict[str, Any]  # what a worker scores: `messages`, or the columns of a sample; may hold bytes
 
 
 class Outcome(TypedDict, total=False):

@@ -13,8 +13,9 @@ from typing import Any
 
 from anyio.to_thread import run_sync
 
-from vlmrm.data.media import FRAME_PIXELS, VIDEO_OPTIONS, image_size, video_pixels
+from vlmrm.data.media import FRAME_PIXELS, image_size, video_pixels
 from vlmrm.errors import MediaError, VlmrmError
+from vlmrm.formats.openai import OPTIONS as VIDEO_OPTIONS
 from vlmrm.serving.backend import Backend, QueueAway
 from vlmrm.serving.decoding import STANDING, Decoder
 from vlmrm.serving.jobs import Item, Job, State, Status

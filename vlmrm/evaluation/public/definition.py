@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vlmrm.data.readers import read_row, with_row_id
-from vlmrm.data.schema import Comparison
+from vlmrm.conversation import Comparison
+from vlmrm.data.rows import read_row, with_row_id
 from vlmrm.errors import DataError, RowError
 from vlmrm.evaluation.pairs import not_finite
 

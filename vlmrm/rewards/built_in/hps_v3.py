@@ -11,6 +11,7 @@ from PIL import Image
 from qwen_vl_utils import fetch_image
 from torch import nn
 
+from vlmrm.conversation import Image as ImagePart
 from vlmrm.errors import CheckpointError
 from vlmrm.rewards.built_in.reward_tokens import RewardTokenReader, published_template, question
 from vlmrm.rewards.built_in.weights import read_weights, shared
@@ -50,7 +51,7 @@ class HPSv3(PointwiseRewardModel):
         self, prompt: list[str], image: list[Image.Image]
     ) -> RewardModelOutput:
         questions = [
-            question({"type": "image", "image": _sized(picture)}, self.template, text)
+            question(ImagePart(_sized(picture)), self.template, text)
             for text, picture in zip(prompt, image, strict=True)
         ]
         rewards, spread, failures = [], [], {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -13,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoProcessor, Qwen2VLConfig, Qwen2VLModel
 
 from vlmrm.batching import PaddedBatcher, to_device
-from vlmrm.data.schema import Message
+from vlmrm.conversation import Conversation, Medium, Message
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
 from vlmrm.rewards.built_in.weights import load_exactly, pretrained
@@ -91,7 +90,7 @@ class RewardTokenReader:
         self.lock = threading.Lock()
 
     @torch.inference_mode()
-    def read(self, conversations: Sequence[list[Message]], batch_size: int) -> list[list[list[float]] | str]:
+    def read(self, conversations: Sequence[Conversation], batch_size: int) -> list[list[list[float]] | str]:
         """For each conversation the numbers at each reward token, or why there are none."""
         rendered: dict[int, Rendered] = {}
         found: dict[int, list[list[float]] | str] = {}
@@ -110,7 +109,7 @@ class RewardTokenReader:
                 found |= dict(zip(part, self.model(inputs, self.token_ids).tolist(), strict=True))
         return [found[place] for place in range(len(conversations))]
 
-    def _render(self, conversation: list[Message], cache: dict[str, ProcessedMedia]) -> Rendered:
+    def _render(self, conversation: Conversation, cache: dict[str, ProcessedMedia]) -> Rendered:
         rendered = self.renderer.render(conversation, cache)
         for name, token in zip(self.tokens, self.token_ids, strict=True):
             if rendered.input_ids.count(token) != 1:
@@ -133,9 +132,9 @@ def published_template(config: RewardArguments, tokens: Sequence[str]) -> str:
     return read_template(config, path, PLACE, *tokens)
 
 
-def question(media: dict[str, Any], template: str, prompt: str) -> list[Message]:
+def question(medium: Medium, template: str, prompt: str) -> Conversation:
     """The user's turn: what is to be judged, then the template with the prompt."""
-    return [{"role": "user", "content": [media, {"type": "text", "text": template.replace(PLACE, prompt)}]}]
+    return Conversation((Message.of("user", medium, template.replace(PLACE, prompt)),))
 
 
 def _named(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from qwen_vl_utils.vision_process import smart_resize
 from torch import nn
 from torchvision.transforms.functional import InterpolationMode, pil_to_tensor, resize
 
+from vlmrm.conversation import Video, VideoOptions
 from vlmrm.errors import CheckpointError, ConfigError, MediaError, RewardError
 from vlmrm.modeling.reward_files import read_json_of
 from vlmrm.rendering import ProcessedMedia, Renderer
@@ -80,7 +81,7 @@ class VideoAlign(PointwiseRewardModel):
         questions = []
         for text, clip, rate in zip(prompt, video, rates, strict=True):
             frames = sampled(clip, rate, data["fps"])
-            questions.append(question({"type": "video", "video": frames, **limits}, self.template, text))
+            questions.append(question(Video(frames, VideoOptions(**limits)), self.template, text))
         scores, failures = [], {}
         for place, found in enumerate(self.reader.read(questions, self.config.batch_size)):
             if isinstance(found, str):
@@ -104,13 +105,13 @@ class FrameRenderer(Renderer):
     The other way, qwen-vl-utils' for lists of frames, makes them multiples of 56 first.
     """
 
-    def _process_video(self, part: dict[str, Any], key: str) -> ProcessedMedia:
-        clip = part["video"]
+    def _process_video(self, medium: Video, key: str) -> ProcessedMedia:
+        clip, limits = medium.reference, medium.options
         if len({frame.size for frame in clip}) > 1:
             raise MediaError("the frames of its video have different sizes: resize them to one")
         frames = torch.stack([pil_to_tensor(frame) for frame in clip])
         height, width = smart_resize(
-            *frames.shape[-2:], factor=28, min_pixels=part["min_pixels"], max_pixels=part["max_pixels"]
+            *frames.shape[-2:], factor=28, min_pixels=limits.min_pixels, max_pixels=limits.max_pixels
         )
         frames = resize(frames, [height, width], InterpolationMode.BICUBIC, antialias=True)
         metadata = {"fps": 2.0, "frames_indices": list(range(len(clip))), "total_num_frames": len(clip)}

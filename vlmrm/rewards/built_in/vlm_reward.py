@@ -1,28 +1,22 @@
 """`vlm_reward` and `vlm_reward_group`: a model trained with vlmrm, of samples by themselves or among their group.
 
-What is scored is the conversation of the training data, made by the same functions:
-
-- The prompt is a text or messages. A text goes into `custom_prompt`, in place of `{prompt}`, where the training rows
-  had words around it; `system` is what they had in their column of that name.
-- `condition_images` and `condition_videos` belong to the prompt.
-- With a `response`, a text or messages, that is the answer, and `image` and `video` belong to the prompt, after the
-  conditions. Without one, the `image`, or the `video`, is the answer: the assistant's turn, as in text-to-image rows.
+What is scored is the conversation of the training data, made by `vlmrm.formats.flow_factory.conversation_of`. A prompt
+that is a text goes into `custom_prompt`, in place of `{prompt}`, where the training rows had words around it; `system`
+is what they had in their column of that name.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator, PartialState
 
+from vlmrm.conversation import Conversation, Part, Text
 from vlmrm.data.media import media_key
-from vlmrm.data.messages import to_messages
-from vlmrm.data.readers.layout import image_turn, turns, with_media
-from vlmrm.data.schema import Message
 from vlmrm.errors import ConfigError, RowError
+from vlmrm.formats.flow_factory import PLACE, Wording, conversation_of, read_sample
 from vlmrm.modeling.reward_files import read_reward_file
 from vlmrm.rewards.built_in.weights import choice, shared
 from vlmrm.rewards.contract import (
@@ -35,56 +29,6 @@ from vlmrm.rewards.contract import (
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.scoring.transforms import transform_named
 
-PLACE = "{prompt}"
-
-
-@dataclass(frozen=True)
-class Wording:
-    """What stood around the prompts of the training rows: a `system` turn, and words with `{prompt}` in them."""
-
-    custom_prompt: str = PLACE
-    system: Any = None
-
-    def __post_init__(self):
-        if PLACE not in self.custom_prompt:
-            raise ConfigError(f"custom_prompt has no {PLACE} in it: write where the prompt goes.")
-
-    def conversation(
-        self,
-        prompt: Any,
-        image: Any = None,
-        video: Any = None,
-        condition_images: Any = None,
-        condition_videos: Any = None,
-        response: Any = None,
-    ) -> list[Message]:
-        """A sample as the messages that are scored, the answer last; see the top of this file.
-
-        Raises:
-            RowError: when the sample has no answer or two of them.
-        """
-        images, videos = list(condition_images or ()), list(condition_videos or ())
-        if response is not None:
-            images += [] if image is None else [image]
-            videos += [] if video is None else [video]
-            answer = to_messages(response, "assistant")
-        elif (image is None) == (video is None):
-            given = "both an image and a video" if image is not None else "neither a response, an image nor a video"
-            raise RowError(f"it has {given}, and one of them is the answer: give one")
-        elif image is not None:
-            answer = [image_turn(image)]
-        else:
-            answer = [{"role": "assistant", "content": [{"type": "video", "video": video}]}]
-        row = {"system": self.system, "images": images, "videos": videos}
-        return with_media(row, [*turns(row, self._wrapped(prompt)), *answer])
-
-    def _wrapped(self, prompt: Any) -> Any:
-        if isinstance(prompt, str):
-            return self.custom_prompt.replace(PLACE, prompt)
-        if self != Wording():
-            raise RowError("custom_prompt and system go around a text, and this prompt is messages: put them in there")
-        return prompt
-
 
 class _Model:
     """A loaded scorer, and the lock of whoever uses it: rewards on several threads may share one."""
@@ -93,7 +37,7 @@ class _Model:
         self.scorer = load_local_scorer(path, dtype=dtype, device=device)
         self.lock = threading.Lock()
 
-    def score_each(self, conversations: Sequence[list[Message]]) -> list[float | RowError]:
+    def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
         with self.lock:
             return self.scorer.score_each(conversations)
 
@@ -139,14 +83,17 @@ class _TrainedReward(BaseRewardModel):
         condition_videos: list[Any] | None = None,
         response: list[Any] | None = None,
     ) -> RewardModelOutput:
-        columns = (prompt, image, video, condition_images, condition_videos, response)
+        columns = {"prompt": prompt, "image": image, "video": video, "response": response}
+        columns |= {"condition_images": condition_images, "condition_videos": condition_videos}
+        named = {name: column for name, column in columns.items() if column}
         keys: dict[int, str] = {}
-        distinct: dict[str, list[Message]] = {}  # equal samples are scored once, so that they tie exactly
+        distinct: dict[str, Conversation] = {}  # equal samples are scored once, so that they tie exactly
         scores: dict[int, float] = {}
         failures: dict[int, str] = {}
-        for place, sample in enumerate(zip(*(column or [None] * len(prompt) for column in columns), strict=True)):
+        for place, values in enumerate(zip(*named.values(), strict=True)):
             try:
-                conversation = self.wording.conversation(*sample)
+                sample = read_sample(dict(zip(named, values, strict=True)))
+                conversation = conversation_of(sample, self.wording)
                 keys[place] = _key(conversation)
                 distinct[keys[place]] = conversation
             except RowError as error:
@@ -187,20 +134,12 @@ class VlmRewardGroup(_TrainedReward, GroupwiseRewardModel):
     transforms = ("win_rate", "zscore", "rank")
 
 
-def _key(conversation: list[Message]) -> str:
+def _key(conversation: Conversation) -> str:
     """Equal for conversations that say and show the same."""
-    return repr(
-        [
-            (message["role"], [(part["type"], _content(part), _options(part)) for part in message["content"]])
-            for message in conversation
-        ]
-    )
+    return repr([(message.role, list(map(_part_key, message.content))) for message in conversation.messages])
 
 
-def _options(part: dict[str, Any]) -> list[tuple[str, Any]]:
-    return sorted((name, value) for name, value in part.items() if name not in ("type", part["type"]))
-
-
-def _content(part: dict[str, Any]) -> str:
-    value = part[part["type"]]
-    return value if part["type"] == "text" else media_key(value)
+def _part_key(part: Part) -> tuple[object, ...]:
+    if isinstance(part, Text):
+        return part.kind, part.text
+    return part.kind, media_key(part.reference), getattr(part, "options", None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrm.errors import ConfigError, RowError, first_line
-from vlmrm.scoring.adapters.openrlhf_query import query_conversation
+from vlmrm.formats.openrlhf import read_query
 from vlmrm.scoring.adapters.rows import SharedScorer, table
 from vlmrm.scoring.protocol import Scorer
 
@@ -52,7 +52,7 @@ class OpenRLHFReward:
         scores = []
         try:
             rows = table(prompts, queries, labels)
-            waiting = [self.scorer.micro_batcher.submit(query_conversation(*row)) for row in rows]
+            waiting = [self.scorer.micro_batcher.submit(read_query(*row)) for row in rows]
             scores = [future.result() for future in waiting]
         except Exception as error:
             raise _unscored(self.name, error, prompts, queries) from error

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmrm.data.messages import place_media, to_messages
-from vlmrm.data.schema import Message, media_references
 from vlmrm.errors import ConfigError, RewardError, RowError
+from vlmrm.formats.answers import read_answer
 from vlmrm.scoring.adapters.micro_batch import MicroBatcher
 from vlmrm.scoring.loading import load_scorer
 from vlmrm.scoring.protocol import Conversation, Scorer, finite
@@ -55,7 +54,7 @@ class SharedScorer:
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
     ) -> list[float | RowError]:
-        """The raw logit of each row, or why it has none; see `conversation`.
+        """The raw logit of each row, or why it has none; see `read_answer`.
 
         Raises:
             RewardError: when the columns differ in length.
@@ -64,7 +63,7 @@ class SharedScorer:
         rows: dict[int, Conversation] = {}
         for place, row in enumerate(table(prompts, answers, images, videos)):
             try:
-                rows[place] = conversation(*row)
+                rows[place] = read_answer(*row)
                 scores.append(0.0)
             except RowError as error:
                 scores.append(error)
@@ -117,29 +116,6 @@ def table(prompts: Sequence[Any], *columns: Sequence[Any] | None) -> list[tuple[
             )
     filled = ([None] * len(prompts) if column is None else column for column in columns)
     return list(zip(prompts, *filled, strict=True))
-
-
-def conversation(prompt: Any, answer: Any, images: Any = None, videos: Any = None) -> list[Message]:
-    """A row as messages that end with the answer.
-
-    Args:
-        prompt: a text or messages. Where the messages have media, the row's columns of them are the same ones.
-        images, videos: one or a list; they go where the prompt has places for them, else before the first text.
-            `<image>` is such a place where the row has images, and text where it has none.
-
-    Raises:
-        RowError: when a place stays empty, or an image has no place.
-    """
-    messages = to_messages(prompt, "user")
-    if not any(reference is not None for reference in media_references(messages)):
-        messages = place_media(messages, _listed(images), _listed(videos))
-    elif any(reference is None for reference in media_references(messages)):
-        raise RowError("its prompt has places for media with nothing in them: fill all of them or none")
-    return [*messages, *to_messages(answer, "assistant")]
-
-
-def _listed(media: Any) -> list[Any]:
-    return [] if media is None else list(media) if isinstance(media, (list, tuple)) else [media]
 
 
 def _scored(scorer: Scorer, conversations: Sequence[Conversation]) -> list[float | RowError]:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from vlmrm.errors import RewardError, RowError
-from vlmrm.rewards.samples import MEDIA, sample_of
-from vlmrm.scoring.adapters.rows import conversation, table
+from vlmrm.formats.answers import read_answer
+from vlmrm.formats.flow_factory import sample_of
+from vlmrm.rewards.samples import MEDIA
+from vlmrm.scoring.adapters.rows import table
 
 
 def text_columns(prompts: Sequence[Any], answers: Sequence[Any], images: Sequence[Any] | None) -> dict[str, list[Any]]:
-    """`prompt`, the answer, and what the prompt shows, of each row, as `vlmrm.rewards.samples.sample_of` has them.
+    """`prompt`, the answer, and what the prompt shows, of each row, as `sample_of` has them.
 
     Raises:
         RewardError: naming the row whose images do not fit its prompt, or when the columns differ in length.
@@ -19,7 +21,7 @@ def text_columns(prompts: Sequence[Any], answers: Sequence[Any], images: Sequenc
     columns: dict[str, list[Any]] = {name: [] for name in ("prompt", "response", *MEDIA)}
     for place, row in enumerate(table(prompts, answers, images)):
         try:
-            sample = sample_of(conversation(*row))
+            sample = sample_of(read_answer(*row)).columns()
         except RowError as error:
             raise RewardError(f"sample {place}: {error.reason}") from error
         for name, column in columns.items():

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from accelerate import PartialState
 
-from vlmrm.data.messages import to_messages
-from vlmrm.data.schema import text_of
+from vlmrm.conversation import text_of
 from vlmrm.errors import RewardError
+from vlmrm.formats.openai import read_messages
 from vlmrm.rewards import RewardSet
 from vlmrm.rewards.advantages import without_missing
 from vlmrm.scoring.adapters.samples import text_columns
@@ -48,7 +48,7 @@ class TRLRewardSet:
         ours = text_columns(prompts, completions, columns.get("images", columns.get("image")))
         first = PartialState().process_index * len(prompts)
         ours["groups"] = [(first + place) // self.num_generations for place in range(len(prompts))]
-        texts = [text_of(to_messages(prompt, "user")) for prompt in prompts]
+        texts = [text_of(read_messages(prompt, "user")) for prompt in prompts]
         if len(set(zip(ours["groups"], texts, strict=True))) > len(set(ours["groups"])):
             raise RewardError(
                 f"blocks of {self.num_generations} samples differ in prompt: give TRL's num_generations."

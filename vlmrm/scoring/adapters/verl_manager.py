@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase  # ty: ignore[import-not-found]
 
+from vlmrm.formats.verl import read_prompt
 from vlmrm.scoring.adapters.rows import SharedScorer
 from vlmrm.scoring.adapters.verl_reward import sample_name, score_one
 
@@ -34,18 +35,10 @@ class VlmrmRewardManager(RewardManagerBase):
         ids = item.batch["responses"]
         length = int(item.batch["attention_mask"][-len(ids) :].sum())
         answer = await self.loop.run_in_executor(None, self._decoded, ids[:length])
-        prompt = [_without_sources(message) for message in item.non_tensor_batch["raw_prompt"]]
+        prompt = read_prompt(item.non_tensor_batch["raw_prompt"])
         named = sample_name(item.non_tensor_batch.get("data_source"), item.non_tensor_batch.get("extra_info"))
         score = await score_one(self.scorer, named, prompt, answer)
         return {"reward_score": score, "reward_extra_info": {"raw_score": score}}
 
     def _decoded(self, ids: Any) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def _without_sources(message: dict[str, Any]) -> dict[str, Any]:
-    """verl leaves the `bytes` and `path` of an opened image beside it."""
-    if isinstance(message["content"], str):
-        return message
-    parts = [{"type": "image", "image": part["image"]} if "image" in part else part for part in message["content"]]
-    return {**message, "content": parts}

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vlmrm.errors import RewardError, RowError
-from vlmrm.scoring.adapters.rows import SharedScorer, conversation
+from vlmrm.formats.answers import read_answer
+from vlmrm.scoring.adapters.rows import SharedScorer
 
 
 async def compute_score(
@@ -49,9 +50,9 @@ async def compute_score(
 
 
 async def score_one(scorer: SharedScorer, sample: str, *row: Any) -> float:
-    """The raw logit of a `conversation`, scored with those that other tasks ask for at the same time."""
+    """The raw logit of a row of `read_answer`, scored with those that other tasks ask for at the same time."""
     try:
-        return await asyncio.wrap_future(scorer.micro_batcher.submit(conversation(*row)))
+        return await asyncio.wrap_future(scorer.micro_batcher.submit(read_answer(*row)))
     except RowError as error:
         raise RewardError(f"{sample}: {error.reason}") from error
 

@@ -8,11 +8,11 @@ from typing import TypeVar
 from anyio.to_thread import run_sync
 from fastapi import Request
 
-from vlmrm.data.schema import Message
+from vlmrm.conversation import Conversation
 from vlmrm.errors import RowError
+from vlmrm.formats.wire import Item, write_item
 from vlmrm.scoring.transforms import sigmoid
 from vlmrm.serving.app import Serving, serving
-from vlmrm.serving.jobs import Item
 from vlmrm.serving.settings import RewardSettings
 
 PATIENCE_S = 30.0  # that a request waits for room in the queue: these clients ask again at once, or not at all
@@ -25,7 +25,7 @@ async def conversation_scores(
     request: Request,
     reward: str | None,
     rows: Sequence[Row],
-    read: Callable[[Row], list[Message]],
+    read: Callable[[Row], Conversation],
     *,
     priority: int = 0,
 ) -> list[float]:
@@ -56,11 +56,11 @@ def probability(score: float) -> float:
     return float(sigmoid([score])[0])
 
 
-def _items(app: Serving, rows: Sequence[Row], read: Callable[[Row], list[Message]]) -> list[Item]:
+def _items(app: Serving, rows: Sequence[Row], read: Callable[[Row], Conversation]) -> list[Item]:
     items: list[Item] = []
     for place, row in enumerate(rows):
         try:
-            items.append({"messages": app.intake.messages(read(row))})
+            items.append(write_item(app.intake.conversation(read(row))))
         except RowError as error:
             raise type(error)(f"item {place}: {error.reason}") from error
     return items

@@ -6,9 +6,10 @@ import base64
 import binascii
 from typing import Any
 
+from vlmrm.conversation import Sample
 from vlmrm.errors import MediaError, RowError
+from vlmrm.formats.wire import Item, write_item
 from vlmrm.serving.intake import Intake
-from vlmrm.serving.jobs import Item
 from vlmrm.serving.protocols.flow_factory.schema import ComputeRequest
 
 
@@ -24,9 +25,9 @@ def items_of(body: ComputeRequest, intake: Intake) -> list[Item]:
         try:
             # No conditions are an empty list here and nothing there.
             media = {name: _media(name, column[place], intake) for name, column in columns.items() if column[place]}
+            items.append(write_item(Sample(prompt, **media), "request"))
         except RowError as error:
             raise type(error)(f"sample {place}: {error.reason}") from error
-        items.append({"prompt": prompt, **media, "group": "request"})
     return items
 
 
@@ -35,8 +36,8 @@ def _media(name: str, value: Any, intake: Intake) -> Any:
     if isinstance(value, str):
         return intake.image(_decoded(value))
     if name in ("video", "condition_videos") and not (value and isinstance(value[0], list)):
-        return intake.video([_decoded(frame) for frame in value])
-    return [_media(name, one, intake) for one in value]
+        return intake.video(tuple(map(_decoded, value)))
+    return tuple(_media(name, one, intake) for one in value)
 
 
 def _decoded(text: str) -> bytes:

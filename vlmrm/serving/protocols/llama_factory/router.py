@@ -10,7 +10,7 @@ import uuid
 
 from fastapi import APIRouter, Request
 
-from vlmrm.scoring.rendered_text import messages_of
+from vlmrm.formats.chatml import read_text
 from vlmrm.serving.protocols.llama_factory.schema import ScoreEvaluationAnswer, ScoreEvaluationRequest
 from vlmrm.serving.protocols.whole import conversation_scores
 from vlmrm.serving.strict_json import StrictRoute
@@ -27,5 +27,5 @@ async def score_evaluation(
 ) -> ScoreEvaluationAnswer:
     """The raw logit of each conversation, in order."""
     name = reward if reward is not None or body.model == ANY else body.model
-    scores = await conversation_scores(request, name, body.messages, messages_of)
+    scores = await conversation_scores(request, name, body.messages, read_text)
     return ScoreEvaluationAnswer(id=f"scoreval-{uuid.uuid4().hex}", model=body.model, scores=scores)

@@ -11,8 +11,10 @@ import numpy as np
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
 
-from vlmrm.data.messages import to_messages
+from vlmrm.conversation import Sample
 from vlmrm.errors import CheckpointError, RowError
+from vlmrm.formats.openai import read_conversation
+from vlmrm.formats.wire import write_item
 from vlmrm.scoring.transforms import Transform, transform_named, win_rate
 from vlmrm.serving.app import Scored, serving
 from vlmrm.serving.intake import Intake
@@ -68,18 +70,19 @@ def _items(given: Sequence[RewardItem], intake: Intake) -> tuple[list[Item], lis
 
 def _item(one: RewardItem, intake: Intake) -> Item:
     if one.messages is not None:
-        return {"messages": intake.messages(to_messages(one.messages, "user")), "group": one.group}
+        return write_item(intake.conversation(read_conversation(one.messages)), one.group)
     if one.prompt is None:
         raise RowError("it has neither messages nor a prompt")
-    item: dict[str, Any] = {"prompt": one.prompt, "response": one.response, "metadata": one.metadata}
-    item |= {
-        "image": None if one.image is None else intake.image(one.image),
-        "video": None if one.video is None else intake.video(one.video),
-        "condition_images": one.condition_images and [intake.image(image) for image in one.condition_images],
-        "condition_videos": one.condition_videos and [intake.video(video) for video in one.condition_videos],
-    }
-    item = {name: value for name, value in item.items() if value is not None}
-    return {**item, "group": one.group}
+    sample = Sample(
+        one.prompt,
+        one.response,
+        None if one.image is None else intake.image(one.image),
+        None if one.video is None else intake.video(one.video),
+        tuple(map(intake.image, one.condition_images or ())),
+        tuple(map(intake.video, one.condition_videos or ())),
+    )
+    item = write_item(sample, one.group)
+    return item if one.metadata is None else {**item, "metadata": one.metadata}
 
 
 def _data(body: RewardRequest, outcomes: Sequence[Outcome], info: dict[str, Any]) -> list[Reward]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from vlmrm.scoring.adapters.openrlhf_query import query_conversation
+from vlmrm.formats.openrlhf import read_query
 from vlmrm.scoring.adapters.rows import table
 from vlmrm.serving.protocols.openrlhf.schema import GetRewardAnswer, GetRewardRequest
 from vlmrm.serving.protocols.whole import conversation_scores, probability
@@ -21,5 +21,5 @@ router = APIRouter(route_class=StrictRoute, tags=["OpenRLHF"])
 async def get_reward(body: GetRewardRequest, request: Request, reward: str | None = None) -> GetRewardAnswer:
     """The reward of each query, in order."""
     rows = table(body.query, body.prompts, body.labels)
-    raw = await conversation_scores(request, reward, rows, lambda row: query_conversation(row[1], row[0], row[2]))
+    raw = await conversation_scores(request, reward, rows, lambda row: read_query(row[1], row[0], row[2]))
     return GetRewardAnswer(rewards=raw, scores=[probability(score) for score in raw], extra_logs={"raw_score": raw})

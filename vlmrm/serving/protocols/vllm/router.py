@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 
-from vlmrm.data.messages import to_messages
-from vlmrm.data.schema import Message
-from vlmrm.scoring.rendered_text import messages_of
+from vlmrm.conversation import Conversation
+from vlmrm.formats.answers import read_answer
+from vlmrm.formats.chatml import read_text
+from vlmrm.formats.openai import read_conversation
 from vlmrm.serving.app import serving
 from vlmrm.serving.protocols.vllm.schema import (
     Class,
     ClassifyRequest,
-    Content,
     Embedded,
     Listed,
     Pooled,
@@ -63,7 +63,9 @@ async def embeddings(body: PoolingRequest, request: Request) -> Listed:
 @router.post("/v1/score")
 async def score(body: ScoreRequest, request: Request) -> Listed:
     """The score of each answer to its prompt."""
-    raw = await conversation_scores(request, body.model, body.pairs(), _question_and_answer, priority=_priority(body))
+    raw = await conversation_scores(
+        request, body.model, body.pairs(), lambda pair: read_answer(*pair), priority=_priority(body)
+    )
     data = [Scored(index=n, score=score) for n, score in enumerate(_activated(body, raw))]
     return _listed("score", body, request, data)
 
@@ -77,16 +79,10 @@ def _texts(given: Any) -> list[str | TextAndImage]:
     return given if isinstance(given, list) else [given]
 
 
-def _conversation(row: str | TextAndImage | list[dict[str, Any]]) -> list[Message]:
+def _conversation(row: str | TextAndImage | list[dict[str, Any]]) -> Conversation:
     if isinstance(row, list):
-        return to_messages(row, "user")
-    return messages_of(row) if isinstance(row, str) else messages_of(row.text, [row.image] if row.image else [])
-
-
-def _question_and_answer(pair: tuple[Content, Content]) -> list[Message]:
-    return [
-        message for side, role in zip(pair, ("user", "assistant"), strict=True) for message in to_messages(side, role)
-    ]
+        return read_conversation(row)
+    return read_text(row) if isinstance(row, str) else read_text(row.text, [row.image] if row.image else [])
 
 
 def _activated(body: PoolingOptions, raw: list[float]) -> list[float]:

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from vlmrm.data.messages import to_messages
-from vlmrm.data.readers.layout import CHOSEN, MEDIA, REJECTED, Layout, Reading, Row, turns, with_media
+from vlmrm.conversation import Messages
 from vlmrm.errors import RowError
+from vlmrm.formats.layout import CHOSEN, MEDIA, REJECTED, Layout, Reading, Row, turns, with_media
+from vlmrm.formats.openai import read_messages
 
 
 def _read_alpaca(row: Row) -> Reading:
     question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
-    earlier = []
+    earlier: Messages = ()
     for exchange in row.get("history", []):
         if not isinstance(exchange, (list, tuple)) or len(exchange) != 2:
             raise RowError("`history` must be a list of [question, answer] pairs")
-        earlier += to_messages(exchange[0], "user") + to_messages(exchange[1], "assistant")
-    return _pair(row, turns(row, [*earlier, *to_messages(question, "user")]))
+        earlier += read_messages(exchange[0], "user") + read_messages(exchange[1], "assistant")
+    return _pair(row, turns(row, (*earlier, *read_messages(question, "user"))))
 
 
 def _read_sharegpt(row: Row) -> Reading:
-    return _pair(row, turns(row, to_messages(row["conversations"], "user")))
+    return _pair(row, turns(row, read_messages(row["conversations"], "user")))
 
 
-def _pair(row: Row, prompt: list[dict[str, Any]]) -> Reading:
-    answers = [to_messages(row[side], "assistant") for side in ("chosen", "rejected")]
-    conversations = [with_media(row, [*prompt, *answer]) for answer in answers]
+def _pair(row: Row, prompt: Messages) -> Reading:
+    answers = [read_messages(row[side], "assistant") for side in ("chosen", "rejected")]
+    conversations = [with_media(row, (*prompt, *answer)) for answer in answers]
     return Reading(conversations, [CHOSEN, REJECTED], len(prompt))
 
 

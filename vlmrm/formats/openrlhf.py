@@ -1,4 +1,4 @@
-"""What OpenRLHF asks about, of a reward function and of a server alike: texts and a label, as messages."""
+"""OpenRLHF's queries, of a reward function and of a server alike: texts and a label."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 import re
 from typing import Any
 
-from vlmrm.data.messages import to_messages
-from vlmrm.data.schema import Message
+from vlmrm.conversation import Conversation
 from vlmrm.errors import RowError
-from vlmrm.scoring.adapters.rows import conversation
-from vlmrm.scoring.rendered_text import messages_of
+from vlmrm.formats.answers import read_answer
+from vlmrm.formats.chatml import read_text
+from vlmrm.formats.openai import read_messages
 
 PADS = re.compile(r"(<\|?(?:image|video)(?:_pad)?\|?>)\1+")  # a decoded query has one for each token of a picture
 END = re.compile(r"(?:<\|[^<>|]+\|>|</s>|\s)+$")
 
 
-def query_conversation(prompt: str | None, query: str, label: Any) -> list[Message]:
-    """What OpenRLHF asks about as messages: the label's prompt with the answer, else the rendered query itself.
+def read_query(prompt: str | None, query: str, label: Any) -> Conversation:
+    """Return what is asked about: the label's prompt with the answer, else the rendered query itself.
 
     Raises:
         RowError: when it is neither, or its images do not fit.
@@ -32,7 +32,7 @@ def query_conversation(prompt: str | None, query: str, label: Any) -> list[Messa
     if "prompt" not in row and not readable:
         raise RowError('its label is not {"prompt": ..., "images": [...]}: name such a column with --data.label_key')
     if "prompt" not in row and prompt is None:
-        return messages_of(query, images or (), videos or ())
+        return read_text(query, images or (), videos or ())
     query = PADS.sub(r"\1", query)
     prompt = None if prompt is None else PADS.sub(r"\1", prompt)
     if prompt is None or not query.startswith(prompt):
@@ -40,8 +40,6 @@ def query_conversation(prompt: str | None, query: str, label: Any) -> list[Messa
     answer = END.sub("", query[len(prompt) :])
     if "prompt" not in row:
         # The turns are those of the prompt: what the policy wrote after it is its answer, whatever it looks like.
-        return [
-            *messages_of(f"{prompt}<|im_end|>", images or (), videos or ())[:-1],
-            *to_messages(answer, "assistant"),
-        ]
-    return conversation(row["prompt"], answer, images, videos)
+        before = read_text(f"{prompt}<|im_end|>", images or (), videos or ()).prompt
+        return Conversation((*before, *read_messages(answer, "assistant")))
+    return read_answer(row["prompt"], answer, images, videos)

@@ -15,11 +15,11 @@ from typing import Any
 
 from PIL import Image
 
+from vlmrm.conversation import Comparison, media_of
 from vlmrm.data.media import media_key, media_name
-from vlmrm.data.messages import PLACEHOLDERS
-from vlmrm.data.readers.layout import Layout, Reading, Row
-from vlmrm.data.schema import Comparison, media_references, text_of
 from vlmrm.errors import RowError, UnreadColumnError
+from vlmrm.formats.layout import Layout, Reading, Row
+from vlmrm.formats.placeholders import PLACEHOLDERS
 
 # Understood in every layout.
 SPECIAL = frozenset({"id", "margin", "weight", "tie", "category"})
@@ -92,7 +92,7 @@ def _unread_medium(name: str, value: Any, comparison: Comparison, resolve: Calla
     media = list(_media_in(value)) or (list(_texts(value)) if _is_named_media(name) else [])
     if not media:
         return None
-    read = [reference for messages in comparison.conversations() for reference in media_references(messages)]
+    read = [medium.reference for talk in comparison.conversations() for medium in media_of(talk.messages)]
     if not read:
         return media[0]
     # Beside an image that is read, a path tells where it came from, unless it leads to another image.
@@ -140,7 +140,7 @@ def _unread_text(name: str, value: Any, comparison: Comparison) -> str | None:
     if not _is_named_prompt(name):
         return None
     conversations = comparison.conversations()
-    asked = any(text_of([m]).strip() for messages in conversations for m in messages if m["role"] == "user")
+    asked = any(m.text.strip() for talk in conversations for m in talk.messages if m.role == "user")
     # Beside a prompt that is read, a longer name (`generation_prompt`, say) may well be one of metadata.
     if asked and len(words := _words(name)) > 1 and words != ["system", "prompt"]:
         return None
@@ -156,7 +156,7 @@ def _unread_answer(name: str, value: Any, comparison: Comparison) -> str | None:
 
 def _unread_pieces(value: Any, comparison: Comparison) -> Iterator[str]:
     """The texts of a cell that the conversations do not say."""
-    read = "\n".join(map(text_of, comparison.conversations()))
+    read = "\n".join(message.text for talk in comparison.conversations() for message in talk.messages)
     pieces = (piece.strip() for text in _texts(value) for piece in PLACEHOLDER.split(text))
     return (piece for piece in pieces if piece not in read)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from vlmrm.data.readers.layout import (
+from vlmrm.errors import RowError
+from vlmrm.formats.layout import (
     CHOSEN,
     MEDIA,
     REJECTED,
@@ -19,13 +20,12 @@ from vlmrm.data.readers.layout import (
     turns,
     with_media,
 )
-from vlmrm.errors import RowError
 
 
 def images_for(row: Row, prompt: Any, images: Sequence[Any], ratings: Sequence[float]) -> Reading:
     """Images that answer a prompt; the row's own `images` (a picture to edit, say) belong to the prompt."""
     before = with_media(row, turns(row, prompt))
-    return Reading([[*before, image_turn(image)] for image in images], ratings, len(before))
+    return Reading([(*before, image_turn(image)) for image in images], ratings, len(before))
 
 
 def _read_pair(row: Row) -> Reading:

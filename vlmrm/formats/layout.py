@@ -1,17 +1,19 @@
-"""What every reader is made of: the columns that tell a layout, and the pieces of a row that it hands on."""
+"""What the layouts of rows are made of: the columns that tell one, and the pieces of a row that it hands on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-from vlmrm.data.messages import hh_turns, place_media, to_messages
-from vlmrm.data.schema import Branch, Message
+from vlmrm.conversation import Image, Message, Messages
 from vlmrm.errors import RowError
+from vlmrm.formats.hh import read_turns
+from vlmrm.formats.openai import read_messages, read_reference
+from vlmrm.formats.placeholders import fill
 
 # A row without its empty cells: a table fills missing columns with None.
-Row = Mapping[str, Any]
+Row: TypeAlias = Mapping[str, Any]
 
 CHOSEN, REJECTED = 1.0, 0.0
 MEDIA = frozenset({"image", "images", "video", "videos"})
@@ -21,22 +23,22 @@ MEDIA = frozenset({"image", "images", "video", "videos"})
 class Reading:
     """A row as conversations: the first `shared` messages of each are the prompt.
 
-    `skipped` are columns that the layout knows and did not read in this row. `unjudged` says why the ratings are none:
+    `skipped` are columns that the layout knows and did not read in this row. `unjudged` says why the values are none:
     the row is no preference, but its answers can be scored.
     """
 
-    conversations: Sequence[list[Message]]
-    ratings: Sequence[float]
+    conversations: Sequence[Messages]
+    values: Sequence[float]
     shared: int
+    kind: Literal["preference", "rating"] = "preference"
     skipped: frozenset[str] = frozenset()
     unjudged: str = ""
 
-    def prompt(self) -> list[Message]:
-        return self.conversations[0][: self.shared] if self.conversations else []
+    def prompt(self) -> Messages:
+        return self.conversations[0][: self.shared] if self.conversations else ()
 
-    def branches(self) -> list[Branch]:
-        pairs = zip(self.conversations, self.ratings, strict=True)
-        return [Branch(conversation[self.shared :], rating) for conversation, rating in pairs]
+    def answers(self) -> tuple[Messages, ...]:
+        return tuple(conversation[self.shared :] for conversation in self.conversations)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Layout:
     def known(self) -> frozenset[str]:
         return self.required | self.one_of | self.optional
 
+    def share(self, columns: frozenset[str]) -> float:
+        """Return the share of the columns that it needs that are there."""
+        needed = len(self.required) + bool(self.one_of)
+        return (len(self.required & columns) + bool(self.one_of & columns)) / needed
+
     def lacks(self, columns: frozenset[str]) -> str:
         """What `columns` would need to fit, in words."""
         missing = [f"`{name}`" for name in sorted(self.required - columns)]
@@ -66,49 +73,49 @@ class Layout:
         return " and ".join(missing)
 
 
-def with_media(row: Row, conversation: Sequence[Message]) -> list[Message]:
+def with_media(row: Row, conversation: Sequence[Message]) -> Messages:
     """The conversation with the row's images and videos in their places."""
-    return place_media(conversation, media_of(row, "image"), media_of(row, "video"))
+    return fill(conversation, media_in(row, "image"), media_in(row, "video"))
 
 
-def media_of(row: Row, kind: str, prefix: str = "") -> list[Any]:
+def media_in(row: Row, kind: str, prefix: str = "") -> list[Any]:
     """The row's `images` (or `image`), as a list: the plural column, then the singular one."""
-    found = []
+    media: list[Any] = []
     for name in (f"{prefix}{kind}s", f"{prefix}{kind}"):
         value = row.get(name)
         if value is not None:
-            found.extend(value if isinstance(value, (list, tuple)) else [value])
-    return found
+            media.extend(value if isinstance(value, (list, tuple)) else [value])
+    return media
 
 
-def turns(row: Row, prompt: Any) -> list[Message]:
+def turns(row: Row, prompt: Any) -> Messages:
     """The messages before the answer: the row's `system` text, then the prompt (absent: an empty user turn).
 
     A row with media but no prompt shows them in a user turn without text; a row with neither has no prompt.
     """
-    system = [{"role": "system", "content": [{"type": "text", "text": row["system"]}]}] if row.get("system") else []
+    system = (Message.of("system", row["system"]),) if row.get("system") else ()
     if prompt is not None and prompt != "":
-        return [*system, *to_messages(hh_turns(prompt), "user")]
+        return (*system, *(read_turns(prompt) or read_messages(prompt, "user")))
     if any(row.get(name) for name in MEDIA):
-        return [*system, {"role": "user", "content": []}]
+        return (*system, Message("user", ()))
     return system
 
 
 def image_turn(reference: Any) -> Message:
     """Text-to-image: the picture is what the assistant answers."""
-    return {"role": "assistant", "content": [{"type": "image", "image": reference}]}
+    return Message.of("assistant", Image(read_reference(reference)))
 
 
-def common_turns(first: Sequence[Message], second: Sequence[Message]) -> int:
+def common_turns(first: Messages, second: Messages) -> int:
     """How many leading messages are the prompt of both: up to where they differ, none if that leaves no user turn."""
     count = 0
     while count < min(len(first), len(second)) - 1 and first[count] == second[count]:
         count += 1
-    return count if any(message["role"] == "user" for message in first[:count]) else 0
+    return count if any(message.role == "user" for message in first[:count]) else 0
 
 
 def numbers(value: Any, name: str, count: int) -> list[float]:
-    """A row's list of scores or ranks, one for each of `count` branches."""
+    """A row's list of scores or ranks, one for each of `count` answers."""
     if not isinstance(value, (list, tuple)) or len(value) != count:
         length = len(value) if isinstance(value, (list, tuple)) else "no list"
         raise RowError(f"`{name}` must hold one number for each of the {count} answers, and holds {length}")

@@ -1,0 +1,399 @@
+"""The types of the domain: conversations of text, images and videos, what people said of answers, and their scores.
+
+They are frozen, checked when they are made, and need no torch. `vlmrm.formats` makes them of every outside form and
+writes them back; everything else takes these alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+from vlmrm.errors import MediaError, RowError
+
+if TYPE_CHECKING:
+    from PIL import Image as PillowImage
+
+# What `vlmrm.data.media` opens: a path, a `file://` or `data:` URI, an encoded file, or a picture in memory.
+Reference: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | PillowImage.Image | Any"
+
+OPTION_RANGE = (1e-6, 1e12)  # far beyond what means anything, and safe to compute with
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of text.
+
+    >>> Text("What is this?")
+    Text(text='What is this?')
+    """
+
+    kind: ClassVar[Literal["text"]] = "text"
+    text: str
+
+    def __post_init__(self):
+        if not isinstance(self.text, str):
+            raise RowError(f"the text of a content part must be a text, got {short(self.text)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image by its reference; without one it is a place that `vlmrm.formats` has still to fill.
+
+    >>> Image("cat.png")
+    Image(reference='cat.png')
+    """
+
+    kind: ClassVar[Literal["image"]] = "image"
+    reference: Reference = None
+
+    def __post_init__(self):
+        _check_reference(self.reference, "image")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoOptions:
+    """How a video is sampled and resized, in qwen-vl-utils' words; what is None is left to the configuration.
+
+    >>> VideoOptions(fps=1.0).as_dict()
+    {'fps': 1.0}
+
+    Raises:
+        MediaError: naming an option that is no number in its range, or two that contradict each other.
+    """
+
+    fps: float | None = None
+    nframes: int | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+    sample_fps: float | None = None  # of a list of frames: how many a second they are
+    raw_fps: float | None = None
+    video_start: float | None = None  # seconds
+    video_end: float | None = None
+    min_pixels: int | None = None  # of a frame
+    max_pixels: int | None = None
+    total_pixels: int | None = None
+    resized_height: int | None = None
+    resized_width: int | None = None
+
+    def __post_init__(self):
+        least, most = OPTION_RANGE
+        for name, value in self.as_dict().items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if name == "video_start" and number and value == 0:
+                continue
+            if not (number and least <= value <= most):
+                raise MediaError(f"{name} of a video is {value!r:.40}: give a number above 0")
+        if (self.resized_height is None) != (self.resized_width is None):
+            raise MediaError("resized_height and resized_width of a video go together: give both or neither")
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels and self.resized_height is None:
+            raise MediaError(
+                f"max_pixels of a video is {self.max_pixels}, below its min_pixels of {self.min_pixels}: raise it or "
+                "lower that"
+            )
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the options that are set, by name."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A video file, or the images that are its frames; without a reference it is a place to be filled.
+
+    >>> Video(["first.png", "second.png"]).reference
+    ('first.png', 'second.png')
+    """
+
+    kind: ClassVar[Literal["video"]] = "video"
+    reference: Reference | tuple[Reference, ...] = None
+    options: VideoOptions = VideoOptions()
+
+    def __post_init__(self):
+        if isinstance(self.reference, (list, tuple)):
+            object.__setattr__(self, "reference", tuple(self.reference))
+            for frame in self.reference:
+                _check_reference(frame, "frame of a video")
+        else:
+            _check_reference(self.reference, "video")
+
+
+Medium: TypeAlias = Image | Video
+Part: TypeAlias = Text | Image | Video
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A turn: who speaks, and the parts of what is said in reading order.
+
+    >>> Message.of("user", Image("cat.png"), "What is this?").text
+    'What is this?'
+    """
+
+    role: str
+    content: tuple[Part, ...]
+
+    def __post_init__(self):
+        if not isinstance(self.role, str) or not self.role:
+            raise RowError(f"the role of a message must be a text, got {short(self.role)}")
+        object.__setattr__(self, "content", tuple(self.content))
+        for part in self.content:
+            if not isinstance(part, (Text, Image, Video)):
+                raise RowError(f"a {self.role} message holds {short(part)}: its parts are texts, images and videos")
+
+    @classmethod
+    def of(cls, role: str, *parts: str | Part) -> Message:
+        """Return a message of `parts`, where a str is a Text."""
+        return cls(role, tuple(Text(part) if isinstance(part, str) else part for part in parts))
+
+    @property
+    def text(self) -> str:
+        """The texts of the message, one after the other."""
+        return "".join(part.text for part in self.content if isinstance(part, Text))
+
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        """The images and videos of the message, in reading order."""
+        return tuple(part for part in self.content if not isinstance(part, Text))
+
+
+Messages: TypeAlias = tuple[Message, ...]
+
+
+def media_of(messages: Sequence[Message]) -> list[Medium]:
+    """Return the images and videos of messages, in reading order."""
+    return [medium for message in messages for medium in message.media]
+
+
+def text_of(messages: Sequence[Message]) -> str:
+    """Return the text of messages without media, turns apart by newlines."""
+    return "\n".join(message.text for message in messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a model reads: one message or more, with every image and video there.
+
+    >>> talk = Conversation((Message.of("user", "Hello?"), Message.of("assistant", "Hi!")))
+    >>> talk.answer.text
+    'Hi!'
+
+    Raises:
+        RowError: when there is no message, or a place for an image or video is empty.
+    """
+
+    messages: Messages
+
+    def __post_init__(self):
+        object.__setattr__(self, "messages", tuple(self.messages))
+        if not self.messages:
+            raise RowError("a conversation has no message: give a list of messages")
+        for message in self.messages:
+            if not isinstance(message, Message):
+                raise RowError(f"a conversation holds {short(message)}: it is made of messages")
+            for medium in message.media:
+                if medium.reference is None:
+                    raise RowError(f"a {message.role} message has a place for {_A[medium.kind]} with nothing in it")
+
+    @property
+    def prompt(self) -> Messages:
+        """All messages but the answer; raises as `answer` does."""
+        _ = self.answer
+        return self.messages[:-1]
+
+    @property
+    def answer(self) -> Message:
+        """The last message.
+
+        Raises:
+            RowError: when it is not the assistant's.
+        """
+        if self.messages[-1].role != "assistant":
+            raise RowError("it ends without an assistant message: there is no answer to score")
+        return self.messages[-1]
+
+
+class Pair(NamedTuple):
+    """Two answers of a comparison by their number; with `tie` the order means nothing."""
+
+    chosen: int
+    rejected: int
+    tie: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What one rater said of some answers in one dimension: of two, the higher value is the better, equal ones tie.
+
+    >>> Judgement((0, 1), (1.0, 0.0)).pairs()
+    [Pair(chosen=0, rejected=1, tie=False)]
+
+    Args:
+        answers: the numbers of the answers that were judged.
+        values: one for each of them, higher for better.
+        kind: of a `preference` only the order of the values means something, of a `rating` their size as well.
+        margin: by how much the better was preferred; the loss subtracts it.
+        weight: of the judgement in the loss and in means.
+        dimension, rater: what was judged and by whom; None where the data do not say.
+
+    Raises:
+        RowError: when answers and values do not fit, or a number is none that can be used.
+    """
+
+    answers: tuple[int, ...]
+    values: tuple[float, ...]
+    kind: Literal["preference", "rating"] = "preference"
+    margin: float | None = None
+    weight: float = 1.0
+    dimension: str | None = None
+    rater: str | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "answers", tuple(self.answers))
+        object.__setattr__(self, "values", tuple(float(value) for value in self.values))
+        if len(self.answers) != len(self.values) or len(set(self.answers)) != len(self.answers):
+            raise RowError(f"{len(self.values)} values judge the answers {list(self.answers)}: give each answer one")
+        for answer, value in zip(self.answers, self.values, strict=True):
+            if not math.isfinite(value):
+                raise RowError(f"the score of answer {answer + 1} is {value}: write a finite number")
+        for name, value, least in (("margin", self.margin, -math.inf), ("weight", self.weight, 0.0)):
+            if value is not None and not math.isfinite(value):
+                raise RowError(f"`{name}` is {value}: write a finite number or leave it out")
+            if value is not None and value < least:
+                raise RowError(f"`{name}` is {value}: it must be at least {least:g}")
+
+    def pairs(self) -> list[Pair]:
+        """Return every two of the answers, the better first: K answers make K(K-1)/2 pairs."""
+        return list(self._pairs())
+
+    def _pairs(self) -> Iterator[Pair]:
+        for (i, a), (j, b) in combinations(zip(self.answers, self.values, strict=True), 2):
+            yield Pair(i, j, tie=a == b) if a >= b else Pair(j, i, tie=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A prompt, its answers, and what people said of them.
+
+    >>> question = Message.of("user", "2 + 2?")
+    >>> answers = (Message.of("assistant", "4"),), (Message.of("assistant", "5"),)
+    >>> Comparison("sum", (question,), answers, (Judgement((0, 1), (1, 0)),)).conversations()[0].answer.text
+    '4'
+
+    Args:
+        prompt: what all answers share; empty where they have nothing in common (another image in the question, say).
+        answers: what follows the prompt, one message or more each.
+        judgements: none where the answers are only to be scored.
+        category: groups results, as do `columns`, the row's other scalar columns.
+    """
+
+    id: str
+    prompt: Messages
+    answers: tuple[Messages, ...]
+    judgements: tuple[Judgement, ...] = ()
+    category: str | None = None
+    columns: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "prompt", tuple(self.prompt))
+        object.__setattr__(self, "answers", tuple(map(tuple, self.answers)))
+        object.__setattr__(self, "judgements", tuple(self.judgements))
+        for judgement in self.judgements:
+            if not all(0 <= answer < len(self.answers) for answer in judgement.answers):
+                raise RowError(f"answers {list(judgement.answers)} are judged, and there are {len(self.answers)}")
+
+    def conversations(self) -> list[Conversation]:
+        """Return the whole conversation of each answer."""
+        return [Conversation((*self.prompt, *answer)) for answer in self.answers]
+
+    @property
+    def judgement(self) -> Judgement:
+        """What was said of all answers at once, as the losses and figures of today read it.
+
+        Raises:
+            RowError: when there is no judgement, several, or one that leaves answers out.
+        """
+        if len(self.judgements) != 1 or len(self.judgements[0].answers) != len(self.answers):
+            raise RowError(f"its answers have {len(self.judgements)} judgements: give one of all of them")
+        return self.judgements[0]
+
+    @property
+    def ratings(self) -> tuple[float, ...]:
+        """The value of each answer in `judgement`; higher is better, equal ones tie."""
+        order = sorted(zip(self.judgement.answers, self.judgement.values, strict=True))
+        return tuple(value for _, value in order)
+
+    def pairs(self) -> list[Pair]:
+        """Return every pair that the judgements make, the better answer first; none without a judgement."""
+        return [pair for judgement in self.judgements for pair in judgement.pairs()]
+
+    def is_pair(self) -> bool:
+        """Return whether there are two answers, not a longer list."""
+        return len(self.answers) == 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A conversation by the columns that rewards of generators take, Flow-Factory's; `vlmrm.formats.flow_factory`
+    makes it of a conversation and back.
+
+    >>> Sample("a cat", image="cat.png").image
+    'cat.png'
+
+    Args:
+        prompt: a text, or messages where columns cannot say what they say.
+        response: the answer of a policy of text; without it, `image` or `video` is the answer.
+        condition_images, condition_videos: what belongs to the prompt.
+    """
+
+    prompt: str | Messages
+    response: str | Messages | None = None
+    image: Reference | None = None
+    video: Reference | tuple[Reference, ...] | None = None
+    condition_images: tuple[Reference, ...] = ()
+    condition_videos: tuple[Reference | tuple[Reference, ...], ...] = ()
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns that say something, by name."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value is not None and value != ()}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of scoring something: its score, or why there is none. What else a reward says is apart, in `extra`.
+
+    >>> Outcome(0.5, extra={"score": 7}).score
+    0.5
+
+    Raises:
+        RowError: when there is neither a finite score nor an error, or both.
+    """
+
+    score: float | None = None
+    error: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if (self.score is None) == (self.error is None):
+            raise RowError("an outcome is a score or an error: give one of them")
+        if self.score is not None and not math.isfinite(self.score):
+            raise RowError(f"its score is {self.score}: look for broken weights")
+
+
+_A = {"image": "an image", "video": "a video"}
+
+
+def short(value: object) -> str:
+    """Return how a message shows a value: its `repr`, 60 characters at most."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _check_reference(value: object, kind: str) -> None:
+    if isinstance(value, (bool, int, float, Mapping, list, tuple, set)):
+        raise MediaError(f"{short(value)} is no reference to an {kind}: give a path, bytes or a data URI")

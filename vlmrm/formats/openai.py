@@ -1,0 +1,147 @@
+"""OpenAI's messages, with Hugging Face's parts and ShareGPT's names: the form in which people and clients write."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vlmrm.conversation import (
+    Conversation,
+    Image,
+    Message,
+    Messages,
+    Part,
+    Reference,
+    Text,
+    Video,
+    VideoOptions,
+    short,
+)
+from vlmrm.errors import RowError
+
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+KINDS: dict[str, type[Image] | type[Video]] = {"image": Image, "video": Video}
+OPTIONS = [each.name for each in dataclasses.fields(VideoOptions)]
+# What else a message may say. Other keys (ids, times, the loss of ms-swift) are metadata.
+SPOKEN = (
+    *("tool_calls", "function_call", "audio", "refusal", "reasoning", "reasoning_content", "thinking"),
+    *("images", "image", "videos", "video", "text"),
+)
+
+
+def read_conversation(value: Conversation | Sequence[Any]) -> Conversation:
+    """Return a list of messages as the conversation that it is; a Conversation stays one.
+
+    Raises:
+        RowError: when it is none.
+    """
+    if isinstance(value, Conversation):
+        return value
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
+        raise RowError(f"it is a single {type(value).__name__}: a conversation is a list of messages")
+    return Conversation(read_messages(value, "user"))
+
+
+def read_messages(value: Any, role: str) -> Messages:
+    """Return a text (one message of `role`), a message, or a list of messages, as messages.
+
+    Understands OpenAI's parts (`image_url`, `video_url`), Hugging Face's (`image`, `video`, `url`, `path`) and
+    ShareGPT's `from` and `value`. A part of an image or video without a reference is a place for one.
+
+    Raises:
+        RowError: when the value is none of these, or says something that no model here reads.
+    """
+    if isinstance(value, str):
+        return (Message.of(role, value),)
+    if isinstance(value, (dict, Message)):
+        value = [value]
+    if not isinstance(value, Sequence) or isinstance(value, bytes) or not value:
+        raise RowError(f"expected a text or a list of messages for the {role}, got {short(value)}")
+    return tuple(each if isinstance(each, Message) else _read_message(each, role) for each in value)
+
+
+def write_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages as dictionaries with parts in Hugging Face's words, which `read_messages` reads back."""
+    return [{"role": each.role, "content": [_write_part(part) for part in each.content]} for each in messages]
+
+
+def _read_message(message: Any, role: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise RowError(f"a message must be an object with `role` and `content`, got {short(message)}")
+    name = message.get("role") or message.get("from") or role
+    if not isinstance(name, str):
+        raise RowError(f"the role of a message must be a text, got {short(name)}")
+    if unread := [key for key in SPOKEN if message.get(key)]:
+        raise RowError(
+            f"a {name} message has `{unread[0]}`, which is not read: write it into its content, or leave it out"
+        )
+    content = message.get("content")
+    if content is None:
+        content = message.get("value")
+    if isinstance(content, str):
+        content = [content]
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise RowError(f"the content of a {name} message must be a text or a list of parts, got {short(content)}")
+    return Message(ROLES.get(name, name), tuple(map(_read_part, content)))
+
+
+def _read_part(part: Any) -> Part:
+    if isinstance(part, (Text, Image, Video)):
+        return part
+    if isinstance(part, str):
+        return Text(part)
+    if not isinstance(part, Mapping):
+        raise RowError(f"a content part must be a text or an object, got {short(part)}")
+    # A table gives every part every column: the absent ones are None.
+    rest = {key: value for key, value in part.items() if value is not None}
+    named = rest.pop("type", None)
+    keys = [key for kind in KINDS for key in (kind, f"{kind}_url") if key in rest]
+    if len(keys) > 1 or (keys and rest.get("text")):
+        raise RowError(f"a content part holds {keys[0]} and {[*keys[1:], 'text'][0]}: make them two parts")
+    if keys:
+        kind, reference = keys[0].removesuffix("_url"), rest.pop(keys[0])
+        rest.pop("text", None)
+        if isinstance(reference, Mapping) and "url" in reference:
+            rest |= {key: value for key, value in reference.items() if key != "url" and value is not None}
+            reference = reference["url"]
+        return _read_medium(kind, read_reference(reference), rest)
+    if named in KINDS:
+        source = next((key for key in ("url", "path", "base64") if key in rest), "")
+        return _read_medium(named, rest.pop(source, None), rest)
+    if "text" in rest:
+        return Text(rest["text"])
+    raise RowError(f"a content part must hold text, an image or a video, got {short(dict(part))}")
+
+
+def _read_medium(kind: str, reference: Any, options: dict[str, Any]) -> Part:
+    if kind == "image":
+        if options.get("detail") == "auto":
+            del options["detail"]
+        if options:
+            raise RowError(
+                f"an image part has `{min(options)}`, which is not read: leave it out; max_pixels is a setting"
+            )
+        return Image(reference)
+    for name in options:
+        if name not in OPTIONS:
+            raise RowError(f"a video part has `{name}`, which is not read: its options are {', '.join(OPTIONS)}")
+    return Video(reference, VideoOptions(**options))
+
+
+def read_reference(value: Any) -> Reference | tuple[Reference, ...]:
+    """Return what names an image or video: of Hugging Face's `{"bytes", "path"}` the one that is there."""
+    if isinstance(value, Mapping) and value.keys() & {"bytes", "path"}:
+        return value.get("path") if value.get("bytes") is None else value["bytes"]
+    if isinstance(value, (list, tuple)):
+        return tuple(map(read_reference, value))
+    return value
+
+
+def _write_part(part: Part) -> dict[str, Any]:
+    if isinstance(part, Text):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, Image):
+        return {"type": "image", "image": part.reference}
+    frames = list(part.reference) if isinstance(part.reference, tuple) else part.reference
+    return {"type": "video", "video": frames, **part.options.as_dict()}

@@ -1,0 +1,21 @@
+"""verl's prompts: messages in which the `bytes` and `path` of an opened image stay beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vlmrm.conversation import Messages
+from vlmrm.formats.openai import read_messages
+
+
+def read_prompt(messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """Return verl's `raw_prompt` as messages; raises RowError as `read_messages` does."""
+    return read_messages([_without_sources(message) for message in messages], "user")
+
+
+def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(message["content"], str):
+        return message
+    parts = [{"type": "image", "image": part["image"]} if "image" in part else part for part in message["content"]]
+    return {**message, "content": parts}

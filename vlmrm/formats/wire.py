@@ -1,0 +1,59 @@
+"""Items of the service's queue and workers: conversations and samples as trees of texts, numbers and bytes."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from vlmrm.conversation import Conversation, Sample
+from vlmrm.formats.flow_factory import read_sample
+from vlmrm.formats.openai import read_conversation, write_messages
+
+COLUMNS = ("image", "video", "condition_images", "condition_videos")
+
+
+class Item(TypedDict, total=False):
+    """What a worker scores: `messages`, or the columns of a sample. Media are `{"bytes"}`, arrays `{"npy"}`."""
+
+    messages: list[dict[str, Any]]
+    prompt: Any
+    response: Any
+    image: Any
+    video: Any
+    condition_images: list[Any]
+    condition_videos: list[Any]
+    metadata: dict[str, Any]  # what a reward reads beside the conversation
+    latents: Any  # of a video, until it is decoded
+    fps: float
+    request: dict[str, Any]  # of cosmos-rl, for its handlers
+    group: str | int | None
+
+
+def write_item(content: Conversation | Sample, group: str | int | None = None) -> Item:
+    """Return a conversation or sample as an item, which `read_item` reads back."""
+    if isinstance(content, Conversation):
+        messages = write_messages(content.messages)
+        for part in (part for message in messages for part in message["content"]):
+            if part["type"] != "text":
+                part[part["type"]] = _write(part[part["type"]])
+        return {"messages": messages, "group": group}
+    columns: Any = content.columns()
+    for name in ("prompt", "response"):
+        if isinstance(columns.get(name), tuple):
+            columns[name] = write_item(Conversation(columns[name]))["messages"]
+    columns |= {name: _write(columns[name]) for name in COLUMNS if name in columns}
+    return {**columns, "group": group}
+
+
+def read_item(item: Item) -> Conversation | Sample:
+    """Return the conversation or the sample that an item is.
+
+    Raises:
+        RowError: when it is neither.
+    """
+    return read_conversation(item["messages"]) if "messages" in item else read_sample(item)
+
+
+def _write(reference: Any) -> Any:
+    if isinstance(reference, tuple):
+        return [_write(each) for each in reference]
+    return {"bytes": bytes(reference)} if isinstance(reference, (bytes, bytearray, memoryview)) else reference
