@@ -7,8 +7,8 @@ import argparse
 from collections.abc import Iterator
 
 from vlmrm import load_scorer
-from vlmrm.data.arguments import DataArguments
 from vlmrm.conversation import Comparison, text_of
+from vlmrm.data.arguments import DataArguments
 from vlmrm.data.sources import load_comparisons
 
 
