@@ -370,6 +370,9 @@ class Outcome:
     >>> Outcome(0.5, extra={"score": 7}).score
     0.5
 
+    Args:
+        decode_seconds: that a service needed to decode its latents.
+
     Raises:
         RowError: when there is neither a finite score nor an error, or both.
     """
@@ -377,6 +380,7 @@ class Outcome:
     score: float | None = None
     error: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    decode_seconds: float = 0.0
 
     def __post_init__(self):
         if (self.score is None) == (self.error is None):

@@ -11,6 +11,7 @@ from scipy import stats
 
 from vlmrm import load_scorer
 from vlmrm.errors import CheckpointError, ConfigError, RowError
+from vlmrm.formats.openai import read_conversation
 from vlmrm.scoring import Scorer
 from vlmrm.scoring.ensemble import Ensemble, load_ensemble
 from vlmrm.scoring.protocol import all_scores
@@ -32,7 +33,7 @@ class Listed:
         return all_scores(self.score_each(conversations))
 
     def score_each(self, conversations):
-        found = [float(self.numbers[int(messages[-1]["content"][0]["text"])]) for messages in conversations]
+        found = [float(self.numbers[int(each.answer.text)]) for each in map(read_conversation, conversations)]
         return [RowError("it is bad") if score == BAD else score for score in found]
 
     def score_groups(self, groups):

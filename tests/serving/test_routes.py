@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from services import in_loop, running, served
 
-from vlmrm.data.messages import to_messages
+from vlmrm.formats.openai import read_messages
 from vlmrm.rewards import RewardSet
 from vlmrm.scoring import load_scorer
 from vlmrm.scoring.adapters.samples import text_columns
@@ -142,7 +142,7 @@ def engine(name: str) -> RewardEngine:
 
 
 def asked(*answer) -> dict:
-    return {"messages": to_messages([turn("user", "Explain."), turn("assistant", *answer)], "user")}
+    return {"messages": read_messages([turn("user", "Explain."), turn("assistant", *answer)], "user")}
 
 
 def test_a_reward_of_texts_refuses_the_pictures_of_an_answer_by_name():

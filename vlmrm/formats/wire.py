@@ -1,10 +1,11 @@
-"""Items of the service's queue and workers: conversations and samples as trees of texts, numbers and bytes."""
+"""What the service's queue and workers exchange: conversations, samples and outcomes as texts, numbers and bytes."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, TypedDict
 
-from vlmrm.conversation import Conversation, Sample
+from vlmrm.conversation import Conversation, Outcome, Sample
 from vlmrm.formats.flow_factory import read_sample
 from vlmrm.formats.openai import read_conversation, write_messages
 
@@ -26,6 +27,27 @@ class Item(TypedDict, total=False):
     fps: float
     request: dict[str, Any]  # of cosmos-rl, for its handlers
     group: str | int | None
+
+
+class WireOutcome(TypedDict, total=False):
+    """What a worker answers about an item: `score`, or `error`; what else a reward says is under `extra`."""
+
+    score: float
+    error: str
+    extra: dict[str, Any]
+    decode_seconds: float
+
+
+def write_outcome(outcome: Outcome) -> WireOutcome:
+    """Return what says something of an outcome, which `read_outcome` reads back."""
+    values: Any = {each.name: getattr(outcome, each.name) for each in fields(outcome)}
+    written: Any = {name: value for name, value in values.items() if value or (name == "score" and value is not None)}
+    return written
+
+
+def read_outcome(outcome: WireOutcome) -> Outcome:
+    """Return the outcome; raises RowError for one that is neither a score nor an error."""
+    return Outcome(**outcome)
 
 
 def write_item(content: Conversation | Sample, group: str | int | None = None) -> Item:

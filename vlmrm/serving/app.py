@@ -13,6 +13,7 @@ from anyio import move_on_after
 from fastapi import FastAPI, Request
 
 import vlmrm
+from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
 from vlmrm.serving.access import check, opens, token_of
 from vlmrm.serving.backend import EXPIRED, QueueAway
@@ -20,7 +21,7 @@ from vlmrm.serving.departure import Departures
 from vlmrm.serving.edge import Edge
 from vlmrm.serving.fetch import Fetcher, fetched
 from vlmrm.serving.intake import Intake
-from vlmrm.serving.jobs import Item, Outcome, State
+from vlmrm.serving.jobs import Item, State
 from vlmrm.serving.refusals import InvalidRequest, RewardFailed, TimedOut, add_error_answers, described
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
@@ -115,7 +116,7 @@ class Serving:
         if whole:
             scored = await self._scored(reward, whole, priority, timeout, patience)
         outcomes = iter(scored.outcomes)
-        each = [{"error": one.reason} if isinstance(one, RowError) else next(outcomes) for one in found]
+        each = [Outcome(error=one.reason) if isinstance(one, RowError) else next(outcomes) for one in found]
         return replace(scored, outcomes=each)
 
     async def _fetched(self, item: Item) -> Item | RowError:

@@ -8,8 +8,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from vlmrm.conversation import Outcome
 from vlmrm.errors import VlmrmError
-from vlmrm.serving.jobs import Job, Outcome, Status
+from vlmrm.serving.jobs import Job, Status
 
 ATTEMPTS = 2  # workers that one job may kill
 AGAIN = "for the second time with this request: it is not tried again"

@@ -10,8 +10,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
-from vlmrm.serving.jobs import Item, Job, Outcome, State
+from vlmrm.serving.jobs import Item, Job, State
 from vlmrm.serving.memory import MemoryBackend
 from vlmrm.serving.metrics import Metrics
 from vlmrm.serving.replica import Engine, Replica
@@ -24,10 +25,10 @@ STANDING = "[decode_args]"  # among the standings of rewards, which are not call
 
 @dataclass(frozen=True)
 class Decoded:
-    """An item with a video in place of its latents; `note` says in its outcome how many seconds that took."""
+    """An item with a video in place of its latents, and how many seconds that took."""
 
     item: Item
-    note: Outcome
+    seconds: float
 
 
 class Decoder:
@@ -66,13 +67,13 @@ class Decoder:
 
     async def _decoded(self, item: Item) -> Decoded | RowError:
         if "latents" not in item:
-            return Decoded(item, {})
+            return Decoded(item, 0.0)
         try:
             found = await self._video({"latents": item["latents"]["npy"]})
         except RowError as error:
             return error
         rest = {name: value for name, value in item.items() if name != "latents"}
-        return Decoded({**rest, "video": {"npy": found["extra"]["video"]}}, {"decode_seconds": found["score"]})
+        return Decoded({**rest, "video": {"npy": found.extra["video"]}}, found.score or 0.0)
 
     async def _video(self, item: Item) -> Outcome:
         job = Job(NAME, [item])
@@ -92,12 +93,12 @@ class Decoder:
         if status.state is not State.done or not status.outcomes:
             raise RowError(f"its latents cannot be decoded: {status.error}")
         [outcome] = status.outcomes
-        if "error" in outcome:
-            raise RowError(outcome["error"])
+        if outcome.error is not None:
+            raise RowError(outcome.error)
         self._keep(f"{self.replica.revision} {job.key}", outcome)  # it may have been loaded only then
         return outcome
 
     def _keep(self, key: str, outcome: Outcome) -> None:
         self._cache[key] = outcome
-        while sum(len(one["extra"]["video"]) for one in self._cache.values()) > self._cache_bytes:
+        while sum(len(one.extra["video"]) for one in self._cache.values()) > self._cache_bytes:
             self._cache.popitem(last=False)

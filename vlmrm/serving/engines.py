@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vlmrm.conversation import Conversation
+from vlmrm.conversation import Conversation, Outcome
 from vlmrm.errors import RowError
 from vlmrm.formats.flow_factory import PLACE, Wording, conversation_of, sample_of
 from vlmrm.formats.openai import read_conversation
-from vlmrm.formats.wire import read_item
+from vlmrm.formats.wire import Item, WireOutcome, read_item, write_outcome
 from vlmrm.rewards.calling import Answer, accepted_fields, alike, call, needed
 from vlmrm.rewards.configuration import reward_arguments
 from vlmrm.rewards.contract import GroupwiseRewardModel
@@ -18,7 +18,6 @@ from vlmrm.rewards.loading import Models
 from vlmrm.rewards.samples import MEDIA, Samples, pictures_of
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.serving.arrays import array_of
-from vlmrm.serving.jobs import Item, Outcome
 
 
 class ScorerEngine:
@@ -43,8 +42,8 @@ class ScorerEngine:
             **{name: known.get(name) for name in ("reward_mean", "reward_std", "max_pixels", "chat_template_sha256")},
         }
 
-    def __call__(self, items: Sequence[Item]) -> list[Outcome]:
-        outcomes: list[Outcome] = [{} for _ in items]
+    def __call__(self, items: Sequence[Item]) -> list[WireOutcome]:
+        outcomes: list[WireOutcome] = [{} for _ in items]
         conversations: dict[int, Conversation] = {}
         for number, item in enumerate(items):
             try:
@@ -74,7 +73,7 @@ class RewardEngine:
             "deterministic": self.model.deterministic,
         }
 
-    def __call__(self, items: Sequence[Item]) -> list[Outcome]:
+    def __call__(self, items: Sequence[Item]) -> list[WireOutcome]:
         answer = Answer()
         plain: list[Mapping[str, Any]] = []
         for number, item in enumerate(items):
@@ -105,12 +104,11 @@ class RewardEngine:
         return [_outcome(answer, number) for number in range(len(items))]
 
 
-def _outcome(answer: Answer, number: int) -> Outcome:
-    outcome: Outcome = (
-        {"error": answer.failures[number]} if number in answer.failures else {"score": answer.rewards[number]}
-    )
+def _outcome(answer: Answer, number: int) -> WireOutcome:
     extra = _plain(answer.info.get(number, {}))
-    return {**outcome, "extra": extra} if extra else outcome
+    if number in answer.failures:
+        return write_outcome(Outcome(error=answer.failures[number], extra=extra))
+    return write_outcome(Outcome(answer.rewards[number], extra=extra))
 
 
 def _columns(item: Item) -> Mapping[str, Any]:

@@ -9,22 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, TypedDict
 
+from vlmrm.conversation import Outcome
 from vlmrm.formats.wire import Item
 from vlmrm.serving.worker.channel import pack
-
-
-class Outcome(TypedDict, total=False):
-    """What came of an item: `score`, or `error` where it has none.
-
-    What else the reward says is in `extra`, apart, so that no key of it can be taken for one of these.
-    """
-
-    score: float
-    error: str
-    extra: dict[str, Any]
-    decode_seconds: float  # that the service needed to decode the item's latents
 
 
 class State(StrEnum):
@@ -94,4 +82,4 @@ class Status:
 
 def has_errors(outcomes: Sequence[Outcome]) -> bool:
     """Whether some item has no score."""
-    return any(outcome.get("error") is not None for outcome in outcomes)
+    return any(outcome.error is not None for outcome in outcomes)

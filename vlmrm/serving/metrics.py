@@ -85,7 +85,7 @@ class Metrics:
         self._seconds.append((second, same + len(outcomes)))
         self.latency.labels(reward, "scoring").observe(seconds)
         for outcome in outcomes:
-            if outcome.get("error") is None:
-                self.scores.labels(reward).observe(outcome["score"])
+            if outcome.score is not None:
+                self.scores.labels(reward).observe(outcome.score)
             else:
-                self.failed(reward, "item", str(outcome["error"]))
+                self.failed(reward, "item", str(outcome.error))

@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from vlmrm.formats.wire import read_outcome, write_outcome
 from vlmrm.serving.backend import AGAIN, ATTEMPTS, CANCELLED, EXPIRED, QueueAway, full, process_name
 from vlmrm.serving.jobs import Job, Outcome, State, Status, has_errors
 from vlmrm.serving.redis_link import RedisLink
@@ -87,7 +88,7 @@ class RedisBackend:
             return None
         return Status(
             State(state.decode()),
-            None if outcomes is None else unpack(outcomes),
+            None if outcomes is None else list(map(read_outcome, unpack(outcomes))),
             None if error is None else error.decode(),
             None if seconds is None else float(seconds),
             None if revision is None else revision.decode(),
@@ -173,7 +174,9 @@ class RedisBackend:
 
     async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
         shared = "" if has_errors(outcomes) else revision
-        await self._close("finish", job, pack(list(outcomes)), seconds, revision, shared, self._ttl)
+        await self._close(
+            "finish", job, pack(list(map(write_outcome, outcomes))), seconds, revision, shared, self._ttl
+        )
 
     async def fail(self, job: Job, error: str) -> None:
         await self._close("fail", job, _entry(job), error, self._ttl)

@@ -10,15 +10,16 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from anyio.to_thread import run_sync
 
+from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
 from vlmrm.serving.backend import Backend
-from vlmrm.serving.jobs import Item, Job, Outcome
+from vlmrm.serving.jobs import Item, Job
 from vlmrm.serving.metrics import Metrics
 from vlmrm.serving.revision import digest_of, revision_of
 from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess
@@ -184,7 +185,10 @@ class Replica:
             return outcomes, seconds
         scored = iter(outcomes)
         return [
-            {"error": one.reason} if isinstance(one, RowError) else {**next(scored), **one.note} for one in opened
+            Outcome(error=one.reason)
+            if isinstance(one, RowError)
+            else replace(next(scored), decode_seconds=one.seconds)
+            for one in opened
         ], seconds
 
     async def _jobs(self, worker: WorkerProcess, room: int, patience: float | None = None) -> list[Job]:

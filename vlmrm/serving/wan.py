@@ -12,8 +12,8 @@ import torch
 
 from vlmrm.devices import dtype_named
 from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.formats.wire import Item, WireOutcome
 from vlmrm.serving.arrays import array_of
-from vlmrm.serving.jobs import Item, Outcome
 
 
 class WanDecoder:
@@ -55,10 +55,10 @@ class WanDecoder:
             "temporal": config.scale_factor_temporal,
         }
 
-    def __call__(self, items: Sequence[Item]) -> list[Outcome]:
+    def __call__(self, items: Sequence[Item]) -> list[WireOutcome]:
         return [self._outcome(array_of(item["latents"])) for item in items]
 
-    def _outcome(self, latents: np.ndarray) -> Outcome:
+    def _outcome(self, latents: np.ndarray) -> WireOutcome:
         channels = len(self.mean)
         if latents.ndim != 4 or latents.shape[0] != channels:
             return {"error": f"its latents are {list(latents.shape)}, and the decoder's are [{channels}, T, H, W]"}

@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vlmrm.serving.jobs import Item, Outcome
+from vlmrm.conversation import Outcome
+from vlmrm.formats.wire import Item, read_outcome
 from vlmrm.serving.worker.channel import LENGTHS, pack, unpack
 
 WORKER = Path(__file__).parent / "worker"
@@ -111,7 +112,7 @@ class WorkerProcess:
         answer = await self._answer(timeout, f"hung for {timeout:g} s")
         if answer["kind"] == "failed":
             raise RewardRaised(answer["error"])
-        return answer["outcomes"]
+        return list(map(read_outcome, answer["outcomes"]))
 
     async def stop(self) -> None:
         """Ends the process, by force where it does not go by itself."""

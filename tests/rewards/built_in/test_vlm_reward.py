@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from vlmrm.data.readers.pairs import PAIR
-from vlmrm.data.readers.text_to_image import IMAGE_PAIR
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
+from vlmrm.formats.text_to_image import IMAGE_PAIR
+from vlmrm.formats.trl import PAIR
 from vlmrm.modeling.reward_files import save_normalization
 from vlmrm.rewards import RewardSet
 from vlmrm.scoring import load_scorer

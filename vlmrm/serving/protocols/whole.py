@@ -45,10 +45,12 @@ async def conversation_scores(
 async def raw_scores(app: Serving, reward: RewardSettings, items: Sequence[Item], *, priority: int = 0) -> list[float]:
     """The raw score of each item; raises as `conversation_scores` does."""
     scored = await app.score(reward.name, items, priority=priority, timeout=TIMEOUT_S, patience=PATIENCE_S)
+    scores: list[float] = []
     for place, outcome in enumerate(scored.outcomes):
-        if outcome.get("error") is not None:
-            raise RowError(f"item {place}: {outcome['error']}")
-    return [outcome["score"] for outcome in scored.outcomes]
+        if outcome.score is None:
+            raise RowError(f"item {place}: {outcome.error}")
+        scores.append(outcome.score)
+    return scores
 
 
 def probability(score: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vlmrm.serving.jobs import Outcome
+from vlmrm.conversation import Outcome
 from vlmrm.serving.settings import RewardSettings
 
 Scores = dict[str, Any]
@@ -20,8 +20,8 @@ def scores_of(reward: RewardSettings, outcomes: Sequence[Outcome], geneval: dict
         geneval: the request's `tags`, `includes` and `only_strict`, where it has them.
     """
     # Of a handler, which has keys of its own.
-    if reward.engine and all("scores" in outcome.get("extra", {}) for outcome in outcomes):
-        return _together([outcome["extra"]["scores"] for outcome in outcomes])
+    if reward.engine and all("scores" in outcome.extra for outcome in outcomes):
+        return _together([outcome.extra["scores"] for outcome in outcomes])
     if reward.reward_type == "gen_eval" and geneval is not None:
         return _gen_eval(outcomes, geneval)
     keys = KEYS.get(reward.reward_type) or {reward.name: _score}
@@ -29,32 +29,33 @@ def scores_of(reward: RewardSettings, outcomes: Sequence[Outcome], geneval: dict
 
 
 def _score(outcome: Outcome) -> float:
-    return outcome["score"]
+    assert outcome.score is not None  # of samples without errors alone
+    return outcome.score
 
 
 def _prediction(outcome: Outcome) -> str:
-    return "Bad" if outcome["extra"]["logits"]["yes"] > outcome["extra"]["logits"]["no"] else "Good"
+    return "Bad" if outcome.extra["logits"]["yes"] > outcome.extra["logits"]["no"] else "Good"
 
 
 KEYS: dict[str, dict[str, Callable[[Outcome], Any]]] = {
     "cosmos_reason1": {
         "prediction": _prediction,
         "no_score": _score,
-        "yes_logit": lambda outcome: outcome["extra"]["logits"]["yes"],
-        "no_logit": lambda outcome: outcome["extra"]["logits"]["no"],
+        "yes_logit": lambda outcome: outcome.extra["logits"]["yes"],
+        "no_logit": lambda outcome: outcome.extra["logits"]["no"],
     },
     "dance_grpo": {
-        "vq_reward": lambda outcome: outcome["extra"]["VQ"],
-        "mq_reward": lambda outcome: outcome["extra"]["MQ"],
-        "ta_reward": lambda outcome: outcome["extra"]["TA"],
-        "overall_reward": lambda outcome: outcome["extra"]["overall"],
+        "vq_reward": lambda outcome: outcome.extra["VQ"],
+        "mq_reward": lambda outcome: outcome.extra["MQ"],
+        "ta_reward": lambda outcome: outcome.extra["TA"],
+        "overall_reward": lambda outcome: outcome.extra["overall"],
     },
     "hpsv2": {"hpsv2": _score},
     "pickscore": {"pickscore": _score},
     "hpsv3": {"hpsv3": _score},
     "image_reward": {"image_reward": _score},
     "ocr": {"ocr_reward": _score},
-    "unified_reward": {"unified_reward": lambda outcome: outcome["score"] / 5},  # from 1 to 5 of an image
+    "unified_reward": {"unified_reward": lambda outcome: _score(outcome) / 5},  # from 1 to 5 of an image
 }
 
 
@@ -77,11 +78,11 @@ def _judged(outcome: Outcome, include: Sequence[dict[str, Any]]) -> tuple[float,
     """Graded, the mean over what is asked for: 1 - |wanted - found| / wanted of a count, how far a colour or position
     is met where the count is right; whether all is met; whether the counts are, besides, not exceeded.
     """
-    conditions = iter(outcome["extra"]["conditions"])
+    conditions = iter(outcome.extra["conditions"])
     terms: list[float] = []
     met, exact = True, True
     for clause in include:
-        wanted, found = clause["count"], outcome["extra"]["found"].get(clause["class"], 0)
+        wanted, found = clause["count"], outcome.extra["found"].get(clause["class"], 0)
         terms.append(1 - abs(wanted - found) / wanted)
         exact = exact and found == wanted
         _, count = next(conditions)

@@ -8,8 +8,9 @@ from typing import Any
 
 from anyio.to_thread import run_sync
 
+from vlmrm.conversation import Outcome
 from vlmrm.serving.app import Serving
-from vlmrm.serving.jobs import Item, Outcome, State, Status
+from vlmrm.serving.jobs import Item, State, Status
 from vlmrm.serving.protocols.cosmos.payload import Media, media_of, split
 from vlmrm.serving.protocols.cosmos.schema import Metadata
 from vlmrm.serving.protocols.cosmos.scores import scores_of
@@ -133,7 +134,7 @@ def _items(reward: RewardSettings, metadata: Metadata, media: Media) -> list[Ite
 def _answer(reward: RewardSettings, status: Status | None, record: Record) -> dict[str, Any]:
     """The documented result; `scores` is null where `error` says why there are none."""
     outcomes = (status.outcomes if status is not None else None) or []
-    decoded = sum(outcome.get("decode_seconds", 0.0) for outcome in outcomes)
+    decoded = sum(outcome.decode_seconds for outcome in outcomes)
     answer = {
         "scores": None,
         "input_info": record["input_info"],
@@ -153,7 +154,7 @@ def _error(status: Status | None, outcomes: Sequence[Outcome]) -> str | None:
         return "its result is no longer kept: send it again."
     if status.state is not State.done:
         return f"it could not be computed: {status.error}."
-    failed = [f"sample {n}: {one['error']}" for n, one in enumerate(outcomes) if one.get("error") is not None]
+    failed = [f"sample {n}: {one.error}" for n, one in enumerate(outcomes) if one.error is not None]
     if not failed:
         return None
     return failed[0] + (f" (and {len(failed) - 1} more)." if failed[1:] else ".")

@@ -11,14 +11,14 @@ import numpy as np
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
 
-from vlmrm.conversation import Sample
+from vlmrm.conversation import Outcome, Sample
 from vlmrm.errors import CheckpointError, RowError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.wire import write_item
 from vlmrm.scoring.transforms import Transform, transform_named, win_rate
 from vlmrm.serving.app import Scored, serving
 from vlmrm.serving.intake import Intake
-from vlmrm.serving.jobs import Item, Outcome
+from vlmrm.serving.jobs import Item
 from vlmrm.serving.protocols.native.multipart import DESCRIPTION, MultipartRoute
 from vlmrm.serving.protocols.native.schema import Reward, RewardAnswer, RewardItem, RewardRequest
 from vlmrm.serving.refusals import InvalidRequest
@@ -44,7 +44,7 @@ async def rewards(body: RewardRequest, request: Request) -> RewardAnswer:
         for place, outcome in zip(places, scored.outcomes, strict=True):
             outcomes[place] = outcome
     info = app.service.info(reward.name)
-    data = _data(body, [outcome or {} for outcome in outcomes], info)
+    data = _data(body, [outcome for outcome in outcomes if outcome is not None], info)
     return RewardAnswer(
         id=f"rw-{scored.job_id}",
         model=reward.name,
@@ -64,7 +64,7 @@ def _items(given: Sequence[RewardItem], intake: Intake) -> tuple[list[Item], lis
             items.append(_item(one, intake))
             outcomes.append(None)
         except RowError as error:
-            outcomes.append({"error": error.reason})
+            outcomes.append(Outcome(error=error.reason))
     return items, outcomes
 
 
@@ -90,11 +90,11 @@ def _data(body: RewardRequest, outcomes: Sequence[Outcome], info: dict[str, Any]
     transform = _transform(body, info)
     groups: dict[Any, list[int]] = {}
     for place, (item, outcome) in enumerate(zip(body.items, outcomes, strict=True)):
-        if outcome.get("error") is None:
+        if outcome.error is None:
             groups.setdefault(("alone", place) if item.group is None else item.group, []).append(place)
     found: dict[int, tuple[float, int, float]] = {}
     for places in groups.values():
-        scores = np.array([outcomes[place]["score"] for place in places], dtype=np.float64)
+        scores = np.array([outcomes[place].score for place in places], dtype=np.float64)
         order = (-scores).argsort(kind="stable").argsort()
         for each in zip(places, transform(scores).tolist(), order.tolist(), win_rate(scores).tolist(), strict=True):
             found[each[0]] = (each[1], each[2], each[3])
@@ -116,10 +116,10 @@ def _reward(place: int, item: RewardItem, outcome: Outcome, found: tuple[float, 
         index=place,
         id=item.id,
         score=score,
-        raw=outcome.get("score"),
+        raw=outcome.score,
         group=item.group,
         rank=rank if grouped else None,
         win_rate=wins if grouped else None,
-        error=outcome.get("error"),
-        details=outcome.get("extra") or None,
+        error=outcome.error,
+        details=dict(outcome.extra) or None,
     )

@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from vlmrm.data.messages import to_messages
+from vlmrm.conversation import Image, Text, media_of
 from vlmrm.errors import RowError
+from vlmrm.formats.chatml import read_text
+from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling.tiny import ARCHITECTURES, make_tiny
 from vlmrm.rendering import Renderer
-from vlmrm.scoring.rendered_text import messages_of
 
 CONVERSATIONS = [
     [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So.\n\nIndeed."}],
@@ -35,12 +36,12 @@ def renderer(request, tmp_path_factory):
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("around", ["{}", "<|endoftext|><|endoftext|>{}<|endoftext|>"])
 def test_rendered_again_it_is_the_same(renderer, conversation, around):
-    messages = to_messages(conversation, "user")
-    images = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
+    messages = read_conversation(conversation).messages
+    images = [medium.reference for medium in media_of(messages)]
     rendered = renderer.text(messages)
-    again = messages_of(around.format(rendered.replace("<|image_pad|>", "<|image_pad|>" * 16)), images)
+    again = read_text(around.format(rendered.replace("<|image_pad|>", "<|image_pad|>" * 16)), images).messages
     assert renderer.text(again) == rendered
-    assert [p["image"] for m in again for p in m["content"] if p["type"] == "image"] == images
+    assert [medium.reference for medium in media_of(again)] == images
 
 
 def test_media_that_are_no_list_are_refused():
@@ -49,14 +50,14 @@ def test_media_that_are_no_list_are_refused():
     )
     for images in ("a.png", 5, {"a": 1}):
         with pytest.raises(RowError, match="no list"):
-            messages_of(text, images)
+            read_text(text, images)
 
 
 def test_json_is_read_with_its_images():
     turns = [{"role": "user", "content": "<image>Why?"}, {"role": "assistant", "content": "So."}]
-    [user, _] = messages_of(json.dumps({"messages": turns, "images": ["a.png"]}))
-    assert user["content"] == [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Why?"}]
-    assert messages_of(json.dumps(CONVERSATIONS[0])) == to_messages(CONVERSATIONS[0], "user")
+    [user, _] = read_text(json.dumps({"messages": turns, "images": ["a.png"]})).messages
+    assert user.content == (Image("a.png"), Text("Why?"))
+    assert read_text(json.dumps(CONVERSATIONS[0])) == read_conversation(CONVERSATIONS[0])
 
 
 @pytest.mark.parametrize(
@@ -72,4 +73,4 @@ def test_json_is_read_with_its_images():
 )
 def test_what_is_no_conversation_is_refused(text, reason):
     with pytest.raises(RowError, match=reason):
-        messages_of(text)
+        read_text(text)

@@ -9,20 +9,17 @@ import pytest
 from services import HERE, Gate, fake, in_loop, queued, rewards, running
 from test_fetch import png
 
+from vlmrm.conversation import Conversation, Image, Message, Sample
 from vlmrm.errors import RowError
-from vlmrm.rewards.built_in.vlm_reward import Wording
+from vlmrm.formats.flow_factory import Wording, conversation_of, read_sample, sample_of
 from vlmrm.serving.engines import RewardEngine
-from vlmrm.serving.translation import conversation_of, sample_of
 
-RED, BLUE = {"bytes": b"red"}, {"bytes": b"blue"}
+RED, BLUE = b"red", b"blue"
 
 
 def messages(turns):
-    return [{"role": role, "content": [part(one) for one in parts]} for role, parts in turns]
-
-
-def part(content):
-    return {"type": "text", "text": content} if isinstance(content, str) else {"type": "image", "image": content}
+    parts = lambda contents: [Image(it) if isinstance(it, bytes) else it for it in contents]  # noqa: E731
+    return tuple(Message.of(role, *parts(contents)) for role, contents in turns)
 
 
 FORMS = [
@@ -30,11 +27,11 @@ FORMS = [
     ({"prompt": "Why?", "response": "So.", "image": RED}, [("user", [RED, "Why?"]), ("assistant", ["So."])]),
     ({"prompt": "A red one", "image": RED}, [("user", ["A red one"]), ("assistant", [RED])]),
     (
-        {"prompt": "Paint it", "image": RED, "condition_images": [BLUE]},
+        {"prompt": "Paint it", "image": RED, "condition_images": (BLUE,)},
         [("user", [BLUE, "Paint it"]), ("assistant", [RED])],
     ),
     (
-        {"prompt": "Which?", "response": "Red.", "condition_images": [RED, BLUE]},
+        {"prompt": "Which?", "response": "Red.", "condition_images": (RED, BLUE)},
         [("user", [RED, BLUE, "Which?"]), ("assistant", ["Red."])],
     ),
     (
@@ -50,19 +47,20 @@ FORMS = [
 
 @pytest.mark.parametrize(("sample", "turns"), FORMS)
 def test_each_form_becomes_the_other_and_comes_back(sample, turns):
-    assert conversation_of(sample, Wording()) == messages(turns)
-    assert sample_of({"messages": messages(turns)}) == sample
+    conversation = Conversation(messages(turns))
+    assert conversation_of(Sample(**sample)) == conversation
+    assert sample_of(conversation) == Sample(**sample)
 
 
 def test_a_sample_is_worded_as_its_training_rows_were():
-    worded = conversation_of(FORMS[0][0], Wording("Q: {prompt}", "Be kind."))
-    assert worded == messages([("system", ["Be kind."]), ("user", ["Q: Why?"]), ("assistant", ["So."])])
+    worded = conversation_of(Sample(**FORMS[0][0]), Wording("Q: {prompt}", "Be kind."))
+    assert worded.messages == messages([("system", ["Be kind."]), ("user", ["Q: Why?"]), ("assistant", ["So."])])
 
 
 @pytest.mark.parametrize("item", [{"image": RED}, {"prompt": "Why?"}])
 def test_an_item_without_a_prompt_or_an_answer_is_refused(item):
     with pytest.raises(RowError, match="neither"):
-        conversation_of(item, Wording())
+        conversation_of(read_sample(item))
 
 
 @in_loop
