@@ -13,6 +13,7 @@ import pytest
 from redis_server import RedisServer
 from services import fake, in_loop, settings_of
 
+from vlmrm.conversation import Outcome
 from vlmrm.serving import memory, redis_backend
 from vlmrm.serving.backend import Backend, Overloaded
 from vlmrm.serving.jobs import Job, State
@@ -92,10 +93,10 @@ async def test_a_job_goes_from_queued_over_running_to_done(backends):
         for name in ("id", "reward", "items", "cost", "priority", "attempts", "size", "key"):
             assert getattr(taken, name) == getattr(given, name), name
         assert (await backend.status(given.id)).state is State.running
-        await backend.finish(taken, [{"score": 1.5, "extra": {"why": "ü"}}, {"error": "no"}], 0.25, "r1")
+        await backend.finish(taken, [Outcome(1.5, extra={"why": "ü"}), Outcome(error="no")], 0.25, "r1")
         status = await backend.status(given.id)
         assert (status.state, status.seconds, status.revision) == (State.done, 0.25, "r1")
-        assert status.outcomes == [{"score": 1.5, "extra": {"why": "ü"}}, {"error": "no"}]
+        assert status.outcomes == [Outcome(1.5, extra={"why": "ü"}), Outcome(error="no")]
         assert await backend.status(given.id) == status  # as often as one likes
 
 
@@ -107,7 +108,7 @@ async def test_an_equal_job_shares_the_result_unless_it_failed(backends):
         assert await backend.put(job("a", reward="other")) != first
         [taken] = await backend.take("length", 1000)
         assert await backend.put(job("a")) == first
-        await backend.finish(taken, [{"score": 1.0}], 0.1, "r1")
+        await backend.finish(taken, [Outcome(1.0)], 0.1, "r1")
         assert await backend.put(job("a")) == first
 
         failed = await backend.put(job("b"))
@@ -121,17 +122,17 @@ async def test_an_equal_job_shares_the_result_unless_it_failed(backends):
 async def test_a_result_is_shared_with_those_who_ask_for_its_revision_alone(backends):
     async with backends() as backend:
         first = await backend.put(job("a"))
-        await backend.finish((await backend.take("length", 1000))[0], [{"score": 1.0}], 0.1, "r1")
+        await backend.finish((await backend.take("length", 1000))[0], [Outcome(1.0)], 0.1, "r1")
         assert await backend.put(job("a", revisions=["r0", "r1"])) == first
         second = await backend.put(job("a", revisions=["r2"]))
         assert second != first
         assert await backend.put(job("a", revisions=[])) == second  # whoever computes it now
-        await backend.finish((await backend.take("length", 1000))[0], [{"score": 2.0}], 0.1, "r2")
+        await backend.finish((await backend.take("length", 1000))[0], [Outcome(2.0)], 0.1, "r2")
         assert await backend.put(job("a", revisions=["r2"])) == second
         statuses = [await backend.status(job_id) for job_id in (first, second)]
         assert [(one.revision, one.outcomes) for one in statuses] == [
-            ("r1", [{"score": 1.0}]),
-            ("r2", [{"score": 2.0}]),
+            ("r1", [Outcome(1.0)]),
+            ("r2", [Outcome(2.0)]),
         ]
         third = await backend.put(job("a", revisions=[]))  # of which nobody knows who would compute it
         assert third not in (first, second)
@@ -142,7 +143,7 @@ async def test_a_result_with_an_error_is_told_to_those_who_asked_and_to_nobody_l
     async with backends() as backend:
         first = await backend.put(Job("length", [{"prompt": "a"}, {"prompt": "b"}], revisions=["r1"]))
         assert await backend.put(Job("length", [{"prompt": "a"}, {"prompt": "b"}], revisions=["r1"])) == first
-        outcomes = [{"score": 1.0}, {"error": "the judge is busy"}]
+        outcomes = [Outcome(1.0), Outcome(error="the judge is busy")]
         await backend.finish((await backend.take("length", 1000))[0], outcomes, 0.1, "r1")
         assert await backend.put(Job("length", [{"prompt": "a"}, {"prompt": "b"}], revisions=["r1"])) != first
         assert (await backend.wait(first, 600)).outcomes == outcomes  # as often as one likes
@@ -255,7 +256,7 @@ async def test_status_forgets_after_the_time_to_live(backends, elapse):
         [taken] = await backend.take("length", 1000)
         elapse(601)
         assert (await backend.status(first)).state is State.running  # it is not over
-        await backend.finish(taken, [{"score": 1.0}], 0.1, "r1")
+        await backend.finish(taken, [Outcome(1.0)], 0.1, "r1")
         assert (await backend.status(first)).state is State.done
         elapse(601)
         assert await backend.status(first) is None
@@ -267,7 +268,7 @@ async def test_a_result_is_kept_for_whoever_asked_for_it_last(backends, elapse):
     async with backends(result_ttl=600) as backend:
         first = await backend.put(job("a"))
         [taken] = await backend.take("length", 1000)
-        await backend.finish(taken, [{"score": 1.0}], 0.1, "r1")
+        await backend.finish(taken, [Outcome(1.0)], 0.1, "r1")
         elapse(400)
         assert await backend.put(job("a")) == first
         elapse(400)
@@ -283,8 +284,8 @@ async def test_wait_ends_with_the_job_or_the_time(backends):
         waiting = [asyncio.create_task(backend.wait(first, 600)) for _ in range(2)]
         [taken] = await backend.take("length", 1000)
         assert await is_waiting(waiting[0])
-        await backend.finish(taken, [{"score": 1.0}], 0.1, "r1")
-        assert [status.outcomes for status in await asyncio.gather(*waiting)] == [[{"score": 1.0}]] * 2
+        await backend.finish(taken, [Outcome(1.0)], 0.1, "r1")
+        assert [status.outcomes for status in await asyncio.gather(*waiting)] == [[Outcome(1.0)]] * 2
         assert (await backend.wait(first, 600)).state is State.done
 
 
@@ -315,7 +316,7 @@ async def test_results_that_somebody_still_wants_are_counted_where_they_go_with_
             counts.append(await backend.unfetched())
             if number:
                 [taken] = await backend.take("length", 1000)
-                await backend.finish(taken, [{"score": 1.0}], 0.1, "r1")
+                await backend.finish(taken, [Outcome(1.0)], 0.1, "r1")
                 counts.append(await backend.unfetched())
                 await backend.wait(first, 600)
             else:
@@ -371,7 +372,7 @@ async def test_the_memory_of_a_process_keeps_the_newest_results_and_records():
     backend = MemoryBackend(Limits(max_results=2))
     ids = [await backend.put(job("x" * number)) for number in range(3)]
     for one in await backend.take("length", 1000):
-        await backend.finish(one, [{"score": 1.0}], 0.1, "r1")
+        await backend.finish(one, [Outcome(1.0)], 0.1, "r1")
     assert [await backend.status(job_id) is None for job_id in ids] == [True, False, False]
     for name in "abc":
         await backend.keep(name, {}, 60)

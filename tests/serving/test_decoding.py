@@ -11,6 +11,7 @@ import pytest
 import torch
 from services import ATTENTIVE, TALKATIVE, fake, in_loop, running
 
+from vlmrm.conversation import Outcome
 from vlmrm.errors import CheckpointError
 from vlmrm.serving.wan import WanDecoder
 
@@ -92,10 +93,10 @@ async def test_rewards_get_videos_and_each_is_decoded_once(vae_folder):
             status = await service.wait(name, await service.submit(name, items), 600)
             found.append(status.outcomes)
     first, second = found
-    assert [one.get("score") for one in first] == [5, None, 7]
-    assert first[1]["error"].startswith("its latents are [4, 1, 1, 1]")
-    assert first[0]["decode_seconds"] > 0 and "decode_seconds" not in first[2]
-    assert second[0]["decode_seconds"] == first[0]["decode_seconds"]  # the video was still there
+    assert [one.score for one in first] == [5, None, 7]
+    assert first[1].error.startswith("its latents are [4, 1, 1, 1]")
+    assert first[0].decode_seconds > 0 and first[2].decode_seconds == 0
+    assert second[0].decode_seconds == first[0].decode_seconds  # the video was still there
 
 
 @pytest.mark.slow
@@ -105,7 +106,7 @@ async def test_latents_fail_where_the_decoder_cannot_be_loaded(tmp_path):
     async with running(fake("frames", "fake_reward.Frames"), decode_args=arguments) as (service, _):
         item = {"prompt": "a", "latents": {"npy": npy(latents_of())}}
         status = await service.wait("frames", await service.submit("frames", [item]), 600)
-    assert status.outcomes == [{"error": "its latents cannot be decoded: the decoder cannot be loaded"}]
+    assert status.outcomes == [Outcome(error="its latents cannot be decoded: the decoder cannot be loaded")]
 
 
 @in_loop

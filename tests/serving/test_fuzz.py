@@ -22,6 +22,7 @@ from PIL import Image
 from services import fake, running
 from test_fetch import png
 
+from vlmrm.conversation import Video
 from vlmrm.data.media import open_image, open_video
 from vlmrm.errors import MediaError, RowError
 from vlmrm.serving.arrays import array_of
@@ -201,7 +202,7 @@ def test_broken_images_are_media_errors(kind, data):
     broken = data.draw(mutated(encoded(kind)[:300]) | mutated(encoded(kind)))
     with suppress(MediaError):
         Intake(Limits(), None).image(broken)
-        open_image({"bytes": broken})
+        open_image(broken)
 
 
 @examples(150)
@@ -277,10 +278,10 @@ CLIP = clip()
 def test_broken_videos_are_media_errors(data):
     broken = data.draw(mutated(CLIP) | mutated(CLIP[-900:]) | mutated(b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"))
     with suppress(RowError):
-        open_video({"video": {"bytes": broken}}, 2.0, 8)
+        open_video(Video(broken), 2.0, 8)
 
 
 def test_videos_of_enormous_frames_are_not_decoded(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 56 * 55)
     with pytest.raises(MediaError, match="frames of 56x56 pixels, over"):
-        open_video({"video": {"bytes": CLIP}}, 2.0, 8)
+        open_video(Video(CLIP), 2.0, 8)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from services import in_loop
 
+from vlmrm.conversation import Outcome
 from vlmrm.serving import replica
 from vlmrm.serving.jobs import Job
 from vlmrm.serving.memory import MemoryBackend
@@ -25,7 +26,7 @@ class Worker:
 
     async def score(self, items, timeout):
         self.batches.append([item["prompt"] for item in items])
-        return [{"score": 1.0} for _ in items]
+        return [Outcome(1.0) for _ in items]
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ import pytest
 import redis.exceptions
 from services import ATTENTIVE, TALKATIVE, Gate, fake, in_loop, queued, rewards, running, settings_of
 
+from vlmrm.conversation import Outcome
 from vlmrm.errors import ConfigError
 from vlmrm.serving import redis_backend
 from vlmrm.serving.backend import Overloaded, QueueAway
@@ -56,8 +57,8 @@ async def test_processes_share_jobs_results_and_wakeups(redis_server):
         assert await host.put(job("a")) == first
         waiting = asyncio.create_task(api.wait(first, 60))
         [taken] = await taking
-        await host.finish(taken, [{"score": 2.0}], 0.1, "r1")
-        assert (await waiting).outcomes == [{"score": 2.0}]
+        await host.finish(taken, [Outcome(2.0)], 0.1, "r1")
+        assert (await waiting).outcomes == [Outcome(2.0)]
 
 
 @in_loop
@@ -107,9 +108,9 @@ async def test_what_a_silent_process_had_is_queued_for_others(redis_server):
         await lost.give_back([held], None)
         await lost.fail(held, "it broke")
         assert (await other.status(job_id)).state is State.running
-        await lost.finish(held, [{"score": 1.0}], 0.1, "r1")
-        await other.finish(again, [{"score": 1.0}], 0.1, "r1")
-        assert (await other.status(job_id)).outcomes == [{"score": 1.0}]
+        await lost.finish(held, [Outcome(1.0)], 0.1, "r1")
+        await other.finish(again, [Outcome(1.0)], 0.1, "r1")
+        assert (await other.status(job_id)).outcomes == [Outcome(1.0)]
         assert await other.depth("length") == (0, 0)
 
 
@@ -149,8 +150,8 @@ async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
         await queue.give_back([taken], "the worker died")
         [taken] = await queue.take("length", 1000)
         assert taken.attempts == 1
-        await queue.finish(taken, [{"score": 1.0}], 0.1, "r1")
-        assert (await queue.status(first)).outcomes == [{"score": 1.0}]
+        await queue.finish(taken, [Outcome(1.0)], 0.1, "r1")
+        assert (await queue.status(first)).outcomes == [Outcome(1.0)]
         assert {"put", "take", "give_back", "finish"} <= set(lost)
 
 
@@ -163,7 +164,7 @@ async def test_nothing_is_left_behind(redis_server):
         taken = await queue.take("length", 1000)
         await queue.give_back(taken[:1], "the worker died")
         for one in [*taken[1:4], *await queue.take("length", 1000)]:
-            await queue.finish(one, [{"score": 1.0}], 0.1, "r1")
+            await queue.finish(one, [Outcome(1.0)], 0.1, "r1")
         await queue.fail(taken[4], "it broke")
     counts = {"waiting", "pace", "taken"}  # and what ends by itself
     while {key.decode().split(":")[1] for key in redis_server.client().keys(f"{settings['redis_prefix']}:*")} - counts:
@@ -181,7 +182,7 @@ async def test_a_full_redis_refuses_jobs_and_finishes_those_it_has(start_redis, 
             await queue.put(job("another"))
         for _ in jobs:
             [taken] = await queue.take("length", 1)
-            await queue.finish(taken, [{"score": 1.0}], 0.1, "r1")
+            await queue.finish(taken, [Outcome(1.0)], 0.1, "r1")
         assert all([(await queue.status(one)).state is State.done for one in jobs])
 
 

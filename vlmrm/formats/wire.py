@@ -76,6 +76,6 @@ def read_item(item: Item) -> Conversation | Sample:
 
 
 def _write(reference: Any) -> Any:
-    if isinstance(reference, tuple):
+    if isinstance(reference, (list, tuple)):
         return [_write(each) for each in reference]
     return {"bytes": bytes(reference)} if isinstance(reference, (bytes, bytearray, memoryview)) else reference

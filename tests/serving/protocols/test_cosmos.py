@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from services import Gate, fake, in_loop, running
 
+from vlmrm.conversation import Outcome
 from vlmrm.errors import MediaError
 from vlmrm.serving.protocols.cosmos.payload import media_of
 from vlmrm.serving.protocols.cosmos.scores import scores_of
@@ -276,7 +277,7 @@ async def test_each_reward_is_opened_by_its_own_token():
 
 
 def told(score, **extra):
-    return {"score": score, "extra": extra}
+    return Outcome(score, extra=extra)
 
 
 VIDEO_ALIGN = told(-1.0, VQ=1.0, MQ=-3.0, TA=1.0, overall=-1.0)
@@ -303,13 +304,13 @@ OTHERS = {task: [-10.0, -10.0] for task in ("single_object", "two_object", "coun
             [VIDEO_ALIGN],
             {"vq_reward": [1.0], "mq_reward": [-3.0], "ta_reward": [1.0], "overall_reward": [-1.0]},
         ),
-        ("hpsv2", [{"score": 0.25}], {"hpsv2": [0.25]}),
+        ("hpsv2", [Outcome(0.25)], {"hpsv2": [0.25]}),
         ("hpsv3", [told(7.5, log_sigma=0.1)], {"hpsv3": [7.5]}),
-        ("pickscore", [{"score": 0.9}], {"pickscore": [0.9]}),
-        ("image_reward", [{"score": -2.0}], {"image_reward": [-2.0]}),
+        ("pickscore", [Outcome(0.9)], {"pickscore": [0.9]}),
+        ("image_reward", [Outcome(-2.0)], {"image_reward": [-2.0]}),
         ("ocr", [told(0.5, read="x")], {"ocr_reward": [0.5]}),
-        ("unified_reward", [{"score": 4.0}], {"unified_reward": [0.8]}),
-        ("vlm_reward", [{"score": 1.5}], {"mine": [1.5]}),
+        ("unified_reward", [Outcome(4.0)], {"unified_reward": [0.8]}),
+        ("vlm_reward", [Outcome(1.5)], {"mine": [1.5]}),
         ("my.Reward", [told(1.5, scores=[3, 4])], {"mine": [1.5]}),  # of no handler
     ],
 )
