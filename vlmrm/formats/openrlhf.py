@@ -13,7 +13,7 @@ from vlmrm.formats.chatml import read_text
 from vlmrm.formats.openai import read_messages
 
 PADS = re.compile(r"(<\|?(?:image|video)(?:_pad)?\|?>)\1+")  # a decoded query has one for each token of a picture
-END = re.compile(r"(?:<\|[^<>|]+\|>|</s>|\s)+$")
+END = re.compile(r"(?:(?:<\|[^<>|]+\|>|</s>)\s*)+$")  # of a turn, and padding
 
 
 def read_query(prompt: str | None, query: str, label: Any) -> Conversation:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from vlmrm.conversation import Image, Message, Messages, Part, Text, Video
+from vlmrm.conversation import Image, Message, Messages, Part, Text, Video, media_of
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import KINDS, read_reference
 
@@ -16,15 +16,16 @@ PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
 def fill(messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Messages:
     """Return messages with images and videos where they ask for them.
 
-    These fill, in order, parts of their kind without a reference and the placeholders `<image>` and `<video>` in the
-    texts of others than the assistant. Media that no placeholder asks for come first in the first user message, as
-    TRL does it. Where there are none of a kind, its placeholder is text like any other: people ask what `<image>`
-    means in HTML.
+    These fill, in order, parts of their kind without a reference; where there are no such parts, the placeholders
+    `<image>` and `<video>` in the texts of others than the assistant. Media that nothing asks for come first in the
+    first user message, as TRL does it. Without media or with parts for them, a placeholder is text like any other:
+    people ask what `<image>` means in HTML.
 
     Raises:
         RowError: when there are more places than media, or places for only some of them.
     """
-    filler = _Filler(images, videos)
+    empty = {medium.kind for medium in media_of(messages) if medium.reference is None}
+    filler = _Filler(images, videos, spelled_out={"image", "video"} - empty)
     filled = [filler.message(message) for message in messages]
     if left := filler.left():
         number = next((n for n, message in enumerate(filled) if message.role == "user"), None)
@@ -37,10 +38,10 @@ def fill(messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequen
 class _Filler:
     """Hands out media, one place after another."""
 
-    def __init__(self, images: Sequence[Any], videos: Sequence[Any]):
+    def __init__(self, images: Sequence[Any], videos: Sequence[Any], spelled_out: set[str]):
         self.waiting = {"image": list(images), "video": list(videos)}
         self.filled = {"image": 0, "video": 0}
-        self.tags = {PLACEHOLDERS[kind]: kind for kind, media in self.waiting.items() if media}
+        self.tags = {PLACEHOLDERS[kind]: kind for kind in spelled_out if self.waiting[kind]}
         self.pattern = re.compile(f"({'|'.join(self.tags)})")
 
     def message(self, message: Message) -> Message:
