@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Reference: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | PillowImage.Image | Any"
 
 OPTION_RANGE = (1e-6, 1e12)  # far beyond what means anything, and safe to compute with
+FRAME_PIXELS = (128 * 28**2, 768 * 28**2)  # of a resized frame by default, as in qwen-vl-utils
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,10 @@ class VideoOptions:
                 raise MediaError(f"{name} of a video is {value!r:.40}: give a number above 0")
         if (self.resized_height is None) != (self.resized_width is None):
             raise MediaError("resized_height and resized_width of a video go together: give both or neither")
-        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels and self.resized_height is None:
+        floor, ceiling = self.min_pixels or FRAME_PIXELS[0], self.max_pixels
+        if ceiling is not None and floor > ceiling and self.resized_height is None:
             raise MediaError(
-                f"max_pixels of a video is {self.max_pixels}, below its min_pixels of {self.min_pixels}: raise it or "
-                "lower that"
+                f"max_pixels of a video is {ceiling}, below its min_pixels of {floor}: raise it or lower that"
             )
 
     def as_dict(self) -> dict[str, float]:
