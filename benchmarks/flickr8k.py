@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks import harness, runs
 from benchmarks.harness import Row, Skipped, row
-from vlmrm.data.arguments import DataArguments
 from vlmrm.conversation import Comparison
+from vlmrm.data.arguments import DataArguments
 from vlmrm.data.sources import load_comparisons
 from vlmrm.evaluation.ablations import blank_image
 from vlmrm.evaluation.frame import scored_pairs
