@@ -22,6 +22,7 @@ from benchmarks import flops, harness, runs
 from benchmarks.harness import Row, row
 from benchmarks.shapes import configuration, reward_model
 from vlmrm.batching import ComparisonCollator
+from vlmrm.conversation import Conversation, Message
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.sources import load_comparisons
 from vlmrm.evaluation.ablations import ABLATIONS, Ablation
@@ -87,11 +88,9 @@ def pairs(folder: Path, renderer: Renderer, count: int) -> Path:
     def digits(length: int) -> str:
         return "".join(map(str, rng.integers(0, 10, length)))
 
-    def turn(role: str, text: str) -> dict[str, Any]:
-        return {"role": role, "content": [{"type": "text", "text": text}]}
-
-    asked = len(renderer.render([turn("user", "1")])) + 1  # with the marks around the picture, less the digit
-    answered = len(renderer.render([turn("user", "1"), turn("assistant", "1")])) - asked
+    question, answer = Message.of("user", "1"), Message.of("assistant", "1")
+    asked = len(renderer.render(Conversation((question,)))) + 1  # with the marks around the picture, less the digit
+    answered = len(renderer.render(Conversation((question, answer)))) - asked
     path = folder / "pairs.jsonl"
     with open(path, "w", encoding="utf-8") as file:
         for number in range(count):

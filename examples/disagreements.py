@@ -29,8 +29,8 @@ def main() -> None:
     found.sort(key=lambda pair: pair[0])
     for margin, comparison, chosen, rejected in found[: words.most]:
         print(f"{margin:+9.4f}  {comparison.id}")
-        for name, branch in (("chosen", chosen), ("rejected", rejected)):
-            print(f"           {name:9}{text_of(comparison.branches[branch].messages)[:80]}")
+        for name, answer in (("chosen", chosen), ("rejected", rejected)):
+            print(f"           {name:9}{text_of(comparison.answers[answer])[:80]}")
 
 
 def comparisons(paths: list[str]) -> Iterator[Comparison]:

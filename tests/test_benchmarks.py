@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversations import rated
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import BENCHMARKS, flops, harness
 from benchmarks.contest import Contest
 from benchmarks.flickr8k import prompt_swapper
 from benchmarks.shapes import Pair, candidates, configuration, training
-from vlmrm.data.schema import Branch, Comparison
+from vlmrm.conversation import Message
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("VLMRM_TEST_DATA", ROOT.parent / "shared" / "data"))
@@ -165,13 +166,12 @@ def test_attention_is_counted_over_what_each_token_sees():
 
 
 def test_swapped_prompts_are_other_prompts():
-    def asks(text: str) -> list[dict]:
-        return [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    def asks(text: str) -> tuple[Message, ...]:
+        return (Message.of("user", text),)
 
-    branches = [Branch(asks("a"), 1.0), Branch(asks("b"), 0.0)]
-    rows = [Comparison(str(i), asks(text), branches) for i, text in enumerate("ppqp")]
+    rows = [rated(str(i), asks(text), [asks("a"), asks("b")], [1.0, 0.0]) for i, text in enumerate("ppqp")]
     swap = prompt_swapper(rows)
     for row in rows:
         changed = swap(row)
         assert changed.prompt != row.prompt
-        assert changed.branches == row.branches
+        assert changed.answers == row.answers and changed.judgements == row.judgements

@@ -22,8 +22,9 @@ from runs import words as as_words
 
 from vlmrm import cli, load_scorer
 from vlmrm.config import parse
+from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.readers import read_row
+from vlmrm.data.rows import read_row
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.sweep import sweep
 from vlmrm.modeling.arguments import ModelArguments
@@ -174,7 +175,7 @@ def test_every_program_runs(page, reader):
 def test_readme_s_row_is_read():
     [row] = [json.loads(text) for text in blocks("README.md", "json")]
     comparison = read_row(row, "readme", lambda reference: reference)
-    assert [branch.messages[0]["content"][0]["text"] for branch in comparison.branches] == ["A cat.", "A dog."]
+    assert [text_of(answer) for answer in comparison.answers] == ["A cat.", "A dog."]
 
 
 def test_every_keyword_transform_column_and_option_of_scoring_is_documented():

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Reference: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | PillowImage.Image | Any"
 
 OPTION_RANGE = (1e-6, 1e12)  # far beyond what means anything, and safe to compute with
+FRAME_PIXELS = (128 * 28**2, 768 * 28**2)  # of a resized frame by default, as in qwen-vl-utils
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,10 @@ class VideoOptions:
                 raise MediaError(f"{name} of a video is {value!r:.40}: give a number above 0")
         if (self.resized_height is None) != (self.resized_width is None):
             raise MediaError("resized_height and resized_width of a video go together: give both or neither")
-        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels and self.resized_height is None:
+        floor, ceiling = self.min_pixels or FRAME_PIXELS[0], self.max_pixels
+        if ceiling is not None and floor > ceiling and self.resized_height is None:
             raise MediaError(
-                f"max_pixels of a video is {self.max_pixels}, below its min_pixels of {self.min_pixels}: raise it or "
-                "lower that"
+                f"max_pixels of a video is {ceiling}, below its min_pixels of {floor}: raise it or lower that"
             )
 
     def as_dict(self) -> dict[str, float]:
@@ -143,7 +144,9 @@ class Message:
         object.__setattr__(self, "content", tuple(self.content))
         for part in self.content:
             if not isinstance(part, (Text, Image, Video)):
-                raise RowError(f"a {self.role} message holds {short(part)}: its parts are texts, images and videos")
+                raise RowError(
+                    f"{with_article(self.role)} message holds {short(part)}: its parts are texts, images and videos"
+                )
 
     @classmethod
     def of(cls, role: str, *parts: str | Part) -> Message:
@@ -197,7 +200,8 @@ class Conversation:
                 raise RowError(f"a conversation holds {short(message)}: it is made of messages")
             for medium in message.media:
                 if medium.reference is None:
-                    raise RowError(f"a {message.role} message has a place for {_A[medium.kind]} with nothing in it")
+                    place = f"a place for {with_article(medium.kind)} with nothing in it"
+                    raise RowError(f"{with_article(message.role)} message has {place}")
 
     @property
     def prompt(self) -> Messages:
@@ -389,15 +393,17 @@ class Outcome:
             raise RowError(f"its score is {self.score}: look for broken weights")
 
 
-_A = {"image": "an image", "video": "a video"}
-
-
 def short(value: object) -> str:
     """Return how a message shows a value: its `repr`, 60 characters at most."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def with_article(noun: str) -> str:
+    """Return a noun as a sentence names one: an image, a video."""
+    return f"{'an' if noun[:1].lower() in tuple('aeio') else 'a'} {noun}"
+
+
 def _check_reference(value: object, kind: str) -> None:
     if isinstance(value, (bool, int, float, Mapping, list, tuple, set)):
-        raise MediaError(f"{short(value)} is no reference to an {kind}: give a path, bytes or a data URI")
+        raise MediaError(f"{short(value)} is no reference to {with_article(kind)}: give a path, bytes or a data URI")

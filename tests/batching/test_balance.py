@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from PIL import Image
+from conversations import rated
+from PIL import Image as Pillow
 from runs import colour_lists, logged
 
 from vlmrm.batching.balance import BalancedBatches, estimated_cost, estimated_costs
-from vlmrm.data.schema import Branch, Comparison
+from vlmrm.conversation import Comparison, Image, Message
 from vlmrm.errors import RowError
 from vlmrm.rendering import MediaLimits
 
 
-def row(side: int, text: str = "") -> Comparison:
-    image = {"type": "image", "image": Image.new("RGB", (side, side))}
-    question = {"role": "user", "content": [image, {"type": "text", "text": text}]}
-    answers = [
-        {"role": "assistant", "content": [{"type": "text", "text": "a" * 40}]},
-        {"role": "assistant", "content": []},
-    ]
-    return Comparison(
-        "r", [question], [Branch([answer], rating) for answer, rating in zip(answers, (1, 0), strict=True)]
-    )
+def row(side: int, text: str = "", image: str | None = None) -> Comparison:
+    question = Message.of("user", Image(image or Pillow.new("RGB", (side, side))), text)
+    answers = [[Message.of("assistant", "a" * 40)], [Message.of("assistant")]]
+    return rated("r", [question], answers, [1, 0])
 
 
 def test_an_image_counts_once_and_within_its_limits():
@@ -37,8 +32,7 @@ class Rows(list):
 
 def test_ranks_get_like_work(tmp_path):
     (tmp_path / "broken.png").write_text("nothing")
-    bad = row(28)
-    bad.prompt[0]["content"][0]["image"] = str(tmp_path / "broken.png")
+    bad = row(28, image=str(tmp_path / "broken.png"))
     rows = Rows([row(side) for side in (28, 280, 56, 308, 84, 336, 112, 252) * 4])
     assert estimated_costs(Rows([RowError("no", "x"), bad, row(28)]), MediaLimits()) == [1, 1, 12]
     costs = estimated_costs(rows, MediaLimits())

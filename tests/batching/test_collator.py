@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from PIL import Image
+from conversations import rated
+from PIL import Image as Pillow
 from transformers import AutoProcessor
 
 from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.batching.collator import OverlongError
+from vlmrm.conversation import Comparison, Image, Judgement, Message
 from vlmrm.data import irrelevant
-from vlmrm.data.schema import Branch, Comparison
 from vlmrm.errors import MediaError, RowError
 from vlmrm.rendering import Rendered, Renderer
 
@@ -18,14 +21,9 @@ from vlmrm.rendering import Rendered, Renderer
 def comparison(
     row_id: str, answers: dict[str, float], colour: str | None = None, question: str = "What?"
 ) -> Comparison:
-    content = [{"type": "text", "text": question}]
-    if colour:
-        content.insert(0, {"type": "image", "image": Image.new("RGB", (56, 56), colour)})
-    return Comparison(
-        row_id,
-        [{"role": "user", "content": content}],
-        [Branch([{"role": "assistant", "content": [{"type": "text", "text": a}]}], r) for a, r in answers.items()],
-    )
+    image = [Image(Pillow.new("RGB", (56, 56), colour))] if colour else []
+    asked = [Message.of("user", *image, question)]
+    return rated(row_id, asked, [[Message.of("assistant", answer)] for answer in answers], list(answers.values()))
 
 
 def rows(*comparisons) -> list[dict]:
@@ -69,9 +67,7 @@ def test_pairs_point_at_the_better_and_the_worse_answer(processor):
 
 
 def test_a_tie_has_no_margin(processor):
-    tied = Comparison(
-        "t", *[getattr(comparison("t", {"a": 1, "b": 1}), f) for f in ("prompt", "branches")], margin=2.0
-    )
+    tied = replace(comparison("t", {"a": 1, "b": 1}), judgements=[Judgement((0, 1), (1, 1), margin=2.0)])
     batch = collator(processor)(rows(tied))
     assert only_part(batch)["pairs"]["tie"].tolist() == [True]
     assert only_part(batch)["pairs"]["margin"].tolist() == [0.0]
@@ -109,8 +105,8 @@ def test_an_overlong_answer_is_trimmed_and_stays_in(processor):
 
 def test_a_bad_image_stops_the_run_or_is_skipped_by_name(processor, tmp_path):
     (tmp_path / "empty.jpg").touch()
-    bad = comparison("bad", {"x": 1, "y": 0}, "red")
-    bad.prompt[0]["content"][0]["image"] = str(tmp_path / "empty.jpg")
+    good = comparison("bad", {"x": 1, "y": 0})
+    bad = replace(good, prompt=[Message.of("user", Image(str(tmp_path / "empty.jpg")), "What?")])
     with pytest.raises(MediaError, match=r"row bad: .*empty\.jpg"):
         collator(processor)(rows(bad))
     batch = collator(processor, bad_rows="skip")(rows(bad, comparison("ok", {"x": 1, "y": 0})))

@@ -17,8 +17,8 @@ from transformers import AutoProcessor
 
 from vlmrm.batching.layout import Layout
 from vlmrm.batching.tree import grow
-from vlmrm.data.messages import to_messages
 from vlmrm.errors import ConfigError
+from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import freeze, load_for_training, shared_attention
 from vlmrm.modeling.batchers import batcher_for
 from vlmrm.modeling.shared_attention import per_segment, shared_prefix
@@ -109,7 +109,7 @@ def both(folder, conversations, prepare=lambda model: model, dtype=torch.float32
     """The reference's and the shared batch's (scores, gradients), of equal models that `prepare` changes."""
     processor = AutoProcessor.from_pretrained(folder)
     cache = {}
-    rendered = [Renderer(processor).render(to_messages(c, "user"), cache) for c in conversations]
+    rendered = [Renderer(processor).render(read_conversation(c), cache) for c in conversations]
     results = []
     for batching in ("reference", "shared"):
         model = load_for_training(folder, dtype=torch.float32, attn_implementation="sdpa", seed=1)
@@ -197,7 +197,7 @@ def test_in_bfloat16_the_error_is_of_the_same_order(checkpoints):
 def rendered_of(checkpoints, conversations):
     processor = AutoProcessor.from_pretrained(checkpoints["qwen2_5_vl"])
     cache = {}
-    rendered = [Renderer(processor).render(to_messages(c, "user"), cache) for c in conversations]
+    rendered = [Renderer(processor).render(read_conversation(c), cache) for c in conversations]
     model = load_for_training(checkpoints["qwen2_5_vl"], attn_implementation="sdpa")
     return batcher_for(model, processor, "shared"), rendered
 

@@ -4,10 +4,10 @@ import json
 
 from PIL import Image
 
+from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.check import check_data
 from vlmrm.data.check_text import format_report
-from vlmrm.data.schema import text_of
 from vlmrm.errors import RowError
 
 
@@ -74,7 +74,7 @@ def test_repeated_rows_and_opposite_judgements(tmp_path):
 
 def test_tokens_are_counted_by_what_is_given(tmp_path):
     def words(conversation):
-        count = len(text_of(conversation).split())
+        count = len(text_of(conversation.messages).split())
         if count > 10:
             raise RowError("too long to render")
         return count

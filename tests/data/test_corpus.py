@@ -10,14 +10,15 @@ from typing import Any
 
 import datasets
 import pytest
+from conversations import references
 from PIL import Image
 
 from vlmrm import cli
+from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.check import check_data
 from vlmrm.data.check_text import format_report
-from vlmrm.data.readers import read_row
-from vlmrm.data.schema import media_references, text_of
+from vlmrm.data.rows import read_row
 from vlmrm.data.sources import load_comparisons
 from vlmrm.errors import DataError, RowError, UnreadColumnError
 from vlmrm.scoring.rows import open_rows
@@ -151,7 +152,7 @@ def test_what_is_no_part_of_the_conversation_stays_with_the_row(name, tmp_path):
         first, second = load_comparisons([path], arguments=DataArguments(shuffle_buffer=1), streaming=streaming)
         comparison = first["comparison"]
         assert not isinstance(comparison, RowError), comparison
-        read = [reference for messages in comparison.conversations() for reference in media_references(messages)]
+        read = [reference for talk in comparison.conversations() for reference in references(talk.messages)]
         assert len(set(read)) == images
         assert row.get("prompt", row.get("caption")) in (text_of(comparison.prompt), TURNS, "<image>\nWhat is this?")
         assert not isinstance(second["comparison"], RowError)

@@ -4,11 +4,12 @@ import json
 from collections import Counter
 
 import pytest
+from conversations import references
 
+from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.digits import write_digits
 from vlmrm.data.media import open_image
-from vlmrm.data.schema import media_references, text_of
 from vlmrm.data.sources import load_comparisons
 
 
@@ -24,8 +25,8 @@ def comparisons(files):
     }
 
 
-def content(branch) -> str:
-    return text_of(branch.messages) + "".join(media_references(branch.messages))
+def content(answer) -> str:
+    return text_of(answer) + "".join(references(answer))
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -36,7 +37,7 @@ def test_any_two_answers_beat_each_other_equally_often(split, kind, comparisons)
         # Images are judged under their prompt's text, so there the pictures must balance; elsewhere the texts.
         for pair in comparison.pairs():
             if not pair.tie:
-                wins[content(comparison.branches[pair.chosen]), content(comparison.branches[pair.rejected])] += 1
+                wins[content(comparison.answers[pair.chosen]), content(comparison.answers[pair.rejected])] += 1
     assert wins and all(count == wins[loser, winner] for (winner, loser), count in list(wins.items()))
 
 
@@ -48,7 +49,7 @@ def test_splits_share_no_picture(comparisons):
             if name.startswith(split)
             for row in rows
             for conversation in row.conversations()
-            for reference in media_references(conversation)
+            for reference in references(conversation.messages)
         }
 
     train, held_out = shown("train"), shown("eval")

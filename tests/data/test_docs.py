@@ -4,7 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from vlmrm.data.readers import LAYOUTS, read_row, recognise
+from vlmrm.data.rows import read_row
+from vlmrm.formats import LAYOUTS, recognise
 
 DOCS = (Path(__file__).parents[2] / "docs/data.md").read_text()
 
@@ -22,7 +23,7 @@ def samples() -> list[dict]:
 def test_every_sample_is_read_and_every_layout_has_one():
     rows = samples()
     for row in rows:
-        assert len(read_row(row, "docs", lambda reference: reference).branches) >= 2
+        assert len(read_row(row, "docs", lambda reference: reference).answers) >= 2
     assert {recognise(row).name for row in rows} == {layout.name for layout in LAYOUTS}
 
 

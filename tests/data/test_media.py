@@ -12,9 +12,11 @@ import torch
 from PIL import Image
 from qwen_vl_utils import vision_process
 
-from vlmrm.data.media import FRAME_PIXELS, check_inside, media_key, open_image, open_video
+from vlmrm.conversation import FRAME_PIXELS, Video, VideoOptions
+from vlmrm.data.media import check_inside, media_key, open_image, open_video
 from vlmrm.data.paths import PathRules
 from vlmrm.errors import MediaError
+from vlmrm.formats.openai import read_reference
 
 
 def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -35,7 +37,8 @@ def test_every_kind_of_reference_opens_to_the_same_pixels(picture, tmp_path):
     path.write_bytes(data)
     uri = "data:image/png;base64," + base64.b64encode(data).decode()
     references = [str(path), path, path.as_uri(), uri, data, picture]
-    references += [{"bytes": data, "path": None}, {"bytes": None, "path": str(path)}]
+    cells = {"bytes": data, "path": None}, {"bytes": None, "path": str(path)}
+    references += map(read_reference, cells)
     for reference in references:
         assert np.array_equal(np.asarray(open_image(reference)), np.asarray(picture))
 
@@ -98,7 +101,8 @@ def test_keys_are_equal_for_equal_content_only(picture, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert media_key("a.png") == media_key(str(tmp_path / "a.png")) == media_key(f"file://{tmp_path}/a.png")
     assert media_key("a.png") != media_key("b.png")
-    assert media_key(data) == media_key({"bytes": data, "path": "elsewhere.png"}) != media_key(data + b"x")
+    of_a_table = read_reference({"bytes": data, "path": "elsewhere.png"})
+    assert media_key(data) == media_key(of_a_table) != media_key(data + b"x")
     assert media_key(picture) == media_key(picture.copy()) != media_key(picture.rotate(180))
     assert media_key(["a.png", "b.png"]) != media_key(["b.png", "a.png"])
 
@@ -109,9 +113,9 @@ def test_paths_are_rewritten_joined_and_kept_inside_the_root(tmp_path):
     (root / "link").symlink_to(tmp_path)
     rules = PathRules(str(root), str(root), (("s3://bucket/", ""), ("/old", str(root))))
     assert rules("a.png") == rules("s3://bucket/a.png") == rules("/old/a.png") == str(root / "a.png")
-    assert rules({"bytes": None, "path": "a.png"}) == str(root / "a.png")
-    assert rules({"bytes": b"x", "path": "/etc/passwd"}) == b"x"
-    assert rules(["a.png", "data:,x"]) == [str(root / "a.png"), "data:,x"]
+    assert rules(read_reference({"bytes": None, "path": "a.png"})) == str(root / "a.png")
+    assert rules(read_reference({"bytes": b"x", "path": "/etc/passwd"})) == b"x"
+    assert rules(read_reference(["a.png", "data:,x"])) == (str(root / "a.png"), "data:,x")
     for outside in ("../a.png", "/etc/passwd", "link/a.png", "file:///etc/passwd"):
         with pytest.raises(MediaError, match="outside image_root"):
             rules(outside)
@@ -135,7 +139,7 @@ def clip(tmp_path):
 
 
 def test_a_video_file_gives_the_frames_asked_for(clip):
-    frames, metadata = open_video({"type": "video", "video": str(clip)}, fps=2.0, max_frames=768)
+    frames, metadata = open_video(Video(str(clip)), fps=2.0, max_frames=768)
     assert metadata["fps"] == 10 and metadata["total_num_frames"] == 30
     assert metadata["frames_indices"] == [0, 6, 12, 17, 23, 29]  # 3 s at 2 a second, spread evenly
     assert frames.shape[:2] == (6, 3) and frames.dtype.is_floating_point is False
@@ -144,14 +148,16 @@ def test_a_video_file_gives_the_frames_asked_for(clip):
 
 
 def test_limits_of_the_run_and_of_the_part(clip):
-    part = {"type": "video", "video": clip.read_bytes()}
-    assert len(open_video(part, fps=10.0, max_frames=8)[0]) == 8
-    assert len(open_video({**part, "nframes": 4, "fps": None}, fps=10.0, max_frames=8)[0]) == 4
-    assert len(open_video({**part, "max_frames": 12}, fps=10.0, max_frames=8)[0]) == 12
+    def count(**options) -> int:
+        return len(open_video(Video(clip.read_bytes(), VideoOptions(**options)), fps=10.0, max_frames=8)[0])
+
+    assert count() == 8
+    assert count(nframes=4, fps=None) == 4
+    assert count(max_frames=12) == 12
 
 
 def test_a_list_of_frames_is_a_video(picture):
-    frames, metadata = open_video({"video": [picture] * 3, "sample_fps": 4.0}, fps=2.0, max_frames=768)
+    frames, metadata = open_video(Video([picture] * 3, VideoOptions(sample_fps=4.0)), fps=2.0, max_frames=768)
     assert len(frames) == 4 and metadata["fps"] == 4.0  # an odd number is completed by the last frame
 
 
@@ -172,7 +178,7 @@ def test_a_bad_video_is_named(make, clip, tmp_path):
             container.mux(stream.encode(silence))
             container.mux(stream.encode())
     with pytest.raises(MediaError) as caught:
-        open_video({"video": str(path)}, fps=2.0, max_frames=8)
+        open_video(Video(str(path)), fps=2.0, max_frames=8)
     assert str(path) in str(caught.value)
 
 
@@ -199,7 +205,7 @@ def test_a_video_resized_frame_by_frame_is_what_the_library_resizes_at_once(coun
     noise = np.random.default_rng(0).integers(0, 255, (count, 400, 600, 3), dtype=np.uint8)
     frames = [Image.fromarray(frame) for frame in noise]
     expected, described = vision_process.fetch_video({"video": frames, **options}, return_video_metadata=True)
-    video, metadata = open_video({"video": frames, **options}, 2.0, 8)
+    video, metadata = open_video(Video(frames, VideoOptions(**options)), 2.0, 8)
     assert torch.equal(video, expected.to(torch.uint8)) and metadata == described
 
 
@@ -214,13 +220,13 @@ def test_a_video_resized_frame_by_frame_is_what_the_library_resizes_at_once(coun
 )
 @pytest.mark.parametrize("kind", ["file", "frames"])
 def test_an_option_of_a_video_that_cannot_be_used_is_named(clip, picture, kind, options):
-    part = {"video": str(clip) if kind == "file" else [picture] * 2, **options}
+    reference = str(clip) if kind == "file" else [picture] * 2
     with pytest.raises(MediaError, match="|".join([*options, "as its options ask", "cannot be read as a video"])):
-        open_video(part, 2.0, 8)
+        open_video(Video(reference, VideoOptions(**options)), 2.0, 8)
 
 
 def test_a_video_may_start_at_its_beginning(clip):
-    assert len(open_video({"video": str(clip), "video_start": 0, "video_end": 1.5}, 2.0, 8)[0])
+    assert len(open_video(Video(str(clip), VideoOptions(video_start=0, video_end=1.5)), 2.0, 8)[0])
 
 
 def test_frames_are_counted_at_the_sizes_to_which_the_library_resizes_them():
@@ -235,6 +241,7 @@ def test_a_small_file_of_many_pixels_takes_no_gigabytes():
         import io, resource
         import torch, qwen_vl_utils.vision_process
         from PIL import Image
+        from vlmrm.conversation import Video
         from vlmrm.data.media import open_video
 
         def peak_mb():
@@ -244,7 +251,7 @@ def test_a_small_file_of_many_pixels_takes_no_gigabytes():
         file = io.BytesIO()
         Image.new("1", (8192, 8192)).save(file, "PNG")
         before = peak_mb()
-        open_video({"video": [file.getvalue()] * 4}, 2.0, 24)
+        open_video(Video([file.getvalue()] * 4), 2.0, 24)
         print(peak_mb() - before)
     """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import datasets
 import pytest
+from conversations import references
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.check import check_data
 from vlmrm.data.media import open_image
-from vlmrm.data.schema import media_references, text_of
 from vlmrm.data.sources import load_comparisons, load_train_and_eval, split_held_out
 from vlmrm.data.tables import load_source
 from vlmrm.errors import ConfigError, DataError, RowError
@@ -96,7 +97,7 @@ def test_embedded_pictures_stay_encoded_until_opened(tmp_path):
     for path in ("rows.parquet", "saved"):
         for streaming in (False, True):
             (row,) = load(str(tmp_path / path), streaming=streaming)
-            (reference,) = media_references(row["comparison"].prompt)
+            (reference,) = references(row["comparison"].prompt)
             assert reference == buffer.getvalue()
             assert open_image(reference).getpixel((0, 0)) == (255, 0, 0)
 
@@ -116,7 +117,7 @@ def test_relative_images_are_found_beside_their_file_or_under_image_root(tmp_pat
     path = write(tmp_path / "rows.jsonl", [{**pairs(1)[0], "image": "images/a.png"}])
 
     def image(**keys):
-        return media_references(load(path, arguments=DataArguments(**keys))[0]["comparison"].prompt)
+        return references(load(path, arguments=DataArguments(**keys))[0]["comparison"].prompt)
 
     assert image() == [str(tmp_path / "images/a.png")]
     assert image(image_root="/data") == ["/data/images/a.png"]
@@ -308,7 +309,7 @@ def photo_rows(folder: Path, count: int) -> str:
 
 
 def photos(dataset) -> set[str]:
-    return {Path(media_references(row["comparison"].prompt)[0]).name for row in dataset}
+    return {Path(references(row["comparison"].prompt)[0]).name for row in dataset}
 
 
 def test_the_held_out_split_keeps_prompts_together_and_is_stable(tmp_path):
@@ -402,6 +403,6 @@ def test_real_preferences_are_read_whole():
         comparisons = load(str(REAL / f"{name}.jsonl"))[:]["comparison"]
         assert not [row for row in comparisons if isinstance(row, RowError)]
         assert len(comparisons) == count
-        pictures = [media_references(conversation) for c in comparisons for conversation in c.conversations()]
+        pictures = [references(conversation.messages) for c in comparisons for conversation in c.conversations()]
         assert all(len(found) == 1 for found in pictures)
         open_image(pictures[0][0])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from conversations import references
+from PIL import Image as Pillow
 
+from vlmrm.conversation import Comparison, Image, Message, text_of
 from vlmrm.data.digits import _answers, _groups, _images, _ranked
-from vlmrm.data.readers import read_row
-from vlmrm.data.schema import Comparison, media_references, text_of
+from vlmrm.data.rows import read_row
 from vlmrm.evaluation.ablations import ABLATIONS, donor_of
 
 LABELS = np.arange(400) % 10
@@ -33,10 +35,10 @@ def digit(reference: Any) -> str:
 
 def sees(comparison: Comparison) -> list[float]:
     """The scores of a model that does nothing but look: whether what is asked for and what is answered agree."""
-    asked = media_references(comparison.prompt)
+    asked = references(comparison.prompt)
     scores = []
-    for branch in comparison.branches:
-        picture, text = (asked, text_of(branch.messages)) if asked else (media_references(branch.messages), None)
+    for answer in comparison.answers:
+        picture, text = (asked, text_of(answer)) if asked else (references(answer), None)
         said = text_of(comparison.prompt) if text is None else text
         scores.append(float(digit(picture[0]) in said) / (1 + said.count(" or ")))
     return scores
@@ -82,7 +84,7 @@ def test_a_donor_has_none_of_the_row_s_pictures_in_whatever_order():
     for place, row in enumerate(dataset):
         donor = donor_of(row["comparison"], place, dataset)
         assert donor is not None
-        own, other = (set(media_references(each.prompt)) for each in (row["comparison"], donor))
+        own, other = (set(references(each.prompt)) for each in (row["comparison"], donor))
         assert not own & other
 
 
@@ -90,18 +92,18 @@ def test_a_copy_of_the_row_s_picture_under_another_name_is_no_donor(tmp_path):
     paths = []
     for number, colour in enumerate(["red", "red", "red", "blue"]):
         paths.append(str(tmp_path / f"{number}.png"))
-        Image.new("RGB", (56, 56), colour).save(paths[-1])
+        Pillow.new("RGB", (56, 56), colour).save(paths[-1])
     dataset = rows_of([question(i, [path]) for i, path in enumerate(paths)])
     for place in range(3):
         donor = donor_of(dataset[place]["comparison"], place, dataset)
-        assert donor is not None and media_references(donor.prompt) == [paths[3]]
+        assert donor is not None and references(donor.prompt) == [paths[3]]
 
 
 def test_an_empty_image_is_no_donor_and_gets_none():
     """Its own scoring says so, as `bad_rows` will have it."""
     dataset = rows_of([question(i, [f"{i}.png"]) for i in range(8)])
-    part = next(p for p in dataset[3]["comparison"].prompt[-1]["content"] if p["type"] == "image")
-    part["image"] = {"bytes": None, "path": None}
+    empty = [Message.of("user", Image(), "Which colour?")]
+    dataset[3]["comparison"] = replace(dataset[3]["comparison"], prompt=empty)
     donors = [donor_of(row["comparison"], place, dataset) for place, row in enumerate(dataset)]
     assert donors[3] is None
     assert all(donor is not None and donor.id != "row-3" for donor in donors[:3] + donors[4:])

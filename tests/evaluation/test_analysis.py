@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
+from conversations import rated
 from pair_frames import list_frame, pair_frame
 
-from vlmrm.data.schema import Branch, Comparison
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation import calibration, metrics
 from vlmrm.evaluation.analysis import analyse, figures, metric
@@ -83,10 +83,7 @@ def test_a_list_s_scores_count_once_each():
 
 
 def test_the_sweep_s_own_frame_is_understood():
-    comparisons = [
-        Comparison(str(i), [], [Branch([], 2.0), Branch([], 1.0), Branch([], 1.0)], columns={"source": "ab"[i % 2]})
-        for i in range(4)
-    ]
+    comparisons = [rated(str(i), [], [[], [], []], [2.0, 1.0, 1.0], columns={"source": "ab"[i % 2]}) for i in range(4)]
     scores = [[1.0, 0.0, 0.5], [0.0, 1.0, 2.0], [3.0, 1.0, 1.0], [1.0, 0.0, 0.5]]
     result = Evaluation(comparisons, scores, [{} for _ in comparisons])
     found = analyse(scored_frame(result, group_by=["source"]))

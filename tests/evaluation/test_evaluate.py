@@ -7,13 +7,13 @@ import pickle
 
 import pandas as pd
 import pytest
+from conversations import references
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import colour_lists, colour_pairs, text_pairs
 
 from vlmrm.batching import ComparisonCollator
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.schema import media_references
 from vlmrm.data.sources import load_comparisons
 from vlmrm.errors import ConfigError, MediaError
 from vlmrm.evaluation import evaluate as module
@@ -105,7 +105,7 @@ def test_donors_have_another_prompt_of_the_same_kind_and_depend_on_the_data_alon
                 same = whole[row["index"]]
                 assert (row["donor"] and row["donor"].id) == (same["donor"] and same["donor"].id)
                 if row["donor"] is not None:
-                    own, other = (set(map(str, media_references(c.prompt))) for c in (row["comparison"], row["donor"]))
+                    own, other = (set(map(str, references(c.prompt))) for c in (row["comparison"], row["donor"]))
                     assert bool(own) == bool(other) and not own & other
 
 

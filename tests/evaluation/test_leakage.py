@@ -11,13 +11,14 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
+from conversations import rated
 from pictures import picture
-from PIL import Image
+from PIL import Image as Pillow
 from runs import colour_pairs, words, write_rows
 
 from vlmrm import cli
+from vlmrm.conversation import Comparison, Image, Message, Video
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.schema import Branch, Comparison
 from vlmrm.data.sources import load_comparisons
 from vlmrm.errors import RowError
 from vlmrm.evaluation.leakage import Leakage, leakage, normalised
@@ -26,14 +27,13 @@ from vlmrm.evaluation.sweep import sweep
 DATA = Path(os.environ.get("VLMRM_TEST_DATA", Path(__file__).parents[2] / "../shared/data"))
 
 
-def message(role: str, text: str, *media):
-    kinds = [{"type": "video", "video": m} if isinstance(m, list) else {"type": "image", "image": m} for m in media]
-    return {"role": role, "content": [*kinds, {"type": "text", "text": text}]}
+def message(role: str, text: str, *media) -> Message:
+    return Message.of(role, *(Video(m) if isinstance(m, list) else Image(m) for m in media), text)
 
 
 def row(row_id: str, question: str, *answers: str, images=()) -> Comparison:
-    branches = [Branch([message("assistant", answer)], -i) for i, answer in enumerate(answers)]
-    return Comparison(row_id, [message("user", question, *images)], branches)
+    said = [[message("assistant", answer)] for answer in answers]
+    return rated(row_id, [message("user", question, *images)], said, range(len(said), 0, -1))
 
 
 def counts(found: Leakage) -> dict[str, tuple[int, int, int]]:
@@ -89,9 +89,8 @@ def test_every_image_of_a_prompt_must_be_near():
 
 
 def test_answers_that_are_images_leak_as_answers():
-    def drawn(row_id: str, prompt: str, *images: Image.Image) -> Comparison:
-        branches = [Branch([message("assistant", "", image)], -i) for i, image in enumerate(images)]
-        return Comparison(row_id, [message("user", prompt)], branches)
+    def drawn(row_id: str, prompt: str, *images: Pillow.Image) -> Comparison:
+        return rated(row_id, [message("user", prompt)], [[message("assistant", "", it)] for it in images], [1, 0])
 
     found = leakage(
         [drawn("t", "A cat.", picture(0), picture(1))], [drawn("e", "A dog.", picture(2), picture(1).resize((90, 70)))]
@@ -100,12 +99,9 @@ def test_answers_that_are_images_leak_as_answers():
 
 
 def test_questions_inside_the_branches_are_prompts():
-    def two_images(row_id: str, *images: Image.Image) -> Comparison:
-        branches = [
-            Branch([message("user", "Q", image), message("assistant", "An answer.")], -i)
-            for i, image in enumerate(images)
-        ]
-        return Comparison(row_id, [], branches)
+    def two_images(row_id: str, *images: Pillow.Image) -> Comparison:
+        answers = [[message("user", "Q", image), message("assistant", "An answer.")] for image in images]
+        return rated(row_id, [], answers, [1, 0])
 
     found = leakage([two_images("t", picture(0), picture(1))], [two_images("e", picture(1), picture(2))])
     assert counts(found) == {"prompt": (1, 1, 1), "answer": (1, 1, 1), "image": (1, 1, 1)}

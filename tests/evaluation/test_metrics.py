@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 import pytest
+from conversations import rated
 
-from vlmrm.data.schema import Branch, Comparison
+from vlmrm.conversation import Comparison
 from vlmrm.evaluation.analysis import analyse, figures
 from vlmrm.evaluation.frame import scored_pairs
 from vlmrm.evaluation.metrics import distribution, groupwise_right, trl_summary
@@ -15,7 +16,7 @@ from vlmrm.evaluation.results import table_figures
 
 
 def comparison(row_id: str, *ratings: float, category: str | None = None) -> Comparison:
-    return Comparison(row_id, [], [Branch([], rating) for rating in ratings], category=category)
+    return rated(row_id, [], [[]] * len(ratings), ratings, category=category)
 
 
 PAIRS = scored_pairs(

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from conversations import references
 from datasets import Dataset, DatasetDict
 
+from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.schema import media_references, text_of
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.evaluation.public import BENCHMARKS, benchmark, load_benchmark, table
 from vlmrm.evaluation.public.definition import accuracy_with_ties
@@ -162,10 +163,10 @@ def test_every_benchmark_has_a_row_here():
 def test_a_published_row_is_read(name):
     comparison = read(name)
     branches = [
-        ((media_references(branch.messages) or [text_of(branch.messages)])[0], branch.rating)
-        for branch in comparison.branches
+        ((references(answer) or [text_of(answer)])[0], rating)
+        for answer, rating in zip(comparison.answers, comparison.ratings, strict=True)
     ]
-    found = text_of(comparison.prompt), media_references(comparison.prompt), branches, comparison.category
+    found = text_of(comparison.prompt), references(comparison.prompt), branches, comparison.category
     assert found == ROWS[name][1]
     assert set(benchmark(name).columns) <= set(comparison.columns)
 
@@ -230,7 +231,7 @@ def test_a_folder_of_frames_is_a_video_of_32(tmp_path):
     assert frames_of("/data/one.mp4") == "/data/one.mp4"
     row = {**ROWS["mm-rlhf-rewardbench"][0], "image": None, "video": str(tmp_path)}
     comparison = benchmark("mm-rlhf-rewardbench").read(row, "1", lambda path: path)
-    assert media_references(comparison.prompt) == [frames]
+    assert references(comparison.prompt) == [tuple(frames)]
 
 
 # Scoring -------------------------------------------------------------------------------------------------------------
@@ -433,7 +434,7 @@ def test_a_json_file_in_its_folder(tmp_path):
         rows = load_benchmark("hpdv2", str(path))
         assert len(rows) == 3
         assert rows[2]["index"] == 2
-        [reference] = media_references(rows[2]["comparison"].branches[0].messages)
+        [reference] = references(rows[2]["comparison"].answers[0])
         assert reference == str(tmp_path / "test/1.jpg")
     assert len(load_benchmark("hpdv2", str(tmp_path), DataArguments(max_eval_samples=2))) == 2
 
@@ -445,7 +446,7 @@ def test_parquet_with_a_configuration_and_a_split(tmp_path):
     Dataset.from_list([ROWS["genai-bench-image"][0]] * 3).to_parquet(folder / "test-00000-of-00001.parquet")
     rows = load_benchmark("genai-bench-image", str(tmp_path))
     assert len(rows) == 2, "of the authors' split alone"
-    assert [branch.rating for branch in rows[0]["comparison"].branches] == [0.0, 1.0]
+    assert rows[0]["comparison"].ratings == (0.0, 1.0)
     (folder / "test_v1-00000-of-00001.parquet").unlink()
     with pytest.raises(DataError, match="has no split test_v1: it has test"):
         load_benchmark("genai-bench-image", str(tmp_path))
@@ -455,7 +456,7 @@ def test_links_are_rewritten_to_local_videos(tmp_path):
     row = {**ROWS["genai-bench-video"][0], "left_video": "https://host/l.mp4", "right_video": "https://host/r.mp4"}
     Dataset.from_list([row]).to_parquet(tmp_path / "test_v1.parquet")
     rows = load_benchmark("genai-bench-video", str(tmp_path), DataArguments(path_rewrites=["https://host/=videos/"]))
-    [left] = media_references(rows[0]["comparison"].branches[0].messages)
+    [left] = references(rows[0]["comparison"].answers[0])
     assert left == str(tmp_path / "videos/l.mp4")
 
 
@@ -490,7 +491,7 @@ def test_a_bad_row_is_handed_on_with_its_number(tmp_path):
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_readers_travel_to_worker_processes(name):
     comparison = pickle.loads(pickle.dumps(benchmark(name).read))(ROWS[name][0], "1", str)
-    assert len(comparison.branches) >= 2
+    assert len(comparison.answers) >= 2
 
 
 def test_what_is_not_there_is_said_with_where_to_get_it(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from samples import SAMPLES, scores
 from transformers import AutoProcessor
 
-from vlmrm.data.messages import to_messages
+from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import batcher_for, load_for_training
 from vlmrm.modeling.last_layer import prune_last_layer
 from vlmrm.rendering import Renderer
@@ -37,7 +37,7 @@ def tokens_of_each_layer(model) -> list[int]:
 def test_the_last_layer_computes_what_is_scored(model, processor):
     batcher = batcher_for(model, processor, "shared")
     counts = tokens_of_each_layer(model)
-    inputs = batcher([Renderer(processor).render(to_messages(sample, "user")) for sample in SAMPLES])
+    inputs = batcher([Renderer(processor).render(read_conversation(sample)) for sample in SAMPLES])
     model(**inputs)
     whole = inputs["input_ids"].shape[1]
     assert counts == [*[whole] * (len(counts) - 1), len(SAMPLES)]

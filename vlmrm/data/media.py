@@ -23,7 +23,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlparse
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vlmrm.conversation import Video
+from vlmrm.conversation import FRAME_PIXELS, Video
 from vlmrm.errors import MediaError
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ MAX_RATIO = 200  # the longest strip that its image processor accepts
 # Pillow reads more, some of it by starting other programs (EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 SAMPLING = ("fps", "nframes", "min_frames")  # by which a part chooses how many frames are decoded
-FRAME_PIXELS = (128 * MIN_SIDE**2, 768 * MIN_SIDE**2)  # of a resized frame by default, as in qwen-vl-utils
 
 
 def media_key(reference: Any) -> str:

@@ -246,7 +246,7 @@ def _unseen(comparison: Comparison | RowError, looks: Mapping[str, Looks | Media
     if isinstance(comparison, RowError):
         return {}
     try:
-        keyed = {_key(part): part for talk in comparison.conversations() for part in _media(talk.messages)}
+        keyed = {_key(part): part for some in (comparison.prompt, *comparison.answers) for part in _media(some)}
     except MediaError:  # no reference at all: `_row` meets it again and says so
         return {}
     return {key: part for key, part in keyed.items() if key not in looks}

@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from vlmrm.conversation import Conversation, Image, Message, Messages, Part, Text, Video, media_of
+from vlmrm.conversation import Conversation, Image, Message, Messages, Part, Text, Video, media_of, with_article
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_messages
-from vlmrm.formats.placeholders import fill
+from vlmrm.formats.placeholders import PLACEHOLDERS, fill
 
 TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)  # the last may be cut off
 SHOWN = re.compile(r"<\|vision_start\|>((?:<\|image_pad\|>)+|(?:<\|video_pad\|>)+)<\|vision_end\|>")
@@ -47,17 +47,23 @@ def write_text(conversation: Conversation) -> tuple[str, list[Any], list[Any]]:
     """Return a conversation as `read_text` takes it: the text, and its images and videos in order.
 
     Raises:
-        RowError: naming what ChatML cannot say: its own control tokens, options of a video, two texts in a row.
+        RowError: when it ends without an answer, or naming what ChatML cannot say: its own control tokens, options of
+            a video, two texts in a row, and `<image>` as a text beside images.
     """
+    _ = conversation.answer
+    media = media_of(conversation.messages)
+    tags = [tag for kind, tag in PLACEHOLDERS.items() if any(medium.kind == kind for medium in media)]
     for message in conversation.messages:
+        named = f"{with_article(message.role)} message"
         if found := re.search(r"<\|[^<>|]+\|>", message.text):
-            raise RowError(f"a {message.role} message holds {found[0]}, which ChatML would read as its own")
+            raise RowError(f"{named} holds {found[0]}, which ChatML would read as its own")
         if not re.fullmatch(r"\w+", message.role):
             raise RowError(f"the role {message.role!r:.60} is no word, as ChatML needs it")
+        if message.role != "assistant" and (tag := next((tag for tag in tags if tag in message.text), None)):
+            raise RowError(f"{named} holds {tag}, which beside {tag[1:-1]}s is a place for one")
         for part, after in zip(message.content, message.content[1:], strict=False):
             if isinstance(part, Text) and isinstance(after, Text):
-                raise RowError(f"a {message.role} message has two texts in a row, which ChatML makes one")
-    media = media_of(conversation.messages)
+                raise RowError(f"{named} has two texts in a row, which ChatML makes one")
     if any(isinstance(medium, Video) and medium.options.as_dict() for medium in media):
         raise RowError("a video has options, for which ChatML has no words")
     text = "".join(f"<|im_start|>{m.role}\n{_written(m.content)}<|im_end|>\n" for m in conversation.messages)

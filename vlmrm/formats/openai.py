@@ -17,6 +17,7 @@ from vlmrm.conversation import (
     Video,
     VideoOptions,
     short,
+    with_article,
 )
 from vlmrm.errors import RowError
 
@@ -74,7 +75,8 @@ def _read_message(message: Any, role: str) -> Message:
         raise RowError(f"the role of a message must be a text, got {short(name)}")
     if unread := [key for key in SPOKEN if message.get(key)]:
         raise RowError(
-            f"a {name} message has `{unread[0]}`, which is not read: write it into its content, or leave it out"
+            f"{with_article(name)} message has `{unread[0]}`, which is not read: write it into its content, or leave "
+            "it out"
         )
     content = message.get("content")
     if content is None:
@@ -82,7 +84,9 @@ def _read_message(message: Any, role: str) -> Message:
     if isinstance(content, str):
         content = [content]
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise RowError(f"the content of a {name} message must be a text or a list of parts, got {short(content)}")
+        raise RowError(
+            f"the content of {with_article(name)} message must be a text or a list of parts, got {short(content)}"
+        )
     return Message(ROLES.get(name, name), tuple(map(_read_part, content)))
 
 
@@ -97,18 +101,21 @@ def _read_part(part: Any) -> Part:
     rest = {key: value for key, value in part.items() if value is not None}
     named = rest.pop("type", None)
     keys = [key for kind in KINDS for key in (kind, f"{kind}_url") if key in rest]
-    if len(keys) > 1 or (keys and rest.get("text")):
-        raise RowError(f"a content part holds {keys[0]} and {[*keys[1:], 'text'][0]}: make them two parts")
+    shown = keys or [kind for kind in KINDS if kind == named]
+    other = [*shown[1:], *(["text"] if rest.get("text") else [])]
+    if shown and other:
+        raise RowError(f"a content part holds {shown[0]} and {other[0]}: make them two parts")
+    if shown:
+        rest.pop("text", None)
     if keys:
         kind, reference = keys[0].removesuffix("_url"), rest.pop(keys[0])
-        rest.pop("text", None)
         if isinstance(reference, Mapping) and "url" in reference:
             rest |= {key: value for key, value in reference.items() if key != "url" and value is not None}
             reference = reference["url"]
         return _read_medium(kind, read_reference(reference), rest)
-    if named in KINDS:
+    if shown:
         source = next((key for key in ("url", "path", "base64") if key in rest), "")
-        return _read_medium(named, rest.pop(source, None), rest)
+        return _read_medium(shown[0], rest.pop(source, None), rest)
     if "text" in rest:
         return Text(rest["text"])
     raise RowError(f"a content part must hold text, an image or a video, got {short(dict(part))}")

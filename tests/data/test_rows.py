@@ -6,9 +6,11 @@ import math
 import pytest
 from PIL import Image
 
-from vlmrm.data.readers import is_noteworthy, read_row, recognise
+from vlmrm.conversation import Message, Text, Video
+from vlmrm.data.rows import read_answers, read_row
+from vlmrm.data.unread import is_noteworthy
 from vlmrm.errors import DataError, RowError, UnreadColumnError
-from vlmrm.scoring.rows import read_answers
+from vlmrm.formats import recognise
 
 
 def read(**row):
@@ -18,13 +20,13 @@ def read(**row):
 def said(messages):
     """`role: parts` with media in brackets."""
     return [
-        f"{m['role']}: " + "".join(p["text"] if p["type"] == "text" else f"[{p[p['type']]}]" for p in m["content"])
+        f"{m.role}: " + "".join(p.text if isinstance(p, Text) else f"[{p.reference}]" for p in m.content)
         for m in messages
     ]
 
 
 def flat(comparison):
-    return said(comparison.prompt), [(said(b.messages), b.rating) for b in comparison.branches]
+    return said(comparison.prompt), [(said(a), r) for a, r in zip(comparison.answers, comparison.ratings, strict=True)]
 
 
 ANSWERS = [(["assistant: good"], 1.0), (["assistant: bad"], 0.0)]
@@ -165,7 +167,7 @@ def test_pick_a_pic_without_a_judgement_is_no_preference(labels):
     row = {"caption": "A cat.", "jpg_0": "a.png", "jpg_1": "b.png"}
     with pytest.raises(RowError, match=r"(nobody compared the images|do not add up to 1): remove the row"):
         read(**row, **labels)
-    assert len(read_answers({**row, **labels}, "r", lambda reference: reference).branches) == 2  # to be scored
+    assert len(read_answers({**row, **labels}, "r", lambda reference: reference).answers) == 2  # to be scored
     assert read(**row, label_0=0, label_1=1, has_label=True).pairs()[0].chosen == 1
 
 
@@ -217,7 +219,8 @@ def test_optional_columns():
     comparison = read(
         chosen="good", rejected="bad", margin=0.5, weight=2, tie=True, category=3, id=7, votes=4, x=None, other=[1]
     )
-    assert (comparison.id, comparison.margin, comparison.weight, comparison.category) == ("7", 0.5, 2.0, "3")
+    assert (comparison.id, comparison.category) == ("7", "3")
+    assert (comparison.judgement.margin, comparison.judgement.weight) == (0.5, 2.0)
     assert comparison.pairs()[0].tie and comparison.columns == {"votes": 4}
     assert read(chosen="good", rejected="bad").id == "rows.jsonl:1"
 
@@ -258,9 +261,8 @@ def test_a_bad_row_is_named_and_explained(change, reason):
 @pytest.mark.parametrize("media", [{}, {"images": []}, {"videos": ["a.mp4"]}])
 def test_a_placeholder_is_text_where_the_row_has_no_media_of_its_kind(media):
     row = read(prompt="What does <image> mean in HTML?", chosen="A picture.", rejected="No idea.", **media)
-    shown = [{"type": "video", "video": "a.mp4"}] if "videos" in media else []
-    [turn] = row.prompt
-    assert turn["content"] == [*shown, {"type": "text", "text": "What does <image> mean in HTML?"}]
+    shown = [Video("a.mp4")] if "videos" in media else []
+    assert row.prompt == (Message.of("user", *shown, "What does <image> mean in HTML?"),)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,21 @@
+"""Conversations and comparisons in few words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vlmrm.conversation import Comparison, Judgement, Message, Reference, media_of
+
+
+def references(messages: Sequence[Message]) -> list[Reference]:
+    """The references of images and videos, in reading order."""
+    return [medium.reference for medium in media_of(messages)]
+
+
+def rated(
+    row_id: str, prompt: Sequence[Message], answers: Sequence[Sequence[Message]], ratings: Sequence[float], **more: Any
+) -> Comparison:
+    """A comparison with one judgement of all answers, `ratings`; higher is better, equal ones tie."""
+    judgement = Judgement(tuple(range(len(answers))), tuple(ratings))
+    return Comparison(row_id, tuple(prompt), tuple(map(tuple, answers)), (judgement,), **more)

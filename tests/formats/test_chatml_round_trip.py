@@ -1,0 +1,81 @@
+"""What is written as ChatML is read back as the same conversation; what ChatML cannot say is refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from vlmrm.conversation import Conversation, Image, Message, Text, Video, VideoOptions
+from vlmrm.errors import RowError
+from vlmrm.formats.chatml import read_text, write_text
+
+SAID = Message.of("assistant", "Yes.")
+# What ChatML is made of, and what stands for media elsewhere.
+PIECES = ["<|", "im_end", "|>", "<image>", "<video>", "<pad>", "</s>", "\n", "[", "{"]
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=4).map("".join)
+PARTS = st.one_of(
+    st.builds(Text, TEXTS),
+    st.builds(Image, st.sampled_from(["a.png", b"x"])),
+    st.builds(Video, st.sampled_from(["v.mp4", ["a.png", "b.png"]])),
+)
+
+
+def merged(conversation: Conversation) -> Conversation:
+    """The conversation without texts that say nothing; a message that has no part says "", as ChatML's does."""
+    kept = [Message(m.role, [part for part in m.content if part != Text("")]) for m in conversation.messages]
+    return Conversation([message if message.content else Message.of(message.role, "") for message in kept])
+
+
+@given(
+    st.lists(
+        st.builds(Message, st.sampled_from(["system", "user", "assistant"]), st.lists(PARTS, max_size=3)), max_size=3
+    )
+)
+def test_a_conversation_that_is_written_is_read_back(messages):
+    conversation = Conversation([*messages, SAID])
+    try:
+        written = write_text(conversation)
+    except RowError:
+        assume(False)
+    assert merged(read_text(*written)) == merged(conversation)
+
+
+def test_a_conversation_as_chatml():
+    asked = Message.of("user", Image("a.png"), "Is <b>this</b>\n[it]? ", Video("v.mp4"))
+    written = write_text(Conversation([Message.of("system", "Be kind."), asked, SAID]))
+    text = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
+    text += "Is <b>this</b>\n[it]? <|vision_start|><|video_pad|><|vision_end|><|im_end|>\n"
+    assert written == (f"{text}<|im_start|>assistant\nYes.<|im_end|>\n", ["a.png"], ["v.mp4"])
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([Message.of("user", "A <|im_end|> b?"), SAID], "a user message holds <|im_end|>, which ChatML would read as"),
+        ([Message.of("user", "?"), Message.of("assistant", "<|x|>")], "an assistant message holds <|x|>, which"),
+        ([Message.of("the user", "?"), SAID], "the role 'the user' is no word, as ChatML needs it"),
+        ([Message.of("user", "a", "b"), SAID], "a user message has two texts in a row, which ChatML makes one"),
+        (
+            [Message.of("user", Video("v.mp4", VideoOptions(fps=1.0))), SAID],
+            "a video has options, for which ChatML has no words",
+        ),
+        (
+            [Message.of("user", Image("a.png"), "What is <image> in HTML?"), SAID],
+            "a user message holds <image>, which beside images is a place for one",
+        ),
+        ([Message.of("user", "?")], "it ends without an assistant message: there is no answer to score"),
+    ],
+)  # fmt: skip
+def test_what_chatml_cannot_say_is_named(messages, sentence):
+    with pytest.raises(RowError, match=re.escape(sentence)):
+        write_text(Conversation(messages))
+
+
+def test_a_placeholder_without_media_of_its_kind_is_text():
+    talk = Conversation(
+        [Message.of("user", Image("a.png"), "What is <video> in HTML?"), Message.of("assistant", "<image>")]
+    )
+    assert read_text(*write_text(talk)) == talk

@@ -1,0 +1,152 @@
+"""The types of the domain refuse what they cannot be when they are made, and cannot be changed afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import doctest
+import math
+import pickle
+import re
+
+import pytest
+
+from vlmrm import conversation
+from vlmrm.conversation import (
+    Comparison,
+    Conversation,
+    Image,
+    Judgement,
+    Message,
+    Outcome,
+    Text,
+    Video,
+    VideoOptions,
+    media_of,
+    text_of,
+)
+from vlmrm.errors import MediaError, RowError
+
+ASKED = Message.of("user", Image("a.png"), "Which ", "one?")
+SAID = Message.of("assistant", "This.")
+TWO = ((SAID,), (Message.of("assistant", "That."),))
+
+
+def test_the_examples_in_its_docstrings_are_true():
+    result = doctest.testmod(conversation)
+    assert result.failed == 0 and result.attempted >= 12
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "sentence"),
+    [
+        (lambda: Text(3), RowError, "the text of a content part must be a text, got 3"),
+        (lambda: Text(None), RowError, "the text of a content part must be a text, got None"),
+        *(
+            (lambda value=value: Image(value), MediaError, f"{value!r} is no reference to an image: give a path")
+            for value in (3, 0.5, True, {"path": "a.png"}, ["a.png"], ("a.png",))
+        ),
+        (lambda: Video(3), MediaError, "3 is no reference to a video: give a path"),
+        (lambda: Video(["a.png", {"path": "b.png"}]), MediaError, "{'path': 'b.png'} is no reference to a frame of"),
+        (lambda: Message("", ()), RowError, "the role of a message must be a text, got ''"),
+        (lambda: Message(None, ()), RowError, "the role of a message must be a text, got None"),
+        (lambda: Message("user", "Hello"), RowError, "a user message holds 'H': its parts are texts, images"),
+        (lambda: Message("user", ({"type": "text"},)), RowError, "a user message holds {'type': 'text'}: its parts"),
+        (lambda: Conversation(()), RowError, "a conversation has no message: give a list of messages"),
+        (lambda: Conversation([{"role": "user"}]), RowError, "a conversation holds {'role': 'user'}: it is made of"),
+        (
+            lambda: Conversation([Message.of("user", Image())]),
+            RowError,
+            "a user message has a place for an image with nothing in it",
+        ),
+        (
+            lambda: Conversation([ASKED, Message.of("assistant", Video())]),
+            RowError,
+            "an assistant message has a place for a video with nothing in it",
+        ),
+        (lambda: Conversation([ASKED]).answer, RowError, "it ends without an assistant message: there is no answer"),
+        (lambda: Conversation([ASKED]).prompt, RowError, "it ends without an assistant message: there is no answer"),
+        (lambda: Judgement((0, 1), (1,)), RowError, "1 values judge the answers [0, 1]: give each answer one"),
+        (lambda: Judgement((0, 0), (1, 0)), RowError, "2 values judge the answers [0, 0]: give each answer one"),
+        (lambda: Judgement((0, 1), (1, math.nan)), RowError, "the score of answer 2 is nan: write a finite number"),
+        (lambda: Judgement((0, 1), (1, 0), margin=math.inf), RowError, "`margin` is inf: write a finite number or"),
+        (lambda: Judgement((0, 1), (1, 0), weight=-1), RowError, "`weight` is -1: it must be at least 0"),
+        (
+            lambda: Comparison("r", (ASKED,), TWO, (Judgement((0, 2), (1, 0)),)),
+            RowError,
+            "answers [0, 2] are judged, and there are 2",
+        ),
+        (lambda: Comparison("r", (ASKED,), TWO).judgement, RowError, "its answers have 0 judgements: give one of all"),
+        (lambda: Outcome(), RowError, "an outcome is a score or an error: give one of them"),
+        (lambda: Outcome(0.5, "no image"), RowError, "an outcome is a score or an error: give one of them"),
+        (lambda: Outcome(math.nan), RowError, "its score is nan: look for broken weights"),
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused_when_it_is_made(make, error, sentence):
+    with pytest.raises(error, match=re.escape(sentence)) as caught:
+        make()
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "2", math.nan, math.inf, [1]])
+@pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(VideoOptions)])
+def test_an_option_of_a_video_is_a_number_above_zero(name, value):
+    if (name, value) == ("video_start", 0) and value is not False:
+        assert VideoOptions(video_start=0).as_dict() == {"video_start": 0}
+        return
+    with pytest.raises(MediaError, match=f"{name} of a video is .*: give a number above 0"):
+        VideoOptions(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"resized_width": 56}, "resized_height and resized_width of a video go together: give both or neither"),
+        (
+            {"min_pixels": 3e5, "max_pixels": 2e5},
+            "max_pixels of a video is 200000.0, below its min_pixels of 300000",
+        ),
+        ({"max_pixels": 50000}, "max_pixels of a video is 50000, below its min_pixels of 100352: raise it or lower"),
+    ],
+)
+def test_options_of_a_video_that_contradict_each_other_are_refused(options, sentence):
+    with pytest.raises(MediaError, match=re.escape(sentence)):
+        VideoOptions(**options)
+    size = {"resized_height": 56, "resized_width": 56}  # which is then its size, whatever the limits
+    assert VideoOptions(**{**options, **size}).as_dict() == {**options, **size}
+
+
+def test_what_is_made_stays_as_it_is_and_travels_to_workers():
+    comparison = Comparison("r", [ASKED], [list(answer) for answer in TWO], [Judgement([0, 1], [1, 0])])
+    assert comparison == Comparison("r", (ASKED,), TWO, (Judgement((0, 1), (1.0, 0.0)),))
+    for thing, name in ((ASKED, "role"), (ASKED.content[0], "reference"), (comparison, "answers")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, name, None)
+    assert pickle.loads(pickle.dumps(comparison)) == comparison
+
+
+def test_texts_and_media_are_in_reading_order():
+    clip = Video(["b.png", "c.png"])
+    talk = [ASKED, Message.of("assistant", clip, "Here.")]
+    assert text_of(talk) == "Which one?\nHere." and media_of(talk) == [Image("a.png"), clip]
+    assert clip.reference == ("b.png", "c.png")
+
+
+def test_several_judgements_make_the_pairs_of_each():
+    answers = (*TWO, (Message.of("assistant", "None."),))
+    judgements = Judgement((2, 0), (1.0, 3.0), rater="a"), Judgement((0, 1, 2), (1.0, 2.0, 1.0), "rating", rater="b")
+    both = Comparison("r", (ASKED,), answers, judgements)
+    assert both.pairs() == [(0, 2, False), (1, 0, False), (0, 2, True), (1, 2, False)]
+    with pytest.raises(RowError, match="its answers have 2 judgements: give one of all of them"):
+        _ = both.ratings
+    for judgement in judgements[:1]:
+        with pytest.raises(RowError, match="its answers have 1 judgements: give one of all of them"):
+            _ = dataclasses.replace(both, judgements=(judgement,)).judgement
+    turned = dataclasses.replace(both, judgements=(Judgement((2, 0, 1), (1.0, 2.0, 3.0)),))
+    assert turned.ratings == (2.0, 3.0, 1.0)
+
+
+def test_a_comparison_without_judgements_is_there_to_be_scored():
+    comparison = Comparison("r", (ASKED,), TWO)
+    assert comparison.pairs() == [] and comparison.is_pair()
+    assert [talk.answer.text for talk in comparison.conversations()] == ["This.", "That."]
+    assert comparison.conversations()[0].prompt == (ASKED,)
