@@ -11,10 +11,10 @@ from typing import Any
 
 from vlmrm.data.messages import place_media, to_messages
 from vlmrm.data.schema import Message, media_references
-from vlmrm.errors import ConfigError, RewardError, RowError
+from vlmrm.errors import ConfigError, RewardError, RowError, finite
 from vlmrm.scoring.adapters.micro_batch import MicroBatcher
 from vlmrm.scoring.loading import load_scorer
-from vlmrm.scoring.protocol import Conversation, Scorer, finite
+from vlmrm.scoring.protocol import Conversation, Scorer
 from vlmrm.scoring.remote import RemoteScorer
 
 
