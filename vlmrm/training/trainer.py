@@ -225,7 +225,8 @@ class RewardTrainer(trl.RewardTrainer):
         evaluated: list[ScoredRow] = gather_object(self._evaluated)
         for error in (row.error for row in evaluated):
             if isinstance(error, ScoreError):
-                raise self._not_finite(f"{error} (evaluated after step {self.state.global_step})")
+                step = self.state.global_step
+                raise self._not_finite(f"a score of the evaluation after step {step} is not finite ({error})")
         scored = {row.index: row for row in evaluated if row.error is None}
         rows = [row for row in dataloader.dataset if row["index"] in scored]
         pairs = scored_pairs([row["comparison"] for row in rows], [scored[row["index"]].scores for row in rows])
