@@ -15,7 +15,7 @@ from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.sources import load_comparisons
 from vlmrm.engine import Engine
-from vlmrm.errors import MediaError, RowError, ScoreError
+from vlmrm.errors import CheckpointError, MediaError, RowError, ScoreError
 from vlmrm.evaluation.ablations import response_only
 from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.modeling import load_processor
@@ -146,7 +146,7 @@ def test_a_score_that_is_no_number_is_named_once_and_by_one_sentence_everywhere(
     table = pd.read_parquet(tmp_path / "scores-000000.parquet")
     assert table["error"].dropna().to_dict() == {1: SENTENCE} and table["scores"].isna().sum() == 1
 
-    with pytest.raises(ScoreError, match=f"^row pair-1: {SENTENCE}$"):
+    with pytest.raises(CheckpointError, match=f"^row pair-1: {SENTENCE}.$"):
         evaluate(work, load_comparisons([str(tmp_path / "a/pairs.jsonl")], arguments=DataArguments()), batch_size=2)
 
     class Own:

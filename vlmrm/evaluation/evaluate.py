@@ -13,7 +13,7 @@ from tqdm import tqdm
 from vlmrm.data.schema import Comparison
 from vlmrm.data.sources import comparisons_of
 from vlmrm.engine import Engine, ScoredRow
-from vlmrm.errors import RowError, ScoreError, VlmrmError
+from vlmrm.errors import CheckpointError, RowError, ScoreError, VlmrmError
 from vlmrm.evaluation.ablations import NEAR, Traits, donor_of, traits_of
 
 
@@ -103,7 +103,7 @@ def evaluate(
 
     Raises:
         OutOfMemoryError: on every rank, when one has no memory left.
-        ScoreError: on every rank, when a score is no finite number.
+        CheckpointError: on every rank, when a score is no finite number.
         VlmrmError: on every rank, when one has a row that it may not skip.
     """
     share = _Share(dataset, batch_size, rank, ranks, with_donors=bool(engine.collator.ablations))
@@ -114,7 +114,7 @@ def evaluate(
         shown = tqdm(rows, description, len(share), leave=False, unit="row", disable=None if rank == 0 else True)
         for row in shown:
             if isinstance(row.error, ScoreError):
-                raise row.error
+                raise CheckpointError(f"{row.error}.")
             scored.append(row)
     except (torch.OutOfMemoryError, VlmrmError) as error:
         failed = error

@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from vlmrm.batching import ComparisonCollator
 from vlmrm.data.arguments import DataArguments
 from vlmrm.engine import Engine
-from vlmrm.errors import CheckpointError, DataError, RowError, ScoreError
+from vlmrm.errors import CheckpointError, DataError, RowError
 from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.analysis import analyse
 from vlmrm.evaluation.arguments import EvaluationArguments
@@ -103,11 +103,9 @@ def evaluate_checkpoint(folder: Path, dataset, run: Run) -> tuple[Row, pd.DataFr
         try:
             figures, frame = measure(loaded, dataset, run, folder)
             row |= figures
-        except ScoreError as failure:
-            row["error"] = f"{failure}."
         except RowError:
             raise  # it is as bad for every other checkpoint
-        except DataError as failure:
+        except (CheckpointError, DataError) as failure:
             row["error"] = str(failure)
         except torch.OutOfMemoryError as failure:
             row["error"] = f"{_line(failure)}: lower eval_batch_size, max_tokens_per_batch or max_pixels."

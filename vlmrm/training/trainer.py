@@ -210,13 +210,9 @@ class RewardTrainer(trl.RewardTrainer):
         batch: Any = self._prepare_inputs(inputs)
         batch["parts"] = self._as_many_as_any_rank(batch["parts"])
         with torch.no_grad(), self.compute_loss_context_manager():
-            self._evaluated += self._engine(model).score_batch(batch)
+            self._evaluated += Engine(model, self.eval_collator, self.args.device).score_batch(batch)
         self._report_dropped(batch["dropped"])
         return None, None, None
-
-    def _engine(self, model: Any) -> Engine:
-        """The model as it is wrapped for this run: under ZeRO-3 and FSDP no other has its weights."""
-        return Engine(model, self.eval_collator, self.args.device)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
         """Every row once, whatever the number of ranks: the samplers' repeats are dropped by row index."""
@@ -282,7 +278,7 @@ class RewardTrainer(trl.RewardTrainer):
             model.eval()  # draws no random numbers: a run that is resumed draws the same ones
             with torch.no_grad(), self.compute_loss_context_manager():
                 inputs: Any = self._prepare_inputs(self._last_part["inputs"])
-                scores = self._engine(model).forward(inputs)
+                scores = Engine(model, self.eval_collator, self.args.device).forward(inputs)
             model.train(training)
             finite = finite and bool(scores.isfinite().all())
         if any_rank(not finite, self.args.device):
