@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from vlmrm.batching import ComparisonCollator
 from vlmrm.conversation import Conversation, Message
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.sources import load_comparisons
+from vlmrm.engine import Engine
 from vlmrm.evaluation.ablations import ABLATIONS, Ablation
 from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.modeling import RewardModel, load_processor, make_tiny
@@ -52,7 +54,8 @@ def ablations(folder: Path, quick: bool) -> Row:
     data = load_comparisons([str(file)], arguments=DataArguments())
 
     def evaluation(changes: Mapping[str, Ablation]) -> Callable[[], Any]:
-        return lambda: evaluate(model, collator, data, batch_size=BATCH, ablations=changes)
+        engine = Engine(model, replace(collator, ablations=changes))
+        return lambda: evaluate(engine, data, batch_size=BATCH)
 
     ways = {"all": evaluation(ABLATIONS), "none": evaluation({})}
     timings = harness.interleave({name: lambda w=way: w for name, way in ways.items()}, 1 if quick else ROUNDS)

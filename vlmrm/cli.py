@@ -327,7 +327,7 @@ def export(*, model: str, output: Path, base_model: str | None = None, push_to_h
     push_to_hub:
         Also upload it to this repository of the hub, which is made private where there is none.
     """
-    from vlmrm.modeling.export import export
+    from vlmrm.export import export
 
     say(f"exported {model} to {export(model, output, base_model_path=base_model, push_to_hub=push_to_hub)}")
 

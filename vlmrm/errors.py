@@ -5,6 +5,7 @@ VlmrmError                  exit 1   anything below
 ├── DataError               exit 3   a data set that cannot be read as preferences
 │   └── RowError            exit 3   one row of it, named by its id
 │       ├── MediaError      exit 3   an image or video of that row
+│       ├── ScoreError      exit 3   a score of that row which is no finite number
 │       └── UnreadColumnError exit 3 a column of that row which holds media or a prompt, and which nothing reads
 ├── CheckpointError         exit 4   a checkpoint that is missing, broken, incomplete or of another kind
 ├── TrainingError           exit 5   a run that cannot go on: a non-finite loss, a full disk
@@ -16,6 +17,8 @@ A message says what is wrong, where, and what to do, in one sentence.
 """
 
 from __future__ import annotations
+
+import math
 
 
 class VlmrmError(Exception):
@@ -53,6 +56,10 @@ class MediaError(RowError):
     """An image or video that cannot be read or shown to the model."""
 
 
+class ScoreError(RowError):
+    """A score that is no finite number, for which the model is to blame and not the row."""
+
+
 class UnreadColumnError(RowError):
     """A column that holds media or a part of the conversation, and that its layout does not read."""
 
@@ -85,6 +92,13 @@ class Preempted(VlmrmError):
     """A run that stopped because it received SIGTERM, after saving a checkpoint where there was anything to save."""
 
     exit_code = 143
+
+
+def finite(score: float, what: str = "score", row_id: str | None = None) -> float | ScoreError:
+    """Return a score, or that it is none: NaN would go through means and advantages unseen."""
+    if math.isfinite(score):
+        return score
+    return ScoreError(f"its {what} is {score}: look for broken weights, or compute in float32", row_id)
 
 
 def first_line(error: BaseException) -> str:

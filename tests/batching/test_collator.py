@@ -88,7 +88,7 @@ def test_padding_is_masked_and_images_follow_the_rows_that_show_them(processor):
 def test_an_overlong_row_is_dropped_by_name(processor):
     long, short = comparison("long", {"x " * 300: 1, "y": 0}), comparison("short", {"x": 1, "y": 0})
     batch = collator(processor, overlong="drop")(rows(long, short))
-    assert [row_id for row_id, _ in batch["dropped"]] == ["long"]
+    assert [(index, error.row_id) for index, error in batch["dropped"]] == [(0, "long")]
     assert only_part(batch)["rows"]["index"].tolist() == [1]
     with pytest.raises(OverlongError, match=r"row long: .*max_seq_length 256"):
         collator(processor, overlong="error")(rows(long, short))
@@ -100,7 +100,7 @@ def test_an_overlong_answer_is_trimmed_and_stays_in(processor):
     assert only_part(batch)["inputs"]["input_ids"].shape[1] <= 256
     same_start = comparison("same", {"x " * 300 + "a": 1, "x " * 300 + "b": 0})
     dropped = collator(processor, overlong="trim")(rows(same_start))["dropped"]
-    assert "differ only past max_seq_length" in dropped[0][1]
+    assert "differ only past max_seq_length" in dropped[0][1].reason
 
 
 def test_a_bad_image_stops_the_run_or_is_skipped_by_name(processor, tmp_path):
@@ -111,14 +111,15 @@ def test_a_bad_image_stops_the_run_or_is_skipped_by_name(processor, tmp_path):
         collator(processor)(rows(bad))
     batch = collator(processor, bad_rows="skip")(rows(bad, comparison("ok", {"x": 1, "y": 0})))
     assert only_part(batch)["rows"]["index"].tolist() == [1]
-    assert batch["dropped"][0][0] == "bad"
+    [(_, error)] = batch["dropped"]
+    assert isinstance(error, MediaError) and error.row_id == "bad"
 
 
 def test_a_batch_of_only_bad_rows_still_makes_a_step(processor):
     batch = collator(processor, bad_rows="skip")(rows(RowError("no answers", "r1")))
     assert only_part(batch)["inputs"]["input_ids"].shape[0] == 1
     assert only_part(batch)["pairs"]["chosen"].shape == (0,)
-    assert batch["dropped"] == [("r1", "no answers")]
+    assert [(index, str(error)) for index, error in batch["dropped"]] == [(0, "row r1: no answers")]
 
 
 def test_irrelevant_answers_stand_under_another_prompt(processor):

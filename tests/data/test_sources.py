@@ -172,7 +172,8 @@ def test_a_broken_json_line_is_a_bad_row_where_those_are_skipped(streaming, tmp_
     # Scores have their errors beside them.
     rows = open_rows([str(path)], streaming=streaming)
     scored = list(rows.read(lambda number: True)) if streaming else rows.read(range(6))
-    assert [row.id for row in scored if isinstance(row.comparison, RowError)] == ["rows.jsonl:2", "rows.jsonl:4"]
+    errors = [row["comparison"] for row in scored if isinstance(row["comparison"], RowError)]
+    assert [error.row_id for error in errors] == ["rows.jsonl:2", "rows.jsonl:4"]
     path.write_text("no json\n" * 3)
     with pytest.raises(DataError, match=r"rows\.jsonl is not valid json: line 1"):
         load(str(path), streaming=streaming, arguments=DataArguments(bad_rows="skip"))

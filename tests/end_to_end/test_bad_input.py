@@ -311,6 +311,14 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(refuse
     assert "the loss is" in sentence and "learning_rate" in sentence
 
 
+def test_an_evaluation_without_finite_scores_stops_the_run_and_names_the_row(refused, training, tmp_path):
+    held_out = colour_pairs(tmp_path / "eval", 3)
+    keys = {"eval_dataset_path": held_out, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no"}
+    sentence = refused(5, "train", *training(**keys, max_steps=20, learning_rate=1e30, max_grad_norm=0.0))
+    assert "a score of the evaluation after step 1 is not finite (row pair-0: its score is nan: look" in sentence
+    assert "learning_rate" in sentence
+
+
 @pytest.mark.parametrize("rate", [1e9, 1e30], ids=["finite", "infinite"])
 def test_weights_without_finite_scores_are_not_saved_as_complete(refused, training, tmp_path, capfd, rate):
     """The loss of the step was finite: what its update made of the weights shows in the next forward only."""

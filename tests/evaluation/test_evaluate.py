@@ -15,6 +15,7 @@ from runs import colour_lists, colour_pairs, text_pairs
 from vlmrm.batching import ComparisonCollator
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.sources import load_comparisons
+from vlmrm.engine import Engine
 from vlmrm.errors import ConfigError, MediaError
 from vlmrm.evaluation import evaluate as module
 from vlmrm.evaluation.ablations import ABLATIONS
@@ -40,10 +41,10 @@ def rows(tmp_path):
     return load_comparisons([str(path) for path in paths], arguments=DataArguments())
 
 
-def run(loaded, rows, **options):
+def run(loaded, rows):
     batcher = batcher_for(loaded.model, loaded.processor, "shared")
-    collator = ComparisonCollator(Renderer(loaded.processor), batcher, max_seq_length=512)
-    return evaluate(loaded.model, collator, rows, **{"batch_size": 4, "ablations": ABLATIONS, **options})
+    collator = ComparisonCollator(Renderer(loaded.processor), batcher, max_seq_length=512, ablations=ABLATIONS)
+    return evaluate(Engine(loaded.model, collator), rows, batch_size=4)
 
 
 def scored_alone(loaded, comparison) -> list[float]:

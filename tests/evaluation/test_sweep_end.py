@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -262,22 +263,33 @@ def test_a_score_that_is_no_number_is_a_row(run_folder, data, tiny_reward_model,
     with pytest.raises(CheckpointError, match="1 of 3 checkpoints could not be evaluated"):
         cli.evaluate(*asked(run_folder, data))
     errors = column("error")
-    assert "6 pairs have a score that is no number, first of pair-0" in errors.pop("checkpoint-2")
+    assert errors.pop("checkpoint-2").startswith("row pair-0: its score is nan: look for broken weights")
     assert set(errors.values()) == {""} and "best: run/checkpoint-" in capsys.readouterr().out
 
 
 def test_an_ablation_whose_scores_are_no_numbers_is_a_row(run_folder, data, monkeypatch):
     """Both sides of a pair, which would look as if it could not be ablated."""
 
-    def evaluated(*args, description, **keys):
-        result = evaluate(*args, description=description, **keys)
-        if description == "checkpoint-2":
-            result.ablated[3]["blank_image"] = [math.nan, math.nan]
-        return result
+    class Broken:
+        """Its scores of the ablated pairs, which stand behind the pairs themselves, are no numbers."""
+
+        device = torch.device("cpu")
+
+        def __init__(self, model):
+            self.model = model
+
+        def __call__(self, **inputs):
+            output = self.model(**inputs)
+            output.logits[len(output.logits) // 2 :] = math.nan
+            return output
+
+    def evaluated(engine, *args, description, **keys):
+        broken = replace(engine, model=Broken(engine.model)) if description == "checkpoint-2" else engine
+        return evaluate(broken, *args, description=description, **keys)
 
     monkeypatch.setattr(measuring, "evaluate", evaluated)
     errors = [row["error"] for row in sweep(asked(run_folder, data, ablations="blank_image")).rows]
-    assert "the blank_image scores of pair-3 are no numbers" in (errors.pop(1) or "") and errors == [None, None]
+    assert errors.pop(1).startswith("row pair-0: its blank_image score is nan: look") and errors == [None, None]
 
 
 def test_a_checkpoint_without_enough_memory_is_a_row(run_folder, data, monkeypatch):
@@ -287,8 +299,9 @@ def test_a_checkpoint_without_enough_memory_is_a_row(run_folder, data, monkeypat
         def __call__(self, **inputs):
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
 
-    def evaluated(model, *args, description, **keys):
-        return evaluate(Full() if description == "checkpoint-2" else model, *args, description=description, **keys)
+    def evaluated(engine, *args, description, **keys):
+        full = replace(engine, model=Full()) if description == "checkpoint-2" else engine
+        return evaluate(full, *args, description=description, **keys)
 
     monkeypatch.setattr(measuring, "evaluate", evaluated)
     errors = [row["error"] for row in sweep(asked(run_folder, data)).rows]

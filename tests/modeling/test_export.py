@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from vlmrm import cli, load_scorer
 from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.export import export
 from vlmrm.modeling import load_for_training, load_processor, make_tiny, save_reward_files, write_complete
-from vlmrm.modeling.export import export
 
 OTHERS = ("qwen2_vl", "qwen3_vl")
 

@@ -149,7 +149,7 @@ def test_a_score_that_is_no_number_is_an_error(tiny_reward_model):
     broken = load_scorer(tiny_reward_model, device="cpu")
     for weight in broken.model.parameters():
         weight.data.fill_(float("nan"))
-    with pytest.raises(RowError, match="conversation 0: its score is nan: look for broken weights"):
+    with pytest.raises(RowError, match="conversation 0: its score is nan: look for broken weights, or compute"):
         broken.score([conversation("red")])
 
 

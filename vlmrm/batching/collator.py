@@ -5,10 +5,10 @@ A batch is a dictionary that the trainer moves to the device as it is:
     parts    each goes through the model at once; one, unless a token budget splits the batch:
         inputs   what the model takes; it answers one score for each conversation
         pairs    [N] tensors over pairs of conversations: chosen, rejected (indices), margin, weight, tie, irrelevant
-        rows     [R] tensors over the comparisons: index (in the data set), branches (how many scores are its own)
+        rows     of the comparisons [R]: index (in the data set), branches (how many scores are its own), id (a list)
         ablated  (index, name of the ablation, how many scores) of each ablated comparison
     counts   numbers for the logs: tokens, pairs
-    dropped  (row id, reason) of each row left out
+    dropped  (index, error) of each row left out; the error names the row
 
 In a part the scores of the comparisons' own branches come first, in order, then those of ablated comparisons, then
 those of irrelevant queries.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vlmrm.batching.batcher import Batcher
+from vlmrm.batching.batcher import Batcher, Unit
 from vlmrm.conversation import Comparison, Conversation, Message
 from vlmrm.data.irrelevant import IrrelevantQueries, best_and_worst
 from vlmrm.errors import RowError
@@ -58,7 +58,7 @@ class ComparisonCollator:
     def __call__(self, rows: Sequence[dict[str, Any]]) -> Batch:
         cache: dict[str, ProcessedMedia] = {}
         units: list[_Unit] = []
-        dropped: list[tuple[str, str]] = []
+        dropped: list[tuple[int, RowError]] = []
         for row in rows:
             comparison = row["comparison"]
             try:
@@ -73,12 +73,12 @@ class ComparisonCollator:
                 policy = self.overlong if isinstance(error, OverlongError) else self.bad_rows
                 if policy == "error":
                     raise named from error
-                dropped.append((named.row_id or "", named.reason))
+                dropped.append((row["index"], named))
         if self.irrelevant is not None:
             self._show_irrelevant(units, self.irrelevant, cache)
         conversations = [unit.conversations() for unit in units]
         return {
-            "parts": [self._part([units[i] for i in numbers]) for numbers in self._split(conversations)],
+            "parts": [self._part([units[i] for i in numbers]) for numbers in self.split(conversations)],
             "counts": {
                 "tokens": sum(len(item) for unit in conversations for item in unit),
                 "pairs": sum(len(unit.comparison.pairs()) for unit in units),
@@ -90,7 +90,8 @@ class ComparisonCollator:
         """A part without pairs: for a rank that has run out of parts while others have not."""
         return self._part([])
 
-    def _split(self, conversations: list[list[Rendered]]) -> list[list[int]]:
+    def split(self, conversations: Sequence[Unit]) -> list[list[int]]:
+        """Return the numbers of those that the model computes at once; without a budget, all of them."""
         if self.max_tokens_per_batch is None or not conversations:
             return [list(range(len(conversations)))]
         return self.batcher.split(conversations, self.max_tokens_per_batch)
@@ -115,6 +116,7 @@ class ComparisonCollator:
             "rows": {
                 "index": torch.tensor([unit.index for unit in units], dtype=torch.long),
                 "branches": torch.tensor([len(unit.branches) for unit in units], dtype=torch.long),
+                "id": [unit.comparison.id for unit in units],
             },
             "ablated": ablated,
         }

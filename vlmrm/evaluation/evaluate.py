@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from vlmrm.batching import ComparisonCollator, scores_by_ablation, to_device
-from vlmrm.batching.workers import plain_worker_errors
 from vlmrm.conversation import Comparison
 from vlmrm.data.sources import comparisons_of
-from vlmrm.errors import VlmrmError
-from vlmrm.evaluation.ablations import NEAR, Ablation, Traits, donor_of, traits_of
-from vlmrm.modeling import RewardModel
+from vlmrm.engine import Engine, ScoredRow
+from vlmrm.errors import CheckpointError, RowError, ScoreError, VlmrmError
+from vlmrm.evaluation.ablations import NEAR, Traits, donor_of, traits_of
 
 
 class _Rows(Sequence[Comparison]):
@@ -38,7 +35,7 @@ class _Rows(Sequence[Comparison]):
 
 @dataclass
 class Evaluation:
-    """Comparisons with the score of each branch, and the rows that could not be scored as (id, reason).
+    """Comparisons with the score of each branch, and why the other rows could not be scored.
 
     `ablated[i]` has, by name of the ablation, the scores of the branches of comparison i as it was changed.
     """
@@ -46,7 +43,7 @@ class Evaluation:
     comparisons: Sequence[Comparison] = ()
     scores: list[list[float]] = field(default_factory=list)
     ablated: list[dict[str, list[float]]] = field(default_factory=list)
-    dropped: list[tuple[str, str]] = field(default_factory=list)
+    dropped: list[RowError] = field(default_factory=list)
 
 
 @dataclass
@@ -90,59 +87,46 @@ class _Share:
         return rows
 
 
-@torch.inference_mode()
 def evaluate(
-    model: RewardModel,
-    collator: ComparisonCollator,
+    engine: Engine,
     dataset,
     *,
     batch_size: int,
     num_workers: int = 0,
     rank: int = 0,
     ranks: int = 1,
-    ablations: Mapping[str, Ablation] | None = None,
     description: str = "scoring",
 ) -> Evaluation:
-    """Scores every row of `dataset` (rows of `load_comparisons`) once, and each of its `ablations` beside it.
+    """Score every row of `dataset` (rows of `load_comparisons`) once, and beside it each ablation of the collator.
 
     Of several ranks each takes a share, and all get the whole result in the data set's order.
 
     Raises:
         OutOfMemoryError: on every rank, when one has no memory left.
+        CheckpointError: on every rank, when a score is no finite number.
         VlmrmError: on every rank, when one has a row that it may not skip.
     """
-    share: Any = _Share(dataset, batch_size, rank, ranks, with_donors=bool(ablations))
-    loader = DataLoader(
-        share,
-        batch_size=batch_size,
-        collate_fn=replace(collator, ablations=ablations or {}),
-        num_workers=num_workers,
-    )
-    scored: list[tuple[int, str | None, list[float]]] = []
-    dropped: list[tuple[str, str]] = []
+    share = _Share(dataset, batch_size, rank, ranks, with_donors=bool(engine.collator.ablations))
+    rows = engine.rows(share, batch_size=batch_size, num_workers=num_workers)
+    scored: list[ScoredRow] = []
     failed: Exception | None = None
-    progress = tqdm(loader, desc=description, unit="batch", leave=False, disable=None if rank == 0 else True)
     try:
-        with plain_worker_errors():
-            for batch in progress:
-                for part in batch["parts"]:
-                    scores = model(**to_device(part["inputs"], model.device)).logits.squeeze(-1).float().tolist()
-                    scored += scores_by_ablation(part, scores)
-                dropped += batch["dropped"]
-    except torch.OutOfMemoryError as error:
-        failed = torch.OutOfMemoryError(" ".join(str(error).split()))
-    except VlmrmError as error:
+        shown = tqdm(rows, description, len(share), leave=False, unit="row", disable=None if rank == 0 else True)
+        for row in shown:
+            if isinstance(row.error, ScoreError):
+                raise CheckpointError(f"{row.error}.")
+            scored.append(row)
+    except (torch.OutOfMemoryError, VlmrmError) as error:
         failed = error
     # A rank that cannot go on must not leave the others waiting for its scores.
     for failure in gather_object([failed]):
         if failure is not None:
             raise failure
-    by_place: dict[int, dict[str | None, list[float]]] = {}
-    for place, name, values in gather_object(scored):
-        by_place.setdefault(place, {})[name] = values
-    places = sorted(by_place)
-    result = Evaluation(_Rows(dataset, places), dropped=gather_object(dropped))
-    for place in places:
-        result.scores.append(by_place[place].pop(None))
-        result.ablated.append({name: values for name, values in by_place[place].items() if name is not None})
-    return result
+    everyones = sorted(gather_object(scored), key=lambda row: row.index)
+    kept = [row for row in everyones if row.error is None]
+    return Evaluation(
+        _Rows(dataset, [row.index for row in kept]),
+        scores=[row.scores for row in kept],
+        ablated=[row.ablated for row in kept],
+        dropped=[row.error for row in everyones if row.error is not None],
+    )

@@ -16,16 +16,16 @@ from accelerate.utils import gather_object
 
 from vlmrm.batching import ComparisonCollator
 from vlmrm.data.arguments import DataArguments
+from vlmrm.engine import Engine
 from vlmrm.errors import CheckpointError, DataError, RowError
 from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.analysis import analyse
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.choosing import step_of
-from vlmrm.evaluation.evaluate import Evaluation, evaluate
+from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.evaluation.frame import scored_frame
 from vlmrm.evaluation.intervals import DRAWS, SEED
 from vlmrm.evaluation.leakage import Leakage
-from vlmrm.evaluation.pairs import not_finite
 from vlmrm.evaluation.public import benchmark
 from vlmrm.evaluation.results import table_figures
 from vlmrm.evaluation.schema import Provenance, Row, Statistics
@@ -95,7 +95,7 @@ def evaluate_checkpoint(folder: Path, dataset, run: Run) -> tuple[Row, pd.DataFr
             loaded.model.requires_grad_(False)
             loaded.model.use_vision_cache(run.args.vision_cache_dir, run.args.vision_cache_gb)
     except (CheckpointError, torch.OutOfMemoryError) as failure:
-        error = " ".join(str(failure).split())
+        error = _line(failure)
     # A rank that cannot load must not leave the others waiting for its scores.
     errors = [each for each in gather_object([error]) if each is not None]
     frame = None
@@ -105,28 +105,30 @@ def evaluate_checkpoint(folder: Path, dataset, run: Run) -> tuple[Row, pd.DataFr
             row |= figures
         except RowError:
             raise  # it is as bad for every other checkpoint
-        except DataError as failure:
+        except (CheckpointError, DataError) as failure:
             row["error"] = str(failure)
         except torch.OutOfMemoryError as failure:
-            row["error"] = f"{failure}: lower eval_batch_size, max_tokens_per_batch or max_pixels."
+            row["error"] = f"{_line(failure)}: lower eval_batch_size, max_tokens_per_batch or max_pixels."
     else:
         row["error"] = errors[0]
     row["seconds"] = round(time.perf_counter() - started, 3)
     return cast(Row, row), frame
 
 
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 def measure(loaded: LoadedReward, dataset, run: Run, folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     """The figures of one model on one data set, and the scored pairs."""
     args, processes = run.args, run.processes
     result = evaluate(
-        loaded.model,
-        collator_for(loaded, run),
+        engine_for(loaded, run),
         dataset,
         batch_size=args.eval_batch_size,
         num_workers=args.dataloader_num_workers,
         rank=processes.process_index,
         ranks=processes.num_processes,
-        ablations={name: ABLATIONS[name] for name in args.ablations},
         description=folder.name,
     )
     if not result.comparisons:
@@ -136,31 +138,11 @@ def measure(loaded: LoadedReward, dataset, run: Run, folder: Path) -> tuple[dict
     )
     if run.leakage is not None:
         frame["by/leaked"] = np.where(frame["comparison_id"].isin(run.leakage.leaked), "yes", "no")
-    bad = not_finite(frame)
-    if bad.any():
-        row_id = frame["comparison_id"].to_numpy()[bad][0]
-        return {"error": f"{bad.sum()} pairs have a score that is no number, first of {row_id}."}, frame
-    check_ablated(result)
     statistics = cast(Statistics, analyse(frame))
     figures: dict[str, Any] = {**table_figures(statistics["overall"]), "dropped_rows": len(result.dropped)}
     if args.benchmark is not None:
         figures["benchmark"] = benchmark(args.benchmark).score(frame)
     return {**figures, "statistics": statistics, "provenance": provenance_of(loaded, run)}, frame
-
-
-def check_ablated(result: Evaluation) -> None:
-    """Refuses scores under an ablation that are no numbers: in the frame they would look like none at all.
-
-    Raises:
-        DataError: naming the first comparison with one.
-    """
-    for number, ablated in enumerate(result.ablated):
-        for name, scores in ablated.items():
-            if not np.isfinite(scores).all():
-                row_id = result.comparisons[number].id
-                raise DataError(
-                    f"the {name} scores of {row_id} are no numbers: the checkpoint is broken or its dtype too narrow."
-                )
 
 
 def provenance_of(loaded: LoadedReward, run: Run) -> Provenance:
@@ -184,8 +166,8 @@ def provenance_of(loaded: LoadedReward, run: Run) -> Provenance:
     }
 
 
-def collator_for(loaded: LoadedReward, run: Run) -> ComparisonCollator:
-    """Rows as this model was trained to see them; pixel limits of the data keys win where they are given."""
+def engine_for(loaded: LoadedReward, run: Run) -> Engine:
+    """The model over rows as it was trained to see them; pixel limits of the data keys win where they are given."""
     args, data_args = run.args, run.data_args
     limits = MediaLimits(
         data_args.min_pixels or loaded.info.get("min_pixels"),
@@ -193,11 +175,13 @@ def collator_for(loaded: LoadedReward, run: Run) -> ComparisonCollator:
         data_args.video_fps,
         data_args.video_max_frames,
     )
-    return ComparisonCollator(
+    collator = ComparisonCollator(
         Renderer(loaded.processor, limits, run.store(loaded.processor, limits)),
         batcher_for(loaded.model, loaded.processor, args.batching),
         max_seq_length=sequence_limit(loaded.model, data_args.max_seq_length),
         max_tokens_per_batch=args.max_tokens_per_batch,
         overlong=data_args.overlong,
         bad_rows=data_args.bad_rows,
+        ablations={name: ABLATIONS[name] for name in args.ablations},
     )
+    return Engine(loaded.model, collator)

@@ -7,28 +7,22 @@ a job that was killed goes on, on as many processes as one likes, with the shard
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from tqdm import tqdm
 
-from vlmrm.batching import ComparisonCollator, scores_by_ablation, to_device
-from vlmrm.batching.workers import plain_worker_errors
 from vlmrm.data.fingerprint import data_fingerprint
-from vlmrm.errors import ConfigError, RowError
-from vlmrm.modeling import sequence_limit
+from vlmrm.errors import ConfigError
 from vlmrm.scoring.loading import load_local_scorer
-from vlmrm.scoring.rows import Row, StreamRows, TableRows, open_rows
+from vlmrm.scoring.rows import StreamRows, TableRows, open_rows
 from vlmrm.scoring.scorer import LocalScorer
-from vlmrm.scoring.shards import Scored, Shards, Summary
-
-NOT_FINITE = "a score of it is no finite number: score it with dtype float32, or check the checkpoint"
+from vlmrm.scoring.shards import Shards, Summary
 
 
 @dataclass(frozen=True)
@@ -108,16 +102,6 @@ class ShardScoring:
     def __post_init__(self):
         self.job.shards.check_settings(self.job.settings(self.scorer, self.rows))
 
-    @cached_property
-    def collator(self) -> ComparisonCollator:
-        return ComparisonCollator(
-            self.scorer.renderer,
-            self.scorer.batcher,
-            max_seq_length=sequence_limit(self.scorer.model, None),
-            max_tokens_per_batch=self.job.max_tokens_per_batch,
-            bad_rows="skip",
-        )
-
     def run(self, rank: int, ranks: int) -> int:
         """Writes this rank's absent shards; how many rows the input has."""
         shards = self.job.shards
@@ -136,37 +120,11 @@ class ShardScoring:
         self._write(table, len(table), show=show)
 
     def _write(self, dataset: Any, total: int | None, *, show: bool) -> None:
-        shards = self.job.shards
-        with tqdm(total=total, desc="scoring", unit="row", disable=None if show else True) as bar:
-            for number, scored in groupby(self._scored(dataset), key=lambda row: row.row // shards.size):
-                kept = []
-                for row in scored:
-                    kept.append(row)
-                    bar.update()
-                shards.write(number, kept)
-
-    @torch.inference_mode()
-    def _scored(self, dataset: Any) -> Iterator[Scored]:
-        """Every row of the dataset, in order."""
-        workers = self.job.num_workers
-        loader = DataLoader(
-            dataset,
-            batch_size=self.job.batch_rows,
-            collate_fn=_Collate(self.collator),
-            # A stream is read from its start by whoever reads it.
-            num_workers=min(workers, 1) if isinstance(dataset, IterableDataset) else workers,
-        )
-        with plain_worker_errors():
-            for ids, batch in loader:
-                found: dict[int, list[float]] = {}
-                for part in batch["parts"]:
-                    scores = self.scorer.model(**to_device(part["inputs"], self.scorer.model.device)).logits
-                    found |= {i: v for i, _, v in scores_by_ablation(part, scores.squeeze(-1).float().tolist())}
-                reasons = {int(place): reason for place, reason in batch["dropped"]}
-                reasons |= {i: NOT_FINITE for i, values in found.items() if not np.isfinite(values).all()}
-                for number, name in ids.items():
-                    error = reasons.get(number)
-                    yield Scored(number, name, None if error else found[number], error)
+        job, shards = self.job, self.job.shards
+        rows = self.scorer.engine.rows(dataset, batch_size=job.batch_rows, num_workers=job.num_workers)
+        shown = tqdm(rows, "scoring", total, unit="row", disable=None if show else True)
+        for number, scored in groupby(shown, key=lambda row: row.index // shards.size):
+            shards.write(number, list(scored))
 
 
 @dataclass
@@ -184,14 +142,11 @@ class _Table:
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
-    def __getitems__(self, places: Sequence[int]) -> list[Row]:
+    def __getitems__(self, places: Sequence[int]) -> list[dict[str, Any]]:
         which = np.searchsorted(self.ends, places, side="right")
         starts = np.concatenate([[0], self.ends])[which]
         firsts = np.asarray(self.numbers)[which] * self.size
         return self.rows.read((firsts + places - starts).tolist())
-
-    def __getitem__(self, place: int) -> Row:
-        return self.__getitems__([place])[0]
 
 
 class _Stream(IterableDataset):
@@ -201,7 +156,7 @@ class _Stream(IterableDataset):
         self.rows, self.shards, self.rank, self.ranks = rows, shards, rank, ranks
         self.count = torch.zeros((), dtype=torch.long).share_memory_()  # a loader's worker counts
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         current, mine = -1, False
 
         def wanted(number: int) -> bool:
@@ -212,20 +167,3 @@ class _Stream(IterableDataset):
             return mine
 
         return self.rows.read(wanted)
-
-
-@dataclass
-class _Collate:
-    """Rows into a batch, with the name of each by its number. To the collator a row is called by its number."""
-
-    collator: ComparisonCollator
-
-    def __call__(self, rows: list[Row]) -> tuple[dict[int, str], dict[str, Any]]:
-        return {row.number: row.id for row in rows}, self.collator([self._numbered(row) for row in rows])
-
-    @staticmethod
-    def _numbered(row: Row) -> dict[str, Any]:
-        found, name = row.comparison, str(row.number)
-        if isinstance(found, RowError):
-            return {"index": row.number, "comparison": type(found)(found.reason, name)}
-        return {"index": row.number, "comparison": replace(found, id=name)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -49,11 +48,6 @@ def all_scores(scores: Sequence[float | RowError]) -> list[float]:
         if isinstance(score, RowError):
             raise type(score)(f"conversation {place}: {score.reason}") from score
     return [score for score in scores if not isinstance(score, RowError)]
-
-
-def finite(score: float) -> float | RowError:
-    """A score, or that it is none: NaN would go through means and advantages unseen."""
-    return score if math.isfinite(score) else RowError(f"its score is {score}: look for broken weights")
 
 
 def conversations_of(groups: Iterable[Group]) -> list[list[types.Conversation]]:

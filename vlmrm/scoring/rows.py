@@ -7,28 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from vlmrm.conversation import Comparison
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.rows import read_answers
 from vlmrm.data.sources import RowReader, check_first_rows, try_read, with_rules
 from vlmrm.data.streams import Group
 from vlmrm.data.tables import check_layout, open_tables, unreadable
-from vlmrm.errors import DataError, RowError
+from vlmrm.errors import DataError
 from vlmrm.formats import LAYOUTS_TO_SCORE
 
 READ_AT_ONCE = 64  # rows of a stream
-
-
-class Row(NamedTuple):
-    """A row by its number in the whole input: its conversations, or why it has none."""
-
-    number: int
-    id: str
-    comparison: Comparison | RowError
 
 
 @dataclass
@@ -45,15 +36,15 @@ class TableRows:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def read(self, numbers: Sequence[int]) -> list[Row]:
+    def read(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Return `{"index": its number in the whole input, "comparison": its answers or why it has none}` of each."""
         sources, rules = zip(*self.group, strict=True)
         which = np.searchsorted(self.ends, numbers, side="right")
         starts = np.concatenate([[0], self.ends])[which]
         places = [number - int(start) for number, start in zip(numbers, starts, strict=True)]
         cells = {"index": list(numbers), "source": which.tolist(), "row": places}
         read = RowReader(sources, rules, read_answers)(cells)["comparison"]
-        names = [f"{sources[i].name}:{place + 1}" for i, place in zip(which, places, strict=True)]
-        return [_row(*each) for each in zip(numbers, names, read, strict=True)]
+        return [{"index": each[0], "comparison": each[1]} for each in zip(numbers, read, strict=True)]
 
 
 @dataclass
@@ -62,7 +53,7 @@ class StreamRows:
 
     group: Group
 
-    def read(self, wanted: Callable[[int], bool]) -> Iterator[Row]:
+    def read(self, wanted: Callable[[int], bool]) -> Iterator[dict[str, Any]]:
         """The rows whose number is `wanted`; the others are passed over unread."""
         number = 0
         for source, rules in self.group:
@@ -75,14 +66,10 @@ class StreamRows:
                         if wanted(number):
                             cells = {name: column[i] for name, column in batch.items()}
                             name = f"{source.name}:{place}"
-                            yield _row(number, name, try_read(cells, name, rules, read_answers))
+                            yield {"index": number, "comparison": try_read(cells, name, rules, read_answers)}
                         number += 1
             except (ValueError, OSError) as error:  # what parsers raise; pyarrow's are ValueErrors too
                 raise unreadable(source.path, error) from error
-
-
-def _row(number: int, name: str, read: Comparison | RowError) -> Row:
-    return Row(number, (read.row_id or name) if isinstance(read, RowError) else read.id, read)
 
 
 def open_rows(

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from vlmrm.batching import Batcher, to_device
+from vlmrm.batching import ComparisonCollator
 from vlmrm.conversation import Conversation, Image, Message
+from vlmrm.engine import Engine
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation, read_messages
-from vlmrm.modeling import LoadedReward, batcher_for
+from vlmrm.modeling import LoadedReward, batcher_for, sequence_limit
 from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
 from vlmrm.scoring.protocol import Conversation as AnyConversation
-from vlmrm.scoring.protocol import Group, all_scores, conversations_of, finite, regrouped
+from vlmrm.scoring.protocol import Group, all_scores, conversations_of, regrouped
 
 
 class LocalScorer:
@@ -24,10 +25,16 @@ class LocalScorer:
     def __init__(self, loaded: LoadedReward, *, max_tokens_per_batch: int = 16384, batching: str = "shared"):
         self.loaded = loaded
         self.model = loaded.model.eval().requires_grad_(False)
-        self.max_tokens_per_batch = max_tokens_per_batch
         limits = MediaLimits(loaded.info.get("min_pixels"), loaded.info.get("max_pixels"))
         self.renderer = Renderer(loaded.processor, limits)
-        self.batcher: Batcher = batcher_for(loaded.model, loaded.processor, batching)
+        collator = ComparisonCollator(
+            self.renderer,
+            batcher_for(loaded.model, loaded.processor, batching),
+            max_seq_length=sequence_limit(loaded.model, None),
+            max_tokens_per_batch=max_tokens_per_batch,
+            bad_rows="skip",
+        )
+        self.engine = Engine(self.model, collator)
 
     def score(self, conversations: Sequence[AnyConversation]) -> list[float]:
         """The raw logit of each conversation, in order.
@@ -39,18 +46,7 @@ class LocalScorer:
 
     def score_each(self, conversations: Sequence[AnyConversation]) -> list[float | RowError]:
         """The raw logit of each conversation, in order, or why it cannot be scored."""
-        cache: dict[str, ProcessedMedia] = {}
-        scores: list[float | RowError] = [0.0] * len(conversations)
-        rendered: list[tuple[int, Rendered]] = []
-        for place, conversation in enumerate(conversations):
-            try:
-                rendered.append((place, self._render(conversation, cache)))
-            except RowError as error:
-                scores[place] = error
-        for numbers in self.batcher.split([[item] for _, item in rendered], self.max_tokens_per_batch):
-            for number, value in zip(numbers, self._forward([rendered[n][1] for n in numbers]), strict=True):
-                scores[rendered[number][0]] = finite(value)
-        return scores
+        return self.engine.score(conversations, self._render)
 
     def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """For each (prompt, candidates), the raw logit of each candidate, in order."""
@@ -71,21 +67,10 @@ class LocalScorer:
             raise RowError(f"images are {images.dtype} {tuple(images.shape)}: give floats [N, 3, H, W] in [0, 1]")
         asked, answer = read_messages(prompt, "user"), Message.of("assistant", Image("a tensor"))
         own, conversation = self.renderer.process(asked), Conversation((*asked, answer))
-        rendered = [
-            self.renderer.render_with(conversation, [*own, item]) for item in self.renderer.process_tensors(images)
-        ]
-        parts = self.batcher.split([[item] for item in rendered], self.max_tokens_per_batch)
-        scores = torch.cat([self._logits([rendered[place] for place in places]) for places in parts])
-        return scores[torch.tensor([place for places in parts for place in places]).argsort().to(scores.device)]
+        processed = self.renderer.process_tensors(images)
+        return self.engine.logits([self.renderer.render_with(conversation, [*own, item]) for item in processed])
 
     def _render(self, conversation: AnyConversation, cache: dict[str, ProcessedMedia]) -> Rendered:
         read = read_conversation(conversation)
         _ = read.answer  # refuses one that ends without
         return self.renderer.render(read, cache)
-
-    @torch.inference_mode()
-    def _forward(self, rendered: Sequence[Rendered]) -> list[float]:
-        return self._logits(rendered).tolist()
-
-    def _logits(self, rendered: Sequence[Rendered]) -> torch.Tensor:
-        return self.model(**to_device(self.batcher(rendered), self.model.device)).logits.squeeze(-1).float()

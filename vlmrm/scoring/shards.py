@@ -10,11 +10,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vlmrm.engine import ScoredRow
 from vlmrm.errors import ConfigError, VlmrmError
 
 SETTINGS = "_settings.json"
@@ -26,15 +27,6 @@ SCHEMA = pa.schema(
         pa.field("error", pa.string()),
     ]
 )
-
-
-class Scored(NamedTuple):
-    """A row with the raw score of each answer, or the reason why it has none."""
-
-    row: int
-    id: str
-    scores: list[float] | None
-    error: str | None
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class Shards:
         """How many shards `rows` rows make."""
         return -(-rows // self.size)
 
-    def write(self, number: int, scored: Sequence[Scored]) -> None:
+    def write(self, number: int, scored: Sequence[ScoredRow]) -> None:
         """Puts a shard in its place at once, whole.
 
         Raises:
@@ -70,7 +62,7 @@ class Shards:
         """
         path = self.path(number)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        table = pa.Table.from_pylist([row._asdict() for row in scored], schema=SCHEMA)
+        table = pa.Table.from_pylist([_cells(row) for row in scored], schema=SCHEMA)
         try:
             with open(temporary, "wb") as file:
                 pq.write_table(table, file)
@@ -119,6 +111,11 @@ class Shards:
                 ) from None
         finally:
             temporary.unlink()
+
+
+def _cells(row: ScoredRow) -> dict[str, Any]:
+    outcome = {"scores": row.scores} if row.error is None else {"error": row.error.reason}
+    return {"row": row.index, "id": row.id, **outcome}
 
 
 def _errors(path: Path) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlmrm.data.sources import sample
+from vlmrm.engine import ScoredRow
 from vlmrm.evaluation.ablations import ABLATIONS, Ablation, donor_of
 from vlmrm.evaluation.evaluate import Evaluation
 from vlmrm.evaluation.frame import scored_frame
@@ -53,18 +54,15 @@ class ProbedDataset:
                 row["donor"] = donor_of(row["comparison"], self._places[row["index"]], self.probe)
         return rows
 
-    def figures(self, scores: Mapping[int, Mapping[str | None, Sequence[float]]]) -> dict[str, float]:
-        """What `LOGGED` names, from the scores of each row's branches by `index` and ablation (None: as it is).
+    def figures(self, scored: Mapping[int, ScoredRow]) -> dict[str, float]:
+        """What `LOGGED` names, from the scores of each row by its `index`.
 
         Figures that no row allows are left out, and named in the log the first time.
         """
-        scored = [row for row in self.probe if row["index"] in scores]
-        result = Evaluation([row["comparison"] for row in scored])
-        for row in scored:
-            ablated = dict(scores[row["index"]])
-            result.scores.append(list(ablated.pop(None)))
-            result.ablated.append({str(name): list(values) for name, values in ablated.items()})
-        found = _reliances(result)
+        rows = [row for row in self.probe if row["index"] in scored]
+        own = [scored[row["index"]] for row in rows]
+        comparisons = [row["comparison"] for row in rows]
+        found = _reliances(Evaluation(comparisons, [row.scores for row in own], [row.ablated for row in own]))
         figures: dict[str, float] = {}
         for ablation, names in LOGGED.items():
             figures |= {name: found[figure] for name, figure in names.items() if not math.isnan(found[figure])}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vlmrm.batching import Batch, ComparisonCollator
+from vlmrm.batching import ComparisonCollator
 from vlmrm.errors import TrainingError
 from vlmrm.training.losses import weights
 
@@ -49,8 +49,8 @@ def check_rows(dataset: Any, collator: ComparisonCollator, key: str, useful: Use
         batch = collator([dataset[number]])
         if any(useful(part["pairs"]) for part in batch["parts"]):
             return
-        reason = _reason(batch) or reason
-    why = f"can be used (row {reason})" if reason else lacking
+        reason = str(batch["dropped"][-1][1]) if batch["dropped"] else reason
+    why = f"can be used ({reason})" if reason else lacking
     raise TrainingError(f"none of the {len(dataset)} rows of {key} {why}: vlmrm check-data says what they hold.")
 
 
@@ -87,7 +87,7 @@ class RowTally:
             TrainingError: which says why.
         """
         if self.nothing_trained():
-            why = f"left out (row {self.reason})" if self.reason else "left out or weigh nothing"
+            why = f"left out ({self.reason})" if self.reason else "left out or weigh nothing"
             raise TrainingError(
                 f"nothing was trained: all {self.rows} rows so far were {why}: vlmrm check-data says what they hold."
             )
@@ -104,7 +104,3 @@ class RowTally:
                 "%d of %d rows (%.0f %%) were left out: why is in *_dropped_rows.jsonl of output_dir",
                 self.dropped, self.rows, 100 * self.dropped / self.rows,
             )  # fmt: skip
-
-
-def _reason(batch: Batch) -> str:
-    return ": ".join(batch["dropped"][-1]) if batch["dropped"] else ""

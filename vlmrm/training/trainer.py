@@ -20,9 +20,10 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
-from vlmrm.batching import Batch, ComparisonCollator, Part, scores_by_ablation
+from vlmrm.batching import Batch, ComparisonCollator, Part
 from vlmrm.batching.balance import BalancedBatches, estimated_costs
-from vlmrm.errors import TrainingError, first_line
+from vlmrm.engine import Engine, ScoredRow
+from vlmrm.errors import RowError, ScoreError, TrainingError, first_line
 from vlmrm.evaluation.frame import scored_pairs
 from vlmrm.evaluation.metrics import trl_summary
 from vlmrm.modeling import write_complete
@@ -76,7 +77,7 @@ class RewardTrainer(trl.RewardTrainer):
         self.row_tally = RowTally()
         self._last_part: Part | None = None  # what the model was last trained on, until the next step
         self._figures = StepFigures()
-        self._evaluated: list[tuple[int, str | None, list[float]]] = []
+        self._evaluated: list[ScoredRow] = []
 
     # Data -----------------------------------------------------------------------------------------------------------
 
@@ -125,16 +126,17 @@ class RewardTrainer(trl.RewardTrainer):
         self.row_tally.add(rows=int(totals[4]), dropped=int(totals[5]), weight=float(totals[:2].sum()))
         return totals[:2]
 
-    def _report_dropped(self, dropped: list[tuple[str, str]]) -> None:
+    def _report_dropped(self, dropped: list[tuple[int, RowError]]) -> None:
         if not dropped:
             return
         self._figures.dropped += len(dropped)
-        self.row_tally.reason = ": ".join(dropped[-1])
+        self.row_tally.reason = str(dropped[-1][1])
         path = Path(self.args.output_dir) / f"rank{self.args.process_index}_{DROPPED_ROWS}"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
-            for row_id, reason in dropped:
-                file.write(json.dumps({"step": self.state.global_step, "id": row_id, "reason": reason}) + "\n")
+            for _, error in dropped:
+                line = {"step": self.state.global_step, "id": error.row_id or "", "reason": error.reason}
+                file.write(json.dumps(line) + "\n")
 
     def get_batch_samples(self, *args, **kwargs):
         started = time.perf_counter()
@@ -205,22 +207,25 @@ class RewardTrainer(trl.RewardTrainer):
     # Evaluation -----------------------------------------------------------------------------------------------------
 
     def prediction_step(self, model, inputs: Any, prediction_loss_only, ignore_keys=None):
-        for part in self._as_many_as_any_rank(cast(Batch, self._prepare_inputs(inputs))["parts"]):
-            with torch.no_grad(), self.compute_loss_context_manager():
-                scores = model(**part["inputs"]).logits.squeeze(-1).float().tolist()
-            self._evaluated += scores_by_ablation(part, scores)
-        self._report_dropped(inputs["dropped"])
+        batch: Any = self._prepare_inputs(inputs)
+        batch["parts"] = self._as_many_as_any_rank(batch["parts"])
+        with torch.no_grad(), self.compute_loss_context_manager():
+            self._evaluated += Engine(model, self.eval_collator, self.args.device).score_batch(batch)
+        self._report_dropped(batch["dropped"])
         return None, None, None
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
         """Every row once, whatever the number of ranks: the samplers' repeats are dropped by row index."""
         self._evaluated = []
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        scores: dict[int, dict[str | None, list[float]]] = {}
-        for index, ablation, values in gather_object(self._evaluated):
-            scores.setdefault(index, {})[ablation] = values
-        rows = [row for row in dataloader.dataset if row["index"] in scores]
-        pairs = scored_pairs([row["comparison"] for row in rows], [scores[row["index"]][None] for row in rows])
+        evaluated: list[ScoredRow] = gather_object(self._evaluated)
+        for error in (row.error for row in evaluated):
+            if isinstance(error, ScoreError):
+                step = self.state.global_step
+                raise self._not_finite(f"a score of the evaluation after step {step} is not finite ({error})")
+        scored = {row.index: row for row in evaluated if row.error is None}
+        rows = [row for row in dataloader.dataset if row["index"] in scored]
+        pairs = scored_pairs([row["comparison"] for row in rows], [scored[row["index"]].scores for row in rows])
         figures = trl_summary(pairs)
         if not figures["pairs"]:
             raise TrainingError(
@@ -228,7 +233,7 @@ class RewardTrainer(trl.RewardTrainer):
                 f"scored, and why others were not is in *_{DROPPED_ROWS} of {self.args.output_dir}."
             )
         if isinstance(dataloader.dataset, ProbedDataset):
-            figures |= dataloader.dataset.figures(scores)
+            figures |= dataloader.dataset.figures(scored)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         return output._replace(metrics={**(output.metrics or {}), **metrics}, num_samples=len(rows))
 
@@ -273,7 +278,7 @@ class RewardTrainer(trl.RewardTrainer):
             model.eval()  # draws no random numbers: a run that is resumed draws the same ones
             with torch.no_grad(), self.compute_loss_context_manager():
                 inputs: Any = self._prepare_inputs(self._last_part["inputs"])
-                scores = model(**inputs).logits
+                scores = Engine(model, self.eval_collator, self.args.device).forward(inputs)
             model.train(training)
             finite = finite and bool(scores.isfinite().all())
         if any_rank(not finite, self.args.device):

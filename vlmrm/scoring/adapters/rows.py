@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmrm.errors import ConfigError, RewardError, RowError
+from vlmrm.errors import ConfigError, RewardError, RowError, finite
 from vlmrm.formats.answers import read_answer
 from vlmrm.scoring.adapters.micro_batch import MicroBatcher
 from vlmrm.scoring.loading import load_scorer
-from vlmrm.scoring.protocol import Conversation, Scorer, finite
+from vlmrm.scoring.protocol import Conversation, Scorer
 from vlmrm.scoring.remote import RemoteScorer
 
 

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from jinja2 import Environment, PackageLoader
 from PIL import Image
 
-from vlmrm.batching import PaddedBatcher, to_device
-from vlmrm.errors import CheckpointError, ConfigError, first_line
+from vlmrm.batching import ComparisonCollator, PaddedBatcher
+from vlmrm.engine import Engine
+from vlmrm.errors import CheckpointError, ConfigError, RowError, first_line
 from vlmrm.formats.openai import read_conversation
+from vlmrm.modeling import sequence_limit
 from vlmrm.modeling.adapters import open_adapter, write_full
 from vlmrm.modeling.architectures import KNOWN
 from vlmrm.modeling.checkpoint import ADAPTER_CONFIG, load_checkpoint, load_scoring_files
@@ -102,23 +103,24 @@ def _pinned(model: Any, processor: Any) -> dict[str, Any]:
     question = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "What is this?"}]
     answer = [{"type": "text", "text": "A field of colours, lighter to the right."}]
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    rendered = Renderer(processor).render(read_conversation(messages))
-    with torch.inference_mode():
-        inputs = to_device(PaddedBatcher.for_processor(processor)([rendered]), model.device)
-        score = model.eval()(**inputs).logits.item()
+    renderer, batcher = Renderer(processor), PaddedBatcher.for_processor(processor)
+    engine = Engine(model.eval(), ComparisonCollator(renderer, batcher, max_seq_length=sequence_limit(model, None)))
+    [score] = engine.score([read_conversation(messages)], renderer.render)
+    if isinstance(score, RowError):
+        raise CheckpointError(f"the model cannot be exported, as it does not score a small image: {score.reason}.")
     return {"messages": messages, "score": score, "dtype": str(model.dtype).removeprefix("torch.")}
 
 
 def _code(name: str) -> str:
     base = name.replace("ForSequenceClassification", "PreTrainedModel")
-    return _templates().get_template("export_model.py.jinja").render(name=name, base=base)
+    return _templates().get_template("model.py.jinja").render(name=name, base=base)
 
 
 def _readme(title: str, info: dict[str, Any], pinned: dict[str, Any]) -> str:
     base = info.get("provenance", {}).get("base_model")
     return (
         _templates()
-        .get_template("export_readme.md.jinja")
+        .get_template("readme.md.jinja")
         .render(
             title=title,
             base_model=None if base is None or Path(base).exists() else base,
@@ -132,7 +134,7 @@ def _readme(title: str, info: dict[str, Any], pinned: dict[str, Any]) -> str:
 
 
 def _templates() -> Environment:
-    return Environment(loader=PackageLoader("vlmrm.modeling", "."), trim_blocks=True, keep_trailing_newline=True)
+    return Environment(loader=PackageLoader("vlmrm.export", "."), trim_blocks=True, keep_trailing_newline=True)
 
 
 def _push(folder: Path, repository: str) -> None:

@@ -1,0 +1,173 @@
+"""The one loop: scores in order whatever the budget and the company, errors in their place, one sentence for NaN."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+import torch
+from runs import colour_lists, colour_pairs, text_pairs
+
+from vlmrm.batching import ComparisonCollator, PaddedBatcher
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.sources import load_comparisons
+from vlmrm.engine import Engine
+from vlmrm.errors import CheckpointError, MediaError, RowError, ScoreError
+from vlmrm.evaluation.ablations import response_only
+from vlmrm.evaluation.evaluate import evaluate
+from vlmrm.modeling import load_processor
+from vlmrm.rendering import Rendered, Renderer
+from vlmrm.scoring.adapters.rows import SharedScorer
+from vlmrm.scoring.shards import Shards
+
+SENTENCE = "its score is nan: look for broken weights, or compute in float32"
+
+
+class Sums:
+    """Scores a conversation with the sum of its token ids, each times its place; those in `broken` with NaN."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, broken=()):
+        self.weight = torch.ones((), requires_grad=True)
+        self.broken = torch.tensor(broken)
+        self.forwards: list[int] = []
+
+    def __call__(self, input_ids, attention_mask, **media):
+        self.forwards.append(len(input_ids))
+        places = torch.arange(1, 1 + input_ids.shape[1])
+        sums = (input_ids * attention_mask * places).sum(1).float()  # exact: below 2²⁴
+        logits = torch.where(torch.isin(sums, self.broken), torch.nan, sums) * self.weight
+        return type("Output", (), {"logits": logits[:, None]})
+
+
+def score_of(rendered: Rendered) -> float:
+    return float(sum(place * token for place, token in enumerate(rendered.input_ids, 1)))
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_checkpoint):
+    return Renderer(load_processor(tiny_checkpoint))
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Pairs with pictures, ranked lists of two to four answers, and pairs without a picture."""
+    files = [colour_pairs(tmp_path / "a", 4), colour_lists(tmp_path / "b", 4), text_pairs(tmp_path / "c", 3)]
+    return list(load_comparisons([str(file) for file in files], arguments=DataArguments()))
+
+
+@pytest.fixture
+def engine(renderer):
+    """`engine(**options)`: with `Sums`, and the options of the collator."""
+
+    def make(broken=(), **options) -> Engine:
+        batcher = PaddedBatcher.for_processor(renderer.processor)
+        return Engine(Sums(broken), ComparisonCollator(renderer, batcher, **{"max_seq_length": 512, **options}))
+
+    return make
+
+
+def conversations_of(rows) -> list:
+    return [conversation for row in rows for conversation in row["comparison"].conversations()]
+
+
+@pytest.mark.parametrize(("budget", "most"), [(None, 25), (250, 8), (1, 1)])
+def test_scores_are_in_order_and_their_own_under_any_budget(engine, renderer, rows, budget, most):
+    conversations = conversations_of(rows)
+    expected = [score_of(renderer.render(conversation)) for conversation in conversations]
+    assert len(set(expected)) >= len(expected) - 1  # pictures of one size are one to this model
+    for seed in range(3):
+        order = random.Random(seed).sample(range(len(expected)), len(expected))
+        work = engine(max_tokens_per_batch=budget)
+        assert work.score([conversations[i] for i in order], renderer.render) == [expected[i] for i in order]
+        assert sum(work.model.forwards) == len(expected) and 0 < max(work.model.forwards) <= most
+    assert engine().score([], renderer.render) == []
+
+
+def test_logits_have_a_gradient_and_scores_need_none(engine, renderer, rows):
+    rendered = [renderer.render(conversation) for conversation in conversations_of(rows)]
+    work = engine(max_tokens_per_batch=100)
+    logits = work.logits(rendered)
+    assert logits.tolist() == [score_of(item) for item in rendered]
+    [gradient] = torch.autograd.grad(logits[3], work.model.weight)
+    assert gradient.item() == score_of(rendered[3])
+
+
+def test_what_cannot_be_rendered_keeps_its_place_and_stops_nothing(engine, renderer, rows):
+    def render(conversation, cache):
+        if conversation is None:
+            raise MediaError("a.png does not exist")
+        return renderer.render(conversation, cache)
+
+    first, second = conversations_of(rows)[:2]
+    outcomes = engine(max_tokens_per_batch=1).score([None, first, None, second], render)
+    assert [type(outcome) for outcome in outcomes] == [MediaError, float, MediaError, float]
+    assert outcomes[1::2] == [score_of(renderer.render(each)) for each in (first, second)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("budget", [None, 60])
+def test_every_row_has_the_scores_of_its_branches_or_its_error(engine, renderer, rows, budget, workers):
+    rows = [{**row, "donor": None} for row in rows]
+    rows[2]["comparison"] = RowError("no answers", "nobody")
+    options = {"max_tokens_per_batch": budget, "bad_rows": "skip", "ablations": {"response_only": response_only}}
+    found = list(engine(**options).rows(rows, batch_size=4, num_workers=workers))
+    assert [row.index for row in found] == [row["index"] for row in rows]
+    assert (found[2].id, str(found[2].error), found[2].scores) == ("nobody", "row nobody: no answers", [])
+    for row, scored in zip(rows, found, strict=True):
+        if scored.error is None:
+            comparison, changed = row["comparison"], response_only(row["comparison"])
+            assert scored.id == comparison.id
+            assert scored.scores == [score_of(renderer.render(each)) for each in comparison.conversations()]
+            expected = [score_of(renderer.render(each)) for each in changed.conversations()]
+            assert scored.ablated == {"response_only": expected}
+    with pytest.raises(RowError, match="row nobody: no answers"):
+        list(engine(**{**options, "bad_rows": "error"}).rows(rows, batch_size=4, num_workers=workers))
+
+
+def test_a_score_that_is_no_number_is_named_once_and_by_one_sentence_everywhere(engine, renderer, rows, tmp_path):
+    conversations = conversations_of(rows)
+    bad = score_of(renderer.render(rows[1]["comparison"].conversations()[1]))
+    work = engine([bad], max_tokens_per_batch=100)
+
+    scores = work.score(conversations, renderer.render)
+    assert [number for number, score in enumerate(scores) if isinstance(score, RowError)] == [3]
+    assert isinstance(scores[3], ScoreError) and scores[3].reason == SENTENCE
+
+    found = list(work.rows(rows, batch_size=4))
+    assert [str(row.error) for row in found if row.error is not None] == [f"row pair-1: {SENTENCE}"]
+    assert sum(len(row.scores) for row in found) == len(conversations) - 2, "all but the row's"
+
+    Shards(tmp_path, 100).write(0, found)
+    table = pd.read_parquet(tmp_path / "scores-000000.parquet")
+    assert table["error"].dropna().to_dict() == {1: SENTENCE} and table["scores"].isna().sum() == 1
+
+    with pytest.raises(CheckpointError, match=f"^row pair-1: {SENTENCE}.$"):
+        evaluate(work, load_comparisons([str(tmp_path / "a/pairs.jsonl")], arguments=DataArguments()), batch_size=2)
+
+    class Own:
+        def score_each(self, conversations):
+            return [float("nan"), 1.0]
+
+    first, second = SharedScorer(Own()).score_each(conversations[:2])
+    assert isinstance(first, ScoreError) and (first.reason, second) == (SENTENCE, 1.0)
+
+
+def test_an_ablation_s_score_that_is_no_number_is_named(engine, renderer, rows):
+    rows = [{**row, "donor": None} for row in rows]
+    changed = response_only(rows[0]["comparison"]).conversations()[0]
+    work = engine([score_of(renderer.render(changed))], ablations={"response_only": response_only})
+    first, *others = work.rows(rows, batch_size=4)
+    assert str(first.error).startswith("row pair-0: its response_only score is nan: look for broken weights")
+    assert all(row.error is None for row in others)
+
+
+def test_it_stands_below_those_who_call_it():
+    """Training, evaluation and scoring import it, and it none of them."""
+    code = "import sys, vlmrm.engine; print([m for m in sys.modules if m.split('.')[0] == 'vlmrm'])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not any(f"vlmrm.{upper}" in loaded for upper in ("training", "evaluation", "scoring", "rewards", "serving"))
