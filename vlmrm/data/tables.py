@@ -10,7 +10,6 @@ import glob
 import json
 import os
 import re
-import secrets
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vlmrm.data.readers import LAYOUTS, MALFORMED, Layout, recognise
 from vlmrm.errors import DataError, RowError, first_line
+from vlmrm.files import make_folder, replacing
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -128,10 +128,9 @@ def _load_lines(path: str, error: Exception) -> Any:
     folder = Path(config.HF_DATASETS_CACHE) / "vlmrm_lines"
     copy = folder / f"{name}.jsonl"
     if not copy.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         total = malformed = 0
-        temporary = folder / f"{name}.{secrets.token_hex(8)}"  # one of `tempfile` could be read by nobody else
-        with open(temporary, "wb") as file:
+        with replacing(copy) as temporary, open(temporary, "wb") as file:
             for line, row in _lines_of(path):
                 if MALFORMED in row:
                     malformed += 1
@@ -140,10 +139,8 @@ def _load_lines(path: str, error: Exception) -> Any:
                     line = json.dumps({MALFORMED: "", **row}).encode()
                 file.write(line.strip() + b"\n")
                 total += 1
-        if malformed == total:
-            os.remove(temporary)
-            raise unreadable(path, error) from error
-        os.replace(temporary, copy)  # whole, whichever of the launcher's processes comes first
+            if malformed == total:
+                raise unreadable(path, error) from error
     try:
         return load_dataset("json", data_files=_literal(str(copy)), split="train")
     except (DatasetGenerationError, ValueError, OSError) as again:

@@ -6,13 +6,12 @@ succeeds. Each part goes on where an earlier demo in the same folder stopped.
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from vlmrm.config import load_yaml
-from vlmrm.files import make_folder
+from vlmrm.files import make_folder, write_json
 from vlmrm.frames.checkpoint import read_config
 from vlmrm.frames.collecting import collect, described
 from vlmrm.frames.comparison import write_comparison
@@ -44,7 +43,7 @@ def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
     runs = train_policies(settings)
     write_comparison(runs, settings)
     summary = summarised(runs[0], checkpoint, time.perf_counter() - started)
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(output / "summary.json", summary)
     tell(summary, settings, runs[0])
     return summary
 

@@ -330,7 +330,7 @@ def test_a_folder_that_fails_costs_no_reply(server, client, tmp_path, caplog):
     failing.keep(asked(), one(failing))
     assert one(failing).text == "hello" and len(server.bodies) == 1
     assert caplog.text.count("replies are kept in memory alone from now on") == 1
-    with pytest.raises(ConfigError, match=r"cache_dir .* cannot be made"):
+    with pytest.raises(ConfigError, match=r"cache_dir .* cannot be written"):
         client(cache_dir=str(tmp_path / "cache" / asked().key[:2]))
 
 

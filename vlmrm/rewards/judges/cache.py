@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from vlmrm.errors import ConfigError
+from vlmrm.files import make_folder, write_file
 from vlmrm.rewards.judges.replies import Reply
 
 logger = logging.getLogger("vlmrm")
@@ -33,10 +33,7 @@ class ReplyCache:
         self.replies: OrderedDict[str, Reply] = OrderedDict()
         self.lock = threading.Lock()
         if self.folder is not None:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"cache_dir {folder} cannot be made ({error.strerror}): name another.") from error
+            make_folder(self.folder, "cache_dir")
 
     def get(self, key: str) -> Reply | None:
         with self.lock:
@@ -53,12 +50,10 @@ class ReplyCache:
         path = self._path(key)
         if path is None:
             return
-        part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
         try:
             path.parent.mkdir(exist_ok=True)
-            part.write_text(reply.model_dump_json(), encoding="utf-8")
-            part.replace(path)
-        except OSError as error:
+            write_file(path, reply.model_dump_json(), durable=False)
+        except (OSError, ConfigError) as error:
             self._give_up(error)
 
     def _remember(self, key: str, reply: Reply) -> None:
@@ -82,7 +77,7 @@ class ReplyCache:
             self._give_up(error)
         return None
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: Exception) -> None:
         logger.warning("cache_dir %s fails (%s); replies are kept in memory alone from now on", self.folder, error)
         self.folder = None
 
