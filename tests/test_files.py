@@ -14,7 +14,7 @@ import pytest
 
 from vlmrm import files
 from vlmrm.errors import ConfigError
-from vlmrm.files import make_folder, replacing, write_file, write_json
+from vlmrm.files import make_folder, replacing, sole_writer, write_file, write_json
 
 FORK = multiprocessing.get_context("fork")
 
@@ -130,3 +130,36 @@ def test_a_place_where_nothing_can_be_written_is_named(tmp_path, content):
     if content is not None:
         with pytest.raises(ConfigError, match=r"taken cannot be written \(File exists\)"):
             make_folder(taken)
+
+
+def test_a_second_writer_is_refused_until_the_first_is_dead(tmp_path):
+    lock, holding = tmp_path / "out" / "run.lock", FORK.Event()
+
+    def hold():
+        with sole_writer(lock, "never said"):
+            holding.set()
+            signal.pause()
+
+    first = FORK.Process(target=hold)
+    first.start()
+    assert holding.wait(30)
+    with pytest.raises(ConfigError, match=r"^another is writing$"), sole_writer(lock, "another is writing", wait=0.1):
+        pytest.fail("two write at once")
+    first.kill()
+    with sole_writer(lock, "another is writing", wait=30):
+        assert lock.exists()
+    with sole_writer(lock, "another is writing"):
+        pass
+
+
+def test_a_lock_is_let_go_however_the_context_ends(tmp_path):
+    with pytest.raises(ZeroDivisionError), sole_writer(tmp_path / "lock", "held"):
+        raise ZeroDivisionError
+    with sole_writer(tmp_path / "lock", "held"):
+        pass
+
+
+def test_a_place_for_a_lock_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file cannot be written"), sole_writer(tmp_path / "file" / "lock", ""):
+        pass

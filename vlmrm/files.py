@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from filelock import FileLock, Timeout
+
 from vlmrm.errors import ConfigError
 
 NO_LOCKS = "its file system has no locks"
@@ -94,6 +96,31 @@ def write_json(path: Path, content: Any, *, durable: bool = True, exclusive: boo
     """Write a JSON file for people to read too: `replacing` has the arguments and errors."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     write_file(path, text, durable=durable, exclusive=exclusive)
+
+
+@contextmanager
+def sole_writer(lock: Path, refusal: str, *, wait: float = 0.0) -> Generator[None]:
+    """Keep other processes that ask for `lock` out for as long as this one is in the context, or alive.
+
+    The lock is the operating system's, on a file which stays and means nothing by itself.
+
+    Args:
+        refusal: what the second is told, when the first is still there after `wait` seconds.
+
+    Raises:
+        ConfigError: which is the refusal, or says why there can be no lock.
+    """
+    make_folder(lock.parent)
+    held = FileLock(lock, timeout=wait)
+    with writing(lock):
+        try:
+            held.acquire()
+        except Timeout:
+            raise ConfigError(refusal) from None
+    try:
+        yield
+    finally:
+        held.release()
 
 
 def make_folder(folder: Path, key: str | None = None) -> None:

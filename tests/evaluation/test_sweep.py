@@ -249,7 +249,7 @@ def test_a_file_system_without_locks_is_named(run_folder, data, monkeypatch):
         raise NotImplementedError("FileSystem does not appear to support flock; use SoftFileLock instead")
 
     monkeypatch.setattr(FileLock, "acquire", acquire)
-    with pytest.raises(ConfigError, match=r"results\.csv cannot be written \(its file system has no locks\): "):
+    with pytest.raises(ConfigError, match=r"results\.csv\.lock cannot be written \(its file system has no locks\): "):
         sweep(asked(run_folder, data))
 
 
