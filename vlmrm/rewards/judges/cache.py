@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 
+from cachetools import LRUCache
 from pydantic import ValidationError
 
 from vlmrm.errors import ConfigError
@@ -28,20 +29,16 @@ class ReplyCache:
     """
 
     def __init__(self, size: int, folder: str | Path | None = None):
-        self.size = size
         self.folder = None if folder is None else Path(folder)
-        self.replies: OrderedDict[str, Reply] = OrderedDict()
+        self.replies: LRUCache[str, Reply] = LRUCache(size)
         self.lock = threading.Lock()
         if self.folder is not None:
             make_folder(self.folder, "cache_dir")
 
     def get(self, key: str) -> Reply | None:
         with self.lock:
-            if key in self.replies:
-                self.replies.move_to_end(key)
-                return self.replies[key]
-        reply = self._read(key)
-        if reply is not None:
+            reply = self.replies.get(key)
+        if reply is None and (reply := self._read(key)) is not None:
             self._remember(key, reply)
         return reply
 
@@ -57,11 +54,8 @@ class ReplyCache:
             self._give_up(error)
 
     def _remember(self, key: str, reply: Reply) -> None:
-        with self.lock:
+        with self.lock, suppress(ValueError):  # where none is kept in memory
             self.replies[key] = reply
-            self.replies.move_to_end(key)
-            while len(self.replies) > self.size:
-                self.replies.popitem(last=False)
 
     def _read(self, key: str) -> Reply | None:
         path = self._path(key)
