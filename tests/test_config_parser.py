@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from vlmrm.config import load_yaml, parse
+from vlmrm.config import parse
 from vlmrm.errors import ConfigError
+from vlmrm.settings import load_file
 
 
 class When(StrEnum):
@@ -150,14 +151,14 @@ def test_two_files_are_one_too_many(read, tmp_path):
 
 def test_a_missing_file_names_the_nearest_one(tmp_path):
     (tmp_path / "7b_config.yaml").touch()
-    message = refusal(load_yaml, tmp_path / "7b_confg.yaml")
+    message = refusal(load_file, tmp_path / "7b_confg.yaml")
     assert message.endswith("7b_config.yaml?")
 
 
 def test_a_folder_or_binary_file_is_refused(tmp_path):
-    assert "cannot be read" in refusal(load_yaml, tmp_path)
+    assert "cannot be read" in refusal(load_file, tmp_path)
     (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read" in refusal(load_yaml, tmp_path / "c.yaml")
+    assert "cannot be read" in refusal(load_file, tmp_path / "c.yaml")
 
 
 def test_env_sets_environment_variables(read, monkeypatch):

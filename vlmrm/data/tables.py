@@ -5,7 +5,6 @@ Pictures inside tables stay the encoded bytes that they are; nothing here decode
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 import os
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from vlmrm.data.readers import LAYOUTS, MALFORMED, Layout, recognise
 from vlmrm.errors import DataError, RowError, first_line
 from vlmrm.files import make_folder, replacing
+from vlmrm.settings import nearest_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -83,7 +83,7 @@ def open_tables(
         return [_open_file(name, streaming, bad_rows) for name in files]
     if HUB_ID.fullmatch(path) and Path(path).suffix not in KINDS and not path.startswith("."):
         return [_open_hub(path, split, streaming, config)]
-    raise DataError(f"{path} does not exist{_nearest(path)}")
+    raise DataError(f"{path} does not exist{nearest_file(Path(path))}")
 
 
 def _open_file(path: str, streaming: bool, bad_rows: str) -> Source:
@@ -262,7 +262,8 @@ def _open_hub(name: str, split: str, streaming: bool, config: str | None) -> Sou
     try:
         table: Any = load_dataset(name, config, split=split, streaming=streaming)
     except DatasetNotFoundError as error:
-        raise DataError(f"{name} is no file or folder here{_nearest(name)}, nor a readable hub data set") from error
+        hint = nearest_file(Path(name))
+        raise DataError(f"{name} is no file or folder here{hint}, nor a readable hub data set") from error
     except (ConnectionError, OSError) as error:
         raise DataError(f"{name} is no file or folder here, and the hub cannot be reached ({error})") from error
     except ValueError as error:
@@ -355,14 +356,6 @@ def cells_of(source: Source, rows: Sequence[int]) -> list[dict[str, Any] | RowEr
 def _transposed(columns: dict[str, list[Any]]) -> list[Any]:
     count = len(next(iter(columns.values()), ()))
     return [{name: column[i] for name, column in columns.items()} for i in range(count)]
-
-
-def _nearest(path: str) -> str:
-    """`: did you mean ...`, or nothing when nothing there is called alike."""
-    folder, name = os.path.split(path)
-    there = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    close = difflib.get_close_matches(name, there, n=1)
-    return f": did you mean {os.path.join(folder, close[0])}?" if close else ""
 
 
 def _literal(path: str) -> str:

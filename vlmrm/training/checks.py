@@ -8,7 +8,6 @@ import os
 import platform
 import socket
 from contextlib import AbstractContextManager, nullcontext
-from difflib import get_close_matches
 from pathlib import Path
 
 import pandas as pd
@@ -20,6 +19,7 @@ from vlmrm.errors import ConfigError
 from vlmrm.evaluation.metrics import trl_summary
 from vlmrm.files import make_folder, sole_writer
 from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.settings import did_you_mean
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.probe import LOGGED
 from vlmrm.training.trainer import RewardTrainer
@@ -71,9 +71,8 @@ def check_best(args: RewardTrainingArguments) -> None:
     known = [*trl_summary(nothing), *(name for names in LOGGED.values() for name in names if args.probe_samples)]
     asked = args.metric_for_best_model.removeprefix("eval_")
     if asked not in known:
-        near = get_close_matches(asked, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}."
-        raise ConfigError(f"metric_for_best_model is {args.metric_for_best_model}, which no evaluation has: {hint}")
+        hint = did_you_mean(asked, known, f": choose from {', '.join(known)}.")
+        raise ConfigError(f"metric_for_best_model is {args.metric_for_best_model}, which no evaluation has{hint}")
 
 
 def check_launch(args: RewardTrainingArguments) -> None:

@@ -430,5 +430,5 @@ def test_settings_that_cannot_work_are_named(judge, settings, said):
 
 
 def test_a_setting_that_is_missing_is_asked_for(judge):
-    with pytest.raises(ConfigError, match="reward it has no rubric: give it in the configuration"):
+    with pytest.raises(ConfigError, match="reward it: rubric is missing"):
         judge("rubric", vlm_model="m")
