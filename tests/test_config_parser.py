@@ -103,6 +103,27 @@ def test_a_value_in_a_file_means_what_it_means_on_the_command_line(read, line, k
 
 
 @pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--limit", "null"], "limit"),
+        (["--limit=null"], "limit"),
+        (["--deepspeed", "null", "--learning_rate", "1"], "deepspeed"),
+    ],
+)
+def test_null_on_the_command_line_is_no_value_even_where_the_file_has_one(tmp_path, words, key):
+    config, engine = tmp_path / "config.yaml", tmp_path / "zero2.json"
+    engine.write_text("{}")
+    config.write_text("limit: 3\ndeepspeed: zero2.json")
+    assert getattr(parse([Keys], [str(config), *words], "test")[0], key) is None
+
+
+def test_null_is_a_word_where_a_value_is_needed():
+    [keys] = parse([Keys], ["--name", "null"], "test")
+    assert keys.name == "null"
+    assert "--learning_rate" in refusal(lambda: parse([Keys], ["--learning_rate", "null"], "test"))
+
+
+@pytest.mark.parametrize(
     ("line", "said"),
     [
         ("learning_rate: fast", "learning_rate is 'fast': it must be a number"),

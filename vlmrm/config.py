@@ -32,9 +32,11 @@ def parse(dataclasses: Sequence[Any], argv: Sequence[str], program: str) -> tupl
     """
     parser = _Parser(list(dataclasses), prog=program, allow_abbrev=False)
     path, words = _split_file(argv)
+    hints = {name: hint for cls in dataclasses for name, hint in get_type_hints(cls).items()}
     if path is not None:
-        hints = {name: hint for cls in dataclasses for name, hint in get_type_hints(cls).items()}
         _apply_file(path, parser, hints)
+    words, nulls = _split_nulls(words, hints)
+    parser.set_defaults_with_config(**nulls)
     try:
         # HF would also read a file train_rm.args, unasked.
         parsed: tuple[Any, ...] = parser.parse_args_into_dataclasses(
@@ -69,6 +71,23 @@ def _split_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     if position + 1 == len(words):
         raise ConfigError("--config needs a file: write --config training_configs/7b_config.yaml.")
     return Path(words[position + 1]), words[:position] + words[position + 2 :]
+
+
+def _split_nulls(argv: Sequence[str], hints: dict[str, Any]) -> tuple[list[str], dict[str, None]]:
+    """The words without `--key null` where no value is one for the key, and these keys."""
+    words: list[str] = []
+    nulls: dict[str, None] = {}
+    for word in argv:
+        flag, _, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+        flag = flag or (words[-1] if words else "")
+        key = flag.removeprefix("--")
+        if value != "null" or not flag.startswith("--") or NoneType not in get_args(hints.get(key)):
+            words.append(word)
+            continue
+        if "=" not in word:
+            words.pop()
+        nulls[key] = None
+    return words, nulls
 
 
 def _apply_file(path: Path, parser: _Parser, hints: dict[str, Any]) -> None:
