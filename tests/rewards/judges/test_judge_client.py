@@ -408,8 +408,8 @@ def test_tokens_are_counted_and_priced(server, client):
 
 
 def test_without_the_package_it_is_said_how_to_get_it(judge, monkeypatch):
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[rewards\]'"):
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[client\]'"):
         judge()
 
 
