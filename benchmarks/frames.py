@@ -31,10 +31,11 @@ from vlmrm.frames.collecting import collect
 from vlmrm.frames.dataset import FrameDataset, FrameIndex, training_batches
 from vlmrm.frames.frame_reward import FrameReward
 from vlmrm.frames.inputs import Pixels, unit
-from vlmrm.frames.settings import CollectSettings, RewardModelSettings, checked
+from vlmrm.frames.settings import CollectSettings, RewardModelSettings
 from vlmrm.frames.train_settings import TrainSettings
 from vlmrm.frames.training import Fit, initial_classifier
 from vlmrm.frames.trajectory_file import open_folder
+from vlmrm.settings import checked
 
 COLLECT = 150.0  # frames a second
 COMPUTE = 0.9  # of a training step

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from vlmrm.config import load_yaml, parse
+from vlmrm.config import parse
 from vlmrm.errors import ConfigError
+from vlmrm.settings import load_file
 
 
 class When(StrEnum):
@@ -102,6 +103,27 @@ def test_a_value_in_a_file_means_what_it_means_on_the_command_line(read, line, k
 
 
 @pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--limit", "null"], "limit"),
+        (["--limit=null"], "limit"),
+        (["--deepspeed", "null", "--learning_rate", "1"], "deepspeed"),
+    ],
+)
+def test_null_on_the_command_line_is_no_value_even_where_the_file_has_one(tmp_path, words, key):
+    config, engine = tmp_path / "config.yaml", tmp_path / "zero2.json"
+    engine.write_text("{}")
+    config.write_text("limit: 3\ndeepspeed: zero2.json")
+    assert getattr(parse([Keys], [str(config), *words], "test")[0], key) is None
+
+
+def test_null_is_a_word_where_a_value_is_needed():
+    [keys] = parse([Keys], ["--name", "null"], "test")
+    assert keys.name == "null"
+    assert "--learning_rate" in refusal(lambda: parse([Keys], ["--learning_rate", "null"], "test"))
+
+
+@pytest.mark.parametrize(
     ("line", "said"),
     [
         ("learning_rate: fast", "learning_rate is 'fast': it must be a number"),
@@ -150,14 +172,14 @@ def test_two_files_are_one_too_many(read, tmp_path):
 
 def test_a_missing_file_names_the_nearest_one(tmp_path):
     (tmp_path / "7b_config.yaml").touch()
-    message = refusal(load_yaml, tmp_path / "7b_confg.yaml")
+    message = refusal(load_file, tmp_path / "7b_confg.yaml")
     assert message.endswith("7b_config.yaml?")
 
 
 def test_a_folder_or_binary_file_is_refused(tmp_path):
-    assert "cannot be read" in refusal(load_yaml, tmp_path)
+    assert "cannot be read" in refusal(load_file, tmp_path)
     (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read" in refusal(load_yaml, tmp_path / "c.yaml")
+    assert "cannot be read" in refusal(load_file, tmp_path / "c.yaml")
 
 
 def test_env_sets_environment_variables(read, monkeypatch):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from vlmrm.config import parse
@@ -14,6 +15,8 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.rewards import RewardArguments
+from vlmrm.serving.settings import RewardSettings
 from vlmrm.training.arguments import RewardTrainingArguments
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +122,27 @@ def test_the_command_line_beats_the_file():
     )
     assert (args.learning_rate, model.freeze_vit, data.max_pixels) == (5e-6, True, 12544)
     assert args.use_irrelevant_queries
+
+
+@pytest.mark.parametrize(("word", "name"), [("bf16", "bfloat16"), ("fp32", "float32"), ("float16", "float16")])
+def test_a_type_of_weights_has_the_same_words_everywhere(tmp_path, word, name):
+    config = tmp_path / "config.yaml"
+    config.write_text(f"dtype: {word}")
+    [model] = parse([ModelArguments], [str(config)], "train_rm.py")
+    [evaluation] = parse([EvaluationArguments], ["--dtype", word, "--model_dirs", "x"], "eval_rm.py")
+    served = RewardSettings(reward_type="vlm_reward", dtype=word)
+    assert {model.dtype, evaluation.dtype, served.dtype} == {name}
+    assert RewardArguments(reward_model="vlm_reward", dtype=word, device="cpu").dtype is getattr(torch, name)
+
+
+def test_what_is_no_type_of_weights_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match="dtype is 'int8': choose from auto, bfloat16, float16, float32"):
+        parse([ModelArguments], ["--dtype", "int8"], "train_rm.py")
+
+
+def test_deepspeed_of_a_configuration_is_switched_off_by_null():
+    _, _, args = training("7b_config", "--deepspeed", "null")
+    assert args.deepspeed is None
 
 
 @pytest.mark.parametrize(

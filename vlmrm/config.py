@@ -8,19 +8,16 @@ A value in a file means what the same word means on the command line: one rule f
 from __future__ import annotations
 
 import argparse
-import difflib
-import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import yaml
 from trl import TrlParser
 
 from vlmrm.errors import ConfigError
+from vlmrm.settings import did_you_mean, load_file
 
 WANTED = {"int": "a whole number", "float": "a number", "string_to_bool": "true or false"}
 
@@ -35,9 +32,11 @@ def parse(dataclasses: Sequence[Any], argv: Sequence[str], program: str) -> tupl
     """
     parser = _Parser(list(dataclasses), prog=program, allow_abbrev=False)
     path, words = _split_file(argv)
+    hints = {name: hint for cls in dataclasses for name, hint in get_type_hints(cls).items()}
     if path is not None:
-        hints = {name: hint for cls in dataclasses for name, hint in get_type_hints(cls).items()}
         _apply_file(path, parser, hints)
+    words, nulls = _split_nulls(words, hints)
+    parser.set_defaults_with_config(**nulls)
     try:
         # HF would also read a file train_rm.args, unasked.
         parsed: tuple[Any, ...] = parser.parse_args_into_dataclasses(
@@ -50,82 +49,13 @@ def parse(dataclasses: Sequence[Any], argv: Sequence[str], program: str) -> tupl
     *instances, unknown = parsed
     if unknown:
         word = unknown[0].split("=")[0]
-        raise ConfigError(f"unknown argument {word}{_nearest(word.lstrip('-'), _actions(parser), '--')}")
+        raise ConfigError(f"unknown argument {word}{did_you_mean(word, [f'--{name}' for name in _actions(parser)])}")
     return tuple(instances)
-
-
-def load_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file.
-
-    Raises:
-        ConfigError: for a file that cannot be read, holds a key twice, or holds anything else than a mapping.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*")], 1)
-        hint = f": did you mean {path.parent / near[0]}?" if near else "."
-        raise ConfigError(f"there is no configuration file {path}{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration file {path} cannot be read: {error}.") from error
-    try:
-        if path.suffix == ".json":
-            content = json.loads(text, object_pairs_hook=_unique_pairs)
-        else:
-            content = yaml.load(text, _Loader)
-    except _DuplicateKey as error:
-        raise ConfigError(f"{path}: {error}: remove one.") from None
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise ConfigError(f"{path} is not valid {kind}: {' '.join(str(error).split())}.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold `key: value` lines.")
-    return content
 
 
 class _Parser(TrlParser):
     def error(self, message: str):
         raise ConfigError(message.replace("argument --", "--") + ".")
-
-
-class _DuplicateKey(Exception):
-    pass
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which PyYAML keeps the last, and reads scalars as YAML 1.2 does.
-
-    PyYAML's YAML 1.1 takes `save_strategy: no` for false and `1e-5` for text.
-    """
-
-    def construct_mapping(self, node, deep=False):
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if key.value in lines:
-                raise _DuplicateKey(f"key {key.value!r} is on line {lines[key.value]} and on line {line}")
-            lines[str(key.value)] = line
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "float")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
-    [*"-+.0123456789"],
-)
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise _DuplicateKey(f"key {name!r} is there {names.count(name)} times")
-    return dict(pairs)
 
 
 def _split_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -143,16 +73,33 @@ def _split_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     return Path(words[position + 1]), words[:position] + words[position + 2 :]
 
 
+def _split_nulls(argv: Sequence[str], hints: dict[str, Any]) -> tuple[list[str], dict[str, None]]:
+    """The words without `--key null` where no value is one for the key, and these keys."""
+    words: list[str] = []
+    nulls: dict[str, None] = {}
+    for word in argv:
+        flag, _, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+        flag = flag or (words[-1] if words else "")
+        key = flag.removeprefix("--")
+        if value != "null" or not flag.startswith("--") or NoneType not in get_args(hints.get(key)):
+            words.append(word)
+            continue
+        if "=" not in word:
+            words.pop()
+        nulls[key] = None
+    return words, nulls
+
+
 def _apply_file(path: Path, parser: _Parser, hints: dict[str, Any]) -> None:
     """Makes the file's values the parser's defaults, checked here because argparse checks no default."""
-    content = load_yaml(path)
+    content = load_file(path)
     environment = content.pop("env", {})
     if not isinstance(environment, dict):
         raise ConfigError(f"{path}: env must hold `NAME: value` lines.")
     actions = _actions(parser)
     for key, value in content.items():
         if key not in actions:
-            raise ConfigError(f"{path}: unknown key {key!r}{_nearest(str(key), actions)}")
+            raise ConfigError(f"{path}: unknown key {key!r}{did_you_mean(key, actions)}")
         content[key] = _value(f"{path}: {key}", value, actions[key], hints[key])
     if isinstance(content.get("deepspeed"), str):
         content["deepspeed"] = _find_deepspeed(path, content["deepspeed"])
@@ -209,8 +156,3 @@ def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
         if action.dest != "help":
             actions.setdefault(action.dest, action)
     return actions
-
-
-def _nearest(name: str, names: Sequence[str] | dict[str, Any], prefix: str = "") -> str:
-    near = difflib.get_close_matches(name, list(names), 1, cutoff=0.5)
-    return f": did you mean {prefix}{near[0]}?" if near else "."

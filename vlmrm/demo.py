@@ -18,7 +18,7 @@ from vlmrm.data.digits import QUESTION, write_digits
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.sweep import SweepResult, sweep
-from vlmrm.files import make_folder
+from vlmrm.files import make_folder, write_json
 from vlmrm.logs import say
 from vlmrm.modeling import make_tiny
 from vlmrm.scoring import load_scorer
@@ -68,7 +68,7 @@ def run_demo(output: Path) -> dict[str, Any]:
         "best_checkpoint": result.best["path"],
         "scores": scores,
     }
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(output / "summary.json", summary)
     tell(output, result, summary, page)
     return summary
 

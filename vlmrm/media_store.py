@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from uuid import uuid4
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import save
 
+from vlmrm.errors import ConfigError
+from vlmrm.files import write_file
 from vlmrm.rendering import ProcessedMedia
 
 logger = logging.getLogger("vlmrm")
@@ -47,17 +47,12 @@ class MediaStore:
         if self.used + size > self.limit:
             return
         about = {"key": media.key, "kind": media.kind, "replacement": media.replacement}
-        temporary = self.folder / f"{uuid4().hex}.tmp"
         tensors = {name: tensor.contiguous() for name, tensor in media.tensors.items()}
         try:
-            save_file(tensors, temporary, {"about": json.dumps(about)})
-            os.replace(temporary, self._path(key))
-        except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
+            write_file(self._path(key), save(tensors, {"about": json.dumps(about)}), durable=False)
+        except ConfigError as error:
             self.limit = 0
-            logger.warning(
-                "no more processed images are kept in %s, for it cannot be written to: %s", self.folder, error
-            )
+            logger.warning("no more processed images are kept: %s", error)
         else:
             self.used += size
 

@@ -249,7 +249,7 @@ def test_a_file_system_without_locks_is_named(run_folder, data, monkeypatch):
         raise NotImplementedError("FileSystem does not appear to support flock; use SoftFileLock instead")
 
     monkeypatch.setattr(FileLock, "acquire", acquire)
-    with pytest.raises(ConfigError, match=r"results\.csv cannot be written \(its file system has no locks\): "):
+    with pytest.raises(ConfigError, match=r"results\.csv\.lock cannot be written \(its file system has no locks\): "):
         sweep(asked(run_folder, data))
 
 
@@ -487,9 +487,9 @@ def test_images_are_processed_for_the_first_checkpoint_alone(run_folder, data, h
     one = 3 * 10**5  # bytes: a few of the images
     monkeypatch.setattr(measuring, "IMAGES_LIMIT", one)
     written = []
-    save = media_store.save_file
+    save = media_store.save
     monkeypatch.setattr(
-        media_store, "save_file", lambda t, p, m: written.extend(x.nbytes for x in t.values()) or save(t, p, m)
+        media_store, "save", lambda t, about: written.extend(x.nbytes for x in t.values()) or save(t, about)
     )
     sweep(asked(run_folder, data, output_file="some.csv"))
     assert 0 < sum(written) <= one, "the limit holds for all checkpoints together"
@@ -501,10 +501,10 @@ def test_images_are_processed_for_the_first_checkpoint_alone(run_folder, data, h
 
 
 def test_a_full_disk_for_images_costs_time_and_no_figure(run_folder, data, here, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
+    def full(*args, **kwargs):
+        raise ConfigError("No space left on device")
 
     whole = sweep(asked(run_folder, data, output_file="whole.csv"))
-    monkeypatch.setattr(media_store, "save_file", full)
+    monkeypatch.setattr(media_store, "write_file", full)
     rows = sweep(asked(run_folder, data, output_file="full.csv")).rows
     assert [row["average_margin"] for row in rows] == [row["average_margin"] for row in whole.rows]

@@ -148,11 +148,14 @@ def test_a_checkpoint_may_be_left_as_it_is(run_folder, data, monkeypatch, capsys
     sweep(asked(run_folder, data, save_normalization=False))
 
     def read_only(*_, **__):
-        raise PermissionError(30, "Read-only file system")
+        raise ConfigError("reward_model.json cannot be written (Read-only file system)")
 
     monkeypatch.setattr(conclusion, "save_normalization", read_only)
     assert sweep(asked(run_folder, data)).best is not None
-    assert "not saved with the best checkpoint: [Errno 30] Read-only file system" in capsys.readouterr().err
+    assert (
+        "not saved with the best checkpoint: reward_model.json cannot be written (Read-only file system)"
+        in capsys.readouterr().err
+    )
     assert {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()} == before
 
 

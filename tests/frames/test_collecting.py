@@ -15,9 +15,10 @@ import pytest
 from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.frames.collecting import collect, described
-from vlmrm.frames.settings import CollectSettings, checked
+from vlmrm.frames.settings import CollectSettings
 from vlmrm.frames.trajectory import Trajectory, trajectory_paths, write_trajectory
 from vlmrm.frames.trajectory_file import open_folder, open_trajectory
+from vlmrm.settings import checked
 
 YAML = """
 env: FrozenLake-v1
@@ -176,10 +177,10 @@ def test_a_file_need_not_say_that_the_command_collects(tmp_path, run, block):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"envs": "x"}, r"the test has the unknown key envs: did you mean env\?"),
+        ({"envs": "x"}, r"the test: unknown key envs \(did you mean env\?\)"),
         (
             {"reward": {"data_collection": {"positive_dirs": "x"}}},
-            "data_collection.positive_dirs: did you mean positive",
+            r"data_collection.positive_dirs \(did you mean positive",
         ),
         ({"reward": {"reward_model": {"reward_type": "binry"}}}, "reward.reward_model.reward_type: Input should be"),
         ({"noise": 2}, r"noise: Input should be less than or equal to 1 \(it is 2\)"),

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from vlmrm import cli
-from vlmrm.config import load_yaml
 from vlmrm.errors import ConfigError
 from vlmrm.frames import demo
 from vlmrm.frames.checkpoint import save_classifier
 from vlmrm.frames.classifier import build_classifier
 from vlmrm.frames.classifier_config import classifier_config
+from vlmrm.settings import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"n_steps": 16, "batch_size": 32}
@@ -29,7 +29,7 @@ TINY = {"n_steps": 16, "batch_size": 32}
 def output(tmp_path, monkeypatch):
     """A demo's folder with an untrained classifier; what comes of the shipped configuration is made short."""
     short = {"total_steps": 64, "num_envs": 2, "max_steps": 40, "evaluate_every": 32, "evaluation_episodes": 3}
-    monkeypatch.setattr(demo, "load_yaml", lambda path: load_yaml(path) | short | {"hyperparameters": TINY})
+    monkeypatch.setattr(demo, "load_file", lambda path: load_file(path) | short | {"hyperparameters": TINY})
     torch.manual_seed(0)
     figures = {"auc": 0.5, "validation_frames": 10, "validation_successes": 2, "precision": 0.2, "recall": 1.0}
     config = classifier_config(image_keys=("base_camera",), image_size=(3, 64, 64), metrics=figures)
@@ -61,12 +61,12 @@ FIND = """
 import sys
 from pathlib import Path
 import vlmrm.demo, vlmrm.frames.demo
-from vlmrm.config import load_yaml
+from vlmrm.settings import load_file
 assert Path(vlmrm.__file__).is_relative_to(sys.argv[1]), vlmrm.__file__
 settings = vlmrm.frames.demo.policy_settings(Path("demo"), Path("model"))
 assert settings.env == "Acrobot-v1"
-assert load_yaml(Path(vlmrm.demo.training_words(Path("demo"), Path("model"), {})[0]))
-assert load_yaml(Path(vlmrm.demo.evaluation_words(Path("demo"), {})[0]))
+assert load_file(Path(vlmrm.demo.training_words(Path("demo"), Path("model"), {})[0]))
+assert load_file(Path(vlmrm.demo.evaluation_words(Path("demo"), {})[0]))
 """
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vlmrm.errors import DataError
+from vlmrm.errors import ConfigError, DataError
 from vlmrm.frames.pixels import to_uint8, to_unit
 from vlmrm.frames.trajectory import Trajectory, write_trajectory
 from vlmrm.frames.trajectory_file import open_folder, open_trajectory
@@ -136,5 +136,5 @@ def test_a_trajectory_that_is_none_is_not_written(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"no trajectory can be written into .*file"):
+    with pytest.raises(ConfigError, match=r"file cannot be written \(File exists\)"):
         write_trajectory(tmp_path / "file", Trajectory({"cam": frames(1)}, labels(1)))

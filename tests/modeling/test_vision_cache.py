@@ -214,13 +214,13 @@ def test_a_full_cache_loses_what_was_used_longest_ago(tiny_checkpoint, tmp_path)
 
 def test_a_full_disk_is_said_once_and_changes_no_score(tiny_checkpoint, tmp_path, caplog, monkeypatch):
     def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+        raise ConfigError("No space left on device")
 
     model = frozen(tiny_checkpoint)
     batch = picture_batch(AutoProcessor.from_pretrained(tiny_checkpoint), "red", "blue")
     expected = score(model, batch)
     model.use_vision_cache(tmp_path)
-    monkeypatch.setattr("vlmrm.modeling.vision_cache.save_file", full)
+    monkeypatch.setattr("vlmrm.modeling.vision_cache.write_file", full)
     with caplog.at_level(logging.WARNING, logger="vlmrm"):
         torch.testing.assert_close(score(model, batch), expected, atol=0, rtol=0)
     [message] = caplog.messages
@@ -237,7 +237,7 @@ def test_what_cannot_work_is_refused(tiny_checkpoint, tmp_path):
     with pytest.raises(ConfigError, match="freeze_merger"):
         model.use_vision_cache(tmp_path)
     freeze(model, merger=True)
-    with pytest.raises(ConfigError, match="cannot be used"):
+    with pytest.raises(ConfigError, match=r"vision_cache_dir .* cannot be written"):
         model.use_vision_cache(tmp_path / "file")
     with pytest.raises(ConfigError, match="vision_cache_gb is 0"):
         model.use_vision_cache(tmp_path, gigabytes=0)

@@ -137,6 +137,19 @@ def test_each_distinct_picture_is_sent_once_whatever_its_form(tmp_path):
     assert Image.open(io.BytesIO(files[shown[0]])).tobytes() == blue.tobytes() and shown[0] == shown[4]
 
 
+def test_files_are_kept_up_to_so_many_bytes_and_those_used_last(tmp_path, monkeypatch):
+    paths = [tmp_path / f"{name}.png" for name in "abcd"]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes([number]) * (100 if number < 3 else 1000))
+    read = []
+    monkeypatch.setattr(remote_wire, "_encoded", lambda path, kind: (read.append(path), Path(path).read_bytes())[1])
+    media = remote_wire.Media(kept_bytes=250)
+    a, b, c, large = map(str, paths)
+    for path in (a, b, a, c, a, b, large, a, large):  # c puts out b, b puts out c, and none is kept that is too large
+        assert media.file(path, "image")[1] == Path(path).read_bytes()
+    assert read == [a, b, c, b, large, large]
+
+
 def test_urls_are_left_to_the_service_and_frames_are_files():
     service = Service()
     frames = [Image.new("RGB", (28, 28), colour) for colour in ("red", "blue", "red")]

@@ -5,12 +5,10 @@ Pictures inside tables stay the encoded bytes that they are; nothing here decode
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 import os
 import re
-import secrets
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +19,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vlmrm.data.rows import MALFORMED
 from vlmrm.errors import DataError, RowError, first_line
+from vlmrm.files import make_folder, replacing
 from vlmrm.formats import LAYOUTS, recognise
 from vlmrm.formats.layout import Layout
+from vlmrm.settings import nearest_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -85,7 +85,7 @@ def open_tables(
         return [_open_file(name, streaming, bad_rows) for name in files]
     if HUB_ID.fullmatch(path) and Path(path).suffix not in KINDS and not path.startswith("."):
         return [_open_hub(path, split, streaming, config)]
-    raise DataError(f"{path} does not exist{_nearest(path)}")
+    raise DataError(f"{path} does not exist{nearest_file(Path(path))}")
 
 
 def _open_file(path: str, streaming: bool, bad_rows: str) -> Source:
@@ -130,10 +130,9 @@ def _load_lines(path: str, error: Exception) -> Any:
     folder = Path(config.HF_DATASETS_CACHE) / "vlmrm_lines"
     copy = folder / f"{name}.jsonl"
     if not copy.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         total = malformed = 0
-        temporary = folder / f"{name}.{secrets.token_hex(8)}"  # one of `tempfile` could be read by nobody else
-        with open(temporary, "wb") as file:
+        with replacing(copy) as temporary, open(temporary, "wb") as file:
             for line, row in _lines_of(path):
                 if MALFORMED in row:
                     malformed += 1
@@ -142,10 +141,8 @@ def _load_lines(path: str, error: Exception) -> Any:
                     line = json.dumps({MALFORMED: "", **row}).encode()
                 file.write(line.strip() + b"\n")
                 total += 1
-        if malformed == total:
-            os.remove(temporary)
-            raise unreadable(path, error) from error
-        os.replace(temporary, copy)  # whole, whichever of the launcher's processes comes first
+            if malformed == total:
+                raise unreadable(path, error) from error
     try:
         return load_dataset("json", data_files=_literal(str(copy)), split="train")
     except (DatasetGenerationError, ValueError, OSError) as again:
@@ -267,7 +264,8 @@ def _open_hub(name: str, split: str, streaming: bool, config: str | None) -> Sou
     try:
         table: Any = load_dataset(name, config, split=split, streaming=streaming)
     except DatasetNotFoundError as error:
-        raise DataError(f"{name} is no file or folder here{_nearest(name)}, nor a readable hub data set") from error
+        hint = nearest_file(Path(name))
+        raise DataError(f"{name} is no file or folder here{hint}, nor a readable hub data set") from error
     except (ConnectionError, OSError) as error:
         raise DataError(f"{name} is no file or folder here, and the hub cannot be reached ({error})") from error
     except ValueError as error:
@@ -360,14 +358,6 @@ def cells_of(source: Source, rows: Sequence[int]) -> list[dict[str, Any] | RowEr
 def _transposed(columns: dict[str, list[Any]]) -> list[Any]:
     count = len(next(iter(columns.values()), ()))
     return [{name: column[i] for name, column in columns.items()} for i in range(count)]
-
-
-def _nearest(path: str) -> str:
-    """`: did you mean ...`, or nothing when nothing there is called alike."""
-    folder, name = os.path.split(path)
-    there = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-    close = difflib.get_close_matches(name, there, n=1)
-    return f": did you mean {os.path.join(folder, close[0])}?" if close else ""
 
 
 def _literal(path: str) -> str:

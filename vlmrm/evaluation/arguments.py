@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vlmrm.data.arguments import DataArguments
+from vlmrm.devices import dtype_named
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.ablations import ABLATIONS
 from vlmrm.evaluation.analysis import NEEDS
@@ -70,8 +71,8 @@ class EvaluationArguments(ComputeArguments):
     dtype: str = field(
         default="auto",
         metadata={
-            "help": "Type of the weights; `auto` keeps the checkpoint's.",
-            "choices": ["auto", "bfloat16", "float16", "float32"],
+            "help": "Type of the weights: bfloat16, float16 or float32 (bf16, fp16, fp32); `auto` keeps the "
+            "checkpoint's.",
         },
     )
     ablations: list[str] = field(
@@ -138,6 +139,7 @@ class EvaluationArguments(ComputeArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        self.dtype = dtype_named(self.dtype, auto=True)
         for name in ("model_dirs", "ablations", "group_by", "train_data"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, [getattr(self, name)])

@@ -11,12 +11,12 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation.files import replace_file
 from vlmrm.evaluation.report.checkpoints import Checkpoint, read_frames, split
 from vlmrm.evaluation.report.parts import interval, number, percent
 from vlmrm.evaluation.report.reliance import ABLATIONS, headline
 from vlmrm.evaluation.report.sweeps import read_sweeps
 from vlmrm.evaluation.schema import Provenance, ResultsFile
+from vlmrm.files import write_file
 from vlmrm.modeling.manifest import verify_complete, write_complete
 from vlmrm.modeling.reward_files import read_reward_file
 
@@ -57,7 +57,7 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
         info=info,
         provenance=info.get("provenance", {}),
     )
-    replace_file(folder / CARD, text)
+    write_file(folder / CARD, text)
     write_complete(folder, manifest["world_size"], manifest["step"])  # which may list an earlier card's size
     return folder / CARD
 

@@ -96,7 +96,7 @@ def save_scale(best: Best, results: Results) -> None:
         return
     try:
         saved = save_normalization(best["path"], mean=mean, std=std, count=len(scores), data=results.settings["data"])
-    except (OSError, CheckpointError) as error:
+    except (ConfigError, CheckpointError) as error:
         logger.warning("The mean and spread of the scores are not saved with the best checkpoint: %s", error)
         return
     if saved:

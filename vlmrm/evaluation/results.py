@@ -12,11 +12,10 @@ import pandas as pd
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.evaluation.ablations import ABLATIONS
-from vlmrm.evaluation.files import replace_file, replacing
 from vlmrm.evaluation.pairs import read_pairs
 from vlmrm.evaluation.public import table as published_table
 from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, Estimate, Figures, Row, dump_results, load_results
-from vlmrm.files import make_folder
+from vlmrm.files import make_folder, replacing, write_file
 from vlmrm.modeling.manifest import checkpoint_digest
 
 COLUMNS = ["model", "checkpoint", "preference_accuracy", "average_margin", "margin_std", "sample_count"]
@@ -90,7 +89,7 @@ class Results:
 
     def write_tables(self) -> None:
         """The table and its details: what `best` changes."""
-        replace_file(
+        write_file(
             self.json,
             dump_results(
                 {
@@ -102,7 +101,7 @@ class Results:
                 }
             ),
         )
-        replace_file(self.csv, table(self.rows, self.best).to_csv(index=False))
+        write_file(self.csv, table(self.rows, self.best).to_csv(index=False))
 
 
 def _of(frame: pd.DataFrame, row: Row) -> pd.Series:

@@ -12,9 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from vlmrm.evaluation.files import replace_file
 from vlmrm.evaluation.schema import Row
-from vlmrm.files import make_folder
+from vlmrm.files import make_folder, write_file
 
 # What RewardBench calls a sequence classifier whose tokenizer brings the chat template.
 MODEL_TYPE, CHAT_TEMPLATE = "Seq. Classifier", "tokenizer"
@@ -44,4 +43,4 @@ def write_rewardbench(folder: Path, row: Row, frame: pd.DataFrame) -> None:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     make_folder(path.parent)
-    replace_file(path, json.dumps(content, indent=4, sort_keys=True) + "\n")
+    write_file(path, json.dumps(content, indent=4, sort_keys=True) + "\n")

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, 
 from typing_extensions import TypedDict
 
 from vlmrm.errors import ConfigError
+from vlmrm.settings import first_wrong
 
 SCHEMA_VERSION = 2  # raised whenever a field is added, or changes its name or meaning
 
@@ -235,9 +236,9 @@ def load_results(path: str | Path) -> ResultsFile:
     try:
         return _READER.validate_python(saved)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path} is no whole results file: {place}: {first['msg']}; evaluate again.") from error
+        raise ConfigError(
+            f"{path} is no whole results file: {first_wrong(error.errors())}; evaluate again."
+        ) from error
 
 
 def dump_results(content: ResultsFile) -> str:

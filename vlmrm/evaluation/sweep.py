@@ -25,7 +25,6 @@ from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.arguments import EvaluationArguments, check_data_keys
 from vlmrm.evaluation.choosing import Criterion
 from vlmrm.evaluation.conclusion import SweepResult, conclude
-from vlmrm.evaluation.files import sole_writer
 from vlmrm.evaluation.frame import check_columns
 from vlmrm.evaluation.leakage import Leakage, leakage
 from vlmrm.evaluation.leakage_text import open_rows, verdict
@@ -34,6 +33,7 @@ from vlmrm.evaluation.public import Benchmark, benchmark, load_benchmark
 from vlmrm.evaluation.results import Results, beside_published, describe
 from vlmrm.evaluation.rewardbench_files import write_rewardbench
 from vlmrm.evaluation.watching import watch
+from vlmrm.files import sole_writer
 from vlmrm.logs import start_log
 from vlmrm.modeling import find_checkpoints
 
@@ -68,7 +68,8 @@ def sole_sweep(csv: Path, processes: PartialState) -> Generator[None]:
         refused = None
         try:
             if processes.is_main_process:
-                held.enter_context(sole_writer(csv))
+                refusal = f"{csv} is being written by another sweep: wait for its end, or choose another output_file."
+                held.enter_context(sole_writer(csv.with_name(f"{csv.name}.lock"), refusal))
         except ConfigError as error:
             refused = str(error)
         [refused] = broadcast_object_list([refused])

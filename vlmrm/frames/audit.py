@@ -128,7 +128,7 @@ def suspect_sheet(suspects: Sequence[Suspect], path: Path) -> Path:
     """Draws suspects in their order, each with its probability and its step; those that were rewarded are red.
 
     Raises:
-        DataError: when the file cannot be written.
+        ConfigError: when the file cannot be written.
     """
     rows = -(-len(suspects) // COLUMNS)
     sheet = Image.new("RGB", (min(len(suspects), COLUMNS) * CELL, rows * (CELL + CAPTION)), "white")

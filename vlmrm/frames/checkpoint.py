@@ -7,7 +7,6 @@ kernel of its pooling (1 x 1: false), as documented, and the size of the images 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from vlmrm.devices import device_named
 from vlmrm.errors import CheckpointError, ConfigError, first_line
+from vlmrm.files import make_folder, write_file
 from vlmrm.frames.classifier import LAYERS, FrameClassifier, build_classifier
 from vlmrm.frames.classifier_config import ClassifierConfig, classifier_config
 from vlmrm.frames.weight_files import is_torch_file, read_weights, unwrapped
@@ -44,38 +44,12 @@ def save_classifier(path: Path | str, model: FrameClassifier, config: Classifier
     """Writes weights and config as one safetensors file, whole or not at all, whatever the name's suffix.
 
     Raises:
-        CheckpointError: when it cannot be written there.
+        ConfigError: when it cannot be written there.
     """
     path = Path(path)
     weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    make_folder_of(path)
-    try:
-        # save_file would ignore the umask, so that a service of another user could not read it.
-        temporary.write_bytes(save(weights, {"config": config.model_dump_json()}))
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise _unwritable(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def make_folder_of(path: Path) -> None:
-    """Makes the folder that a checkpoint will be in.
-
-    Raises:
-        CheckpointError: when no file of that name can be there.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be written ({error}): name another file.")
+    make_folder(path.parent)
+    write_file(path, save(weights, {"config": config.model_dump_json()}))
 
 
 def load_classifier(

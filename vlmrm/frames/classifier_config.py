@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from vlmrm.errors import ConfigError
 from vlmrm.frames.choices import QUESTION, Architecture, Pooling
-from vlmrm.frames.settings import first_error
+from vlmrm.settings import checked
 
 
 class ClassifierConfig(BaseModel):
@@ -77,7 +76,4 @@ def classifier_config(**values: object) -> ClassifierConfig:
     Raises:
         ConfigError: naming the first value that cannot be.
     """
-    try:
-        return ClassifierConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"the classifier: {first_error(error)}") from error
+    return checked(ClassifierConfig, values, "the classifier")

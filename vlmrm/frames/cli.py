@@ -89,11 +89,11 @@ def collect(
         How many that one may hold. Default: no limit.
     """
     _need_simulators()
-    from vlmrm.config import load_yaml
     from vlmrm.frames.collecting import collect, described
-    from vlmrm.frames.settings import CollectSettings, checked
+    from vlmrm.frames.settings import CollectSettings
+    from vlmrm.settings import checked, load_file
 
-    content = {} if config is None else load_yaml(config)
+    content = {} if config is None else load_file(config)
     options = {
         "env": env,
         "episodes": episodes,
@@ -229,13 +229,12 @@ def rl(config: Path, /) -> None:
         YAML such as training_configs/frames_rl.yaml. A run that its output_dir has finished is not repeated.
     """
     _need_simulators()
-    from vlmrm.config import load_yaml
     from vlmrm.frames.comparison import markdown, write_comparison
     from vlmrm.frames.rl import train_policies
     from vlmrm.frames.rl_settings import RLSettings
-    from vlmrm.frames.settings import checked
+    from vlmrm.settings import checked, load_file
 
-    settings = checked(RLSettings, load_yaml(config), str(config))
+    settings = checked(RLSettings, load_file(config), str(config))
     start_log("frames_rl")
     say(markdown(write_comparison(train_policies(settings), settings)))
     say(f"the figure is {settings.output_dir / 'comparison.png'}")

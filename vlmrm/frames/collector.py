@@ -17,6 +17,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vlmrm.errors import ConfigError, DataError
+from vlmrm.files import make_folder
 from vlmrm.frames.observations import (
     LABELS,
     LabelledFrame,
@@ -31,7 +32,6 @@ from vlmrm.frames.trajectory import (
     Trajectory,
     digest,
     locked,
-    make_folder,
     named,
     trajectory_paths,
     write_trajectory,

@@ -5,7 +5,6 @@ Written as a table for each evaluation (CSV), a summary for each source of rewar
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vlmrm.errors import DataError
 from vlmrm.evaluation.report.style import MUTED, SERIES, drawing, save
+from vlmrm.files import write_file, write_json
 from vlmrm.frames.audit import Counts
 from vlmrm.frames.rl import Run
 from vlmrm.frames.rl_settings import RLSettings
@@ -28,17 +27,14 @@ def write_comparison(runs: Sequence[Run], settings: RLSettings) -> dict[str, Any
     """Writes comparison.csv, .json, .md, .png and .svg to `output_dir`; returns what the JSON holds.
 
     Raises:
-        DataError: when they cannot be written.
+        ConfigError: when they cannot be written.
     """
     folder, table = settings.output_dir, evaluations(runs)
     summary = summarised(runs, settings)
-    try:
-        table.to_csv(folder / "comparison.csv", index=False)
-        (folder / "comparison.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        (folder / "comparison.md").write_text(markdown(summary), encoding="utf-8")
-        draw(table, summary, folder)
-    except OSError as error:
-        raise DataError(f"{folder} cannot be written ({error}): make room, or choose another output_dir.") from error
+    write_file(folder / "comparison.csv", table.to_csv(index=False))
+    write_json(folder / "comparison.json", summary)
+    write_file(folder / "comparison.md", markdown(summary))
+    draw(table, summary, folder)
     return summary
 
 

@@ -6,22 +6,21 @@ succeeds. Each part goes on where an earlier demo in the same folder stopped.
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-from vlmrm.config import load_yaml
-from vlmrm.files import make_folder
+from vlmrm.files import make_folder, write_json
 from vlmrm.frames.checkpoint import read_config
 from vlmrm.frames.collecting import collect, described
 from vlmrm.frames.comparison import write_comparison
 from vlmrm.frames.rl import Run, train_policies
 from vlmrm.frames.rl_settings import RLSettings
-from vlmrm.frames.settings import CollectSettings, checked
+from vlmrm.frames.settings import CollectSettings
 from vlmrm.frames.train_settings import TrainSettings
 from vlmrm.frames.training import train_classifier
 from vlmrm.logs import say
+from vlmrm.settings import checked, load_file
 
 CONFIG = Path(__file__).parents[1] / "demo_configs" / "frames_rl.yaml"
 CHECKPOINT = "reward_model.safetensors"
@@ -44,7 +43,7 @@ def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
     runs = train_policies(settings)
     write_comparison(runs, settings)
     summary = summarised(runs[0], checkpoint, time.perf_counter() - started)
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(output / "summary.json", summary)
     tell(summary, settings, runs[0])
     return summary
 
@@ -77,7 +76,7 @@ def classifier(output: Path, seed: int, episodes: int = EPISODES, epochs: int = 
 
 def policy_settings(output: Path, checkpoint: Path, accept_unqualified: bool = False, **changes: Any) -> RLSettings:
     """Those of training_configs/frames_rl.yaml with a classifier and changes."""
-    content = load_yaml(CONFIG)
+    content = load_file(CONFIG)
     content["reward"]["reward_model"] |= {"checkpoint_path": checkpoint, "accept_unqualified": accept_unqualified}
     return checked(RLSettings, {**content, "output_dir": output / "rl", **changes}, CONFIG.name)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
-from vlmrm.errors import ConfigError, DataError
+from vlmrm.errors import ConfigError
+from vlmrm.files import make_folder, replacing
 from vlmrm.frames.trajectory_file import TrajectoryFile
 
 SIDE, BORDER, CAPTION = 96, 3, 12  # pixels of a frame, of the line around it, and of the text above
@@ -81,13 +82,11 @@ def saved(picture: Image.Image, path: Path) -> Path:
     """Writes a PNG, whatever the name's suffix.
 
     Raises:
-        DataError: when it cannot be written there.
+        ConfigError: when it cannot be written there.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path, "PNG")
-    except OSError as error:
-        raise DataError(f"{path} cannot be written ({error}): make room, or choose another folder.") from error
+    make_folder(path.parent)
+    with replacing(path) as temporary:
+        picture.save(temporary, "PNG")
     return path
 
 

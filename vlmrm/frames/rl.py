@@ -25,6 +25,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from tqdm import tqdm
 
 from vlmrm.errors import ConfigError, DataError
+from vlmrm.files import make_folder, write_json, writing
 from vlmrm.frames.audit import Counts, RewardAudit, Suspect, suspect_sheet
 from vlmrm.frames.rl_settings import RLSettings, Source
 from vlmrm.frames.scorer import FrameScorer
@@ -88,7 +89,7 @@ def _run(trial: Trial) -> Run:
     audit = env if isinstance(env, RewardAudit) else None
     with closing(trial.observed(env)) as seen:
         policy = untrained_policy(trial, seen)
-        _make_folder(trial.folder)
+        make_folder(trial.folder)
         title = f"{trial.source}, seed {trial.seed}"
         with tqdm(total=trial.settings.total_steps, desc=title, unit="step", disable=None) as bar:
             evaluations = _Evaluations(trial, audit, bar)
@@ -185,26 +186,11 @@ def _write(run: Run, trial: Trial, policy: BaseAlgorithm, suspects: list[Suspect
         "points": [asdict(point) for point in run.points],
         "suspects": run.suspects,
     }
-    temporary = trial.file.with_suffix(".tmp")
-    try:
+    with writing(trial.folder):
         policy.save(trial.folder / "policy.zip")
-        if suspects:
-            suspect_sheet(suspects, trial.folder / "audit.png")
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(trial.file)
-    except OSError as error:
-        raise _unwritable(trial.folder, error) from error
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
-def _unwritable(folder: Path, error: OSError) -> DataError:
-    return DataError(f"{folder} cannot be written ({error}): make room, or choose another output_dir.")
+    if suspects:
+        suspect_sheet(suspects, trial.folder / "audit.png")
+    write_json(trial.file, content)
 
 
 def _finished(trial: Trial) -> Run:

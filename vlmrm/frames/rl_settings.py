@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from vlmrm.frames.settings import RewardSettings, Strict
+from vlmrm.frames.settings import RewardSettings
+from vlmrm.settings import Strict
 
 Source = Literal["success", "learned", "both"]
 

@@ -5,26 +5,16 @@ What a block leaves out of `reward_model` is read from the checkpoint; what it s
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from vlmrm.errors import ConfigError
 from vlmrm.frames.choices import IMAGE_KEY, IMAGE_SIZE
+from vlmrm.settings import Strict
 
 Count = int | None
 Size = tuple[int, int, int]
-
-
-class Strict(BaseModel):
-    """Settings of which every key is known."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-
-Settings = TypeVar("Settings", bound=Strict)
 
 
 class RewardModelSettings(Strict):
@@ -54,8 +44,8 @@ class RewardModelSettings(Strict):
     freeze_encoder: bool | None = None
     reward_type: Literal["binary", "continuous"] = "binary"
     reward_mode: Literal["per_step", "terminal"] = "per_step"
-    reward_weight: float = Field(1.0, allow_inf_nan=False)
-    env_reward_weight: float = Field(0.0, allow_inf_nan=False)
+    reward_weight: float = 1.0
+    env_reward_weight: float = 0.0
     smoothing: int = Field(1, ge=1)
     hold: int = Field(1, ge=1)
     accept_unqualified: bool = False
@@ -121,38 +111,3 @@ class CollectSettings(Strict):
     stop_at_success: bool = False
     seed: int = Field(0, ge=0)
     reward: RewardSettings = Field(default_factory=RewardSettings)
-
-
-def checked(kind: type[Settings], content: dict[str, Any], where: str) -> Settings:
-    """`content` as settings of a kind.
-
-    Raises:
-        ConfigError: naming the first key that cannot be, and `where`.
-    """
-    try:
-        return kind.model_validate(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        if first["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(first["loc"][-1]), _keys(kind, first["loc"][:-1]), 1)
-            hint = f"did you mean {near[0]}?" if near else "see docs/frames.md for the keys."
-            place = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{where} has the unknown key {place}: {hint}") from error
-        raise ConfigError(f"{where}: {first_error(error)}") from error
-
-
-def first_error(error: ValidationError) -> str:
-    """Which value cannot be, and why, as the end of a sentence."""
-    first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    reason = first["msg"].removeprefix("Value error, ")
-    told = first["type"] in ("missing", "value_error")  # the reason says what it is, or it is not there
-    value = "" if told else f" (it is {first['input']!r})"
-    return f"{place}{': ' if place else ''}{reason}{value}."
-
-
-def _keys(kind: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:
-    """The keys that the block at a place may have."""
-    for name in place:
-        kind = kind.model_fields[str(name)].annotation  # ty: ignore[invalid-assignment]
-    return list(kind.model_fields)

@@ -23,8 +23,9 @@ from tqdm import tqdm
 
 from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.devices import device_named
-from vlmrm.errors import TrainingError
-from vlmrm.frames.checkpoint import load_classifier, make_folder_of, save_classifier
+from vlmrm.errors import ConfigError, TrainingError
+from vlmrm.files import make_folder
+from vlmrm.frames.checkpoint import load_classifier, save_classifier
 from vlmrm.frames.classifier import FrameClassifier, ResNetClassifier, build_classifier
 from vlmrm.frames.classifier_config import ClassifierConfig, classifier_config
 from vlmrm.frames.dataset import (
@@ -67,14 +68,16 @@ def train_classifier(settings: TrainSettings) -> Trained:
     """Trains a classifier and writes its checkpoint. Equal settings and data make equal weights on one machine.
 
     Raises:
-        ConfigError: for settings that contradict each other.
+        ConfigError: for settings that contradict each other, or when the checkpoint cannot be written.
         DataError: when the trajectories cannot be used or do not suffice.
-        CheckpointError: when the checkpoint cannot be written, or pretrained weights are missing or do not fit.
+        CheckpointError: when pretrained weights are missing or do not fit.
         TrainingError: when the loss is no longer finite.
     """
     index, said = index_frames(settings.positive_dir, settings.negative_dir, settings.image_key, settings.image_size)
     training, validation = split(index, settings.val_fraction, settings.seed)
-    make_folder_of(settings.output_checkpoint)
+    if settings.output_checkpoint.is_dir():
+        raise ConfigError(f"output_checkpoint {settings.output_checkpoint} is a folder: name a file.")
+    make_folder(settings.output_checkpoint.parent)
     logger.info("%s", said)
     logger.info("training: %s; validation: %s", index.counts(training), index.counts(validation))
     if settings.visualize_positive:

@@ -17,10 +17,10 @@ from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import save
 
 from vlmrm.errors import DataError
+from vlmrm.files import make_folder, write_file
 
 VERSION = "1"
 SUFFIX = ".safetensors"
@@ -66,6 +66,7 @@ def write_trajectory(folder: Path, trajectory: Trajectory, unique: str | None = 
 
     Raises:
         DataError: when keys, lengths, shapes, types or values are not those of a trajectory.
+        ConfigError: when it cannot be written there.
     """
     folder = Path(folder)
     shapes = {key: frames.shape for key, frames in trajectory.images.items()}
@@ -80,29 +81,9 @@ def write_trajectory(folder: Path, trajectory: Trajectory, unique: str | None = 
         "version": VERSION,
     }
     make_folder(folder)
-    temporary = folder / f".{uuid4().hex}.tmp"
-    unique = unique or uuid4().hex[:16]
-    try:
-        temporary.write_bytes(save({**tensors, "labels": labels}, about))  # save_file would ignore the umask
-        path = folder / f"{_next_number(folder):06d}_{unique}{SUFFIX}"
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise _unwritable(folder, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    path = folder / f"{_next_number(folder):06d}_{unique or uuid4().hex[:16]}{SUFFIX}"
+    write_file(path, save({**tensors, "labels": labels}, about), durable=False)  # a cut one is found and named
     return path
-
-
-def make_folder(folder: Path) -> None:
-    """Makes a folder for trajectories, where there is none."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
-def _unwritable(folder: Path, error: Exception) -> DataError:
-    return DataError(f"no trajectory can be written into {folder} ({error}): make room, or choose another folder.")
 
 
 def trajectory_paths(folder: Path) -> list[Path]:

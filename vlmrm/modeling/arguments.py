@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vlmrm.devices import dtype_named
 from vlmrm.errors import ConfigError
 
 
@@ -59,9 +60,9 @@ class ModelArguments(ComputeArguments):
     dtype: str = field(
         default="auto",
         metadata={
-            "help": "Type of the weights. `auto`: float32 where they are trained under mixed precision, bfloat16 or "
-            "float16 where DeepSpeed keeps float32 copies or only an adapter is trained.",
-            "choices": ["auto", "bfloat16", "float16", "float32"],
+            "help": "Type of the weights: bfloat16, float16 or float32 (bf16, fp16, fp32). `auto`: float32 where they "
+            "are trained under mixed precision, a half one where DeepSpeed keeps float32 copies or only an adapter is "
+            "trained.",
         },
     )
     head: str = field(
@@ -92,6 +93,7 @@ class ModelArguments(ComputeArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        self.dtype = dtype_named(self.dtype, auto=True)
         if isinstance(self.lora_target_modules, str):
             self.lora_target_modules = [self.lora_target_modules]
         if self.vision_cache_dir and not (self.use_peft or (self.freeze_vit and self.freeze_merger is not False)):

@@ -8,14 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from vlmrm.errors import CheckpointError
-from vlmrm.files import content_digest, content_digests
+from vlmrm.files import content_digest, content_digests, fsync, write_json
 
 logger = logging.getLogger("vlmrm")
 
@@ -37,7 +36,7 @@ def write_complete(folder: str | Path, world_size: int, step: int | None) -> Non
     folder = Path(folder)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / COMPLETE]
     for path in files:
-        _fsync(path)
+        fsync(path)
     listed = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
         for path, digest in content_digests(files).items()
@@ -177,23 +176,6 @@ def newest_complete(output_dir: str | Path) -> Path | None:
         else:
             return folder
     return None
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file that is at any moment either absent, the old one, or whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    _fsync(temporary)
-    os.replace(temporary, path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

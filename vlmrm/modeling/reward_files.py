@@ -14,7 +14,8 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from transformers import ProcessorMixin
 
 from vlmrm.errors import CheckpointError
-from vlmrm.modeling.manifest import COMPLETE, entry, verify_if_listed, write_json
+from vlmrm.files import write_json
+from vlmrm.modeling.manifest import COMPLETE, entry, verify_if_listed
 
 REWARD_FILE = "reward_model.json"
 SCHEMA_VERSION = 1
@@ -73,7 +74,7 @@ def save_normalization(folder: str | Path, *, mean: float, std: float, count: in
 
     Raises:
         CheckpointError: when a file of the checkpoint cannot be read.
-        OSError: when one cannot be written.
+        ConfigError: when one cannot be written.
     """
     folder = Path(folder)
     if not folder.is_dir():

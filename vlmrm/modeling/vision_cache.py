@@ -19,16 +19,16 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from vlmrm.errors import ConfigError
+from vlmrm.files import make_folder, write_file, writing
 
 logger = logging.getLogger("vlmrm")
 
@@ -54,13 +54,11 @@ class VisionCache:
         self.limit = int(gigabytes * 1e9)
         self._tower: str | None = None
         self._warned = False
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+        make_folder(self.directory, "vision_cache_dir")
+        with writing(self.directory, "vision_cache_dir"):
             with tempfile.TemporaryFile(dir=self.directory):
                 pass
             self._evict()
-        except OSError as error:
-            raise ConfigError(f"vision_cache_dir: {self.directory} cannot be used ({error}): name another.") from error
 
     def identify(self, tower: PreTrainedModel) -> None:
         """Hashes the tower's weights, the first time that it is called.
@@ -130,18 +128,16 @@ class VisionCache:
 
     def _store(self, key: str, features: Features) -> None:
         path = self._path(key)
-        temporary = path.with_name(f"{uuid4().hex}.tmp")
         tensors = {str(i): layer.detach().cpu().contiguous() for i, layer in enumerate(features)}
         try:
             path.parent.mkdir(exist_ok=True)
-            save_file(tensors, temporary, {"crc32": _checksum(tensors.values())})
-            self._unseen += temporary.stat().st_size
-            temporary.replace(path)
+            content = save(tensors, {"crc32": _checksum(tensors.values())})
+            write_file(path, content, durable=False)
+            self._unseen += len(content)
             if self._unseen > LOOK * self.limit:
                 self._evict()
-        except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
-            self._warn("%s cannot be written (%s): its features will be computed again", path, error)
+        except (OSError, ConfigError) as error:
+            self._warn("features of images will be computed again: %s", error)
 
     def _evict(self) -> None:
         """Where the folder is over its limit, removes what was used longest ago."""

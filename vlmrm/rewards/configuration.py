@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,10 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from vlmrm.config import load_yaml
 from vlmrm.errors import ConfigError
 from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.registry import reward_model_class
+from vlmrm.settings import load_file, nearest
 
 logger = logging.getLogger("vlmrm")
 
@@ -64,13 +63,12 @@ def _told(value: Any) -> str | int:
 
 def _block(config: Config, block: str) -> Any:
     if isinstance(config, (str, Path)):
-        config = load_yaml(Path(config))
+        config = load_file(Path(config))
     if isinstance(config, Mapping) and not set(config) & set(FIELDS):
         unknown = [key for key in config if key not in ("rewards", "eval_rewards")]
-        near = {key: _nearest(str(key), ("rewards", "eval_rewards")) for key in unknown}
-        for key, name in near.items():
-            if name:
-                raise ConfigError(f"unknown key {key!r}: did you mean {name}?")
+        for key in unknown:
+            if near := nearest(key, ("rewards", "eval_rewards"), 0.8):
+                raise ConfigError(f"unknown key {key!r}: did you mean {near}?")
         if "rewards" not in config:
             raise ConfigError("there is no block rewards in the configuration: give at least one reward.")
         return config["rewards"] if config.get(block) is None else config[block]
@@ -98,13 +96,9 @@ def _check_extra(where: str, loose: Mapping[str, Any], extra: Mapping[str, Any],
     options = reward_model_class(str(model)).options
     names = (*FIELDS, *(options or ()))
     for key in extra if options is not None else loose:
-        near = _nearest(str(key), names)
+        near = nearest(key, names, 0.8)
         if options is None and near is None:
             logger.info("%s: %s is handed to %s as it is, which does not say what it takes", where, key, model)
         elif options is None or key not in options:
             hint = f"did you mean {near}?" if near else f"{model} takes {', '.join(options or ()) or 'no more keys'}."
             raise ConfigError(f"{where}: unknown key {key!r}: {hint}")
-
-
-def _nearest(name: str, names: Sequence[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, names, 1, cutoff=0.8)), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import threading
 import time
@@ -12,18 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vlmrm.errors import RewardError
-from vlmrm.http_client import (
-    BUSY,
-    CONNECT_TIMEOUT,
-    Unavailable,
-    address_of,
-    ask_again,
-    busy,
-    import_httpx,
-    said_by,
-    shortened,
-    unreachable,
-)
+from vlmrm.http import Server, Unavailable, ask_again, json_of, request_to
 
 logger = logging.getLogger("vlmrm")
 
@@ -35,27 +23,22 @@ class Endpoint:
     """One address. `name` is it without credentials."""
 
     def __init__(self, url: str, timeout: float):
-        address = address_of(url, "server_url")
-        self.name = address.name
+        server = Server(url, "server_url")
+        self.name = server.name
         self.busy = 0
         self.last_turn = 0
         self.rests_until = 0.0
-        httpx = import_httpx()
-        self.client = httpx.Client(
-            base_url=address.url,
-            auth=address.auth,
-            timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT), pool=None),
-            trust_env=address.trust_env,
-        )
+        self.client = server.client(timeout)
 
     def healthy(self) -> str | None:
         """None, or why it cannot be asked now."""
-        httpx = import_httpx()
+        where = f"{self.name}/health"
         try:
-            status = self.client.get("/health", timeout=HEALTH_TIMEOUT).status_code
-        except httpx.HTTPError as error:
-            return str(unreachable(error, f"{self.name}/health"))
-        return None if status < 400 else f"{self.name}/health answered {status}"
+            with request_to(where, RewardError(f"{where} was silent for {HEALTH_TIMEOUT:g} s")):
+                status = self.client.get("/health", timeout=HEALTH_TIMEOUT).status_code
+        except RewardError as error:
+            return str(error)
+        return None if status < 400 else f"{where} answered {status}"
 
     def post(self, path: str, body: bytes) -> Any:
         """The JSON that it answers to a JSON `body`.
@@ -64,28 +47,12 @@ class Endpoint:
             Unavailable: when asking again can help.
             RewardError: when it cannot.
         """
-        httpx = import_httpx()
         where = f"{self.name}{path}"
-        try:
+        # Asked again it would do the same work twice.
+        late = f"{where} was silent for {self.client.timeout.read:g} s: raise timeout, or lower batch_size"
+        with request_to(where, RewardError(late)):
             answer = self.client.post(path, content=body, headers={"Content-Type": "application/json"})
-        except (httpx.ReadTimeout, httpx.WriteTimeout):
-            # Asked again it would do the same work twice.
-            limit = self.client.timeout.read
-            raise RewardError(f"{where} was silent for {limit:g} s: raise timeout, or lower batch_size") from None
-        except httpx.TransportError as error:
-            raise unreachable(error, where) from None
-        except httpx.HTTPError as error:
-            raise RewardError(f"{where}: {shortened(str(error))}") from None
-        if answer.status_code in BUSY:
-            raise busy(answer, where)
-        if answer.is_redirect:
-            raise RewardError(f"{where} answered {answer.status_code}, a redirect: give the address it leads to")
-        if not answer.is_success:
-            raise RewardError(f"{where} answered {answer.status_code}: {said_by(answer)}")
-        try:
-            return json.loads(answer.content, parse_int=float)  # an endless integer becomes inf, which is refused
-        except (ValueError, RecursionError):
-            raise RewardError(f"{where} answered what is no JSON: {said_by(answer)}") from None
+        return json_of(answer, where)
 
 
 class Endpoints:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from vlmrm.rewards.exchange import answers_sent_back, groups_to_compute, joined
 from vlmrm.rewards.loading import Reward
 from vlmrm.rewards.outcome import Rewards
 from vlmrm.rewards.samples import MEDIA, Samples
+from vlmrm.settings import nearest
 
 logger = logging.getLogger("vlmrm")
 
@@ -103,7 +103,7 @@ class Pending:
             if meant is None and name in ("completion", "completions") and "response" in absent:
                 meant = "response"
             elif meant is None:
-                meant = next(iter(get_close_matches(name, absent, 1, cutoff=0.8)), None)
+                meant = nearest(name, absent, 0.8)
             if meant not in (None, name):
                 raise RewardError(f"there is a column {name}, which no reward asks for: did you mean {meant}?")
 

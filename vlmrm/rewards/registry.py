@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -10,6 +9,7 @@ from typing import TypeVar
 
 from vlmrm.errors import ConfigError
 from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, PointwiseRewardModel
+from vlmrm.settings import did_you_mean
 
 ENTRY_POINTS = "vlmrm.rewards"  # the group in which an installed package names its rewards
 
@@ -80,9 +80,8 @@ def reward_model_class(name: str) -> type[BaseRewardModel]:
         installed = {entry.name.lower(): entry for entry in entry_points(group=ENTRY_POINTS)}
         if key not in installed and "." not in name:
             known = [*_registered, *BUILT_IN, *installed]
-            near = difflib.get_close_matches(key, known, 1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "give a registered name or the dotted path of a class."
-            raise ConfigError(f"there is no reward {name}: {hint}")
+            hint = did_you_mean(key, known, ": give a registered name or the dotted path of a class.")
+            raise ConfigError(f"there is no reward {name}{hint}")
         found = installed[key].load() if key in installed else _import(name)
     if not isinstance(found, type) or not issubclass(found, (PointwiseRewardModel, GroupwiseRewardModel)):
         raise ConfigError(f"{name} is neither a PointwiseRewardModel nor a GroupwiseRewardModel: derive it from one.")

@@ -10,19 +10,7 @@ from itertools import count
 from typing import Any
 
 from vlmrm.errors import ConfigError, RewardError, RowError
-from vlmrm.http_client import (
-    BUSY,
-    CONNECT_TIMEOUT,
-    Address,
-    Unavailable,
-    Unreachable,
-    address_of,
-    ask_again,
-    busy,
-    import_httpx,
-    said_by,
-    unreachable,
-)
+from vlmrm.http import Server, Unavailable, Unreachable, ask_again, json_of, request_to, said_by, timeouts
 from vlmrm.scoring.protocol import Conversation, Group, all_scores, conversations_of, regrouped
 from vlmrm.scoring.remote_wire import Chunk, chunks, scores_of
 
@@ -58,18 +46,9 @@ class AsyncRemoteScorer:
         concurrency: int = 8,
         transport: Any = None,
     ):
-        self.address: Address = address_of(base_url, "base_url")
+        self.server = Server(base_url, "base_url", os.environ.get("VLMRM_TOKEN") if token is None else token)
         self.model, self.timeout, self.concurrency = model, timeout, concurrency
-        httpx = import_httpx()
-        token = os.environ.get("VLMRM_TOKEN") if token is None else token
-        self._client = httpx.AsyncClient(
-            base_url=self.address.url,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            auth=None if token else self.address.auth,
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-            trust_env=self.address.trust_env,
-            transport=transport,
-        )
+        self._client = self.server.async_client(timeout, concurrency, transport)
 
     async def score(self, conversations: Sequence[Conversation]) -> list[float]:
         """The raw logit of each conversation, in order.
@@ -144,42 +123,26 @@ class AsyncRemoteScorer:
         return dict(zip(chunk.places, scores_of(answer, len(chunk.places)), strict=True))
 
     async def _post(self, chunk: Chunk, seconds: float) -> Any:
-        httpx = import_httpx()
-        where = f"{self.address.name}{ROUTE}"
+        where = f"{self.server.name}{ROUTE}"
         late = RewardError(f"{where} did not answer in {self.timeout:g} s: raise timeout, or send less at a time")
         if seconds <= 0:
             raise late
-        limits = httpx.Timeout(seconds, connect=min(seconds, CONNECT_TIMEOUT), pool=None)
-        try:
-            answer = await self._client.post(ROUTE, **chunk.content(self.model, seconds), timeout=limits)
-        except (httpx.ReadTimeout, httpx.WriteTimeout):
-            raise late from None
-        except httpx.TransportError as error:
-            raise unreachable(error, where) from None
-        if answer.is_success:
-            return _json(answer, where)
-        raise _refusal(answer, where)
+        content = chunk.content(self.model, seconds)
+        with request_to(where, late):
+            answer = await self._client.post(ROUTE, **content, timeout=timeouts(seconds))
+        _check_service(answer, where)
+        return json_of(answer, where)
 
 
-def _refusal(answer: Any, where: str) -> Exception:
-    """What a status that is no success means."""
-    status, said = answer.status_code, said_by(answer)
-    if status in BUSY:
-        return busy(answer, where)
+def _check_service(answer: Any, where: str) -> None:
+    """Refuse what the address, the token or the reward's name is to blame for."""
+    status = answer.status_code
     if status == 401:
-        return ConfigError(f"{where} wants another token: set VLMRM_TOKEN, or give the token it was started with.")
-    if status == 404 and "reward" in said:
-        return ConfigError(f"{where}: {said}")
+        raise ConfigError(f"{where} wants another token: set VLMRM_TOKEN, or give the token it was started with.")
+    if status == 404 and "reward" in said_by(answer):
+        raise ConfigError(f"{where}: {said_by(answer)}")
     if status == 404 or answer.is_redirect:
-        return ConfigError(f"{where} answered {status}: give the address of a vlmrm service.")
-    return RewardError(f"{where} answered {status}: {said}")
-
-
-def _json(answer: Any, where: str) -> Any:
-    try:
-        return answer.json()
-    except ValueError:
-        raise RewardError(f"{where} answered what is no JSON: {said_by(answer)}") from None
+        raise ConfigError(f"{where} answered {status}: give the address of a vlmrm service.")
 
 
 def _next(requests: Iterator[Chunk]) -> Chunk | None:

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from vlmrm.errors import RowError
-from vlmrm.http_client import address_of
+from vlmrm.http import Server
 from vlmrm.scoring.async_remote import AsyncRemoteScorer
 from vlmrm.scoring.protocol import Conversation, Group
 
@@ -31,7 +31,7 @@ class RemoteScorer:
 
     def __init__(self, base_url: str, **options: Any):
         self._given = (base_url, options)
-        self._address = address_of(base_url, "base_url")
+        self._server = Server(base_url, "base_url")
         self._lock = threading.Lock()
         self._running: _Running | None = None
 
@@ -64,7 +64,7 @@ class RemoteScorer:
         self.close()
 
     def __repr__(self) -> str:
-        return f"RemoteScorer({self._address.name})"
+        return f"RemoteScorer({self._server.name})"
 
     def __reduce__(self):
         return _remade, self._given

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from cachetools import LRUCache
 from PIL import Image
 
 from vlmrm.conversation import Reference
@@ -103,23 +104,17 @@ class Media:
     """The files of images and videos, each distinct one encoded once; those used last are kept."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES):
-        self.kept_bytes = kept_bytes
-        self._files: OrderedDict[str, bytes] = OrderedDict()
-        self._size = 0
+        self._files: LRUCache[str, bytes] = LRUCache(kept_bytes, getsizeof=len)
 
     def file(self, reference: Any, kind: str) -> tuple[str, bytes]:
         """Its name, equal for what is the same, and its content."""
         key = media_key(reference)
-        if key not in self._files:
-            self._keep(key, _encoded(reference, kind))
-        self._files.move_to_end(key)
-        return blake2b(key.encode(), digest_size=16).hexdigest(), self._files[key]
-
-    def _keep(self, key: str, data: bytes) -> None:
-        self._files[key] = data
-        self._size += len(data)
-        while self._size > self.kept_bytes and len(self._files) > 1:
-            self._size -= len(self._files.popitem(last=False)[1])
+        data = self._files.get(key)
+        if data is None:
+            data = _encoded(reference, kind)
+            with suppress(ValueError):  # it is larger than all that is kept
+                self._files[key] = data
+        return blake2b(key.encode(), digest_size=16).hexdigest(), data
 
 
 def _encoded(reference: Any, kind: str) -> bytes:

@@ -6,7 +6,6 @@ Names that begin with `_` or `.` are passed over by what reads a folder of parqu
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vlmrm.engine import ScoredRow
-from vlmrm.errors import ConfigError, VlmrmError
+from vlmrm.errors import ConfigError
+from vlmrm.files import make_folder, replacing, write_json
 
 SETTINGS = "_settings.json"
 SCHEMA = pa.schema(
@@ -58,22 +58,11 @@ class Shards:
         """Puts a shard in its place at once, whole.
 
         Raises:
-            VlmrmError: when it cannot be written, as on a full disk.
+            ConfigError: when it cannot be written, as on a full disk: another run makes the absent shards.
         """
-        path = self.path(number)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         table = pa.Table.from_pylist([_cells(row) for row in scored], schema=SCHEMA)
-        try:
-            with open(temporary, "wb") as file:
-                pq.write_table(table, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise VlmrmError(
-                f"{path} cannot be written ({error.strerror}): make room, and run again for the absent shards."
-            ) from error
+        with replacing(self.path(number)) as temporary:
+            pq.write_table(table, temporary)
 
     def summary(self, rows: int) -> Summary | None:
         """Of all shards of an input of `rows` rows, from their footers; None while one is absent."""
@@ -90,27 +79,16 @@ class Shards:
         Raises:
             ConfigError: naming what differs, or when the folder cannot be made.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"the output folder {self.folder} cannot be made ({error.strerror}): name another."
-            ) from None
+        make_folder(self.folder)
         file = self.folder / SETTINGS
-        temporary = file.with_name(f".{SETTINGS}.{os.getpid()}")
-        temporary.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        try:
-            os.link(temporary, file)  # fails where it is there already
-        except FileExistsError:
-            there = json.loads(file.read_text(encoding="utf-8"))
-            names = [n for n in settings | there if n != "model" and there.get(n) != settings.get(n)]
-            if names:
-                raise ConfigError(
-                    f"{self.folder} holds scores of other settings ({', '.join(names)}): name a new output folder, or "
-                    "score as before."
-                ) from None
-        finally:
-            temporary.unlink()
+        write_json(file, settings, exclusive=True)
+        there = json.loads(file.read_text(encoding="utf-8"))
+        names = [n for n in settings | there if n != "model" and there.get(n) != settings.get(n)]
+        if names:
+            raise ConfigError(
+                f"{self.folder} holds scores of other settings ({', '.join(names)}): name a new output folder, or "
+                "score as before."
+            )
 
 
 def _cells(row: ScoredRow) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from vlmrm.serving.app import create_app
 from vlmrm.serving.request_log import format_lines
 from vlmrm.serving.server import listen, run
 from vlmrm.serving.service import Service
-from vlmrm.serving.settings import checked, load_settings
+from vlmrm.serving.settings import load_settings, service_settings
 
 logger = logging.getLogger("vlmrm")
 
@@ -37,7 +37,7 @@ def serve(config: Path | None, model: str | None, given: Mapping[str, Any], role
         settings = load_settings(config, **given)
     else:
         reward = {"reward_type": "vlm_reward", "model_path": model}
-        settings = checked({**given, "reward_args": [reward]}, "the command line")
+        settings = service_settings({**given, "reward_args": [reward]}, "the command line")
     if role != "everything" and not settings.redis_host:
         raise ConfigError(f"vlmrm serve {role} shares its queue with other processes: set redis_host.")
     app = create_app(Service(settings, workers=role != "api"), requests=role != "workers")

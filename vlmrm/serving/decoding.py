@@ -6,9 +6,11 @@ So latents, which are small, are what waits in the queue, and a video is decoded
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+
+from cachetools import LRUCache
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
@@ -47,8 +49,8 @@ class Decoder:
         )
         self._queue = MemoryBackend(Limits(result_ttl=0))  # a video is kept here alone, and by its size
         self.replica = Replica(NAME, engine, self._queue, metrics)
-        self._timeout, self._cache_bytes = settings.timeout, settings.cache_bytes
-        self._cache: OrderedDict[str, Outcome] = OrderedDict()
+        self._timeout = settings.timeout
+        self._cache: LRUCache[str, Outcome] = LRUCache(settings.cache_bytes, getsizeof=_video_bytes)
 
     async def run(self) -> None:
         """Keeps the worker alive and fed until it is cancelled; where it cannot be loaded, fails what it is given."""
@@ -79,7 +81,6 @@ class Decoder:
         job = Job(NAME, [item])
         key = f"{self.replica.revision} {job.key}"
         if key in self._cache:
-            self._cache.move_to_end(key)
             return self._cache[key]
         job_id = await self._queue.put(job)
         while True:
@@ -95,10 +96,10 @@ class Decoder:
         [outcome] = status.outcomes
         if outcome.error is not None:
             raise RowError(outcome.error)
-        self._keep(f"{self.replica.revision} {job.key}", outcome)  # it may have been loaded only then
+        with suppress(ValueError):  # it is larger than all that is kept
+            self._cache[f"{self.replica.revision} {job.key}"] = outcome  # it may have been loaded only then
         return outcome
 
-    def _keep(self, key: str, outcome: Outcome) -> None:
-        self._cache[key] = outcome
-        while sum(len(one.extra["video"]) for one in self._cache.values()) > self._cache_bytes:
-            self._cache.popitem(last=False)
+
+def _video_bytes(outcome: Outcome) -> int:
+    return len(outcome.extra["video"])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anyio import move_on_after
+from cachetools import TLRUCache
 
 from vlmrm.serving.backend import AGAIN, ATTEMPTS, CANCELLED, EXPIRED, full
 from vlmrm.serving.jobs import Job, Outcome, State, Status, has_errors
@@ -42,7 +43,9 @@ class MemoryBackend:
         self._ended: OrderedDict[str, float] = OrderedDict()  # which job, and when; the oldest first
         self._paces: deque[tuple[float, int]] = deque(maxlen=100)  # when how many items were done
         self._said: dict[str, dict[str, Any]] = {}
-        self._records: OrderedDict[str, tuple[float, dict[str, Any]]] = OrderedDict()  # until when, which
+        self._records: TLRUCache[str, tuple[float, dict[str, Any]]] = TLRUCache(  # how long, which
+            limits.max_results, ttu=lambda _, kept, now: now + kept[0], timer=lambda: time.monotonic()
+        )
 
     async def start(self) -> None:
         pass
@@ -156,15 +159,10 @@ class MemoryBackend:
         return len(sizes), sum(sizes)
 
     async def keep(self, name: str, record: dict[str, Any], ttl: float) -> None:
-        now = time.monotonic()
-        self._records.pop(name, None)
-        self._records[name] = now + ttl, record
-        while len(self._records) > self._limits.max_results or next(iter(self._records.values()))[0] < now:
-            del self._records[next(iter(self._records))]
+        self._records[name] = ttl, record
 
     async def kept(self, name: str) -> dict[str, Any] | None:
-        until, record = self._records.get(name, (0.0, None))
-        return record if until >= time.monotonic() else None
+        return self._records.get(name, (0.0, None))[1]
 
     async def announce(self, host: str, said: dict[str, Any], ttl: float) -> None:
         self._said[host] = said

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vlmrm.errors import ConfigError
+from vlmrm.files import make_folder, write_json
 from vlmrm.serving.settings import RewardSettings, load_settings
 
 
@@ -53,8 +54,8 @@ def prepare_reward(reward: RewardSettings) -> str:
             f"reward {reward.name}: {reward.setup_script} made no {reward.venv_python}: mend one of them."
         )
     if stamp is not None:
-        stamp.parent.mkdir(parents=True, exist_ok=True)
-        stamp.write_text(json.dumps({"sha256": checksum}) + "\n")
+        make_folder(stamp.parent)
+        write_json(stamp, {"sha256": checksum})
     return "prepared"
 
 

@@ -27,8 +27,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from vlmrm.errors import RowError, VlmrmError
 from vlmrm.serving.backend import QueueAway
 from vlmrm.serving.service import NotServing, TooLarge, UnknownReward
-from vlmrm.serving.validation import first_wrong, model_in
 from vlmrm.serving.worker.discretion import without_paths
+from vlmrm.settings import first_wrong, model_in
 
 
 class InvalidRequest(VlmrmError):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 
 from vlmrm.devices import dtype_named
 from vlmrm.errors import ConfigError
-from vlmrm.serving.validation import first_wrong
+from vlmrm.settings import Strict, checked, load_file
 
 
 def _sendable(token: SecretStr) -> SecretStr:
@@ -27,10 +26,6 @@ def _sendable(token: SecretStr) -> SecretStr:
 Token = Annotated[SecretStr, AfterValidator(_sendable)]
 Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 def _dtype(name: str, *, auto: bool = False) -> str:
@@ -155,16 +150,12 @@ def load_settings(path: Path, environment: Mapping[str, str] = os.environ, **giv
     Raises:
         ConfigError: naming the key.
     """
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): check the path.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
-    return checked({**content, **given}, str(path), environment)
+    return service_settings({**load_file(path), **given}, str(path), environment)
 
 
-def checked(content: dict[str, Any], where: str, environment: Mapping[str, str] = os.environ) -> ServiceSettings:
+def service_settings(
+    content: dict[str, Any], where: str, environment: Mapping[str, str] = os.environ
+) -> ServiceSettings:
     """`content` as settings.
 
     Raises:
@@ -173,11 +164,7 @@ def checked(content: dict[str, Any], where: str, environment: Mapping[str, str] 
     for key, variable in (("token", "VLMRM_TOKEN"), ("redis_password", "VLMRM_REDIS_PASSWORD")):
         if environment.get(variable):
             content = {**content, key: environment[variable]}
-    try:
-        settings = ServiceSettings.model_validate(content)
-    except ValidationError as error:
-        wrong = first_wrong(error.errors(include_url=False, include_input=False), ServiceSettings)
-        raise ConfigError(f"{where}: {wrong}.") from None
+    settings = checked(ServiceSettings, content, where, secret=True)
     if settings.host not in LOOPBACK and not settings.token.get_secret_value():
         raise ConfigError(
             f"{where}: host is {settings.host}, which other machines can reach, without a token: set VLMRM_TOKEN."

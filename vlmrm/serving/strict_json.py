@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from vlmrm.serving.refusals import InvalidRequest
 from vlmrm.serving.settings import Limits
-from vlmrm.serving.validation import first_wrong
+from vlmrm.settings import first_wrong
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -52,8 +52,7 @@ def parsed(kind: type[Model], body: bytes, limits: Limits) -> Model:
     try:
         return kind.model_validate(strict_json(body, limits))
     except ValidationError as error:
-        wrong = first_wrong(error.errors(include_url=False, include_input=False, include_context=False), kind)
-        raise InvalidRequest(f"{wrong}.") from None
+        raise InvalidRequest(f"{first_wrong(error.errors(), kind)}.") from None
 
 
 def _check_structure(body: bytes, limits: Limits) -> None:

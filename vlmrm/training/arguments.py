@@ -82,7 +82,10 @@ class RewardTrainingArguments(RewardConfig):
             and not self.deepspeed.startswith("{")
             and not Path(self.deepspeed).is_file()
         ):
-            raise ConfigError(f"deepspeed names {self.deepspeed}, which is not there: give zero2.json or zero3.json.")
+            raise ConfigError(
+                f"deepspeed names {self.deepspeed}, which is not there: give the path of a DeepSpeed configuration "
+                "such as zero2.json, or null for none."
+            )
         super().__post_init__()
         # Every rank reads its own batches: handed out by the first, they would be cut along the wrong dimension.
         self.accelerator_config.dispatch_batches = False

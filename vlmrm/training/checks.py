@@ -7,21 +7,19 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Generator
-from contextlib import contextmanager
-from difflib import get_close_matches
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pandas as pd
 import torch
-from filelock import FileLock, Timeout
 from transformers.integrations import get_available_reporting_integrations
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.metrics import trl_summary
-from vlmrm.files import NO_LOCKS
+from vlmrm.files import make_folder, sole_writer
 from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.settings import did_you_mean
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.probe import LOGGED
 from vlmrm.training.trainer import RewardTrainer
@@ -73,9 +71,8 @@ def check_best(args: RewardTrainingArguments) -> None:
     known = [*trl_summary(nothing), *(name for names in LOGGED.values() for name in names if args.probe_samples)]
     asked = args.metric_for_best_model.removeprefix("eval_")
     if asked not in known:
-        near = get_close_matches(asked, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}."
-        raise ConfigError(f"metric_for_best_model is {args.metric_for_best_model}, which no evaluation has: {hint}")
+        hint = did_you_mean(asked, known, f": choose from {', '.join(known)}.")
+        raise ConfigError(f"metric_for_best_model is {args.metric_for_best_model}, which no evaluation has{hint}")
 
 
 def check_launch(args: RewardTrainingArguments) -> None:
@@ -117,29 +114,15 @@ def check_engine(args: RewardTrainingArguments, trainer: RewardTrainer) -> None:
         )
 
 
-@contextmanager
-def output_lock(args: RewardTrainingArguments) -> Generator[None]:
-    """Keep other trainings out of `output_dir` while this one writes into it. The lock of a killed process is free.
+def output_lock(args: RewardTrainingArguments) -> AbstractContextManager[None]:
+    """Keep other trainings out of `output_dir` while this one, whose first process does it, writes into it.
 
     Raises:
         ConfigError: when another training holds it, or the folder cannot be written.
     """
     if args.process_index != 0:
-        yield
-        return
+        return nullcontext()
     folder = Path(args.output_dir)
-    lock = FileLock(folder / LOCK_FILE, timeout=LOCK_SECONDS)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise ConfigError(
-            f"another training is writing into {folder}: wait for its end, or choose another --output_dir."
-        ) from None
-    except (OSError, NotImplementedError) as error:
-        reason = error.strerror if isinstance(error, OSError) else NO_LOCKS
-        raise ConfigError(f"output_dir {folder} cannot be written ({reason}): choose another.") from error
-    try:
-        yield
-    finally:
-        lock.release()
+    make_folder(folder, "output_dir")
+    refusal = f"another training is writing into {folder}: wait for its end, or choose another --output_dir."
+    return sole_writer(folder / LOCK_FILE, refusal, wait=LOCK_SECONDS)

@@ -13,9 +13,10 @@ from typing import Any
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.fingerprint import data_fingerprint
 from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.files import write_json
 from vlmrm.modeling import ModelArguments, find_checkpoints, newest_complete, verify_complete
 from vlmrm.modeling.checkpoint import ADAPTER_CONFIG
-from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, write_json
+from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL
 from vlmrm.modeling.reward_files import read_json_of, read_reward_file
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.ranks import from_first_rank

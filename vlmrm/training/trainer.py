@@ -23,7 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 from vlmrm.batching import Batch, ComparisonCollator, Part
 from vlmrm.batching.balance import BalancedBatches, estimated_costs
 from vlmrm.engine import Engine, ScoredRow
-from vlmrm.errors import RowError, ScoreError, TrainingError, first_line
+from vlmrm.errors import ConfigError, RowError, ScoreError, TrainingError, first_line
 from vlmrm.evaluation.frame import scored_pairs
 from vlmrm.evaluation.metrics import trl_summary
 from vlmrm.modeling import write_complete
@@ -308,7 +308,7 @@ class RewardTrainer(trl.RewardTrainer):
                 self.save_extras(folder)
                 write_complete(folder, world_size=self.args.world_size, step=self.state.global_step)
             self.accelerator.wait_for_everyone()
-        except (OSError, SafetensorError, RuntimeError) as error:  # the last two are safetensors' and torch's
+        except (ConfigError, OSError, SafetensorError, RuntimeError) as error:  # RuntimeError is torch's
             raise _save_error(error, folder) from error
 
 

@@ -15,15 +15,15 @@ from vlmrm.rewards.judges import pictures
 def encoded(monkeypatch):
     """The pictures that were encoded, in order, from an empty memory on."""
     seen: list[Image.Image] = []
-    encode = pictures._encode
-    monkeypatch.setattr(pictures, "_encoded", type(pictures._encoded)())
-    monkeypatch.setattr(pictures, "_characters", 0)
-    monkeypatch.setattr(pictures, "_encode", lambda image: (seen.append(image), encode(image))[1])
-    return seen
+    save = Image.Image.save
+    pictures._data_uri.cache.clear()
+    monkeypatch.setattr(Image.Image, "save", lambda image, *to, **how: (seen.append(image), save(image, *to, **how)))
+    yield seen
+    pictures._data_uri.cache.clear()
 
 
-def noise(seed: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+def noise(seed: int, side: int = 32) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
 def test_threads_with_the_same_picture_share_one_encoding(encoded, monkeypatch):
@@ -42,18 +42,18 @@ def test_threads_with_the_same_picture_share_one_encoding(encoded, monkeypatch):
 
 
 def test_what_was_not_shown_for_longest_is_forgotten_first(encoded, monkeypatch):
-    size = len(pictures.data_uri(noise(0)))
-    monkeypatch.setattr(pictures, "MOST", 2 * size + 100)
-    for seed in (1, 0, 2, 0, 1):
-        pictures.data_uri(noise(seed))
-    assert len(encoded) == 4  # 0, 1, 2, and 1 again
+    large = 2048
+    room = pictures.MOST // len(pictures.data_uri(noise(0, large)))
+    for seed in (*range(room), 0, room, 0, 1):
+        pictures.data_uri(noise(seed, large))
+    assert len(encoded) == room + 2  # the last but one puts out 1, not 0
 
 
 def test_a_picture_that_cannot_be_encoded_fails_anew_each_time(encoded, monkeypatch):
-    def broken(image):
+    def broken(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr(pictures, "_encode", broken)
+    monkeypatch.setattr(Image.Image, "save", broken)
     for _ in range(2):
         with pytest.raises(OSError, match="disk full"):
             pictures.data_uri(noise(0))

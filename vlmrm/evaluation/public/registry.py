@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from vlmrm.evaluation.public.rewardbench import REWARDBENCH
 from vlmrm.evaluation.public.text_to_image import HPDV2, HPDV3, IMAGE_REWARD
 from vlmrm.evaluation.public.videogen import VIDEOGEN_REWARDBENCH
 from vlmrm.evaluation.public.vl_rewardbench import VL_REWARDBENCH
+from vlmrm.settings import did_you_mean
 
 BENCHMARKS = {
     benchmark.name: benchmark
@@ -44,8 +44,7 @@ def benchmark(name: str) -> Benchmark:
         ConfigError: naming the nearest one and all there are.
     """
     if name not in BENCHMARKS:
-        near = difflib.get_close_matches(name, BENCHMARKS, 1)
-        hint = f": did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, BENCHMARKS, "")
         raise ConfigError(f"there is no benchmark {name}{hint} (there are {', '.join(BENCHMARKS)})")
     return BENCHMARKS[name]
 

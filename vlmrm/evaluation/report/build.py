@@ -10,7 +10,6 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import vlmrm
-from vlmrm.evaluation.files import replace_file
 from vlmrm.evaluation.report import style
 from vlmrm.evaluation.report.checkpoints import read_frames, split
 from vlmrm.evaluation.report.examples import galleries
@@ -19,7 +18,7 @@ from vlmrm.evaluation.report.parts import Section, interval, number, percent
 from vlmrm.evaluation.report.reliance import headline
 from vlmrm.evaluation.report.sections import sections
 from vlmrm.evaluation.report.sweeps import choose, read_sweeps
-from vlmrm.files import make_folder
+from vlmrm.files import make_folder, write_file
 
 PAGE, PLOTS = "report.html", "plots"
 # The ablations that stand below the headline, which rests on them.
@@ -70,7 +69,7 @@ def build_report(
         date=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )
     path = folder / PAGE
-    replace_file(path, html)
+    write_file(path, html)
     return path
 
 

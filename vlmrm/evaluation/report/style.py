@@ -19,6 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import get_font_names
 
+from vlmrm.files import replacing, write_file
+
 # name: (light, dark). Text and lines keep a contrast of at least 4.5 to their paper; grid and band are decoration.
 COLOURS = {
     "paper": ("#fefefe", "#16181d"),
@@ -87,9 +89,10 @@ def save(figure: Figure, folder: Path, name: str) -> str:
     with mpl.rc_context({"svg.hashsalt": name}):  # equal data make equal files
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-        figure.savefig(folder / f"{name}.png", dpi=150)
+        with replacing(folder / f"{name}.png") as temporary:
+            figure.savefig(temporary, format="png", dpi=150)
     svg = buffer.getvalue()
-    (folder / f"{name}.svg").write_text(svg, encoding="utf-8")
+    write_file(folder / f"{name}.svg", svg)
     return _inline(svg, name)
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from vlmrm.errors import ConfigError
 from vlmrm.frames.scorer import FrameScorer
-from vlmrm.frames.settings import RewardModelSettings, checked
+from vlmrm.frames.settings import RewardModelSettings
 from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
+from vlmrm.settings import checked
 
 
 class FrameSuccess(PointwiseRewardModel):

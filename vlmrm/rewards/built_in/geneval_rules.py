@@ -5,7 +5,6 @@ Ghosh et al. 2023, GenEval, arXiv:2310.11513; thresholds and geometry as in its 
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from vlmrm.errors import RewardError
+from vlmrm.settings import did_you_mean
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
@@ -211,6 +211,5 @@ def _clause(where: str, number: int, item: Any, labels: Sequence[str]) -> Clause
 def _one_of(where: str, value: Any, choices: Sequence[str], why: str = "") -> str:
     if value in choices:
         return value
-    near = difflib.get_close_matches(str(value), choices, 1)
-    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
-    raise RewardError(f"its metadata has {where}: {value!r}{why}: {hint}")
+    hint = did_you_mean(value, choices, f": choose from {', '.join(choices)}")
+    raise RewardError(f"its metadata has {where}: {value!r}{why}{hint}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 
+from cachetools import LRUCache
 from pydantic import ValidationError
 
 from vlmrm.errors import ConfigError
+from vlmrm.files import make_folder, write_file
 from vlmrm.rewards.judges.replies import Reply
 
 logger = logging.getLogger("vlmrm")
@@ -28,23 +29,16 @@ class ReplyCache:
     """
 
     def __init__(self, size: int, folder: str | Path | None = None):
-        self.size = size
         self.folder = None if folder is None else Path(folder)
-        self.replies: OrderedDict[str, Reply] = OrderedDict()
+        self.replies: LRUCache[str, Reply] = LRUCache(size)
         self.lock = threading.Lock()
         if self.folder is not None:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"cache_dir {folder} cannot be made ({error.strerror}): name another.") from error
+            make_folder(self.folder, "cache_dir")
 
     def get(self, key: str) -> Reply | None:
         with self.lock:
-            if key in self.replies:
-                self.replies.move_to_end(key)
-                return self.replies[key]
-        reply = self._read(key)
-        if reply is not None:
+            reply = self.replies.get(key)
+        if reply is None and (reply := self._read(key)) is not None:
             self._remember(key, reply)
         return reply
 
@@ -53,20 +47,15 @@ class ReplyCache:
         path = self._path(key)
         if path is None:
             return
-        part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
         try:
             path.parent.mkdir(exist_ok=True)
-            part.write_text(reply.model_dump_json(), encoding="utf-8")
-            part.replace(path)
-        except OSError as error:
+            write_file(path, reply.model_dump_json(), durable=False)
+        except (OSError, ConfigError) as error:
             self._give_up(error)
 
     def _remember(self, key: str, reply: Reply) -> None:
-        with self.lock:
+        with self.lock, suppress(ValueError):  # where none is kept in memory
             self.replies[key] = reply
-            self.replies.move_to_end(key)
-            while len(self.replies) > self.size:
-                self.replies.popitem(last=False)
 
     def _read(self, key: str) -> Reply | None:
         path = self._path(key)
@@ -82,7 +71,7 @@ class ReplyCache:
             self._give_up(error)
         return None
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: Exception) -> None:
         logger.warning("cache_dir %s fails (%s); replies are kept in memory alone from now on", self.folder, error)
         self.folder = None
 

@@ -7,13 +7,11 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from vlmrm.errors import ConfigError, RewardError
-from vlmrm.http_client import Unavailable, Unreachable, is_loopback, retry_after, shortened
+from vlmrm.errors import RewardError
+from vlmrm.http import Server, Unavailable, request_to, retry_after, shortened
 from vlmrm.rewards.judges.cache import ReplyCache
 from vlmrm.rewards.judges.circuit import Circuit
 from vlmrm.rewards.judges.loop import run
@@ -49,7 +47,8 @@ class JudgeClient:
         self.takes_structure = True  # until the server refuses it
         self.answering = True  # as far as the log has been told
         self._key = SecretStr(settings.key())
-        self._server = _connect(settings, self._key)
+        server = Server(settings.api_base_url, "api_base_url", self._key.get_secret_value())
+        self._http = server.async_client(settings.timeout, settings.max_concurrent)
 
     def ask(self, questions: Sequence[Question]) -> list[Reply | RewardError]:
         """A reply to each question, in order, or why there is none. Equal questions are asked once.
@@ -161,22 +160,15 @@ class JudgeClient:
             Refused: when the server does not take this question.
             RewardError: when it takes none, or answers what is no completion.
         """
-        import httpx2
-        import openai
-
         self.usage.add(calls=1)
-        try:
-            response = await self._server.post("/chat/completions", cast_to=httpx2.Response, content=question.content)
-            reply = read_completion(self._redacted(response.text))
-        except openai.APIStatusError as error:
-            after = retry_after(error.response.headers.get("retry-after"))
-            said = shortened(self._redacted(error.response.text))
-            raise failed_call(error.status_code, said, after) from error
-        except openai.APITimeoutError as error:
-            raise Unavailable(f"it did not answer within {self.settings.timeout:g} s") from error
-        except openai.APIConnectionError as error:
-            cause = str(error.__cause__) or type(error.__cause__).__name__
-            raise Unreachable(f"it cannot be reached ({cause})") from error
+        with request_to("it", Unavailable(f"it did not answer within {self.settings.timeout:g} s")):
+            answer = await self._http.post(
+                "/chat/completions", content=question.content, headers={"Content-Type": "application/json"}
+            )
+        text = self._redacted(answer.text)
+        if not answer.is_success:
+            raise failed_call(answer.status_code, shortened(text), retry_after(answer.headers.get("Retry-After")))
+        reply = read_completion(text)
         self.usage.add(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
         return reply
 
@@ -184,21 +176,3 @@ class JudgeClient:
         """A server may send back the key that it was sent."""
         key = self._key.get_secret_value()
         return text if key == NO_KEY else text.replace(key, "<api key>")
-
-
-def _connect(settings: JudgeSettings, key: SecretStr) -> Any:
-    try:
-        import httpx2
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-    except ImportError as error:
-        raise ConfigError("judges need the package openai: pip install -e '.[rewards]' in vlmrm's folder.") from error
-    limits = httpx2.Limits(max_connections=settings.max_concurrent, max_keepalive_connections=settings.max_concurrent)
-    elsewhere = not is_loopback(urlsplit(settings.api_base_url).hostname or "")
-    http = DefaultAsyncHttpxClient(trust_env=elsewhere, limits=limits, timeout=settings.timeout)
-    return AsyncOpenAI(
-        api_key=key.get_secret_value(),
-        base_url=settings.api_base_url,
-        timeout=settings.timeout,
-        max_retries=0,  # ours know the deadline
-        http_client=http,
-    )

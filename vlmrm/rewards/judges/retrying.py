@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmrm.errors import RewardError
-from vlmrm.http_client import Unavailable
+from vlmrm.http import Unavailable
 
 PASSING = (408, 409, 429)  # a timeout, a conflict, too many calls; and 500 or more
 OF_THE_ITEM = (400, 413, 422)  # the server lives, but does not take this item

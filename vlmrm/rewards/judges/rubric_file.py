@@ -10,8 +10,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vlmrm.config import load_yaml
 from vlmrm.errors import ConfigError
+from vlmrm.settings import first_of, first_wrong, load_file
 
 Scale = list[float]
 Place = tuple[str | int, ...]
@@ -50,14 +50,13 @@ def load_rubric(path: str | Path) -> Rubric:
         ConfigError: naming the file, the line and the key.
     """
     path = Path(path)
-    content = load_yaml(path)
     try:
-        rubric = Rubric(**content)
+        rubric = Rubric(**load_file(path))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise _refused(path, first["loc"], first["msg"]) from None
+        first = first_of(error.errors())
+        raise _refused(path, first["loc"], first_wrong([first], Rubric)) from None
     for place, reason in _problems(rubric):
-        raise _refused(path, place, reason)
+        raise _refused(path, place, f"{'.'.join(map(str, place))}: {reason}")
     return rubric
 
 
@@ -84,9 +83,8 @@ def _problems(rubric: Rubric) -> Iterator[tuple[Place, str]]:
             yield ("aspects", number, "weight"), f"aggregation is {rubric.aggregation}, which takes no weights"
 
 
-def _refused(path: Path, place: Place, reason: str) -> ConfigError:
-    key = ".".join(str(part + 1) if isinstance(part, int) else part for part in place)
-    return ConfigError(f"{path}, line {_line(path, place)}: {key}: {reason[:1].lower()}{reason[1:]}.")
+def _refused(path: Path, place: Place, wrong: str) -> ConfigError:
+    return ConfigError(f"{path}, line {_line(path, place)}: {wrong}.")
 
 
 def _line(path: Path, place: Place) -> int:

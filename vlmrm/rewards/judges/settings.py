@@ -6,10 +6,11 @@ import os
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from vlmrm.errors import ConfigError
 from vlmrm.rewards.contract import RewardArguments
+from vlmrm.settings import checked
 
 NO_KEY = "EMPTY"  # what servers without keys are given, since the client must send one
 
@@ -79,14 +80,7 @@ def read_settings(cls: type[Settings], config: RewardArguments) -> Settings:
         ConfigError: naming the reward and the key.
     """
     where = f"reward {config.name}"
-    try:
-        settings = cls(**config.extra_kwargs)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        if first["type"] == "missing":
-            raise ConfigError(f"{where} has no {key}: give it in the configuration.") from None
-        raise ConfigError(f"{where}: {key}: {first['msg']}: change it.") from None
+    settings = checked(cls, config.extra_kwargs, where, secret=True)
     url = urlsplit(settings.api_base_url)
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(f"{where}: api_base_url is no http address: write something like http://localhost:8000/v1.")

@@ -8,7 +8,7 @@ import pytest
 import stamina
 
 from vlmrm.errors import RewardError
-from vlmrm.http_client import LONGEST_WAIT, Unavailable, Unreachable, ask_again, is_loopback, retry_after
+from vlmrm.http import LONGEST_WAIT, Unavailable, Unreachable, ask_again, is_loopback, retry_after
 from vlmrm.logs import quiet_libraries
 
 

@@ -1,0 +1,165 @@
+"""Files that are whole at any moment, written by many processes or under a kill, and locks that keep others out."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from vlmrm import files
+from vlmrm.errors import ConfigError
+from vlmrm.files import make_folder, replacing, sole_writer, write_file, write_json
+
+FORK = multiprocessing.get_context("fork")
+
+
+def run(target, *args) -> int | None:
+    """Return how a process that called `target` ended."""
+    process = FORK.Process(target=target, args=args)
+    process.start()
+    process.join(30)
+    return process.exitcode
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_kill_before_the_file_is_in_its_place_leaves_the_old_one(tmp_path, durable):
+    path = tmp_path / "results.json"
+    write_json(path, {"old": True})
+
+    def killed():
+        files.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        write_json(path, {"new": "x" * 10**6}, durable=durable)
+
+    assert run(killed) == -signal.SIGKILL
+    assert json.loads(path.read_text()) == {"old": True}
+    [left] = set(tmp_path.iterdir()) - {path}
+    assert left.name.startswith(".") and left.suffix == ".tmp"
+    write_json(path, {"new": True})
+    assert json.loads(path.read_text()) == {"new": True}
+
+
+def test_a_disk_that_is_full_is_a_sentence_and_leaves_nothing(tmp_path):
+    path = tmp_path / "results.csv"
+    write_file(path, "old")
+    answers = FORK.SimpleQueue()
+
+    def fill():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the system then refuses to write, as a full disk does
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        try:
+            write_file(path, "x" * 2000)
+        except ConfigError as error:
+            answers.put(str(error))
+
+    assert run(fill) == 0
+    assert answers.get() == f"{path} cannot be written (File too large): make room, or choose another place."
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_of_many_writers_at_once_the_file_is_one_s_alone(tmp_path, exclusive):
+    path, sizes = tmp_path / "scores", {str(n) * 10**5 for n in range(8)}
+    start = FORK.Barrier(len(sizes))
+
+    def write(text):
+        start.wait()
+        for _ in range(20):
+            write_file(path, text, durable=False, exclusive=exclusive)
+            assert path.read_text() in sizes
+
+    writers = [FORK.Process(target=write, args=(text,)) for text in sizes]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0] * len(sizes)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_where_it_is_exclusive_the_first_file_stays(tmp_path):
+    path = tmp_path / "settings.json"
+    write_json(path, {"first": 1}, exclusive=True)
+    write_json(path, {"second": 2}, exclusive=True)
+    assert json.loads(path.read_text()) == {"first": 1} and list(tmp_path.iterdir()) == [path]
+
+
+def test_durable_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_path, monkeypatch):
+    path, done = tmp_path / "COMPLETE.json", []
+    monkeypatch.setattr(files, "fsync", lambda synced: done.append("folder" if synced == tmp_path else "content"))
+    replace = os.replace
+    monkeypatch.setattr(files.os, "replace", lambda *names: done.append("name") or replace(*names))
+    write_json(path, {})
+    assert done == ["content", "name", "folder"]
+    write_json(path, {}, durable=False)
+    assert done[3:] == ["name"]
+
+
+def test_what_fails_while_it_is_written_leaves_the_old_file(tmp_path):
+    path = tmp_path / "table"
+    write_file(path, b"old")
+    with pytest.raises(ZeroDivisionError), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise ZeroDivisionError
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_others_may_read_it_as_the_umask_says(tmp_path):
+    mask = os.umask(0o027)
+    try:
+        write_file(tmp_path / "shared", "text")
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("content", ["a file", None])
+def test_a_place_where_nothing_can_be_written_is_named(tmp_path, content):
+    taken: Path = tmp_path / "taken"
+    if content is None:
+        (taken / "below").mkdir(parents=True)
+    else:
+        taken.write_text(content)
+    with pytest.raises(ConfigError, match=r"taken(/below)? cannot be written \(.*\): make room, or choose another"):
+        write_file(taken / "below", "text")
+    if content is not None:
+        with pytest.raises(ConfigError, match=r"taken cannot be written \(File exists\)"):
+            make_folder(taken)
+
+
+def test_a_second_writer_is_refused_until_the_first_is_dead(tmp_path):
+    lock, holding = tmp_path / "out" / "run.lock", FORK.Event()
+
+    def hold():
+        with sole_writer(lock, "never said"):
+            holding.set()
+            signal.pause()
+
+    first = FORK.Process(target=hold)
+    first.start()
+    assert holding.wait(30)
+    with pytest.raises(ConfigError, match=r"^another is writing$"), sole_writer(lock, "another is writing", wait=0.1):
+        pytest.fail("two write at once")
+    first.kill()
+    with sole_writer(lock, "another is writing", wait=30):
+        assert lock.exists()
+    with sole_writer(lock, "another is writing"):
+        pass
+
+
+def test_a_lock_is_let_go_however_the_context_ends(tmp_path):
+    with pytest.raises(ZeroDivisionError), sole_writer(tmp_path / "lock", "held"):
+        raise ZeroDivisionError
+    with sole_writer(tmp_path / "lock", "held"):
+        pass
+
+
+def test_a_place_for_a_lock_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file cannot be written"), sole_writer(tmp_path / "file" / "lock", ""):
+        pass

@@ -1,0 +1,89 @@
+"""One reader of settings files, one check, one way to say what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import Field, SecretStr
+
+from vlmrm.errors import ConfigError
+from vlmrm.settings import Strict, checked, did_you_mean, load_file
+
+
+class Block(Strict):
+    size: int = Field(1, ge=1)
+    token: SecretStr = SecretStr("")
+
+
+class Keys(Strict):
+    rate: float
+    block: Block = Field(default_factory=Block)
+    blocks: list[Block] = Field(default_factory=list)
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(name: str, text: str):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "rate: 3e-4\nname: no\nblock: {size: 2}"),
+        ("a.json", '{"rate": 3e-4, "name": "no", "block": {"size": 2}}'),
+        ("a.toml", 'rate = 3e-4\nname = "no"\n[block]\nsize = 2'),
+    ],
+)
+def test_a_word_means_the_same_in_every_kind_of_file(written, name, text):
+    assert load_file(written(name, text)) == {"rate": 3e-4, "name": "no", "block": {"size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.yaml", "rate: 1\nrate: 2", "key 'rate' is on line 1 and on line 2: remove one"),
+        ("a.json", '{"rate": 1, "rate": 2}', "key 'rate' is there 2 times: remove one"),
+        ("a.toml", "rate = 1\nrate = 2", "is not valid TOML: Cannot overwrite a value"),
+        ("a.yaml", "rate: [", "is not valid YAML: "),
+        ("a.json", "{", "is not valid JSON: "),
+        ("a.yaml", "- rate", "must hold `key: value` lines"),
+    ],
+)
+def test_a_file_that_cannot_be_settings_is_named(written, name, text, says):
+    with pytest.raises(ConfigError) as error:
+        load_file(written(name, text))
+    assert name in str(error.value) and says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"rte": 1}, "file: unknown key rte (did you mean rate?)."),
+        ({"rate": 1, "block": {"sise": 1}}, "file: unknown key block.sise (did you mean size?)."),
+        ({"rate": 1, "blocks": [{}, {"sise": 1}]}, "file: unknown key blocks.1.sise (did you mean size?)."),
+        ({"rate": 1, "zzz": 1}, "file: unknown key zzz."),
+        ({}, "file: rate is missing."),
+        ({"rate": float("inf")}, "file: rate: Input should be a finite number (it is inf)."),
+        ({"rate": 1, "block": {"size": 0}}, "file: block.size: Input should be greater than or equal to 1 (it is 0)."),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(content, says):
+    with pytest.raises(ConfigError) as error:
+        checked(Keys, content, "file")
+    assert str(error.value) == says
+
+
+def test_what_is_secret_is_not_told():
+    with pytest.raises(ConfigError) as error:
+        checked(Keys, {"rate": 1, "block": {"token": ["abc"]}}, "file", secret=True)
+    assert "block.token" in str(error.value) and "abc" not in str(error.value)
+    assert error.value.__suppress_context__
+
+
+def test_a_name_has_its_nearest_neighbour_or_none():
+    assert did_you_mean("learning_rte", ["learning_rate", "seed"]) == ": did you mean learning_rate?"
+    assert did_you_mean("zzz", ["learning_rate"], ": choose one.") == ": choose one."

@@ -1,0 +1,176 @@
+"""Settings: one reader of their files, one check of what they hold, and one way to say what is wrong with them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from vlmrm.errors import ConfigError
+
+
+class Strict(BaseModel):
+    """Settings of which every key is known, and every number is one."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+# Files ---------------------------------------------------------------------------------------------------------------
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """Return the mapping in a TOML, JSON or, under any other name, YAML file.
+
+    Raises:
+        ConfigError: for a file that cannot be read, holds a key twice, or holds anything else than a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}{nearest_file(path, '.')}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file {path} cannot be read: {error}.") from error
+    kind = {".json": "JSON", ".toml": "TOML"}.get(path.suffix, "YAML")
+    try:
+        if kind == "TOML":
+            content = tomllib.loads(text)
+        elif kind == "JSON":
+            content = json.loads(text, object_pairs_hook=_unique_pairs)
+        else:
+            content = yaml.load(text, _Loader)
+    except _DuplicateKey as error:
+        raise ConfigError(f"{path}: {error}: remove one.") from None
+    except (yaml.YAMLError, ValueError) as error:  # which those of JSON and TOML are
+        raise ConfigError(f"{path} is not valid {kind}: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold `key: value` lines.")
+    return content
+
+
+class _DuplicateKey(Exception):
+    pass
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses duplicate keys, of which PyYAML keeps the last, and reads scalars as YAML 1.2 does.
+
+    PyYAML's YAML 1.1 takes `save_strategy: no` for false and `1e-5` for text.
+    """
+
+    def construct_mapping(self, node, deep=False):
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise _DuplicateKey(f"key {key.value!r} is on line {lines[key.value]} and on line {line}")
+            lines[str(key.value)] = line
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "float")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), [*"tTfF"])
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    [*"-+.0123456789"],
+)
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise _DuplicateKey(f"key {name!r} is there {names.count(name)} times")
+    return dict(pairs)
+
+
+# Checks --------------------------------------------------------------------------------------------------------------
+
+
+def checked(kind: type[Settings], content: Mapping[str, Any], where: str, *, secret: bool = False) -> Settings:
+    """Return `content` as settings of a kind.
+
+    Args:
+        where: what a message begins with.
+        secret: no value is told.
+
+    Raises:
+        ConfigError: naming the first key that cannot be.
+    """
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {first_wrong(error.errors(), kind, values=not secret)}.") from None
+
+
+def first_wrong(errors: Sequence[Any], kind: type[BaseModel] | None = None, *, values: bool = False) -> str:
+    """Say what is wrong by pydantic's `errors`, an unknown key first: it may be why another is missing.
+
+    Args:
+        kind: the model that was to be filled; its keys are what a mistyped one may have meant.
+        values: also tell the value, which may be a secret or a picture.
+    """
+    first = first_of(errors)
+    place = ".".join(str(part)[:40] for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        *block, key = first["loc"]
+        near = nearest(key, _keys(kind, block))
+        return f"unknown key {place}" + (f" (did you mean {near}?)" if near else "")
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+    value = f" (it is {first['input']!r})" if values and first["type"] != "value_error" else ""
+    return f"{place}: {reason}{value}" if place else reason
+
+
+def first_of(errors: Sequence[Any]) -> Any:
+    """Return the one of pydantic's `errors` to tell."""
+    return next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
+
+
+def _keys(kind: Any, block: Sequence[int | str]) -> list[str]:
+    """Return the keys that a block of `kind` may have; none where it is no model."""
+    for part in block:
+        if isinstance(part, str) and kind is not None:
+            field = kind.model_fields.get(part)
+            kind = None if field is None else model_in(field.annotation)
+    return [] if kind is None else list(kind.model_fields)
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model of an annotation such as `list[Model]` or `Model | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for one in get_args(annotation) if (model := model_in(one)) is not None), None)
+
+
+# Neighbours ----------------------------------------------------------------------------------------------------------
+
+
+def nearest(name: object, names: Iterable[str], likeness: float = 0.5) -> str | None:
+    """Return the one of `names` that is most like `name`; None where none is as like it as that, of 1."""
+    return next(iter(difflib.get_close_matches(str(name), list(names), 1, likeness)), None)
+
+
+def did_you_mean(name: object, names: Iterable[str], otherwise: str = ".") -> str:
+    """Return the end of a sentence about a name that there is not: the nearest there is, or `otherwise`."""
+    near = nearest(name, names)
+    return f": did you mean {near}?" if near else otherwise
+
+
+def nearest_file(path: Path, otherwise: str = "") -> str:
+    """Return the end of a sentence about a file that there is not, as `did_you_mean` does."""
+    near = nearest(path.name, [file.name for file in path.parent.glob("*")], 0.6)
+    return f": did you mean {path.parent / near}?" if near else otherwise
