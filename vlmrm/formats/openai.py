@@ -98,10 +98,10 @@ def _read_part(part: Any) -> Part:
     if not isinstance(part, Mapping):
         raise RowError(f"a content part must be a text or an object, got {short(part)}")
     # A table gives every part every column: the absent ones are None.
-    rest = {key: value for key, value in part.items() if value is not None}
-    named = rest.pop("type", None)
+    part = {key: value for key, value in part.items() if value is not None}
+    rest = {key: value for key, value in part.items() if key != "type"}
     keys = [key for kind in KINDS for key in (kind, f"{kind}_url") if key in rest]
-    shown = keys or [kind for kind in KINDS if kind == named]
+    shown = keys or [kind for kind in KINDS if kind == part.get("type")]
     other = [*shown[1:], *(["text"] if rest.get("text") else [])]
     if shown and other:
         raise RowError(f"a content part holds {shown[0]} and {other[0]}: make them two parts")
@@ -118,7 +118,7 @@ def _read_part(part: Any) -> Part:
         return _read_medium(shown[0], rest.pop(source, None), rest)
     if "text" in rest:
         return Text(rest["text"])
-    raise RowError(f"a content part must hold text, an image or a video, got {short(dict(part))}")
+    raise RowError(f"a content part must hold text, an image or a video, got {short(part)}")
 
 
 def _read_medium(kind: str, reference: Any, options: dict[str, Any]) -> Part:
