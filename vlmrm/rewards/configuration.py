@@ -86,6 +86,7 @@ def _arguments(item: Any, block: str) -> RewardArguments:
         raise ConfigError(f"{where}: extra_kwargs must be a mapping.")
     if known.get("reward_model") is None:
         raise ConfigError(f"{where} has no reward_model: name one, or remove the reward.")
+    known.setdefault("dtype", reward_model_class(str(known["reward_model"])).default_dtype)
     extra = {**loose, **explicit}
     _check_extra(where, loose, extra, known["reward_model"])
     return RewardArguments(**known, extra_kwargs=extra)

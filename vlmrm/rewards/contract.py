@@ -35,7 +35,7 @@ class RewardArguments:
         name: what the reward is called in results, metrics and errors; each must have its own.
         reward_model: a registered name, in any case, or the dotted path of a class.
         weight: factor in the aggregation.
-        dtype: of the weights: bfloat16, float16 or float32.
+        dtype: of the weights: bfloat16, float16 or float32; of a model trained here also auto, that of its checkpoint.
         device: `cuda` stands for the process's own device, whatever it is; anything else is taken as it is.
         batch_size: samples a call of a pointwise model, and of a groupwise model's own batches.
         async_reward: compute while samples are still being made, on threads.
@@ -63,7 +63,8 @@ class RewardArguments:
             raise ConfigError(f"a reward has the name {self.name!r}: give it a text.")
         if not isinstance(self.dtype, torch.dtype):
             try:
-                self.dtype = getattr(torch, dtype_named(self.dtype))
+                name = dtype_named(self.dtype, auto=True)
+                self.dtype = name if name == "auto" else getattr(torch, name)
             except ConfigError as error:
                 raise ConfigError(f"{where}: {error}") from None
         try:
@@ -121,8 +122,9 @@ class BaseRewardModel(ABC):
     `required_fields` must be there for every sample, but one of `image` and `video` is enough where both are required
     and `__call__` has None as their default; other media that `__call__` names are given where they are. With
     `text_prompts` a sample whose prompt is messages fails, without `message_responses` one whose `response` shows an
-    image or video. `options` are the names of the extra settings that the class takes; None accepts any. One that is
-    not `deterministic` is asked again where another's result would be kept.
+    image or video. `default_dtype` is that of a configuration which names none; of a model trained here it is `auto`.
+    `options` are the names of the extra settings that the class takes; None accepts any. One that is not
+    `deterministic` is asked again where another's result would be kept.
     """
 
     required_fields: tuple[str, ...] = ("prompt", "image")
@@ -131,6 +133,7 @@ class BaseRewardModel(ABC):
     message_responses: ClassVar[bool] = False
     options: ClassVar[tuple[str, ...] | None] = None
     deterministic: bool = True
+    default_dtype: ClassVar[str] = "bfloat16"
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
         self.config = config
@@ -140,7 +143,9 @@ class BaseRewardModel(ABC):
             self.device = device_named(device)
         except ConfigError as error:
             raise ConfigError(f"reward {config.name}: {error}") from None
-        self.dtype = config.dtype
+        if config.dtype == "auto" != self.default_dtype:
+            raise ConfigError(f"reward {config.name}: dtype is auto: choose from bfloat16, float16, float32.")
+        self.dtype: Any = config.dtype
         self.model: Any = None
 
     def to(self, device: str | torch.device) -> BaseRewardModel:

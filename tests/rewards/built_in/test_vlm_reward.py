@@ -184,3 +184,16 @@ def test_settings_that_cannot_work(reward, tiny_reward_model):
         reward(model_name_or_path=str(tiny_reward_model))
     with pytest.raises(RewardError, match="custom_prompt and system go around a text"):
         reward(system="You are a critic.")(prompt=[[turn("user", "Which?")]], response=["It is one."])
+
+
+def test_without_a_dtype_scores_are_those_of_the_checkpoint_s_own_type(tiny_reward_model):
+    common = {"model_path": str(tiny_reward_model), "device": "cpu"}
+    rewards = RewardSet([{"name": "raw", "reward_model": "vlm_reward", **common}])
+    scorer = load_scorer(tiny_reward_model, device="cpu")
+    scored = rewards(prompt=["Why?"] * 2, response=["So.", "No."]).rewards["raw"]
+    assert scored.tolist() == scorer.score_groups([("Why?", ["So.", "No."])])[0]
+
+
+def test_a_published_reward_has_no_type_of_its_own():
+    with pytest.raises(ConfigError, match="dtype is auto: choose from bfloat16, float16, float32"):
+        RewardSet([{"name": "clip", "reward_model": "CLIP", "dtype": "auto", "device": "cpu"}])

@@ -27,6 +27,7 @@ class FrameSuccess(PointwiseRewardModel):
 
     required_fields = ("image",)
     use_tensor_inputs = True
+    default_dtype = "auto"
     options = ("checkpoint_path", "reward_type", "image_size", "accept_unqualified")
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
@@ -42,7 +43,7 @@ class FrameSuccess(PointwiseRewardModel):
                 f"reward {config.name}: {settings.checkpoint_path} looks at {', '.join(cameras)} at once, and a "
                 "sample has one image: train one with a single image key."
             )
-        self.model = self.scorer.model.to(self.dtype)
+        self.model = self.scorer.model if self.dtype == "auto" else self.scorer.model.to(self.dtype)
 
     def __call__(self, image: list[Tensor], **kwargs) -> RewardModelOutput:  # ty: ignore[incompatible-method-override]
         wanted = list(self.scorer.config.image_size)

@@ -54,6 +54,7 @@ class _TrainedReward(BaseRewardModel):
 
     required_fields = ("prompt",)
     message_responses = True
+    default_dtype = "auto"
     options = ("model_path", "model_name_or_path", "transform", "custom_prompt", "system")
     transforms: tuple[str, ...]
 
