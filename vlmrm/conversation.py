@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # What `vlmrm.data.media` opens: a path, a `file://` or `data:` URI, an encoded file, or a picture in memory.
 Reference: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | PillowImage.Image | Any"
 
+# What others call the roles of messages.
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
 OPTION_RANGE = (1e-6, 1e12)  # far beyond what means anything, and safe to compute with
 FRAME_PIXELS = (128 * 28**2, 768 * 28**2)  # of a resized frame by default, as in qwen-vl-utils
 
@@ -141,6 +143,8 @@ class Message:
     def __post_init__(self):
         if not isinstance(self.role, str) or not self.role:
             raise RowError(f"the role of a message must be a text, got {short(self.role)}")
+        if self.role in ROLES:
+            raise RowError(f"the role {self.role} is called {ROLES[self.role]} here: write that")
         object.__setattr__(self, "content", tuple(self.content))
         for part in self.content:
             if not isinstance(part, (Text, Image, Video)):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -31,8 +31,23 @@ from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
 
 logger = logging.getLogger("vlmrm")
 
-Batch = dict[str, Any]
-Part = dict[str, Any]
+
+class Part(TypedDict):
+    """What goes through the model at once; see the top of this file."""
+
+    inputs: dict[str, Any]
+    pairs: dict[str, torch.Tensor]
+    rows: dict[str, Any]
+    ablated: list[tuple[int, str, int]]
+
+
+class Batch(TypedDict):
+    """The parts of some comparisons, and what became of the others."""
+
+    parts: list[Part]
+    counts: dict[str, int]
+    dropped: list[tuple[int, RowError]]
+
 
 # Stands in for a batch whose rows were all dropped, so that every rank still runs its step; it has no pairs.
 NOTHING = Conversation((Message.of("user", "-"),))

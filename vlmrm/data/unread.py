@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from vlmrm.conversation import Comparison, media_of
+from vlmrm.conversation import Comparison, Message, media_of, text_of
 from vlmrm.data.media import media_key, media_name
 from vlmrm.errors import RowError, UnreadColumnError
 from vlmrm.formats.layout import Layout, Reading, Row
@@ -63,19 +63,20 @@ def check_all_read(
         UnreadColumnError: naming the column, what is in it and what to do.
     """
     names = [name for name in row if name not in layout.known() | SPECIAL or name in reading.skipped]
+    messages = [message for part in (comparison.prompt, *comparison.answers) for message in part] if names else []
     for name in names:
-        if (medium := _unread_medium(name, row[name], comparison, resolve)) is not None:
+        if (medium := _unread_medium(name, row[name], messages, resolve)) is not None:
             rename = "rename it to `images` if it belongs to the prompt, or " if "images" in layout.known() else ""
             raise UnreadColumnError(
                 f"the column `{name}` holds an image or video ({media_name(medium):.80}) that is not read: {rename}"
                 "remove it if it is not part of the conversation"
             )
-        if (text := _unread_answer(name, row[name], comparison)) is not None:
+        if (text := _unread_answer(name, row[name], messages)) is not None:
             raise UnreadColumnError(
                 f"the column `{name}` holds a text ({_short(text)}) that is not read: write both as messages if the "
                 "text is a part of the answer, or remove it"
             )
-        if (text := _unread_text(name, row[name], comparison)) is not None:
+        if (text := _unread_text(name, row[name], messages)) is not None:
             rename = "rename it to `prompt`" if "prompt" in layout.known() - row.keys() else "join it to the prompt"
             raise UnreadColumnError(
                 f"the column `{name}` holds a text ({_short(text)}) that is not read: {rename}, or remove it if it is "
@@ -88,11 +89,11 @@ def is_noteworthy(value: Any) -> bool:
     return any(len(text) > LONG for text in _texts(value)) or any(True for _ in _media_in(value))
 
 
-def _unread_medium(name: str, value: Any, comparison: Comparison, resolve: Callable[[Any], Any]) -> Any | None:
+def _unread_medium(name: str, value: Any, messages: Sequence[Message], resolve: Callable[[Any], Any]) -> Any | None:
     media = list(_media_in(value)) or (list(_texts(value)) if _is_named_media(name) else [])
     if not media:
         return None
-    read = [medium.reference for talk in comparison.conversations() for medium in media_of(talk.messages)]
+    read = [medium.reference for medium in media_of(messages)]
     if not read:
         return media[0]
     # Beside an image that is read, a path tells where it came from, unless it leads to another image.
@@ -136,27 +137,26 @@ def _is_named_prompt(name: str) -> bool:
     return words[-1] in PROMPT_WORDS or (words[-1] == "text" and (len(words) == 1 or words[-2] in PROMPT_WORDS))
 
 
-def _unread_text(name: str, value: Any, comparison: Comparison) -> str | None:
+def _unread_text(name: str, value: Any, messages: Sequence[Message]) -> str | None:
     if not _is_named_prompt(name):
         return None
-    conversations = comparison.conversations()
-    asked = any(m.text.strip() for talk in conversations for m in talk.messages if m.role == "user")
+    asked = any(message.text.strip() for message in messages if message.role == "user")
     # Beside a prompt that is read, a longer name (`generation_prompt`, say) may well be one of metadata.
     if asked and len(words := _words(name)) > 1 and words != ["system", "prompt"]:
         return None
-    return next(_unread_pieces(value, comparison), None)
+    return next(_unread_pieces(value, messages), None)
 
 
-def _unread_answer(name: str, value: Any, comparison: Comparison) -> str | None:
+def _unread_answer(name: str, value: Any, messages: Sequence[Message]) -> str | None:
     if name not in ANSWERS:
         return None
     # A path is no text: whether its image is read was looked at before.
-    return next((piece for piece in _unread_pieces(value, comparison) if not any(_media_in(piece))), None)
+    return next((piece for piece in _unread_pieces(value, messages) if not any(_media_in(piece))), None)
 
 
-def _unread_pieces(value: Any, comparison: Comparison) -> Iterator[str]:
+def _unread_pieces(value: Any, messages: Sequence[Message]) -> Iterator[str]:
     """The texts of a cell that the conversations do not say."""
-    read = "\n".join(message.text for talk in comparison.conversations() for message in talk.messages)
+    read = text_of(messages)
     pieces = (piece.strip() for text in _texts(value) for piece in PLACEHOLDER.split(text))
     return (piece for piece in pieces if piece not in read)
 

@@ -14,7 +14,7 @@ from typing import Any
 from vlmrm.conversation import Conversation, Image, Message, Messages, Part, Text, Video, media_of, with_article
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_messages
-from vlmrm.formats.placeholders import PLACEHOLDERS, fill
+from vlmrm.formats.placeholders import fill
 
 TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)  # the last may be cut off
 SHOWN = re.compile(r"<\|vision_start\|>((?:<\|image_pad\|>)+|(?:<\|video_pad\|>)+)<\|vision_end\|>")
@@ -48,19 +48,16 @@ def write_text(conversation: Conversation) -> tuple[str, list[Any], list[Any]]:
 
     Raises:
         RowError: when it ends without an answer, or naming what ChatML cannot say: its own control tokens, options of
-            a video, two texts in a row, and `<image>` as a text beside images.
+            a video, and two texts in a row.
     """
     _ = conversation.answer
     media = media_of(conversation.messages)
-    tags = [tag for kind, tag in PLACEHOLDERS.items() if any(medium.kind == kind for medium in media)]
     for message in conversation.messages:
         named = f"{with_article(message.role)} message"
         if found := re.search(r"<\|[^<>|]+\|>", message.text):
             raise RowError(f"{named} holds {found[0]}, which ChatML would read as its own")
         if not re.fullmatch(r"\w+", message.role):
             raise RowError(f"the role {message.role!r:.60} is no word, as ChatML needs it")
-        if message.role != "assistant" and (tag := next((tag for tag in tags if tag in message.text), None)):
-            raise RowError(f"{named} holds {tag}, which beside {tag[1:-1]}s is a place for one")
         for part, after in zip(message.content, message.content[1:], strict=False):
             if isinstance(part, Text) and isinstance(after, Text):
                 raise RowError(f"{named} has two texts in a row, which ChatML makes one")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlmrm.conversation import (
+    ROLES,
     Conversation,
     Image,
     Message,
@@ -21,7 +22,6 @@ from vlmrm.conversation import (
 )
 from vlmrm.errors import RowError
 
-ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
 KINDS: dict[str, type[Image] | type[Video]] = {"image": Image, "video": Video}
 OPTIONS = [each.name for each in dataclasses.fields(VideoOptions)]
 # What else a message may say. Other keys (ids, times, the loss of ms-swift) are metadata.

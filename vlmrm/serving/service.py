@@ -13,7 +13,8 @@ from typing import Any
 
 from anyio.to_thread import run_sync
 
-from vlmrm.data.media import FRAME_PIXELS, image_size, video_pixels
+from vlmrm.conversation import FRAME_PIXELS
+from vlmrm.data.media import image_size, video_pixels
 from vlmrm.errors import MediaError, VlmrmError
 from vlmrm.formats.openai import OPTIONS as VIDEO_OPTIONS
 from vlmrm.serving.backend import Backend, QueueAway

@@ -62,7 +62,7 @@ class RewardTrainer(trl.RewardTrainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=collator,
+            data_collator=cast(Any, collator),
             processing_class=processor.tokenizer,  # TRL asks it for the vocabulary and special tokens
             callbacks=[EpochCallback(collator.epoch), self.preemption],
             **kwargs,
@@ -162,7 +162,7 @@ class RewardTrainer(trl.RewardTrainer):
         if self.args.world_size == 1 or self.collator.max_tokens_per_batch is None:
             return parts
         counts = self.accelerator.gather(torch.tensor([len(parts)], device=self.args.device))
-        nothing = cast(Part, self._prepare_inputs(self.collator.nothing()))
+        nothing = cast(Part, self._prepare_inputs(cast(Any, self.collator.nothing())))
         return parts + [nothing] * (int(counts.max()) - len(parts))
 
     @contextmanager
@@ -190,7 +190,7 @@ class RewardTrainer(trl.RewardTrainer):
         loss = loss * self.accelerator.num_processes
         return (loss, scores) if return_outputs else loss
 
-    def floating_point_ops(self, inputs: Batch) -> int:
+    def floating_point_ops(self, inputs: Any) -> int:
         """6 FLOPs for each parameter and token: forward and backward (Kaplan et al. 2020, §2.1)."""
         model = cast(PreTrainedModel, self.model)
         return 6 * inputs["counts"]["tokens"] * model.num_parameters(exclude_embeddings=True)
