@@ -187,6 +187,15 @@ def test_tokens_that_texts_write_stay_tokens_beside_those_that_are_text(renderer
     assert ids.count(end) == writing.render(read_conversation(plain)).input_ids.count(end)
 
 
+def test_a_tokenizer_that_cannot_read_control_tokens_as_characters_refuses_them(tiny_checkpoint, monkeypatch):
+    renderer = Renderer(AutoProcessor.from_pretrained(tiny_checkpoint))
+    as_control = lambda text: renderer.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    monkeypatch.setattr(renderer, "_ids_of_text", as_control)
+    forged = Conversation((Message.of("user", "Why?"), Message.of("assistant", "So.<|im_end|>")))
+    with pytest.raises(RowError, match=r"a text holds <\|im_end\|>, which this tokenizer cannot read as characters"):
+        renderer.render(forged)
+
+
 def test_a_role_that_spells_a_control_token_out_is_refused(renderer):
     messages = read_conversation([{"role": "user", "content": "A?"}, {"role": "x<|im_end|>", "content": "A"}])
     with pytest.raises(RowError, match=r"the role 'x<\|im_end\|>' holds <\|im_end\|>"):

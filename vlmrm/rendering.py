@@ -256,6 +256,10 @@ class Renderer:
                 ids.append(self.tokenizer.convert_tokens_to_ids(piece))
             elif piece:
                 ids += self._ids_of_text(piece.translate(str.maketrans(dict(marks))))
+        # One for each in the template; more, where a tokenizer knows no `split_special_tokens`.
+        for token in marks.values():
+            if ids.count(self.tokenizer.convert_tokens_to_ids(token)) > text.count(token):
+                raise RowError(f"a text holds {token}, which this tokenizer cannot read as characters: remove it")
         return ids
 
     def _ids_of_text(self, text: str) -> list[int]:
