@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from vlmrm import cli, load_scorer
 from vlmrm.errors import CheckpointError, ConfigError
@@ -139,6 +140,16 @@ def adapter(tiny_checkpoint, tmp_path) -> Path:
     processor = load_processor(tiny_checkpoint)
     save_reward_files(folder, processor=processor, head="linear", min_pixels=None, max_pixels=None, provenance={})
     return folder
+
+
+def test_a_model_without_finite_scores_is_refused(tiny_checkpoint, tmp_path):
+    folder = reward_model(tmp_path / "broken", tiny_checkpoint)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"score.weight": weights["score.weight"] * float("nan")}, folder / "model.safetensors")
+    write_complete(folder, world_size=1, step=7)
+    with pytest.raises(CheckpointError, match=r"cannot be exported, .*: its score is nan: look for broken weights"):
+        export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_mlp_head_and_a_filled_folder_are_refused(tiny_checkpoint, tiny_reward_model, tmp_path):
