@@ -17,7 +17,6 @@ from filelock import FileLock, Timeout
 
 from vlmrm.errors import ConfigError
 
-NO_LOCKS = "its file system has no locks"
 # Hashing releases the GIL: more threads than this wait for the disk instead.
 THREADS = 8
 
@@ -117,6 +116,8 @@ def sole_writer(lock: Path, refusal: str, *, wait: float = 0.0) -> Generator[Non
             held.acquire()
         except Timeout:
             raise ConfigError(refusal) from None
+        except NotImplementedError as error:
+            raise OSError("its file system has no locks") from error
     try:
         yield
     finally:
@@ -137,15 +138,15 @@ def make_folder(folder: Path, key: str | None = None) -> None:
 
 @contextmanager
 def writing(path: Path, key: str | None = None) -> Generator[None]:
-    """Say in a sentence why `path`, which the setting `key` names, cannot be written or locked.
+    """Say in a sentence why `path`, which the setting `key` names, cannot be written.
 
     Raises:
         ConfigError: which says it.
     """
     try:
         yield
-    except (OSError, NotImplementedError) as error:  # the latter is filelock's
-        reason = (error.strerror or error) if isinstance(error, OSError) else NO_LOCKS
+    except OSError as error:
+        reason = error.strerror or error
         what = f"{key} {path}" if key else path
         raise ConfigError(f"{what} cannot be written ({reason}): make room, or choose another place.") from error
 

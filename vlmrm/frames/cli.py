@@ -196,7 +196,7 @@ def show(
 
 
 @app.command
-def train(settings: Annotated[TrainSettings, Parameter(name="*", consume_multiple=True)]) -> None:
+def train(*, settings: Annotated[TrainSettings, Parameter(name="*", consume_multiple=True)]) -> None:
     """Train a classifier of success on labelled frames; its best epoch on held-out episodes is the checkpoint.
 
     Exits with 6 where the held-out episodes do not show that it tells successes from failures; the checkpoint is kept.

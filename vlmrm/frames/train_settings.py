@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
 
 from vlmrm.errors import ConfigError
 from vlmrm.frames.choices import IMAGE_KEY, IMAGE_SIZE, QUESTION, Architecture, Pooling
+from vlmrm.settings import Strict, first_wrong
 
 Balance = Literal["weights", "sampling", "none"]
 SelectBy = Literal["loss", "auc"]
-CHOICES = {"backbone": Architecture, "pooling": Pooling, "balance": Balance, "select_by": SelectBy}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainSettings:
+class TrainSettings(Strict, frozen=True):
     """What a classifier is trained on and how.
 
     Parameters
@@ -85,11 +85,11 @@ class TrainSettings:
     prompt: str = QUESTION
     image_key: tuple[str, ...] = (IMAGE_KEY,)
     image_size: tuple[int, int, int] = IMAGE_SIZE
-    batch_size: int = 32
-    epochs: int = 100
-    lr: float = 1e-4
-    hidden_dim: int = 256
-    num_spatial_blocks: int = 8
+    batch_size: int = Field(32, ge=1)
+    epochs: int = Field(100, ge=1)
+    lr: float = Field(1e-4, gt=0)
+    hidden_dim: int = Field(256, ge=1)
+    num_spatial_blocks: int = Field(8, ge=1)
     pooling: Pooling = "spatial"
     freeze_encoder: bool | None = None
     visualize_positive: bool = False
@@ -98,33 +98,29 @@ class TrainSettings:
     seed: int = 0
     balance: Balance = "weights"
     augment: bool = False
-    patience: int = 10
+    patience: int = Field(10, ge=1)
     select_by: SelectBy = "loss"
-    target_fpr: float = 0.01
-    num_workers: int = 0
+    target_fpr: float = Field(0.01, ge=0, lt=1)
+    num_workers: int = Field(0, ge=0)
     device: str | None = None
 
-    def __post_init__(self):
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in get_args(choices):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}: choose from {', '.join(get_args(choices))}.")
-        for name in ("batch_size", "epochs", "patience", "hidden_dim", "num_spatial_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1.")
-        if not self.lr > 0:
-            raise ConfigError(f"lr is {self.lr}: it must be above 0.")
-        if not 0 <= self.target_fpr < 1:
-            raise ConfigError(f"target_fpr is {self.target_fpr}: it is a share from 0 to below 1.")
-        if self.num_workers < 0:
-            raise ConfigError(f"num_workers is {self.num_workers}: it must be at least 0.")
+    def __init__(self, **values: Any):
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(f"{first_wrong(error.errors(), type(self), values=True)}.") from None
+
+    @model_validator(mode="after")
+    def _of_one_backbone(self) -> TrainSettings:
         asked = self.backbone == "reward_model"
         if asked != (self.reward_model is not None):
-            raise ConfigError("the backbone reward_model and the path reward_model go together: give both or neither.")
+            raise ValueError("the backbone reward_model and the path reward_model go together: give both or neither")
         loaded = self.pretrained_encoder_path is not None
         if asked and (loaded or self.freeze_encoder is False):
-            raise ConfigError("a reward model is used as it is: leave out pretrained_encoder_path and freeze_encoder.")
+            raise ValueError("a reward model is used as it is: leave out pretrained_encoder_path and freeze_encoder")
         if self.freeze_encoder and not (loaded or asked):
-            raise ConfigError("freeze_encoder without pretrained_encoder_path keeps random weights: give the path.")
+            raise ValueError("freeze_encoder without pretrained_encoder_path keeps random weights: give the path")
+        return self
 
     @property
     def frozen(self) -> bool:

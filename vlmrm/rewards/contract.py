@@ -11,18 +11,30 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from pydantic import SecretStr
+from pydantic import Field, SecretStr
 
 from vlmrm.devices import device_named, dtype_named
 from vlmrm.errors import ConfigError
+from vlmrm.settings import Strict, checked
 
-ON_FAILURE = ("raise", "mask", "fallback")
 CREDENTIALS = re.compile(r"://[^/?#\s'\"]*@")  # of an address
+
+
+class _Rules(Strict, strict=True):
+    """What the values of `RewardArguments` must be, where they are not looked up."""
+
+    name: str = Field(min_length=1)
+    weight: float
+    batch_size: int = Field(ge=1)
+    async_reward: bool
+    num_workers: int = Field(ge=1)
+    on_failure: Literal["raise", "mask", "fallback"]
+    fallback_reward: float | None
 
 
 @dataclass
@@ -59,8 +71,7 @@ class RewardArguments:
 
     def __post_init__(self):
         where = f"reward {self.name}"
-        if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"a reward has the name {self.name!r}: give it a text.")
+        checked(_Rules, {name: getattr(self, name) for name in _Rules.model_fields}, where)
         if not isinstance(self.dtype, torch.dtype):
             try:
                 name = dtype_named(self.dtype, auto=True)
@@ -71,19 +82,6 @@ class RewardArguments:
             self.device = torch.device(self.device)
         except RuntimeError:
             raise ConfigError(f"{where}: device is {self.device!r}: write cuda, cuda:1 or cpu.") from None
-        for name in ("batch_size", "num_workers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{where}: {name} is {value!r}: it must be a whole number, at least 1.")
-        if not isinstance(self.async_reward, bool):
-            raise ConfigError(f"{where}: async_reward is {self.async_reward!r}: write true or false.")
-        for name in ("weight", "fallback_reward"):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and np.isfinite(value)
-            if not number and not (name == "fallback_reward" and value is None):
-                raise ConfigError(f"{where}: {name} is {value!r}: it must be a finite number.")
-        if self.on_failure not in ON_FAILURE:
-            raise ConfigError(f"{where}: on_failure is {self.on_failure!r}: choose from {', '.join(ON_FAILURE)}.")
         if (self.on_failure == "fallback") != (self.fallback_reward is not None):
             raise ConfigError(f"{where}: on_failure: fallback and fallback_reward go together: give both or neither.")
         if isinstance(self.extra_kwargs.get("api_key"), str):  # configurations are printed, logged and uploaded

@@ -314,7 +314,7 @@ class RewardTrainer(trl.RewardTrainer):
 
 def _save_error(error: Exception, folder: Path) -> TrainingError:
     full = "No space left" in str(error) or shutil.disk_usage(folder.parent).free < 2**20
-    reason = "the disk is full" if full else first_line(error)
+    reason = "the disk is full" if full else first_line(error).rstrip(".")
     return TrainingError(
         f"{folder} could not be saved: {reason}; earlier checkpoints are untouched, free space and resume."
     )

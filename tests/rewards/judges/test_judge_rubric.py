@@ -132,6 +132,7 @@ def test_the_example_is_a_rubric():
         ("scale: [1, 5]", "scales: [1, 5]", 2, "unknown key scales (did you mean scale?)"),
         ("scale: [1, 5]", "scale: [5, 1]", 2, "scale: the worst score comes first"),
         ("scale: [1, 5]", "scale: [1, 3, 5]", 2, "scale: List should have at most 2"),
+        ("scale: [1, 5]", "scale: [1, .inf]", 2, "scale.1: Input should be a finite number"),
         ("mean", "median", 3, "aggregation: Input should be 'mean', 'weighted', 'min' or 'product'"),
         ("{prompt}", "{promt}", 1, "question: there is no {promt}"),
         ("{prompt}", "{prompt", 1, "question: "),

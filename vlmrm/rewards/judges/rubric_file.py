@@ -8,19 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from vlmrm.errors import ConfigError
-from vlmrm.settings import first_of, first_wrong, load_file
+from vlmrm.settings import Strict, first_of, first_wrong, load_file
 
 Scale = list[float]
 Place = tuple[str | int, ...]
 
 
-class Aspect(BaseModel):
+class Aspect(Strict, frozen=True, strict=True):
     """One thing that is scored; `scale` is the worst and the best score, by default the rubric's."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_ -]*$")
     description: str = Field(min_length=1)
@@ -28,10 +26,8 @@ class Aspect(BaseModel):
     scale: Scale | None = Field(None, min_length=2, max_length=2)
 
 
-class Rubric(BaseModel):
+class Rubric(Strict, frozen=True, strict=True):
     """What is asked, with `{prompt}` for the sample's prompt, and how the aspects' scores are put together."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     question: str = Field(min_length=1)
     aspects: list[Aspect] = Field(min_length=1)
