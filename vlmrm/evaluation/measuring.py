@@ -38,6 +38,7 @@ from vlmrm.modeling import (
     sequence_limit,
     template_hash,
 )
+from vlmrm.modeling.attention import attention_of
 from vlmrm.rendering import MediaLimits, Renderer
 
 IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a sweep
@@ -176,7 +177,7 @@ def provenance_of(loaded: LoadedReward, run: Run) -> Provenance:
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "processes": run.processes.num_processes,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": model.config.get_text_config()._attn_implementation,
+        "attention": attention_of(model),
         "chat_template_sha256": template_hash(loaded.processor),
         "bootstrap_draws": DRAWS,
         "bootstrap_seed": SEED,
