@@ -91,6 +91,9 @@ def evaluate_checkpoint(folder: Path, dataset, run: Run) -> tuple[Row, pd.DataFr
             attn_implementation=run.args.attn_implementation,
             trust_remote_code=run.args.trust_remote_code,
             base_model_path=run.args.base_model_path,
+            batching=run.args.batching,
+            check_sight=run.args.check_sight,
+            check_files=run.args.check_files,
         )
         if run.args.vision_cache_dir is not None:
             loaded.model.requires_grad_(False)
