@@ -60,6 +60,7 @@ class AsyncRemoteScorer:
     ):
         self.address: Address = address_of(base_url, "base_url")
         self.model, self.timeout, self.concurrency = model, timeout, concurrency
+        self.digest: str | None = None  # the service's revision of the model that gave the last scores
         httpx = import_httpx()
         token = os.environ.get("VLMRM_TOKEN") if token is None else token
         self._client = httpx.AsyncClient(
@@ -141,7 +142,9 @@ class AsyncRemoteScorer:
                     answer = await self._post(chunk, started + self.timeout - time.monotonic())
         except Unavailable as error:
             raise RewardError(f"{error} (asked for {time.monotonic() - started:.0f} s)") from None
-        return dict(zip(chunk.places, scores_of(answer, len(chunk.places)), strict=True))
+        scores = dict(zip(chunk.places, scores_of(answer, len(chunk.places)), strict=True))
+        self.digest = answer.get("revision")
+        return scores
 
     async def _post(self, chunk: Chunk, seconds: float) -> Any:
         httpx = import_httpx()

@@ -27,6 +27,11 @@ class LocalScorer:
         self.renderer = Renderer(loaded.processor, limits)
         self.batcher: Batcher = batcher_for(loaded.model, loaded.processor, batching)
 
+    @property
+    def digest(self) -> str:
+        """What names the model by its content: `checkpoint_digest`."""
+        return self.loaded.digest
+
     def score(self, conversations: Sequence[Conversation]) -> list[float]:
         """The raw logit of each conversation, in order.
 
