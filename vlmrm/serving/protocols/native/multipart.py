@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
-from python_multipart.exceptions import FormParserError
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.types import Message
 
@@ -70,8 +69,8 @@ async def _parts(request: Request, limits: Limits) -> tuple[bytes, dict[str, byt
     parser.spool_max_size = limits.max_body_bytes  # nothing of a request goes to a disk, which may be full
     try:
         form = await parser.parse()
-    except (MultiPartException, FormParserError) as error:  # Starlette before 1.8 lets the latter through
-        raise InvalidRequest(f"the form cannot be read: {str(error).rstrip('.')}.") from error
+    except MultiPartException as error:
+        raise InvalidRequest(f"the form cannot be read: {error.message.rstrip('.')}.") from error
     parts: dict[str, bytes] = {}
     for name, value in form.multi_items():
         if name in parts:
