@@ -3,11 +3,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 COSMOS := .cache/cosmos/.installed
+LOWEST := .cache/lowest/.installed
+
+# What a score and its gradient depend on, and what each library with a floor is asked for.
+HEART := tests/batching/test_shared.py tests/batching/test_collator.py tests/modeling/test_architectures.py \
+  tests/modeling/test_freezing.py tests/modeling/test_last_layer.py tests/modeling/test_reward_model.py \
+  tests/modeling/test_sight.py tests/test_private_names.py tests/test_rendering.py tests/scoring/test_scorer.py \
+  tests/data/test_media.py tests/serving/test_fetch.py tests/serving/test_access.py \
+  tests/serving/test_fuzz.py tests/serving/test_redis.py tests/training/test_training.py
 
 # Tools that find each other on PATH: ninja for DeepSpeed, torchrun for the launch scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo frames-demo test cosmos lint format types bench
+.PHONY: help demo frames-demo test lowest cosmos lint format types bench
 .DEFAULT_GOAL := help
 
 help:  ## list the verbs
@@ -21,6 +29,9 @@ frames-demo: $(INSTALLED)  ## collect frames of Acrobot, train a classifier, and
 
 test: $(INSTALLED)  ## run every test; workers take tests from each other, so that slow ones run side by side
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+lowest: $(LOWEST)  ## run the heart's tests with the lowest versions that pyproject.toml allows
+	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -n 2 --dist worksteal $(HEART)
 
 cosmos: $(COSMOS)  ## fetch cosmos-rl, whose trainer a test has ask for rewards
 
@@ -42,6 +53,13 @@ bench: $(INSTALLED)  ## run every benchmark
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+$(LOWEST): pyproject.toml
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --resolution lowest-direct --editable '.[dev]'
 	touch $@
 
 # In a folder of its own and without its dependencies, which would replace half of .venv.

@@ -15,15 +15,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import ProcessorMixin
 from transformers.image_utils import SizeDict
 
 from vlmrm.conversation import Conversation, Image, Medium, Message, Messages, Part, Text, Video, media_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.media import media_key, open_image, open_video
 from vlmrm.errors import CheckpointError, MediaError, RowError
+from vlmrm.private_names import relies_on
 
 if TYPE_CHECKING:
     from vlmrm.media_store import MediaStore
+
+relies_on(
+    ProcessorMixin,
+    *("_process_images", "_process_videos", "get_text_with_replacements", "create_mm_token_type_ids"),
+    "unused_input_names",
+)
 
 PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters that Unicode gives no meaning
 

@@ -26,7 +26,7 @@ from vlmrm.evaluation import measuring
 from vlmrm.evaluation import sweep as sweep_module
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.sweep import launched, sweep
-from vlmrm.modeling import write_complete
+from vlmrm.modeling import checkpoint_digest, write_complete
 from vlmrm.rendering import Renderer
 
 
@@ -90,6 +90,7 @@ def test_every_checkpoint_has_a_row_in_natural_order(run_folder, data):
     columns = ["model", "checkpoint", "preference_accuracy", "average_margin", "margin_std", "sample_count"]
     assert list(rows[0])[:6] == columns
     for row in rows:
+        assert row["weights"] == checkpoint_digest(run_folder / row["checkpoint"])
         margins = own_margins(run_folder / row["checkpoint"], data)
         decided = margins[:3] + margins[4:]
         mean = sum(decided) / 5

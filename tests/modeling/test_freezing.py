@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -12,19 +14,31 @@ from vlmrm.errors import ConfigError
 from vlmrm.modeling import ModelArguments, freeze, load_for_training, lora_config, make_tiny
 
 
+class Kept:
+    """One tensor that autograd was handed to keep. A plain class, as weak references need one."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
 def kept_bytes(function) -> int:
-    """What autograd keeps of a forward pass, parameters aside."""
-    kept = 0
+    """Return what autograd still keeps after a forward pass, parameters aside; `function` returns its output.
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal kept
+    Checkpointing also hands over the inputs of a block that keeps nothing, and lets them go with the block.
+    """
+    kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+
+    def pack(tensor: torch.Tensor) -> Kept:
+        one = Kept(tensor)
         if not isinstance(tensor, torch.nn.Parameter):
-            kept += tensor.numel() * tensor.element_size()
-        return tensor
+            kept.add(one)
+        return one
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function()
-    return kept
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
+        output = function()  # whose graph holds what is kept
+    total = sum(one.tensor.numel() * one.tensor.element_size() for one in kept)
+    del output
+    return total
 
 
 @pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl"])

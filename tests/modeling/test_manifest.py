@@ -13,8 +13,17 @@ import pytest
 
 from vlmrm import files
 from vlmrm.errors import CheckpointError
-from vlmrm.modeling import checkpoint_digest, find_checkpoints, newest_complete, verify_complete, write_complete
+from vlmrm.modeling import (
+    checkpoint_digest,
+    find_checkpoints,
+    load_checkpoint,
+    load_for_training,
+    newest_complete,
+    verify_complete,
+    write_complete,
+)
 from vlmrm.modeling.manifest import verify_if_listed, weights_digest
+from vlmrm.scoring import load_scorer
 
 
 def checkpoint(output: Path, step: int) -> Path:
@@ -145,3 +154,23 @@ def test_a_digest_names_what_scores_depend_on_and_nothing_else(tmp_path, tiny_re
     assert len(changed) == 4
     with pytest.raises(CheckpointError, match="holds no safetensors file"):
         checkpoint_digest(tmp_path)
+
+
+def test_hashing_can_be_switched_off_and_a_line_says_so(tiny_reward_model, tmp_path, caplog):
+    copy = shutil.copytree(tiny_reward_model, tmp_path / "copy")
+    digest = load_checkpoint(copy).digest
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-4:] = b"\1\2\3\4"
+    (copy / "model.safetensors").write_bytes(weights)
+    for load in (load_checkpoint, load_for_training, load_scorer):
+        with pytest.raises(CheckpointError, match=r"bytes of model\.safetensors were changed"):
+            load(copy)
+        caplog.clear()
+        load(copy, check_files=False)
+        assert [line for line in caplog.messages if line.startswith("check_files: false")] == [
+            f"check_files: false: nothing checks that the bytes of {copy} are those that were saved"
+        ]
+    assert load_checkpoint(copy, check_files=False).digest == digest, "what COMPLETE.json says is taken on trust"
+    (copy / "model.safetensors").write_bytes(weights[:-4])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has \d+ bytes instead of"):
+        load_checkpoint(copy, check_files=False)

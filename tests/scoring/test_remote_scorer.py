@@ -56,7 +56,9 @@ class Service:
                 raise fault
             status, content, *headers = fault
             return httpx.Response(status, content=content, headers=headers[0] if headers else None)
-        return httpx.Response(200, json={"data": [self.answer(*one) for one in enumerate(body["items"])]})
+        return httpx.Response(
+            200, json={"revision": "abc", "data": [self.answer(*one) for one in enumerate(body["items"])]}
+        )
 
     def answer(self, index: int, item: dict) -> dict:
         text = item["messages"][-1]["content"][0]["text"]
@@ -305,3 +307,10 @@ def test_it_needs_no_torch():
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=Path(__file__).parents[2])
+
+
+def test_scores_say_which_model_gave_them():
+    scorer = Service().scorer()
+    assert scorer.digest is None
+    asyncio.run(scorer.score([asked("one")]))
+    assert scorer.digest == "abc"

@@ -13,6 +13,7 @@ from PIL import Image
 
 from vlmrm import cli, load_scorer
 from vlmrm.errors import ConfigError, MediaError, RowError
+from vlmrm.modeling import checkpoint_digest
 
 QUESTION = "Which colour is this?"
 
@@ -190,6 +191,7 @@ def test_the_command_line_scores_answers_as_the_scorer_does(vlmrm, scorer, tiny_
     found = json.loads(vlmrm(*asked, "--json"))
     assert [line["answer"] for line in found["answers"]] == answers
     assert [line["score"] for line in found["answers"]] == pytest.approx(expected, abs=1e-5)
+    assert {line["digest"] for line in found["answers"]} == {scorer.digest} == {checkpoint_digest(tiny_reward_model)}
 
     lines = vlmrm(*asked).splitlines()
     assert [float(line.split()[0]) for line in lines] == pytest.approx(expected, abs=1e-4)

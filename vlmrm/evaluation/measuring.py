@@ -38,6 +38,7 @@ from vlmrm.modeling import (
     sequence_limit,
     template_hash,
 )
+from vlmrm.modeling.attention import attention_of
 from vlmrm.rendering import MediaLimits, Renderer
 
 IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a sweep
@@ -90,6 +91,9 @@ def evaluate_checkpoint(folder: Path, dataset, run: Run) -> tuple[Row, pd.DataFr
             attn_implementation=run.args.attn_implementation,
             trust_remote_code=run.args.trust_remote_code,
             base_model_path=run.args.base_model_path,
+            batching=run.args.batching,
+            check_sight=run.args.check_sight,
+            check_files=run.args.check_files,
         )
         if run.args.vision_cache_dir is not None:
             loaded.model.requires_grad_(False)
@@ -158,7 +162,7 @@ def provenance_of(loaded: LoadedReward, run: Run) -> Provenance:
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "processes": run.processes.num_processes,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": model.config.get_text_config()._attn_implementation,
+        "attention": attention_of(model),
         "chat_template_sha256": template_hash(loaded.processor),
         "bootstrap_draws": DRAWS,
         "bootstrap_seed": SEED,

@@ -117,6 +117,8 @@ def table(rows: Sequence[Row], best: Best | None) -> pd.DataFrame:
         if "statistics" in row:
             for name, figures in row["statistics"]["category"].items():
                 line[f"accuracy/{name}"] = figures["preference_accuracy"]["value"]
+        if "provenance" in row:
+            line["weights"] = row["provenance"]["weights"]
         for name, value in row.get("benchmark", {}).items():
             line[f"benchmark/{name}"] = value
         line["best"] = best is not None and row["path"] == best["path"]

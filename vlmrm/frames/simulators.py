@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 
 from vlmrm.errors import ConfigError
+from vlmrm.private_names import relies_on
 
 Policy = Callable[[np.ndarray], np.ndarray]
 
@@ -110,6 +111,11 @@ def _lake_policy(observations: np.ndarray) -> np.ndarray:
     return actions[observations]
 
 
+def _make_reach(env: Any) -> gym.Env:
+    relies_on(type(env.unwrapped), "_get_obs", "_is_success")
+    return gym.wrappers.FlattenObservation(env)
+
+
 def _reach_success(env: Any) -> bool:
     """The gripper is at the red dot."""
     arm = env.unwrapped
@@ -133,7 +139,7 @@ SIMULATORS = {
         _reach_success,
         _reach_policy,
         lambda height, width: {"height": height, "width": width},
-        gym.wrappers.FlattenObservation,
+        _make_reach,
     ),
 }
 PACKAGES = {"MiniGrid": ("minigrid", "frames"), "Fetch": ("gymnasium_robotics", "fetch")}  # and vlmrm's extra

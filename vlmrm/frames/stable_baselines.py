@@ -10,6 +10,10 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 from stable_baselines3.common.vec_env import VecEnv
 
+from vlmrm.private_names import relies_on
+
+relies_on(VecEnv, "_get_indices")
+
 
 class StableBaselinesEnv(VecEnv):
     """Environments of `make_environments`, which start the next episode in the step that ends one.

@@ -94,8 +94,12 @@ def quantization_config(arguments: ModelArguments) -> Any:
     )
 
 
-def open_adapter(path: str | Path, *, base_model_path: str | Path | None = None, **options: Any) -> PeftModel:
+def open_adapter(
+    path: str | Path, *, base_model_path: str | Path | None = None, check_files: bool = True, **options: Any
+) -> PeftModel:
     """An adapter on its base: the one it names, or `base_model_path`. `options` go to `load_for_training`.
+
+    `check_files` hashes the base: whether it is the one that the adapter was trained on.
 
     Raises:
         CheckpointError: when the adapter has no head, or its base cannot be opened or is not that of its training.
@@ -116,8 +120,9 @@ def open_adapter(path: str | Path, *, base_model_path: str | Path | None = None,
         refuse_head_beside(path)
         raise CheckpointError(f"the adapter {path} has no reward head: train it with modules_to_save: [score].")
     head = "mlp" if any(name.startswith(f"{PREFIX}score_hidden.") for name in saved) else "linear"
-    model = load_for_training(base, head=head, revision=revision, **options)
-    _check_base(path, base, revision, info.get("base_digest"))
+    model = load_for_training(base, head=head, revision=revision, check_files=check_files, **options)
+    if check_files:
+        _check_base(path, base, revision, info.get("base_digest"))
     try:
         adapted = PeftModel.from_pretrained(model, str(path))
     except (RuntimeError, ValueError) as error:

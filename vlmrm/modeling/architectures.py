@@ -7,15 +7,18 @@ from functools import cache
 from typing import Any
 
 from transformers import (
-    AutoModelForImageTextToText,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
+    Qwen2_5_VLModel,
     Qwen2_5_VLPreTrainedModel,
     Qwen2VLConfig,
+    Qwen2VLModel,
     Qwen2VLPreTrainedModel,
     Qwen3VLConfig,
+    Qwen3VLModel,
     Qwen3VLPreTrainedModel,
 )
 from transformers.conversion_mapping import (
@@ -25,8 +28,13 @@ from transformers.conversion_mapping import (
 
 from vlmrm.errors import CheckpointError
 from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
+from vlmrm.private_names import relies_on
 
 logger = logging.getLogger("vlmrm")
+
+for _backbone in (Qwen2VLModel, Qwen2_5_VLModel, Qwen3VLModel):
+    relies_on(_backbone, "get_rope_index", "get_vision_position_ids", "get_image_features")  # see RotaryPositions
+    relies_on(_backbone.forward, "mm_encoder_outputs")  # else it would be dropped among its other keywords: no images
 
 
 class Qwen2VLForSequenceClassification(QwenVLRewardModel, Qwen2VLPreTrainedModel):
@@ -53,7 +61,7 @@ def reward_model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 @cache
 def _made_on_the_spot(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     try:
-        language_model: Any = AutoModelForImageTextToText._model_mapping[config_class]
+        language_model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
     except KeyError:
         raise CheckpointError(
             f"a checkpoint of type {config_class.model_type!r} is no vision-language model: start from Qwen2.5-VL, "

@@ -45,6 +45,17 @@ class ComputeArguments:
         default=50.0,
         metadata={"help": "Size of `vision_cache_dir` in gigabytes; images used longest ago go first."},
     )
+    check_sight: bool = field(
+        default=True,
+        metadata={
+            "help": "Before anything is trained or scored, the model proves that it sees: two images must give it "
+            "different hidden states, and a pair in a shared batch those of the padded one."
+        },
+    )
+    check_files: bool = field(
+        default=True,
+        metadata={"help": "Hash every byte of a checkpoint against its COMPLETE.json before it is opened."},
+    )
 
     def __post_init__(self):
         if self.max_tokens_per_batch is not None and self.max_tokens_per_batch < 1:

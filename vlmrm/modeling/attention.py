@@ -6,11 +6,15 @@ import logging
 from functools import cache
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from vlmrm.errors import ConfigError
+from vlmrm.private_names import relies_on
 
 logger = logging.getLogger("vlmrm")
+
+relies_on(PreTrainedConfig, "_attn_implementation")
 
 ATTENTION = ("auto", "flash_attention_2", "sdpa")
 
@@ -34,6 +38,11 @@ def resolve_attention(name: str) -> str:
         )
     _say_once(f"attn_implementation: sdpa, because {missing}")
     return "sdpa"
+
+
+def attention_of(model: PreTrainedModel) -> str:
+    """Return the name of the kernel that the language model runs with now."""
+    return model.config.get_text_config()._attn_implementation
 
 
 @cache

@@ -23,7 +23,7 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
     Raises:
         ConfigError: when this torch lacks what shared attention computes with.
     """
-    if batching == "shared" and (reason := _not_shared(model)):
+    if batching == "shared" and (reason := not_shared(model)):
         logger.warning("batching: reference, because shared attention does not know %s", reason)
     elif batching == "shared":
         check_kernel()
@@ -33,7 +33,7 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
     return PaddedBatcher.for_processor(processor)
 
 
-def _not_shared(model: RewardModel) -> str | None:
+def not_shared(model: RewardModel) -> str | None:
     """Return what of the model keeps it from shared batches; None where nothing does."""
     if not isinstance(model, QwenVLRewardModel):
         return type(model).__name__

@@ -27,6 +27,7 @@ from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.manifest import checkpoint_digest, verify_if_listed
 from vlmrm.modeling.reward_files import find_file, local_folder, read_json_of, read_reward_file, template_hash
 from vlmrm.modeling.reward_model import HEADS, RewardModel
+from vlmrm.modeling.sight import prove_sight
 
 logger = logging.getLogger("vlmrm")
 
@@ -60,10 +61,12 @@ def load_for_training(
     trust_remote_code: bool = False,
     seed: int = 0,
     quantization_config: Any = None,
+    check_files: bool = True,
 ) -> RewardModel:
     """A vision-language checkpoint with a new head made from `seed`, or a reward model with the head that it has.
 
-    `dtype` is a torch type, its name, or `auto` for the stored one; the head is float32 in any case.
+    `dtype` is a torch type, its name, or `auto` for the stored one; the head is float32 in any case. `check_files`
+    hashes the files that `COMPLETE.json` lists.
 
     Raises:
         CheckpointError: when the checkpoint cannot be read, has another head, or other weights than it should.
@@ -71,7 +74,7 @@ def load_for_training(
     """
     if head not in HEADS:
         raise ConfigError(f"head is {head!r}: choose one of {', '.join(HEADS)}.")
-    verify_if_listed(path)
+    verify_if_listed(path, check_files)
     if read_json_of(path, ADAPTER_CONFIG, revision) is not None:
         raise CheckpointError(f"{path} is an adapter: make a full checkpoint of it first, with `vlmrm merge`.")
     config = _read_config(path, revision, trust_remote_code)
@@ -108,28 +111,33 @@ def load_checkpoint(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     base_model_path: str | Path | None = None,
+    batching: str = "shared",
+    check_sight: bool = True,
+    check_files: bool = True,
 ) -> LoadedReward:
     """A reward model for scoring, full or adapter, after everything about it has been checked.
 
     `base_model_path` gives the processor to a checkpoint without one, and the base to an adapter in place of the one
-    it names.
+    it names. `check_sight` has it prove that it sees and, for `batching: shared`, that such batches are exact;
+    `check_files` hashes every byte that `COMPLETE.json` lists.
 
     Raises:
-        CheckpointError: when the checkpoint is incomplete, has no trained head, is of an unknown architecture, or its
-            chat template is not the one that it was trained with.
+        CheckpointError: when the checkpoint is incomplete or blind, has no trained head, is of an unknown
+            architecture, or its chat template is not the one that it was trained with.
         ConfigError: when this machine has no such device.
     """
     where = device_named(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    verify_if_listed(path)
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
     }
+    verify_if_listed(path, check_files)
     if read_json_of(path, ADAPTER_CONFIG) is not None:
         from vlmrm.modeling.adapters import open_adapter
 
-        model: Any = open_adapter(path, base_model_path=base_model_path, **options).get_base_model()
+        adapted = open_adapter(path, base_model_path=base_model_path, check_files=check_files, **options)
+        model: Any = adapted.get_base_model()
     else:
         config = _read_config(path, None, trust_remote_code)
         if not _is_reward_model(config):
@@ -140,7 +148,11 @@ def load_checkpoint(
     processor, info = load_scoring_files(path, base_model_path, trust_remote_code)
     model.to(where)
     model.eval()
-    return LoadedReward(model, processor, info, checkpoint_digest(local_folder(path)))
+    if check_sight:
+        prove_sight(model, processor, name=path, batching=batching)
+    else:
+        logger.warning("check_sight: false: nothing checks that %s sees images", path)
+    return LoadedReward(model, processor, info, checkpoint_digest(local_folder(path), check_files))
 
 
 def load_scoring_files(

@@ -19,9 +19,9 @@ def prune_last_layer(language_model: Any) -> None:
     """Lets the last layer of a Qwen-VL language model leave out what no score depends on. Calling it again does
     nothing."""
     layer = language_model.layers[-1]
-    if any(isinstance(hook, _Ends) for hook in layer._forward_pre_hooks.values()):
+    if hasattr(layer, "ends"):
         return
-    ends = _Ends()
+    layer.ends = ends = _Ends()
     layer.register_forward_pre_hook(ends, with_kwargs=True)
     layer.mlp.register_forward_pre_hook(ends.select)
     layer.mlp.register_forward_hook(ends.restore)

@@ -49,10 +49,11 @@ def entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": content_digest(path)}
 
 
-def verify_complete(folder: str | Path, every_byte: bool = True) -> dict[str, Any]:
+def verify_complete(folder: str | Path, every_byte: bool = True, hashed: bool = True) -> dict[str, Any]:
     """Check every file that `COMPLETE.json` lists, and return what it holds.
 
-    Without `every_byte`, of files that no score depends on, such as the optimizer's, only the size is checked.
+    Without `every_byte`, of files that no score depends on, such as the optimizer's, only the size is checked; and
+    of all files, unless they are `hashed`.
 
     Raises:
         CheckpointError: when it is not there or not readable, or a file is missing or has other content.
@@ -81,7 +82,7 @@ def verify_complete(folder: str | Path, every_byte: bool = True) -> dict[str, An
             raise CheckpointError(
                 f"{folder} is broken: {name} has {path.stat().st_size} bytes instead of {size}, {again}"
             )
-    read = [folder / name for name in listed if every_byte or Path(name).suffix in SCORING_SUFFIXES]
+    read = [folder / name for name in listed if hashed and (every_byte or Path(name).suffix in SCORING_SUFFIXES)]
     for path, digest in _digests(read).items():
         name = path.relative_to(folder).as_posix()
         if digest != listed[name][1]:
@@ -89,10 +90,11 @@ def verify_complete(folder: str | Path, every_byte: bool = True) -> dict[str, An
     return manifest
 
 
-def checkpoint_digest(folder: str | Path) -> str:
+def checkpoint_digest(folder: str | Path, check_files: bool = True) -> str:
     """Return a hex digest of what a checkpoint's scores depend on: weights, head, configuration, processor, template.
 
-    Two checkpoints of equal content have the same one, wherever they lie and whatever trained them.
+    Two checkpoints of equal content have the same one, wherever they lie and whatever trained them. Without
+    `check_files` what `COMPLETE.json` says of a file's content is taken on trust; other files are read.
 
     Raises:
         CheckpointError: when there is no such folder, or it holds no weights.
@@ -101,8 +103,13 @@ def checkpoint_digest(folder: str | Path) -> str:
     files = sorted(path for path in folder.glob("*") if path.suffix in SCORING_SUFFIXES and path.is_file())
     if not any(path.suffix == ".safetensors" for path in files):
         raise CheckpointError(f"{folder} holds no safetensors file: check the path.")
+    scoring = [path for path in files if path.name not in NOT_SCORING]
+    trusts = not check_files and (folder / COMPLETE).exists()
+    listed = verify_complete(folder, hashed=False)["files"] if trusts else {}
+    read = _digests(path for path in scoring if path.name not in listed)
     digest = hashlib.sha256()
-    for path, content in _digests(path for path in files if path.name not in NOT_SCORING).items():
+    for path in scoring:
+        content = read.get(path) or listed[path.name]["sha256"]
         digest.update(f"{path.name}\0{_scoring_part(path) or content}\0".encode())
     return digest.hexdigest()
 
@@ -146,13 +153,19 @@ def _scoring_part(path: Path) -> str | None:
     return json.dumps({key: value for key, value in info.items() if key not in NOT_SCORING_KEYS}, sort_keys=True)
 
 
-def verify_if_listed(folder: str | Path) -> dict[str, Any] | None:
+def verify_if_listed(folder: str | Path, check_files: bool = True) -> dict[str, Any] | None:
     """`verify_complete` of what opening a model reads; None for a folder without a `COMPLETE.json`: a downloaded one.
+
+    Without `check_files` only sizes are checked, and a line says so.
 
     Raises:
         CheckpointError: as `verify_complete` does.
     """
-    return verify_complete(folder, every_byte=False) if (Path(folder) / COMPLETE).exists() else None
+    if not (Path(folder) / COMPLETE).exists():
+        return None
+    if not check_files:
+        logger.warning("check_files: false: nothing checks that the bytes of %s are those that were saved", folder)
+    return verify_complete(folder, every_byte=False, hashed=check_files)
 
 
 def find_checkpoints(output_dir: str | Path, pattern: str = "checkpoint-*") -> list[Path]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
@@ -17,8 +15,15 @@ from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputW
 
 from vlmrm.errors import ConfigError
 from vlmrm.modeling.vision_cache import VisionCache
+from vlmrm.private_names import relies_on
 
 HEADS = ("linear", "mlp")
+
+relies_on(
+    PreTrainedModel,
+    overridden=("_init_weights", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected"),
+    attributes=("_require_grads_hook", "_require_grads_hooks"),
+)
 
 
 class Float32Linear(nn.Linear):
@@ -171,10 +176,6 @@ class QwenVLRewardModel(RewardModel):
     # Features of a frozen tower from disk, after `use_vision_cache`.
     vision_cache: VisionCache | None = None
 
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__(config)
-        _check_takes_features(self.model)
-
     def hidden_states(
         self,
         pixel_values: torch.Tensor | None = None,
@@ -274,17 +275,4 @@ class QwenVLRewardModel(RewardModel):
         return (
             torch.zeros(side**2, numbers, device=self.device),
             torch.tensor([[1, side, side]], device=self.device),
-        )
-
-
-def _check_takes_features(backbone: nn.Module) -> None:
-    """Refuse a backbone that would drop the features of images among its other keyword arguments, and see none.
-
-    Raises:
-        ConfigError: when its forward has no parameter for them.
-    """
-    if "mm_encoder_outputs" not in inspect.signature(type(backbone).forward).parameters:
-        raise ConfigError(
-            f"{type(backbone).__name__} of transformers {transformers.__version__} does not take features of images "
-            "and would score without seeing them: install transformers 5.19 or newer."
         )

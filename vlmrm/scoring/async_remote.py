@@ -48,6 +48,7 @@ class AsyncRemoteScorer:
     ):
         self.server = Server(base_url, "base_url", os.environ.get("VLMRM_TOKEN") if token is None else token)
         self.model, self.timeout, self.concurrency = model, timeout, concurrency
+        self.digest: str | None = None  # the service's revision of the model that gave the last scores
         self._client = self.server.async_client(timeout, concurrency, transport)
 
     async def score(self, conversations: Sequence[Conversation]) -> list[float]:
@@ -120,7 +121,9 @@ class AsyncRemoteScorer:
                     answer = await self._post(chunk, started + self.timeout - time.monotonic())
         except Unavailable as error:
             raise RewardError(f"{error} (asked for {time.monotonic() - started:.0f} s)") from None
-        return dict(zip(chunk.places, scores_of(answer, len(chunk.places)), strict=True))
+        scores = dict(zip(chunk.places, scores_of(answer, len(chunk.places)), strict=True))
+        self.digest = answer.get("revision")
+        return scores
 
     async def _post(self, chunk: Chunk, seconds: float) -> Any:
         where = f"{self.server.name}{ROUTE}"

@@ -12,8 +12,9 @@ from vlmrm.errors import ConfigError, DataError
 from vlmrm.scoring.loading import is_address, load_scorer
 
 if TYPE_CHECKING:
-    from vlmrm.scoring import Scorer
     from vlmrm.scoring.offline import OfflineJob
+    from vlmrm.scoring.remote import RemoteScorer
+    from vlmrm.scoring.scorer import LocalScorer
 
 
 def score_command(
@@ -26,7 +27,7 @@ def score_command(
     device: str | None,
     dtype: str,
 ) -> list[dict[str, Any]]:
-    """`{"answer", "score"}` of each answer, in the order given: texts first, then images."""
+    """`{"answer", "score", "digest"}` of each answer, in the order given: texts first, then images."""
     if not responses and not response_images:
         raise ConfigError(
             "there is no answer to score: give --response TEXT (or --response-image FILE) once for each."
@@ -41,10 +42,12 @@ def score_command(
     scorer = _scorer(model, url, device, dtype)
     [scores] = scorer.score_groups([(question, [*responses, *pictures])])
     names = [*responses, *map(str, response_images)]
-    return [{"answer": name, "score": value} for name, value in zip(names, scores, strict=True)]
+    return [
+        {"answer": name, "score": value, "digest": scorer.digest} for name, value in zip(names, scores, strict=True)
+    ]
 
 
-def _scorer(model: str | None, url: str | None, device: str | None, dtype: str) -> Scorer:
+def _scorer(model: str | None, url: str | None, device: str | None, dtype: str) -> LocalScorer | RemoteScorer:
     if url is not None:
         if not is_address(url):
             raise ConfigError(f"--url {url} is no address: write it as http://host:port.")

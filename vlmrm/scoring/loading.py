@@ -27,6 +27,8 @@ def load_scorer(
     trust_remote_code: bool = False,
     vision_cache_dir: str | Path | None = None,
     vision_cache_gb: float = 50.0,
+    check_sight: bool = True,
+    check_files: bool = True,
     reward: str | None = None,
 ) -> LocalScorer | RemoteScorer:
     """A scorer from a checkpoint folder, after verifying it; or from the address of a service, `http://host:port`.
@@ -40,6 +42,8 @@ def load_scorer(
         batching: `shared`, or `reference` to compute every conversation whole.
         base_model_path: where the base of an adapter checkpoint is now.
         vision_cache_dir: where to keep, and find again, what the vision tower makes of images.
+        check_sight: have the model prove that it sees, and that its shared batches are exact.
+        check_files: hash every byte of the checkpoint that its `COMPLETE.json` lists.
         reward: of a service that has several, the name of one.
 
     Raises:
@@ -63,6 +67,9 @@ def load_scorer(
         device=device,
         trust_remote_code=trust_remote_code,
         base_model_path=base_model_path,
+        batching=batching,
+        check_sight=check_sight,
+        check_files=check_files,
     )
     scorer = LocalScorer(loaded, max_tokens_per_batch=max_tokens_per_batch, batching=batching)
     if vision_cache_dir is not None:

@@ -35,6 +35,11 @@ class RemoteScorer:
         self._lock = threading.Lock()
         self._running: _Running | None = None
 
+    @property
+    def digest(self) -> str | None:
+        """The service's revision of the model that gave the last scores, by content; None before there are any."""
+        return self._start().scorer.digest
+
     def score(self, conversations: Sequence[Conversation]) -> list[float]:
         """The raw logit of each conversation, in order."""
         running = self._start()

@@ -36,6 +36,11 @@ class LocalScorer:
         )
         self.engine = Engine(self.model, collator)
 
+    @property
+    def digest(self) -> str:
+        """What names the model by its content: `checkpoint_digest`."""
+        return self.loaded.digest
+
     def score(self, conversations: Sequence[AnyConversation]) -> list[float]:
         """The raw logit of each conversation, in order.
 

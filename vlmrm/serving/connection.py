@@ -7,6 +7,15 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from vlmrm.private_names import relies_on
+
+relies_on(
+    HttpToolsProtocol,
+    *("send_400_response", "connection_made", "connection_lost", "data_received"),
+    *("on_message_begin", "on_headers_complete"),
+    attributes=("loop", "transport"),
+)
+
 HEADER_BYTES = 64 * 2**10
 HEADER_S = 15.0
 

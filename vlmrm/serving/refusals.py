@@ -22,6 +22,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from python_multipart.exceptions import FormParserError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from vlmrm.errors import RowError, VlmrmError
@@ -96,6 +97,7 @@ def add_error_answers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _plain)
     app.add_exception_handler(StarletteHTTPException, _plain)
+    app.add_exception_handler(FormParserError, _no_form)  # before 1.8, Starlette lets it through
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
@@ -125,6 +127,10 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     kind = None if field is None else model_in(field.field_info.annotation)
     also = f", and {len(errors) - 1} more" if errors[1:] else ""
     return error_answer(f"{first_wrong(errors, kind)}{also}.", "InvalidRequest", 422)
+
+
+async def _no_form(request: Request, error: Exception) -> JSONResponse:
+    return answer_to(InvalidRequest(f"the form cannot be read: {error}."))
 
 
 async def _plain(request: Request, error: Exception) -> JSONResponse:

@@ -16,9 +16,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from vlmrm.errors import ConfigError
+from vlmrm.private_names import relies_on
 from vlmrm.serving.connection import GuardedConnection
 
 logger = logging.getLogger("vlmrm")
+
+relies_on(uvicorn.Server, overridden=("startup", "handle_exit", "shutdown"), attributes=("should_exit",))
 
 BACKLOG = 2048
 FINISH_S = 60  # for what was accepted when the service is told to stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 
 import torch
 from transformers import TrainerCallback
@@ -19,6 +20,16 @@ class EpochCallback(TrainerCallback):
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.epoch.fill_(int(state.epoch or 0))
+
+
+class SightCallback(TrainerCallback):
+    """Has the model prove that it sees when its engine is around it and its weights are where they will be."""
+
+    def __init__(self, prove: Callable[[], None]):
+        self.prove = prove
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.prove()
 
 
 class PreemptionCallback(TrainerCallback):

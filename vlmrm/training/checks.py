@@ -98,7 +98,8 @@ def warn_slow_bf16(args: RewardTrainingArguments) -> None:
     """A CPU without instructions for bfloat16 computes it many times slower than float32, and without a word."""
     if not args.bf16 or args.device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return
-    if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+    known = torch.cpu.get_capabilities()
+    if not (known.get("avx512_bf16") or known.get("amx_tile")):
         logger.warning("bf16: true, and this CPU has no bfloat16: --bf16 false trains many times faster here")
 
 

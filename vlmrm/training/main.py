@@ -37,8 +37,10 @@ from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.manifest import BEST, FINAL, is_finished, weights_digest
 from vlmrm.modeling.reward_files import local_folder, read_json_of
 from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
+from vlmrm.modeling.sight import prove_sight
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.callbacks import SightCallback
 from vlmrm.training.checks import (
     check_engine,
     check_launch,
@@ -146,6 +148,10 @@ def train_in_folder(
         save_extras=save_extras,
     )
     check_engine(args, trainer)
+    if model_args.check_sight:
+        trainer.add_callback(SightCallback(partial(prove_sight_of, trainer, model, processor, model_args)))
+    else:
+        logger.warning("check_sight: false: nothing checks that %s sees images", model_args.model_name_or_path)
     cache_vision(model, model_args)
     report_start(trainer, log_path)
     return run(trainer, resume_from)
@@ -212,6 +218,7 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments) -> Re
         trust_remote_code=args.trust_remote_code,
         seed=args.seed,
         quantization_config=quantization_config(model_args) if model_args.load_in_4bit else None,
+        check_files=model_args.check_files,
     )
     freeze(model, vit=model_args.freeze_vit, merger=model_args.freeze_merger, llm=model_args.freeze_llm)
     # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
@@ -221,6 +228,18 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments) -> Re
         if args.ddp_find_unused_parameters is None:
             args.ddp_find_unused_parameters = False  # then there are none, and DDP need not look for them
     return model
+
+
+def prove_sight_of(trainer: RewardTrainer, model: RewardModel, processor: Any, model_args: ModelArguments) -> None:
+    """`prove_sight` of the model as it is wrapped for this run: under ZeRO-3 and FSDP no other has its weights."""
+    engine = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    wrapped: Any = trainer.model_wrapped if engine else trainer.model
+
+    def run(inputs: dict[str, Any]) -> None:
+        with trainer.compute_loss_context_manager():
+            wrapped(**trainer._prepare_inputs(inputs))
+
+    prove_sight(model, processor, name=model_args.model_name_or_path, batching=model_args.batching, run=run)
 
 
 def base_digest(model_args: ModelArguments) -> str | None:

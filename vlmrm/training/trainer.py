@@ -28,6 +28,7 @@ from vlmrm.evaluation.frame import scored_pairs
 from vlmrm.evaluation.metrics import trl_summary
 from vlmrm.modeling import write_complete
 from vlmrm.modeling.manifest import COMPLETE
+from vlmrm.private_names import relies_on
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import EpochCallback, PreemptionCallback
 from vlmrm.training.losses import PreferenceLoss, weights
@@ -40,6 +41,18 @@ from vlmrm.training.streams import EndlessStream
 logger = logging.getLogger("vlmrm")
 
 DROPPED_ROWS = "dropped_rows.jsonl"
+
+relies_on(
+    trl.RewardTrainer,
+    *("_prepare_inputs", "compute_loss_context_manager"),
+    overridden=(
+        *("_prepare_dataset", "_get_dataloader", "_get_train_sampler", "_get_num_items_in_batch", "_save_checkpoint"),
+        *("get_batch_samples", "training_step", "compute_loss", "floating_point_ops", "log", "prediction_step"),
+        *("evaluation_loop", "_name"),
+    ),
+    attributes=("_metrics", "model_wrapped"),
+)
+relies_on(Trainer.save_model, "_internal_call")
 
 
 class RewardTrainer(trl.RewardTrainer):
@@ -168,16 +181,15 @@ class RewardTrainer(trl.RewardTrainer):
     @contextmanager
     def _reducing(self, model, last: bool) -> Generator[None]:
         """Puts off the reduction of gradients, and DeepSpeed's step, unless this is the last part."""
-        state = self.accelerator.gradient_state
-        if last or not state.sync_gradients:
+        if last or not self.accelerator.sync_gradients:
             yield
             return
-        state._set_sync_gradients(False)
+        self.accelerator.sync_gradients = False
         try:
             with nullcontext() if self.is_deepspeed_enabled else self.accelerator.no_sync(model):
                 yield
         finally:
-            state._set_sync_gradients(True)
+            self.accelerator.sync_gradients = True
 
     def compute_loss(self, model, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
         scores = model(**inputs["inputs"]).logits.squeeze(-1)

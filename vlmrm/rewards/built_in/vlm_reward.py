@@ -29,12 +29,16 @@ from vlmrm.rewards.contract import (
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.scoring.transforms import transform_named
 
+CHECKS = ("check_sight", "check_files")
+
 
 class _Model:
     """A loaded scorer, and the lock of whoever uses it: rewards on several threads may share one."""
 
-    def __init__(self, path: str, dtype: str, device: str):
-        self.scorer = load_local_scorer(path, dtype=dtype, device=device)
+    def __init__(self, path: str, dtype: str, device: str, check_sight: bool, check_files: bool):
+        self.scorer = load_local_scorer(
+            path, dtype=dtype, device=device, check_sight=check_sight, check_files=check_files
+        )
         self.lock = threading.Lock()
 
     def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
@@ -50,12 +54,13 @@ class _TrainedReward(BaseRewardModel):
         transform: one of `transforms`.
         custom_prompt: words around the prompt, with `{prompt}` where it goes.
         system: a system turn before it.
+        check_sight, check_files: of `load_scorer`.
     """
 
     required_fields = ("prompt",)
     message_responses = True
     default_dtype = "auto"
-    options = ("model_path", "model_name_or_path", "transform", "custom_prompt", "system")
+    options = ("model_path", "model_name_or_path", "transform", "custom_prompt", "system", *CHECKS)
     transforms: tuple[str, ...]
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
@@ -71,7 +76,8 @@ class _TrainedReward(BaseRewardModel):
         path = str(paths[0])
         name = choice(config, "transform", self.transforms[0], self.transforms)
         self.transform = transform_named(name, read_reward_file(path), path)
-        self.loaded = shared(_Model, path, str(self.dtype).removeprefix("torch."), str(self.device))
+        checks = [bool(extra.get(name, True)) for name in CHECKS]
+        self.loaded = shared(_Model, path, str(self.dtype).removeprefix("torch."), str(self.device), *checks)
         self.model = self.loaded.scorer.model
 
     # Without **kwargs: other columns are not brought together from other ranks.

@@ -1,0 +1,129 @@
+"""A model proves when it is loaded that it sees and that its shared batches are exact; a switch turns it off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runs import assert_equal_weights, colour_pairs
+from transformers import Qwen2_5_VLModel
+
+from vlmrm.errors import CheckpointError
+from vlmrm.modeling import load_checkpoint, load_for_training, load_processor, make_tiny_reward_model, shared_attention
+from vlmrm.modeling.attention import attention_of
+from vlmrm.modeling.sight import prove_sight
+from vlmrm.scoring import load_scorer
+
+BLIND = r"does not see: two different images .* check_sight: false"
+WRONG = r"the shared batch is wrong for .* write batching: reference"
+UNCHECKED = "check_sight: false: nothing checks that"
+
+
+@pytest.fixture
+def blind(monkeypatch) -> None:
+    """A build whose features of images are zeros."""
+    features = Qwen2_5_VLModel.get_image_features
+
+    def nothing(self, *args, **kwargs):
+        output = features(self, *args, **kwargs)
+        output["pooler_output"] = tuple(0 * image for image in output.pooler_output)
+        return output
+
+    monkeypatch.setattr(Qwen2_5_VLModel, "get_image_features", nothing)
+
+
+@pytest.fixture
+def dropping(monkeypatch) -> None:
+    """A build that drops the features among its other keywords, as transformers 5.15 to 5.17 did."""
+    forward = Qwen2_5_VLModel.forward
+
+    def drop(self, *args, mm_encoder_outputs=None, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Qwen2_5_VLModel, "forward", drop)
+
+
+@pytest.fixture
+def broken(monkeypatch) -> None:
+    """A shared attention in which answers do not see the end of their prompt."""
+    along = shared_attention._along
+
+    def shortsighted(states, ranges):
+        keys = along(states, ranges).clone()
+        if len(ranges) > 1:
+            keys[:, :, : ranges[0][1] - ranges[0][0]] = 0
+        return keys
+
+    monkeypatch.setattr(shared_attention, "_along", shortsighted)
+
+
+@pytest.mark.parametrize("build", ["blind", "dropping"])
+def test_a_model_that_does_not_see_is_refused(request, tiny_reward_model, build):
+    request.getfixturevalue(build)
+    for load in (load_checkpoint, load_scorer):
+        with pytest.raises(CheckpointError, match=BLIND) as refused:
+            load(tiny_reward_model)
+        assert str(tiny_reward_model) in str(refused.value)
+
+
+def test_a_wrong_shared_batch_is_refused_and_the_reference_goes(broken, tiny_reward_model):
+    with pytest.raises(CheckpointError, match=WRONG):
+        load_checkpoint(tiny_reward_model)
+    with pytest.raises(CheckpointError, match=WRONG):
+        load_scorer(tiny_reward_model)
+    scorer = load_scorer(tiny_reward_model, batching="reference")
+    assert len(scorer.score([[{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]])) == 1
+
+
+@pytest.mark.parametrize("build", ["blind", "broken"])
+def test_switched_off_it_loads_and_a_line_says_so(request, tiny_reward_model, caplog, build):
+    request.getfixturevalue(build)
+    load_scorer(tiny_reward_model, check_sight=False)
+    assert [line for line in caplog.messages if line.startswith(UNCHECKED)] == [
+        f"{UNCHECKED} {tiny_reward_model} sees images"
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "mimo_vl"])
+def test_every_family_passes_in_every_type(tmp_path, arch, dtype, caplog):
+    load_checkpoint(make_tiny_reward_model(tmp_path / arch, arch), dtype=dtype)
+    assert not [line for line in caplog.messages if "check_sight" in line]
+
+
+def test_a_model_is_left_as_it_was(tiny_checkpoint):
+    model = load_for_training(tiny_checkpoint, head="mlp").train()
+    before, attention = torch.get_rng_state(), attention_of(model)
+    prove_sight(model, load_processor(tiny_checkpoint), name="it", batching="shared")
+    assert model.training and attention_of(model) == attention
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_families_without_shared_batches_are_checked_for_sight(tiny_reward_model, blind, monkeypatch):
+    from vlmrm.modeling import sight
+
+    monkeypatch.setattr(sight, "not_shared", lambda model: "this one")
+    with pytest.raises(CheckpointError, match=BLIND):
+        load_checkpoint(tiny_reward_model)
+
+
+def test_a_training_of_a_blind_model_is_refused_before_its_first_step(train_here, tmp_path, blind, capfd):
+    data = colour_pairs(tmp_path / "data", 4)
+    with pytest.raises(CheckpointError, match=BLIND):
+        train_here(data)
+    train_here(data, name="blind", max_steps=1, check_sight=False)
+    assert capfd.readouterr().err.count(UNCHECKED) == 1
+
+
+def test_a_training_with_wrong_shared_batches_is_refused(train_here, tmp_path, broken):
+    data = colour_pairs(tmp_path / "data", 4)
+    with pytest.raises(CheckpointError, match=WRONG):
+        train_here(data)
+    train_here(data, name="reference", max_steps=1, batching="reference")
+
+
+@pytest.mark.parametrize("keys", [{"use_peft": True}, {"bf16": True}, {"gradient_checkpointing": True}])
+def test_a_training_that_sees_is_left_as_it_was(train_here, tmp_path, keys):
+    data = colour_pairs(tmp_path / "data", 4)
+    results = [train_here(data, name, max_steps=2, check_sight=name == "on", **keys) for name in ("on", "off")]
+    assert_equal_weights(*(result.model_dir for result in results))

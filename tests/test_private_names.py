@@ -1,0 +1,120 @@
+"""Names that other libraries do not promise: each use is declared, checked at import, and bounded from above."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+import tomllib
+from importlib import metadata
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import trl
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from transformers import ProcessorMixin, Qwen2_5_VLModel, Trainer
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from vlmrm.errors import ConfigError
+from vlmrm.private_names import RELIED_ON, relies_on
+
+ROOT = Path(__file__).resolve().parents[1]
+USERS = (
+    "vlmrm.frames.stable_baselines",
+    "vlmrm.modeling.architectures",
+    "vlmrm.rendering",
+    "vlmrm.serving.server",
+    "vlmrm.training.trainer",
+)
+# Documented names with an underscore (named tuples', os._exit), and those of a module that is not installed for tests.
+PROMISED = {"_asdict", "_replace", "_fields", "_exit", "_get_obs", "_is_success"}
+# argparse's: Python keeps them, and no requirement could bound it.
+PROMISED |= {"_actions"}
+
+
+@pytest.fixture
+def relied_on() -> dict[str, set[str]]:
+    for user in USERS:
+        importlib.import_module(user)
+    return RELIED_ON
+
+
+@pytest.mark.parametrize(
+    ("user", "owner", "name", "library"),
+    [
+        ("vlmrm.training.trainer", Trainer, "_get_num_items_in_batch", "trl"),
+        ("vlmrm.training.trainer", trl.RewardTrainer, "_prepare_dataset", "trl"),
+        ("vlmrm.rendering", ProcessorMixin, "_process_images", "transformers"),
+        ("vlmrm.modeling.architectures", Qwen2_5_VLModel, "get_rope_index", "transformers"),
+        ("vlmrm.serving.connection", HttpToolsProtocol, "on_headers_complete", "uvicorn"),
+    ],
+)
+def test_a_name_that_is_gone_is_one_sentence_at_import(monkeypatch, user, owner, name, library):
+    importlib.import_module(user)
+    monkeypatch.delitem(sys.modules, user)
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ConfigError) as refused:
+        importlib.import_module(user)
+    assert re.fullmatch(
+        rf"{library} {re.escape(metadata.version(library))} does not have or use \w+'s {name}, which vlmrm is built "
+        rf"on: install a version of {library} that its pyproject\.toml allows, or a newer vlmrm\.",
+        str(refused.value),
+    )
+
+
+def test_an_override_that_nobody_would_call_is_refused():
+    class Base:
+        def _kept(self):
+            return [self._called() for _ in range(2)]
+
+        def _called(self):
+            self._attribute = 1
+
+    Base.__module__ = "trl"
+    relies_on(Base, "_kept", overridden=["_called"], attributes=["_attribute"])
+    with pytest.raises(ConfigError, match="Base's _kept, which"):
+        relies_on(Base, overridden=["_called", "_kept"])
+
+
+def test_parameters_of_a_function_are_names_too():
+    relies_on(Trainer.save_model, "_internal_call")
+    with pytest.raises(ConfigError, match=r"^transformers .* Trainer\.save_model's _at_once, which"):
+        relies_on(Trainer.save_model, "_at_once")
+
+
+def test_every_private_override_of_the_trainer_is_declared(relied_on):
+    from vlmrm.training.trainer import RewardTrainer
+
+    own = {name for name in vars(RewardTrainer) if re.match("_[a-z]", name) and hasattr(trl.RewardTrainer, name)}
+    assert own <= relied_on["trl"], "an override that the library no longer calls is silent"
+
+
+def test_every_private_name_of_another_library_is_declared(relied_on):
+    used: dict[str, str] = {}
+    defined = set()
+    for path in sorted((ROOT / "vlmrm").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                used.setdefault(node.attr, str(path.relative_to(ROOT)))
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "self":
+                defined.add(node.attr)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+    declared = set().union(*relied_on.values())
+    private = {name: path for name, path in used.items() if re.match("_[a-z]", name)}
+    assert {name: path for name, path in private.items() if name not in defined | declared | PROMISED} == {}
+
+
+def test_libraries_with_such_names_are_bounded_from_above(relied_on):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    for library in relied_on:
+        bounds = [r.specifier for r in map(Requirement, lines) if r.name == canonicalize_name(library)]
+        assert bounds and all(any(part.operator == "<" for part in bound) for bound in bounds), library
+        assert all(Version(metadata.version(library)) in bound for bound in bounds), library
