@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict
 
 from vlmrm.conversation import Outcome
 from vlmrm.serving.settings import RewardSettings
 
-Scores = dict[str, Any]
+Scores: TypeAlias = Mapping[str, Any]  # by the reward's own keys a value a sample, or such scores again
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")  # of GenEval
 OTHER_TASK = -10.0  # in gen_eval_group, of samples of another task
 
 
-def scores_of(reward: RewardSettings, outcomes: Sequence[Outcome], geneval: dict[str, Any] | None) -> Scores:
-    """The scores of all samples.
+class GenEval(TypedDict):
+    """What a request asks of GenEval, each sample's tag and clauses."""
 
-    Args:
-        geneval: the request's `tags`, `includes` and `only_strict`, where it has them.
-    """
+    tags: list[str]
+    includes: list[list[dict[str, Any]]]
+    only_strict: bool
+
+
+def scores_of(reward: RewardSettings, outcomes: Sequence[Outcome], geneval: GenEval | None) -> Scores:
+    """The scores of all samples; `geneval` where the request asks it something."""
     # Of a handler, which has keys of its own.
     if reward.engine and all("scores" in outcome.extra for outcome in outcomes):
         return _together([outcome.extra["scores"] for outcome in outcomes])
@@ -59,7 +63,7 @@ KEYS: dict[str, dict[str, Callable[[Outcome], Any]]] = {
 }
 
 
-def _gen_eval(outcomes: Sequence[Outcome], geneval: dict[str, Any]) -> Scores:
+def _gen_eval(outcomes: Sequence[Outcome], geneval: GenEval) -> Scores:
     """Three verdicts: graded, with at least as many objects as asked for, and with exactly as many."""
     judged = [_judged(*pair) for pair in zip(outcomes, geneval["includes"], strict=True)]
     rewards = [0.0 if geneval["only_strict"] else reward for _, reward, _ in judged]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from anyio.to_thread import run_sync
 
@@ -13,7 +13,7 @@ from vlmrm.serving.app import Serving
 from vlmrm.serving.jobs import Item, State, Status
 from vlmrm.serving.protocols.cosmos.payload import Media, media_of, split
 from vlmrm.serving.protocols.cosmos.schema import Metadata
-from vlmrm.serving.protocols.cosmos.scores import scores_of
+from vlmrm.serving.protocols.cosmos.scores import GenEval, scores_of
 from vlmrm.serving.refusals import InvalidRequest
 from vlmrm.serving.service import NotServing
 from vlmrm.serving.settings import RewardSettings
@@ -21,7 +21,14 @@ from vlmrm.serving.strict_json import parsed
 from vlmrm.serving.worker.discretion import without_paths
 
 COLUMN = {"image": "image", "video": "video", "latent": "video"}  # what rewards see of each kind
-Record = dict[str, Any]  # what is kept of a request: `jobs` by reward, `input_info`, `geneval`
+
+
+class Record(TypedDict):
+    """What is kept of a request: the id of each reward's job, and what its answers say beside the scores."""
+
+    jobs: dict[str, str]
+    input_info: dict[str, Any]
+    geneval: GenEval | None
 
 
 async def read(app: Serving, body: bytes) -> tuple[Metadata, Media]:
@@ -58,13 +65,10 @@ async def enqueue(app: Serving, rewards: Sequence[RewardSettings], metadata: Met
         for job_id in jobs.values():
             await app.service.backend.cancel(job_id)
         raise
-    geneval = None
-    if metadata.geneval_tags is not None:
-        geneval = {
-            "tags": metadata.geneval_tags,
-            "includes": metadata.geneval_includes,
-            "only_strict": metadata.geneval_only_strict,
-        }
+    tags, includes, strict = metadata.geneval_tags, metadata.geneval_includes, metadata.geneval_only_strict
+    geneval: GenEval | None = None
+    if tags is not None and includes is not None:
+        geneval = {"tags": tags, "includes": includes, "only_strict": strict}
     info = media.info if media.kind == "image" else {**media.info, "video_infos": metadata.video_infos}
     ticket = str(uuid.uuid4())
     await _keep(app, ticket, {"jobs": jobs, "input_info": info, "geneval": geneval})
@@ -76,9 +80,10 @@ async def pull(app: Serving, ticket: str, name: str | None, patience: float) -> 
 
     425 has every client ask again; what has failed for good is a 200 without scores, lest it ask for an hour.
     """
-    record = await app.service.backend.kept(_key(ticket))
-    if record is None:
+    kept: Any = await app.service.backend.kept(_key(ticket))
+    if kept is None:
         return 400, _missing(ticket, "unknown")
+    record: Record = kept
     jobs = record["jobs"]
     if name is None and len(jobs) == 1:
         [name] = jobs
@@ -166,7 +171,7 @@ def _missing(ticket: str, state: str, why: str = "") -> dict[str, Any]:
 
 async def _keep(app: Serving, ticket: str, record: Record) -> None:
     """A request is known for as long as results are kept, counted from when it was last asked about."""
-    await app.service.backend.keep(_key(ticket), record, app.settings.limits.result_ttl)
+    await app.service.backend.keep(_key(ticket), dict(record), app.settings.limits.result_ttl)
 
 
 def _key(ticket: str) -> str:
