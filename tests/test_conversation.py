@@ -68,7 +68,9 @@ def test_the_examples_in_its_docstrings_are_true():
         (lambda: Judgement((0, 1), (1,)), RowError, "1 values judge the answers [0, 1]: give each answer one"),
         (lambda: Judgement((0, 0), (1, 0)), RowError, "2 values judge the answers [0, 0]: give each answer one"),
         (lambda: Judgement((0, 1), (1, math.nan)), RowError, "the score of answer 2 is nan: write a finite number"),
-        (lambda: Judgement((0, 1), (1, 0), margin=math.inf), RowError, "`margin` is inf: write a finite number or"),
+        (lambda: Judgement((0, 1), (1, 0), margin=math.inf), RowError, "`margin` is inf: write a finite number"),
+        (lambda: Judgement((0, 1), ("good", 0)), RowError, "the score of answer 1 is 'good': write a number"),
+        (lambda: Judgement((0, 1), (1, 0), margin="1"), RowError, "`margin` is '1': write a number"),
         (lambda: Judgement((0, 1), (1, 0), weight=-1), RowError, "`weight` is -1: it must be at least 0"),
         (
             lambda: Comparison("r", (ASKED,), TWO, (Judgement((0, 2), (1, 0)),)),

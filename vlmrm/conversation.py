@@ -262,17 +262,14 @@ class Judgement:
 
     def __post_init__(self):
         object.__setattr__(self, "answers", tuple(self.answers))
-        object.__setattr__(self, "values", tuple(float(value) for value in self.values))
+        numbered = enumerate(self.values, 1)
+        values = tuple(_number(f"the score of answer {number}", value) for number, value in numbered)
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "weight", _number("`weight`", self.weight, 0.0))
+        if self.margin is not None:
+            object.__setattr__(self, "margin", _number("`margin`", self.margin))
         if len(self.answers) != len(self.values) or len(set(self.answers)) != len(self.answers):
             raise RowError(f"{len(self.values)} values judge the answers {list(self.answers)}: give each answer one")
-        for answer, value in zip(self.answers, self.values, strict=True):
-            if not math.isfinite(value):
-                raise RowError(f"the score of answer {answer + 1} is {value}: write a finite number")
-        for name, value, least in (("margin", self.margin, -math.inf), ("weight", self.weight, 0.0)):
-            if value is not None and not math.isfinite(value):
-                raise RowError(f"`{name}` is {value}: write a finite number or leave it out")
-            if value is not None and value < least:
-                raise RowError(f"`{name}` is {value}: it must be at least {least:g}")
 
     def pairs(self) -> list[Pair]:
         """Return every two of the answers, the better first: K answers make K(K-1)/2 pairs."""
@@ -395,6 +392,16 @@ class Outcome:
             raise RowError("an outcome is a score or an error: give one of them")
         if self.score is not None and not math.isfinite(self.score):
             raise RowError(f"its score is {self.score}: look for broken weights")
+
+
+def _number(name: str, value: object, least: float = -math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RowError(f"{name} is {value!r}: write a number")
+    if not math.isfinite(value):
+        raise RowError(f"{name} is {value}: write a finite number")
+    if value < least:
+        raise RowError(f"{name} is {value}: it must be at least {least:g}")
+    return float(value)
 
 
 def short(value: object) -> str:

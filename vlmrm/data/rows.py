@@ -113,8 +113,8 @@ def _judgement(reading: Reading, cells: Mapping[str, Any], count: int) -> Judgem
         tuple(range(count)),
         (1.0,) * count if tie else tuple(reading.values),
         reading.kind,
-        margin=_number(cells, "margin", None),
-        weight=_number(cells, "weight", 1.0),
+        margin=cells.get("margin"),
+        weight=cells.get("weight", 1.0),
     )
 
 
@@ -130,12 +130,3 @@ def _check_answers(answers: Sequence[Messages], values: Sequence[float]) -> None
         for j in range(i + 1, len(answers)):
             if values[i] != values[j] and first == answers[j]:
                 raise RowError("the same answer is listed twice with different scores: keep one of them")
-
-
-def _number(cells: Mapping[str, Any], name: str, default: Any) -> Any:
-    value = cells.get(name, default)
-    if value is default:
-        return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RowError(f"`{name}` is {value!r}: write a number")
-    return float(value)
