@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from PIL import Image as PillowImage
 
 # What `vlmrm.data.media` opens: a path, a `file://` or `data:` URI, an encoded file, or a picture in memory.
-Reference: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | PillowImage.Image | Any"
+Reference: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview | PillowImage.Image"
 
 # What others call the roles of messages.
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
@@ -52,7 +52,7 @@ class Image:
     """
 
     kind: ClassVar[Literal["image"]] = "image"
-    reference: Reference = None
+    reference: Reference | None = None
 
     def __post_init__(self):
         _check_reference(self.reference, "image")
@@ -113,7 +113,7 @@ class Video:
     """
 
     kind: ClassVar[Literal["video"]] = "video"
-    reference: Reference | tuple[Reference, ...] = None
+    reference: Reference | tuple[Reference, ...] | None = None
     options: VideoOptions = VideoOptions()
 
     def __post_init__(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
@@ -38,10 +39,11 @@ def estimated_cost(comparison: Comparison, limits: MediaLimits) -> int:
 
 
 def _tokens(medium: Medium, limits: MediaLimits) -> int:
+    reference: Any = medium.reference
     if not isinstance(medium, Video):
-        return _image_tokens(medium.reference, limits)
-    if isinstance(medium.reference, tuple):
-        return sum(_image_tokens(frame, limits) for frame in medium.reference)
+        return _image_tokens(reference, limits)
+    if isinstance(reference, tuple):
+        return sum(_image_tokens(frame, limits) for frame in reference)
     return (limits.max_pixels or DEFAULT_MAX_PIXELS) // PIXELS
 
 

@@ -154,11 +154,11 @@ def _answers(comparison: Comparison) -> frozenset[str]:
     return frozenset(text for answer in comparison.answers if (text := text_of(answer)))
 
 
-def _images(messages: Messages) -> list[Reference]:
+def _images(messages: Messages) -> list[Reference | None]:
     return [medium.reference for medium in media_of(messages) if isinstance(medium, ImagePart)]
 
 
-def _with_images(messages: Messages, change: Callable[[Reference], Reference]) -> Messages:
+def _with_images(messages: Messages, change: Callable[[Any], Any]) -> Messages:
     def changed(part: Part) -> Part:
         return ImagePart(change(part.reference)) if isinstance(part, ImagePart) else part
 

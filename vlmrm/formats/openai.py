@@ -13,7 +13,6 @@ from vlmrm.conversation import (
     Message,
     Messages,
     Part,
-    Reference,
     Text,
     Video,
     VideoOptions,
@@ -136,7 +135,7 @@ def _read_medium(kind: str, reference: Any, options: dict[str, Any]) -> Part:
     return Video(reference, VideoOptions(**options))
 
 
-def read_reference(value: Any) -> Reference | tuple[Reference, ...]:
+def read_reference(value: Any) -> Any:
     """Return what names an image or video: of Hugging Face's `{"bytes", "path"}` the one that is there."""
     if isinstance(value, Mapping) and value.keys() & {"bytes", "path"}:
         return value.get("path") if value.get("bytes") is None else value["bytes"]

@@ -37,11 +37,8 @@ EMBEDDING = [
 ]
 
 
-@dataclass(frozen=True)
-class Remote:
-    """An image that is still to be fetched; nothing that a request holds can be mistaken for one."""
-
-    url: str
+class Remote(str):
+    """The URL of an image that is still to be fetched; nothing that a request holds can be mistaken for one."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ class Fetcher:
         """
         try:
             async with self._places:
-                data = await asyncio.wait_for(self._get(_parsed(remote.url)), self.limits.fetch_timeout)
+                data = await asyncio.wait_for(self._get(_parsed(remote)), self.limits.fetch_timeout)
         except TimeoutError:
             raise MediaError(f"the image at its URL did not come in {self.limits.fetch_timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:

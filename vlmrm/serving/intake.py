@@ -62,7 +62,7 @@ class Intake:
         taken = self.image(part.reference) if isinstance(part, ImagePart) else self.video(part.reference)
         return replace(part, reference=taken)
 
-    def image(self, reference: Reference) -> bytes | Remote:
+    def image(self, reference: Reference | None) -> bytes | Remote:
         """One image, by its header within the limit of pixels."""
         if isinstance(reference, str) and reference[:8].lower().startswith(("http://", "https://")):
             if self.fetcher is None or not self.fetcher.allowed:

@@ -80,7 +80,7 @@ class VideoAlign(PointwiseRewardModel):
         limits = {"min_pixels": MIN_PIXELS, "max_pixels": data["max_frame_pixels"]}
         questions = []
         for text, clip, rate in zip(prompt, video, rates, strict=True):
-            frames = sampled(clip, rate, data["fps"])
+            frames: Any = sampled(clip, rate, data["fps"])
             questions.append(question(Video(frames, VideoOptions(**limits)), self.template, text))
         scores, failures = [], {}
         for place, found in enumerate(self.reader.read(questions, self.config.batch_size)):
@@ -106,7 +106,8 @@ class FrameRenderer(Renderer):
     """
 
     def _process_video(self, medium: Video, key: str) -> ProcessedMedia:
-        clip, limits = medium.reference, medium.options
+        clip: Any = medium.reference
+        limits = medium.options
         if len({frame.size for frame in clip}) > 1:
             raise MediaError("the frames of its video have different sizes: resize them to one")
         frames = torch.stack([pil_to_tensor(frame) for frame in clip])
