@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -49,9 +49,17 @@ class LocalScorer:
         """
         return all_scores(self.score_each(conversations))
 
-    def score_each(self, conversations: Sequence[AnyConversation]) -> list[float | RowError]:
-        """The raw logit of each conversation, in order, or why it cannot be scored."""
-        return self.engine.score(conversations, self._render)
+    def score_each(
+        self, conversations: Sequence[Any], read: Callable[[Any], Conversation] = read_conversation
+    ) -> list[float | RowError]:
+        """The raw logit of each of what `read` makes conversations of, in order, or why it cannot be scored."""
+
+        def render(item: Any, cache: dict[str, ProcessedMedia]) -> Rendered:
+            conversation = read(item)
+            _ = conversation.answer  # refuses one that ends without
+            return self.renderer.render(conversation, cache)
+
+        return self.engine.score(conversations, render)
 
     def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """For each (prompt, candidates), the raw logit of each candidate, in order."""
@@ -74,8 +82,3 @@ class LocalScorer:
         own, conversation = self.renderer.process(asked), Conversation((*asked, answer))
         processed = self.renderer.process_tensors(images)
         return self.engine.logits([self.renderer.render_with(conversation, [*own, item]) for item in processed])
-
-    def _render(self, conversation: AnyConversation, cache: dict[str, ProcessedMedia]) -> Rendered:
-        read = read_conversation(conversation)
-        _ = read.answer  # refuses one that ends without
-        return self.renderer.render(read, cache)

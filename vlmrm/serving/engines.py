@@ -43,18 +43,12 @@ class ScorerEngine:
         }
 
     def __call__(self, items: Sequence[Item]) -> list[WireOutcome]:
-        outcomes: list[WireOutcome] = [{} for _ in items]
-        conversations: dict[int, Conversation] = {}
-        for number, item in enumerate(items):
-            try:
-                content = read_item(_with_pictures(item))
-                talk = content if isinstance(content, Conversation) else conversation_of(content, self.wording)
-                conversations[number] = talk
-            except RowError as error:
-                outcomes[number] = {"error": error.reason}
-        for number, score in zip(conversations, self.scorer.score_each(list(conversations.values())), strict=True):
-            outcomes[number] = {"error": score.reason} if isinstance(score, RowError) else {"score": score}
-        return outcomes
+        scores = self.scorer.score_each(items, self._read)
+        return [{"error": one.reason} if isinstance(one, RowError) else {"score": one} for one in scores]
+
+    def _read(self, item: Item) -> Conversation:
+        content = read_item(_with_pictures(item))
+        return content if isinstance(content, Conversation) else conversation_of(content, self.wording)
 
 
 class RewardEngine:
