@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vlmrm.conversation import Image, Message
 from vlmrm.data.digits import QUESTION, write_digits
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.report import build_report
@@ -96,7 +97,7 @@ def score_one(checkpoint: Path, rows: Path) -> dict[str, Any]:
     """The scores of both answers about the first held-out picture."""
     row = json.loads(rows.read_text(encoding="utf-8").splitlines()[0])
     image = str(rows.parent / row["image"])
-    question = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]}]
+    question = Message.of("user", Image(image), QUESTION)
     answers = [row["chosen"], row["rejected"]]
     [scores] = load_scorer(checkpoint).score_groups([(question, answers)])
     return {"image": image, "prompt": QUESTION, **dict(zip(answers, scores, strict=True))}

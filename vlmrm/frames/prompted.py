@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image
 
+from vlmrm.conversation import Image, Message
 from vlmrm.errors import ConfigError
 from vlmrm.frames.classifier import FrameClassifier, checked_images
 from vlmrm.frames.classifier_config import ClassifierConfig
@@ -39,8 +40,7 @@ class PromptedClassifier(FrameClassifier):
 
     def encode(self, images: Mapping[str, Tensor]) -> Tensor:
         groups = [
-            ([{"role": "user", "content": self._question(moment)}], ANSWERS)
-            for moment in zip(*checked_images(self.config, images), strict=True)
+            (self._question(moment), ANSWERS) for moment in zip(*checked_images(self.config, images), strict=True)
         ]
         scores = torch.tensor(self.scorer.score_groups(groups), dtype=torch.float32)
         return (scores[:, :1] - scores[:, 1:]).to(self.device)
@@ -52,6 +52,6 @@ class PromptedClassifier(FrameClassifier):
     def add_bias(self, logits: float) -> None:
         self.classifier.bias.add_(logits)
 
-    def _question(self, frames: tuple[Tensor, ...]) -> list[dict[str, object]]:
-        pictures = [to_pil_image(frame.float().cpu()) for frame in frames]
-        return [*({"type": "image", "image": it} for it in pictures), {"type": "text", "text": self.config.prompt}]
+    def _question(self, frames: tuple[Tensor, ...]) -> Message:
+        pictures = (Image(to_pil_image(frame.float().cpu())) for frame in frames)
+        return Message.of("user", *pictures, self.config.prompt)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vlmrm.conversation import Image, Message
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.scoring.loading import is_address, load_scorer
 
@@ -32,13 +33,8 @@ def score_command(
         raise ConfigError(
             "there is no answer to score: give --response TEXT (or --response-image FILE) once for each."
         )
-    question = [
-        {
-            "role": "user",
-            "content": [*({"type": "image", "image": str(path)} for path in images), {"type": "text", "text": prompt}],
-        }
-    ]
-    pictures = [{"role": "assistant", "content": [{"type": "image", "image": str(path)}]} for path in response_images]
+    question = Message.of("user", *(Image(str(path)) for path in images), prompt)
+    pictures = [Message.of("assistant", Image(str(path))) for path in response_images]
     scorer = _scorer(model, url, device, dtype)
     [scores] = scorer.score_groups([(question, [*responses, *pictures])])
     names = [*responses, *map(str, response_images)]

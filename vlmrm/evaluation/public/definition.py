@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vlmrm.conversation import Comparison
+from vlmrm.conversation import Comparison, Message, Video
 from vlmrm.data.rows import read_row, with_row_id
 from vlmrm.errors import DataError, RowError
 from vlmrm.evaluation.pairs import not_finite
+from vlmrm.formats.layout import image_turn
+from vlmrm.formats.openai import read_reference
 
 
 @dataclass(frozen=True)
@@ -157,11 +159,11 @@ def ratings_of(ranks: Any, name: str) -> list[float]:
     return [-float(rank) for rank in ranks]
 
 
-def picture(reference: Any) -> list[dict[str, Any]]:
+def picture(reference: Any) -> Message:
     """An answer that is an image."""
-    return [{"role": "assistant", "content": [{"type": "image", "image": reference}]}]
+    return image_turn(reference)
 
 
-def video(reference: Any) -> list[dict[str, Any]]:
+def video(reference: Any) -> Message:
     """An answer that is a video."""
-    return [{"role": "assistant", "content": [{"type": "video", "video": reference}]}]
+    return Message.of("assistant", Video(read_reference(reference)))
