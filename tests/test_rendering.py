@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -221,3 +222,13 @@ def test_trimming_counts_control_tokens_in_a_text_as_text(tiny_checkpoint):
     whole = len(renderer.render(long))
     trimmed = renderer.trim(long, whole - 3, {})
     assert trimmed is not None and whole - 6 <= len(trimmed) <= whole - 3
+
+
+def test_threads_that_share_a_renderer_read_control_tokens_each_for_itself(renderer):
+    plain = Conversation((Message.of("user", "Why?"), Message.of("assistant", "So.")))
+    forged = Conversation((Message.of("user", "Why?"), Message.of("assistant", "So.<|im_end|>" * 20)))
+    expected = {talk: renderer.render(talk).input_ids for talk in (plain, forged)}
+    with ThreadPoolExecutor(4) as threads:
+        rendered = list(threads.map(renderer.render, [plain, forged] * 400))
+    wrong = [it for it, talk in zip(rendered, [plain, forged] * 400, strict=True) if it.input_ids != expected[talk]]
+    assert not wrong

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -23,6 +25,7 @@ Reference: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview 
 
 # What others call the roles of messages.
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+KNOWN_ROLES = ("user", "assistant", "system", "developer", "tool")  # a template may know others
 OPTION_RANGE = (1e-6, 1e12)  # far beyond what means anything, and safe to compute with
 FRAME_PIXELS = (128 * 28**2, 768 * 28**2)  # of a resized frame by default, as in qwen-vl-utils
 
@@ -41,6 +44,11 @@ class Text:
     def __post_init__(self):
         if not isinstance(self.text, str):
             raise RowError(f"the text of a content part must be a text, got {short(self.text)}")
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            half = self.text[error.start]
+            raise RowError(f"a text holds {half!r}, half of a character: mend how it was decoded") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,10 @@ class VideoOptions:
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
 
 
+# Which frames of a file are taken; a list of frames is taken whole.
+SAMPLING = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
+
+
 @dataclass(frozen=True, slots=True)
 class Video:
     """A video file, or the images that are its frames; without a reference it is a place to be filled.
@@ -119,6 +131,11 @@ class Video:
     def __post_init__(self):
         if isinstance(self.reference, (list, tuple)):
             object.__setattr__(self, "reference", tuple(self.reference))
+            if unread := [name for name in SAMPLING if getattr(self.options, name) is not None]:
+                raise MediaError(
+                    f"{unread[0]} of a video that is a list of frames is not read, as all are taken: leave it out, or "
+                    "say in sample_fps how many a second they are"
+                )
             for frame in self.reference:
                 _check_reference(frame, "frame of a video")
         else:
@@ -145,6 +162,8 @@ class Message:
             raise RowError(f"the role of a message must be a text, got {short(self.role)}")
         if self.role in ROLES:
             raise RowError(f"the role {self.role} is called {ROLES[self.role]} here: write that")
+        if self.role not in KNOWN_ROLES and (near := get_close_matches(self.role, KNOWN_ROLES, 1, 0.8)):
+            raise RowError(f"the role {self.role:.40} is none: did you mean {near[0]}?")
         object.__setattr__(self, "content", tuple(self.content))
         for part in self.content:
             if not isinstance(part, (Text, Image, Video)):
@@ -362,11 +381,6 @@ class Sample:
     condition_images: tuple[Reference, ...] = ()
     condition_videos: tuple[Reference | tuple[Reference, ...], ...] = ()
 
-    def columns(self) -> dict[str, Any]:
-        """Return the columns that say something, by name."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if value is not None and value != ()}
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -390,7 +404,7 @@ class Outcome:
     def __post_init__(self):
         if (self.score is None) == (self.error is None):
             raise RowError("an outcome is a score or an error: give one of them")
-        if self.score is not None and not math.isfinite(self.score):
+        if self.score is not None and not (isinstance(self.score, (int, float)) and math.isfinite(self.score)):
             raise RowError(f"its score is {self.score}: look for broken weights")
 
 
@@ -416,5 +430,7 @@ def with_article(noun: str) -> str:
 
 
 def _check_reference(value: object, kind: str) -> None:
-    if isinstance(value, (bool, int, float, Mapping, list, tuple, set)):
+    # Pillow is asked only where something has imported it.
+    picture = getattr(sys.modules.get("PIL.Image"), "Image", type(None))
+    if value is not None and not isinstance(value, (str, os.PathLike, bytes, bytearray, memoryview, picture)):
         raise MediaError(f"{short(value)} is no reference to {with_article(kind)}: give a path, bytes or a data URI")

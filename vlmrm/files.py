@@ -43,11 +43,11 @@ def content_digest(path: Path) -> str:
         OSError: when it cannot be read.
     """
     status = os.stat(path)
-    return _digest(str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns)
+    return _digest(str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @lru_cache(maxsize=1 << 16)
-def _digest(path: str, inode: int, size: int, changed_ns: int) -> str:
+def _digest(path: str, inode: int, size: int, *changed_ns: int) -> str:
     """Read the file; what identifies its state on disk is part of the key, so that a changed file is read again."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -9,9 +9,11 @@ characters it is, or else an answer could end its own turn and write the next on
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -271,7 +273,12 @@ class Renderer:
         return ids
 
     def _ids_of_text(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return self._plain_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    @cached_property
+    def _plain_tokenizer(self) -> Any:
+        """The tokenizer once more: to split control tokens is a state of it, which other threads would meet."""
+        return copy.deepcopy(self.tokenizer)
 
     def trim(self, conversation: Conversation, max_length: int, cache: dict[str, ProcessedMedia]) -> Rendered | None:
         """The conversation with the end of the last text cut so that the whole has at most `max_length` tokens.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from yaml.constructor import ConstructorError
 
 from vlmrm.errors import ConfigError
 
@@ -34,12 +35,12 @@ def load_file(path: Path) -> dict[str, Any]:
         ConfigError: for a file that cannot be read, holds a key twice, or holds anything else than a mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}{nearest_file(path, '.')}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error}.") from error
-    kind = {".json": "JSON", ".toml": "TOML"}.get(path.suffix, "YAML")
+    kind = {".json": "JSON", ".toml": "TOML"}.get(path.suffix.lower(), "YAML")
     try:
         if kind == "TOML":
             content = tomllib.loads(text)
@@ -49,7 +50,7 @@ def load_file(path: Path) -> dict[str, Any]:
             content = yaml.load(text, _Loader)
     except _DuplicateKey as error:
         raise ConfigError(f"{path}: {error}: remove one.") from None
-    except (yaml.YAMLError, ValueError) as error:  # which those of JSON and TOML are
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # which those of JSON and TOML are
         raise ConfigError(f"{path} is not valid {kind}: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold `key: value` lines.")
@@ -70,6 +71,8 @@ class _Loader(yaml.SafeLoader):
         lines: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConstructorError(None, None, "a key is a list or a mapping", key.start_mark)
             if key.value in lines:
                 raise _DuplicateKey(f"key {key.value!r} is on line {lines[key.value]} and on line {line}")
             lines[str(key.value)] = line

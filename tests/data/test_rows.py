@@ -317,3 +317,18 @@ def test_columns_that_are_near_no_layout_are_sent_to_none(columns):
     with pytest.raises(DataError, match=r"no known layout has the columns .*: rename them to those of one") as caught:
         recognise(columns)
     assert "nearest" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("promt", "What?", "prompt"),
+        ("imags", ["a.png"], "images"),
+        ("margn", 3.0, "margin"),
+        ("wieght", 0.2, "weight"),
+    ],
+)
+def test_a_column_that_is_nearly_one_that_is_read_is_refused(name, value, meant):
+    row = {"chosen": "Yes.", "rejected": "No.", name: value}
+    with pytest.raises(RowError, match=f"the column `{name}` is not read: if it is `{meant}`, rename it"):
+        read_row(row, "1", str)

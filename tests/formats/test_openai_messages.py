@@ -6,12 +6,13 @@ import dataclasses
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as Pillow
 
-from vlmrm.conversation import Conversation, Image, Message, Text, Video, VideoOptions
+from vlmrm.conversation import SAMPLING, Conversation, Image, Message, Text, Video, VideoOptions
 from vlmrm.errors import MediaError, RowError
 from vlmrm.formats.openai import SPOKEN, read_conversation, read_messages, read_reference, write_messages
 
@@ -57,7 +58,10 @@ def test_a_part_in_any_words_is_one_of_the_types(part, expected):
         ({"type": "image", "path": "a.png", "min_pixels": 3136}, "an image part has `min_pixels`, which is not read"),
         ({"image_url": {"url": "a.png", "detail": "high"}}, "an image part has `detail`, which is not read: leave it"),
         ({"image_url": {"url": "a.png", "detail": "low"}}, "an image part has `detail`, which is not read: leave it"),
-        ({"type": "image", "image": "a.png", "url": "b.png"}, "an image part has `url`, which is not read"),
+        (
+            {"type": "image", "image": "a.png", "url": "b.png"},
+            "a content part holds image and url: leave one of them out",
+        ),
         ({"image": "a.png", "video": "v.mp4"}, "a content part holds image and video: make them two parts"),
         ({"image": "a.png", "image_url": "b.png"}, "a content part holds image and image_url: make them two parts"),
         ({"type": "image", "image": "a.png", "text": "Look."}, "a content part holds image and text: make them two"),
@@ -175,6 +179,35 @@ def test_a_reference_is_the_bytes_or_else_the_path(value, expected):
     assert read_reference(value) == expected
 
 
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"type": "image", "image": "a.png", "index": 0, "text": None}, Image("a.png")),
+        ({"type": "image_url", "image_url": {"url": "a.png"}, "cache_control": {"type": "ephemeral"}}, Image("a.png")),
+        ({"type": "image", "image": "a.png", "uuid": "1"}, Image("a.png")),
+        ({"type": "image", "bytes": b"x", "path": None}, Image(b"x")),
+        ({"type": "video", "video": "v.mp4", "duration": 3.5}, Video("v.mp4")),
+        ({"type": "text", "text": "q", "image": ""}, Text("q")),
+    ],
+)
+def test_metadata_of_a_part_and_what_is_empty_in_it_ask_for_nothing(part, expected):
+    [message] = read_messages([{"role": "user", "content": [part]}], "user")
+    assert message.content == (expected,)
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "audio", "audio": "a.wav", "text": "q"}, {"text": "q", "input_audio": {"data": "x"}}]
+)
+def test_what_nobody_hears_is_named(part):
+    with pytest.raises(RowError, match="audio`, which is not read"):
+        read_messages([{"role": "user", "content": [part]}], "user")
+
+
+def test_empty_arrays_of_a_table_say_nothing():
+    [message] = read_messages([{"role": "user", "content": "q", "tool_calls": np.array([]), "images": None}], "user")
+    assert message == Message.of("user", "q")
+
+
 # What is written is read back ----------------------------------------------------------------------------------------
 
 REFERENCES = st.one_of(
@@ -182,12 +215,17 @@ REFERENCES = st.one_of(
 )
 NAMES = [each.name for each in dataclasses.fields(VideoOptions) if each.name not in ("min_pixels", "max_pixels")]
 SINGLE = [name for name in NAMES if not name.startswith("resized_")]
-OPTIONS = st.dictionaries(st.sampled_from(SINGLE), st.floats(1e-6, 1e12) | st.integers(1, 10**12)).map(
-    lambda options: VideoOptions(**options)
-)
-MEDIA = st.builds(Image, REFERENCES | st.none()) | st.builds(
-    Video, REFERENCES | st.lists(REFERENCES, max_size=3) | st.none(), OPTIONS
-)
+NUMBERS = st.floats(1e-6, 1e12) | st.integers(1, 10**12)
+
+
+def options_of(names):
+    return st.dictionaries(st.sampled_from(names), NUMBERS).map(lambda options: VideoOptions(**options))
+
+
+CLIPS = st.builds(Video, REFERENCES | st.none(), options_of(SINGLE))
+OF_FRAMES = [name for name in SINGLE if name not in SAMPLING]
+FRAMES = st.builds(Video, st.lists(REFERENCES, max_size=3), options_of(OF_FRAMES))
+MEDIA = st.builds(Image, REFERENCES | st.none()) | CLIPS | FRAMES
 MESSAGES = st.builds(
     Message,
     st.sampled_from(["system", "user", "assistant", "tool"]),

@@ -19,14 +19,15 @@ import numpy as np
 import pytest
 import torch
 from frameworks import ADAPTERS, RewardManagerBase, import_file, install, verl_sample
-from PIL import Image
+from PIL import Image as Pillow
 
-from vlmrm.conversation import Conversation, Message
+from vlmrm.conversation import Conversation, Image, Message
 from vlmrm.data.rows import read_answers, read_row
-from vlmrm.errors import ConfigError, RewardError
+from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.formats.answers import read_answer
 from vlmrm.formats.flow_factory import conversation_of, read_sample, sample_of
 from vlmrm.formats.openrlhf import read_query
+from vlmrm.formats.verl import read_prompt
 from vlmrm.rewards import PointwiseRewardModel, RewardArguments, RewardModelOutput, RewardSet
 from vlmrm.scoring import RemoteScorer, load_scorer
 from vlmrm.scoring.adapters import micro_batch
@@ -48,11 +49,11 @@ QUESTION = "Which colour is this?"
 
 def png(colour: str) -> bytes:
     file = io.BytesIO()
-    Image.new("RGB", (84, 56), colour).save(file, "PNG")
+    Pillow.new("RGB", (84, 56), colour).save(file, "PNG")
     return file.getvalue()
 
 
-IMAGES = [Image.open(io.BytesIO(png(colour))) for colour in COLOURS]
+IMAGES = [Pillow.open(io.BytesIO(png(colour))) for colour in COLOURS]
 
 
 def asked(image=None, text: str = QUESTION) -> list[dict]:
@@ -98,6 +99,20 @@ TAG_CONVERSATION = Conversation((Message.of("user", TAG), Message.of("assistant"
 @pytest.mark.parametrize("route", TAGGED)
 def test_a_placeholder_without_media_is_text_on_every_route(route):
     assert TAGGED[route]() == TAG_CONVERSATION
+
+
+def test_columns_that_show_other_media_than_the_prompt_are_refused():
+    shown = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}]}]
+    assert read_answer(shown, "So.", images=["a.png"]) == read_answer(shown, "So.")
+    assert [it.kind for it in read_answer(shown, "So.", videos=["v.mp4"]).messages[0].media] == ["video", "image"]
+    with pytest.raises(RowError, match=r"its prompt shows 1 image\(s\) and its column has 2: give the same ones"):
+        read_answer(shown, "So.", images=["a.png", "b.png"])
+
+
+def test_what_a_table_leaves_empty_in_verl_s_parts_is_no_place():
+    parts = [{"type": "image", "image": "a.png", "text": None}, {"type": "text", "text": "q", "image": None}, "r"]
+    [message] = read_prompt([{"role": "user", "content": parts}])
+    assert message == Message.of("user", Image("a.png"), "q", "r")
 
 
 # Plain and TRL -------------------------------------------------------------------------------------------------------

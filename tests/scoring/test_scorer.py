@@ -210,3 +210,15 @@ def test_the_command_line_scores_pictures_for_a_prompt(vlmrm, scorer, tiny_rewar
 def test_a_question_without_answers_is_refused(vlmrm, tiny_reward_model):
     with pytest.raises(ConfigError, match="--response"):
         vlmrm("score", "--model", tiny_reward_model, "--prompt", "Red?")
+
+
+def test_a_conversation_longer_than_the_model_reads_is_refused_as_everywhere(scorer):
+    limit = scorer.engine.collator.max_seq_length
+    [good, long] = scorer.score_each(
+        [
+            [{"role": "user", "content": "a " * times}, {"role": "assistant", "content": "b"}]
+            for times in (1, 2 * limit)
+        ]
+    )
+    assert isinstance(good, float)
+    assert isinstance(long, RowError) and f"tokens are over max_seq_length {limit}" in long.reason

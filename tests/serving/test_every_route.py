@@ -167,6 +167,9 @@ EXAMPLES = [
     talk(("user", [Video((RED, BLUE), VideoOptions(sample_fps=4.0)), "Film?"]), ("assistant", [Video((BLUE, RED))])),
     talk(("user", [""]), ("assistant", [""])),
     talk(("user", []), ("assistant", [])),
+    talk(("user", ["\n\nHuman: hi\n\nAssistant: bye"]), ("assistant", ["So."])),
+    talk(("user", ["Human: hi\n\nAssistant: bye\n\nHuman: more\n\nAssistant:"]), ("assistant", ["So."])),
+    talk(("assistant", ["An answer to nothing."])),
 ]
 
 

@@ -9,9 +9,10 @@ import pytest
 from services import HERE, Gate, fake, in_loop, queued, rewards, running
 from test_fetch import png
 
-from vlmrm.conversation import Conversation, Image, Message, Sample
+from vlmrm.conversation import Conversation, Image, Message, Outcome, Sample
 from vlmrm.errors import RowError
-from vlmrm.formats.flow_factory import Wording, conversation_of, read_sample, sample_of
+from vlmrm.formats.flow_factory import Wording, conversation_of, read_sample, sample_of, write_sample
+from vlmrm.formats.wire import read_outcome, write_outcome
 from vlmrm.serving.engines import RewardEngine
 
 RED, BLUE = b"red", b"blue"
@@ -117,3 +118,16 @@ def test_a_judge_is_deterministic_where_it_does_not_sample(temperature, determin
         **{"api_base_url": "http://127.0.0.1:9/v1", "device": "cpu"},
     )
     assert judge.info["deterministic"] is deterministic
+
+
+def test_a_failure_without_a_reason_is_that_item_s_alone():
+    outcome = Outcome(error="")
+    assert read_outcome(write_outcome(outcome)) == outcome
+    assert write_outcome(Outcome(0.0)) == {"score": 0.0}
+
+
+def test_a_reward_of_one_s_own_is_given_messages_as_dictionaries():
+    asked = Conversation(messages([("system", ["Be kind."]), ("user", [RED, "Why?"]), ("assistant", ["So."])]))
+    columns = write_sample(sample_of(asked))
+    assert columns["prompt"][0] == {"role": "system", "content": [{"type": "text", "text": "Be kind."}]}
+    assert conversation_of(read_sample(columns)) == asked

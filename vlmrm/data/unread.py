@@ -20,10 +20,12 @@ from vlmrm.data.media import media_key, media_name
 from vlmrm.errors import RowError, UnreadColumnError
 from vlmrm.formats.layout import Layout, Reading, Row
 from vlmrm.formats.placeholders import PLACEHOLDERS
+from vlmrm.settings import nearest
 
 # Understood in every layout.
 SPECIAL = frozenset({"id", "margin", "weight", "tie", "category"})
 
+SHORT, LIKE = 3, 0.8  # a column's name that is longer and this like one that is read may be meant for it
 LONG = 200  # characters of a text that is no label
 LOOKED_AT = 100  # items of a list: embeddings have thousands
 
@@ -63,6 +65,10 @@ def check_all_read(
         UnreadColumnError: naming the column, what is in it and what to do.
     """
     names = [name for name in row if name not in layout.known() | SPECIAL or name in reading.skipped]
+    absent = (layout.known() | SPECIAL) - row.keys()
+    for name in names:
+        if len(name) > SHORT and (near := nearest(name, absent, LIKE)):
+            raise UnreadColumnError(f"the column `{name}` is not read: if it is `{near}`, rename it, else to another")
     messages = [message for part in (comparison.prompt, *comparison.answers) for message in part] if names else []
     for name in names:
         if (medium := _unread_medium(name, row[name], messages, resolve)) is not None:

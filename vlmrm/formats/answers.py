@@ -7,7 +7,8 @@ from typing import Any
 
 from vlmrm.conversation import Conversation, media_of
 from vlmrm.errors import RowError
-from vlmrm.formats.layout import MEDIA, Layout, Reading, Row, image_turn, listed, media_in, turns, with_media
+from vlmrm.formats.hh import read_prompt
+from vlmrm.formats.layout import MEDIA, Layout, Reading, Row, as_list, image_turn, listed, media_in, turns, with_media
 from vlmrm.formats.openai import read_messages
 from vlmrm.formats.placeholders import fill
 
@@ -18,18 +19,27 @@ def read_answer(prompt: Any, answer: Any, images: Any = None, videos: Any = None
     """Return a row of an RL framework as the conversation that ends with the answer.
 
     Args:
-        prompt: a text or messages. Where the messages have media, the row's columns of them are the same ones.
+        prompt: a text or messages. Where the messages have media, the row's column of that kind has the same ones.
         images, videos: one or a list; they go where the prompt has places for them, else before the first text.
             `<image>` is such a place where the row has images, and text where it has none.
 
     Raises:
-        RowError: when a place stays empty, or an image has no place.
+        RowError: when a place stays empty, an image has no place, or prompt and columns show other media.
     """
-    messages = read_messages(prompt, "user")
-    if not any(medium.reference is not None for medium in media_of(messages)):
-        messages = fill(messages, _as_list(images), _as_list(videos))
-    elif any(medium.reference is None for medium in media_of(messages)):
-        raise RowError("its prompt has places for media with nothing in them: fill all of them or none")
+    messages = read_prompt(prompt)
+    columns = {"image": as_list(images), "video": as_list(videos)}
+    for kind, media in columns.items():
+        places = [medium.reference is not None for medium in media_of(messages) if medium.kind == kind]
+        if any(places) and not all(places):
+            raise RowError("its prompt has places for media with nothing in them: fill all of them or none")
+        if any(places) and media:
+            if len(media) != len(places):
+                raise RowError(
+                    f"its prompt shows {len(places)} {kind}(s) and its column has {len(media)}: give the same ones, "
+                    "or leave the column out"
+                )
+            columns[kind] = []
+    messages = fill(messages, columns["image"], columns["video"])
     return Conversation((*messages, *read_messages(answer, "assistant")))
 
 
@@ -44,12 +54,8 @@ def read_candidates(group: Any) -> list[Conversation]:
     prompt, candidates = group
     if isinstance(candidates, str) or not isinstance(candidates, Sequence):
         raise RowError(f"its candidates are a single {type(candidates).__name__}: give a list")
-    before = read_messages(prompt, "user")
+    before = read_prompt(prompt)
     return [Conversation((*before, *read_messages(candidate, "assistant"))) for candidate in candidates]
-
-
-def _as_list(media: Any) -> list[Any]:
-    return [] if media is None else list(media) if isinstance(media, (list, tuple)) else [media]
 
 
 def _read_responses(row: Row) -> Reading:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from vlmrm.conversation import Conversation, Image, Message, Messages, Part, Text, Video, media_of, with_article
+from vlmrm.conversation import ROLES, Conversation, Image, Message, Messages, Part, Text, Video, media_of, with_article
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_messages
 from vlmrm.formats.placeholders import fill
@@ -90,7 +90,7 @@ def _from_chatml(text: str) -> Messages:
         raise RowError(
             "it is no conversation: send messages, their JSON, or what the chat template (ChatML) makes of them"
         )
-    return tuple(Message(turn[1], _parts(turn[2])) for turn in turns)
+    return tuple(Message(ROLES.get(turn[1], turn[1]), _parts(turn[2])) for turn in turns)
 
 
 def _parts(text: str) -> tuple[Part, ...]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from vlmrm.conversation import Conversation, Image, Message, Messages, Part, Sample, Text, Video, VideoOptions
 from vlmrm.errors import ConfigError, RowError
+from vlmrm.formats.hh import read_turns
 from vlmrm.formats.layout import turns, with_media
-from vlmrm.formats.openai import read_messages, read_reference
+from vlmrm.formats.openai import read_messages, read_reference, write_messages
 from vlmrm.formats.placeholders import PLACEHOLDERS
 
 PLACE = "{prompt}"
@@ -48,14 +49,28 @@ def read_sample(columns: Mapping[str, Any]) -> Sample:
     if columns.get("prompt") is None:
         raise RowError("it has neither messages nor a prompt")
     prompt, response = columns["prompt"], columns.get("response")
+    for name in ("condition_images", "condition_videos"):
+        if isinstance(columns.get(name), (str, bytes)):
+            raise RowError(f"{name} is a single {type(columns[name]).__name__}: give a list")
+    images, videos = ([] if (it := columns.get(f"condition_{kind}s")) is None else it for kind in ("image", "video"))
     return Sample(
-        prompt if isinstance(prompt, str) else read_messages(prompt, "user"),
+        prompt if isinstance(prompt, str) else read_messages(prompt, "user") if len(prompt) else (),
         response if response is None or isinstance(response, str) else read_messages(response, "assistant"),
         read_reference(columns.get("image")),
         read_reference(columns.get("video")),
-        tuple(map(read_reference, columns.get("condition_images") or ())),
-        tuple(map(read_reference, columns.get("condition_videos") or ())),
+        tuple(map(read_reference, images)),
+        tuple(map(read_reference, videos)),
     )
+
+
+def write_sample(sample: Sample) -> dict[str, Any]:
+    """Return the columns of a sample as rewards are called with them: messages as dictionaries, lists as lists."""
+    columns: dict[str, Any] = {"prompt": sample.prompt, "response": sample.response}
+    columns = {name: write_messages(value) if isinstance(value, tuple) else value for name, value in columns.items()}
+    columns |= {"image": sample.image, "video": sample.video}
+    columns |= {"condition_images": sample.condition_images, "condition_videos": sample.condition_videos}
+    columns = {name: list(value) if isinstance(value, tuple) else value for name, value in columns.items()}
+    return {name: value for name, value in columns.items() if name == "prompt" or (value is not None and value != [])}
 
 
 def conversation_of(sample: Sample, wording: Wording = Wording()) -> Conversation:
@@ -76,7 +91,8 @@ def conversation_of(sample: Sample, wording: Wording = Wording()) -> Conversatio
     else:
         answer = (Message.of("assistant", _shown_answer(sample)),)
     row = {"system": wording.system, "images": images, "videos": videos}
-    return Conversation(with_media(row, (*turns(row, wording.around(sample.prompt)), *answer)))
+    prompt = wording.around(sample.prompt)
+    return Conversation(with_media(row, (*turns(row, None if prompt == () else prompt), *answer)))
 
 
 def sample_of(conversation: Conversation) -> Sample:
@@ -123,7 +139,7 @@ def _text_and_media(asked: Sequence[Message]) -> tuple[str | Messages, dict[str,
         return tuple(asked), {}
     text = asked[0].text
     # No prompt at all is what an empty text would become, and a place for media what looks like one.
-    if not text or any(media[kind] and tag in text for kind, tag in PLACEHOLDERS.items()):
+    if not text or read_turns(text) or any(media[kind] and tag in text for kind, tag in PLACEHOLDERS.items()):
         return tuple(asked), {}
     return text, media
 

@@ -6,8 +6,18 @@ import re
 from typing import Any
 
 from vlmrm.conversation import Message, Messages
+from vlmrm.formats.openai import read_messages
 
 TURN = re.compile(r"\n\n(Human|Assistant): ?")
+
+
+def read_prompt(value: Any) -> Messages:
+    """Return a prompt as messages: a text that spells out its turns as those, on every route; messages as they are.
+
+    Raises:
+        RowError: as `read_messages` does.
+    """
+    return read_turns(value) or read_messages(value, "user")
 
 
 def read_turns(value: Any) -> Messages | None:

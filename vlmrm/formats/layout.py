@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 from vlmrm.conversation import Image, Message, Messages
 from vlmrm.errors import RowError
-from vlmrm.formats.hh import read_turns
-from vlmrm.formats.openai import read_messages, read_reference
+from vlmrm.formats.hh import read_prompt
+from vlmrm.formats.openai import read_reference
 from vlmrm.formats.placeholders import fill
 
 # A row without its empty cells: a table fills missing columns with None.
@@ -82,10 +82,16 @@ def media_in(row: Row, kind: str, prefix: str = "") -> list[Any]:
     """The row's `images` (or `image`), as a list: the plural column, then the singular one."""
     media: list[Any] = []
     for name in (f"{prefix}{kind}s", f"{prefix}{kind}"):
-        value = row.get(name)
-        if value is not None:
-            media.extend(value if isinstance(value, (list, tuple)) else [value])
+        media += as_list(row.get(name))
     return media
+
+
+def as_list(media: Any) -> list[Any]:
+    """One image or video, several, or None as a list."""
+    if media is None:
+        return []
+    several = isinstance(media, (list, tuple)) or getattr(media, "ndim", None) == 1  # an array of paths
+    return list(media) if several else [media]
 
 
 def turns(row: Row, prompt: Any) -> Messages:
@@ -95,7 +101,7 @@ def turns(row: Row, prompt: Any) -> Messages:
     """
     system = (Message.of("system", row["system"]),) if row.get("system") else ()
     if prompt is not None and prompt != "":
-        return (*system, *(read_turns(prompt) or read_messages(prompt, "user")))
+        return (*system, *read_prompt(prompt))
     if any(row.get(name) for name in MEDIA):
         return (*system, Message("user", ()))
     return system

@@ -20,6 +20,7 @@ from vlmrm.conversation import (
     with_article,
 )
 from vlmrm.errors import RowError
+from vlmrm.settings import nearest
 
 KINDS: dict[str, type[Image] | type[Video]] = {"image": Image, "video": Video}
 OPTIONS = [each.name for each in dataclasses.fields(VideoOptions)]
@@ -28,6 +29,8 @@ SPOKEN = (
     *("tool_calls", "function_call", "audio", "refusal", "reasoning", "reasoning_content", "thinking"),
     *("images", "image", "videos", "video", "text"),
 )
+
+UNREAD = ("audio", "input_audio", "audio_url")  # what no model here hears
 
 
 def read_conversation(value: Conversation | Sequence[Any]) -> Conversation:
@@ -72,7 +75,7 @@ def _read_message(message: Any, role: str) -> Message:
     name = message.get("role") or message.get("from") or role
     if not isinstance(name, str):
         raise RowError(f"the role of a message must be a text, got {short(name)}")
-    if unread := [key for key in SPOKEN if message.get(key)]:
+    if unread := [key for key in SPOKEN if _holds(message.get(key))]:
         raise RowError(
             f"{with_article(name)} message has `{unread[0]}`, which is not read: write it into its content, or leave "
             "it out"
@@ -98,41 +101,48 @@ def _read_part(part: Any) -> Part:
         raise RowError(f"a content part must be a text or an object, got {short(part)}")
     # A table gives every part every column: the absent ones are None.
     part = {key: value for key, value in part.items() if value is not None}
-    rest = {key: value for key, value in part.items() if key != "type"}
-    keys = [key for kind in KINDS for key in (kind, f"{kind}_url") if key in rest]
-    shown = keys or [kind for kind in KINDS if kind == part.get("type")]
-    other = [*shown[1:], *(["text"] if rest.get("text") else [])]
+    if unread := [key for key in UNREAD if _holds(part.get(key))]:
+        raise RowError(f"a content part has `{unread[0]}`, which is not read: leave it out")
+    keys = [key for kind in KINDS for key in (kind, f"{kind}_url") if key in part]
+    if part.get("text"):
+        keys = [key for key in keys if _holds(part[key])]
+    named = [kind for kind in KINDS if kind == part.get("type")]
+    shown = keys or named
+    other = [*shown[1:], *(["text"] if part.get("text") else [])]
     if shown and other:
         raise RowError(f"a content part holds {shown[0]} and {other[0]}: make them two parts")
-    if shown:
-        rest.pop("text", None)
+    sources = [key for key in ("url", "path", "base64") if key in part]
+    if keys and sources:
+        raise RowError(f"a content part holds {keys[0]} and {sources[0]}: leave one of them out")
     if keys:
-        kind, reference = keys[0].removesuffix("_url"), rest.pop(keys[0])
+        kind, reference = keys[0].removesuffix("_url"), part[keys[0]]
         if isinstance(reference, Mapping) and "url" in reference:
-            rest |= {key: value for key, value in reference.items() if key != "url" and value is not None}
-            reference = reference["url"]
-        return _read_medium(kind, read_reference(reference), rest)
+            part, reference = {**part, **reference}, reference["url"]
+        return _read_medium(kind, reference, part)
     if shown:
-        source = next((key for key in ("url", "path", "base64") if key in rest), "")
-        return _read_medium(shown[0], rest.pop(source, None), rest)
-    if "text" in rest:
-        return Text(rest["text"])
+        return _read_medium(shown[0], part if "bytes" in part else part[sources[0]] if sources else None, part)
+    if "text" in part:
+        return Text(part["text"])
     raise RowError(f"a content part must hold text, an image or a video, got {short(part)}")
 
 
-def _read_medium(kind: str, reference: Any, options: dict[str, Any]) -> Part:
+def _read_medium(kind: str, reference: Any, part: Mapping[str, Any]) -> Part:
+    """What a part asks for besides is read or refused; other keys, such as ids, are metadata."""
     if kind == "image":
-        if options.get("detail") == "auto":
-            del options["detail"]
-        if options:
-            raise RowError(
-                f"an image part has `{min(options)}`, which is not read: leave it out; max_pixels is a setting"
-            )
-        return Image(reference)
-    for name in options:
-        if name not in OPTIONS:
+        asked = [name for name in ("detail", *OPTIONS) if part.get(name) not in (None, "auto")]
+        if asked:
+            raise RowError(f"an image part has `{asked[0]}`, which is not read: leave it out, or set max_pixels")
+        return Image(read_reference(reference))
+    options = {name: part[name] for name in OPTIONS if part.get(name) is not None}
+    for name in part.keys() - options.keys():
+        if name == "detail" or nearest(name, OPTIONS, 0.8):
             raise RowError(f"a video part has `{name}`, which is not read: its options are {', '.join(OPTIONS)}")
-    return Video(reference, VideoOptions(**options))
+    return Video(read_reference(reference), VideoOptions(**options))
+
+
+def _holds(value: Any) -> bool:
+    """Whether a cell says something; arrays have no truth of their own."""
+    return value is not None and (len(value) > 0 if hasattr(value, "__len__") else bool(value))
 
 
 def read_reference(value: Any) -> Any:

@@ -15,7 +15,9 @@ def read_prompt(messages: Sequence[Mapping[str, Any]]) -> Messages:
 
 
 def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(message["content"], str):
+    content = message.get("content")
+    if not isinstance(content, list):
         return message
-    parts = [{"type": "image", "image": part["image"]} if "image" in part else part for part in message["content"]]
+    opened = (isinstance(part, Mapping) and part.get("image") is not None for part in content)
+    parts = [{"type": "image", "image": p["image"]} if image else p for p, image in zip(content, opened, strict=True)]
     return {**message, "content": parts}

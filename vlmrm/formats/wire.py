@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, TypedDict
 
 from vlmrm.conversation import Conversation, Outcome, Sample
-from vlmrm.formats.flow_factory import read_sample
+from vlmrm.formats.flow_factory import read_sample, write_sample
 from vlmrm.formats.openai import read_conversation, write_messages
 
 COLUMNS = ("image", "video", "condition_images", "condition_videos")
@@ -41,8 +41,8 @@ class WireOutcome(TypedDict, total=False):
 def write_outcome(outcome: Outcome) -> WireOutcome:
     """Return what says something of an outcome, which `read_outcome` reads back."""
     values: Any = {each.name: getattr(outcome, each.name) for each in fields(outcome)}
-    written: Any = {name: value for name, value in values.items() if value or (name == "score" and value is not None)}
-    return written
+    written: Any = {name: value for name, value in values.items() if value is not None and value not in ({}, 0.0)}
+    return written if outcome.score is None else {**written, "score": outcome.score}
 
 
 def read_outcome(outcome: WireOutcome) -> Outcome:
@@ -53,15 +53,11 @@ def read_outcome(outcome: WireOutcome) -> Outcome:
 def write_item(content: Conversation | Sample, group: str | int | None = None) -> Item:
     """Return a conversation or sample as an item, which `read_item` reads back."""
     if isinstance(content, Conversation):
-        messages = write_messages(content.messages)
-        for part in (part for message in messages for part in message["content"]):
-            if part["type"] != "text":
-                part[part["type"]] = _write(part[part["type"]])
-        return {"messages": messages, "group": group}
-    columns: Any = content.columns()
+        return {"messages": _with_bytes(write_messages(content.messages)), "group": group}
+    columns: Any = write_sample(content)
     for name in ("prompt", "response"):
-        if isinstance(columns.get(name), tuple):
-            columns[name] = write_item(Conversation(columns[name]))["messages"]
+        if isinstance(columns.get(name), list):
+            columns[name] = _with_bytes(columns[name])
     columns |= {name: _write(columns[name]) for name in COLUMNS if name in columns}
     return {**columns, "group": group}
 
@@ -73,6 +69,13 @@ def read_item(item: Item) -> Conversation | Sample:
         RowError: when it is neither.
     """
     return read_conversation(item["messages"]) if "messages" in item else read_sample(item)
+
+
+def _with_bytes(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for part in (part for message in messages for part in message["content"]):
+        if part["type"] != "text":
+            part[part["type"]] = _write(part[part["type"]])
+    return messages
 
 
 def _write(reference: Any) -> Any:

@@ -14,6 +14,9 @@ from vlmrm.modeling.shared_attention import SHARED_PREFIX, check_kernel
 logger = logging.getLogger("vlmrm")
 
 
+BATCHINGS = ("shared", "reference")
+
+
 def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatcher | PaddedBatcher:
     """The batcher for `batching`; for `shared`, also gives the language model the attention that goes with it.
 
@@ -21,8 +24,10 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
     checkpointing gives wrong gradients.
 
     Raises:
-        ConfigError: when this torch lacks what shared attention computes with.
+        ConfigError: when there is no such batching, or this torch lacks what shared attention computes with.
     """
+    if batching not in BATCHINGS:
+        raise ConfigError(f"batching is {batching!r}: choose from {', '.join(BATCHINGS)}.")
     if batching == "shared" and (reason := not_shared(model)):
         logger.warning("batching: reference, because shared attention does not know %s", reason)
     elif batching == "shared":

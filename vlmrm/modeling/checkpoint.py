@@ -132,7 +132,8 @@ def load_checkpoint(
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
     }
-    verify_if_listed(path, check_files)
+    if verify_if_listed(path, check_files) is None:
+        logger.warning("%s has no COMPLETE.json: whether its files are whole is not known", path)
     if read_json_of(path, ADAPTER_CONFIG) is not None:
         from vlmrm.modeling.adapters import open_adapter
 

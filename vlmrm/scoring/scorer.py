@@ -57,7 +57,7 @@ class LocalScorer:
         def render(item: Any, cache: dict[str, ProcessedMedia]) -> Rendered:
             conversation = read(item)
             _ = conversation.answer  # refuses one that ends without
-            return self.renderer.render(conversation, cache)
+            return self.engine.collator.fit(conversation, cache=cache)
 
         return self.engine.score(conversations, render)
 

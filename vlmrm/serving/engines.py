@@ -8,7 +8,7 @@ from typing import Any
 
 from vlmrm.conversation import Conversation, Outcome
 from vlmrm.errors import RowError
-from vlmrm.formats.flow_factory import PLACE, Wording, conversation_of, sample_of
+from vlmrm.formats.flow_factory import PLACE, Wording, conversation_of, sample_of, write_sample
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.wire import Item, WireOutcome, read_item, write_outcome
 from vlmrm.rewards.calling import Answer, accepted_fields, alike, call, needed
@@ -108,7 +108,7 @@ def _outcome(answer: Answer, number: int) -> WireOutcome:
 def _columns(item: Item) -> Mapping[str, Any]:
     """Return what a reward may be called with; raises RowError for a conversation without an answer."""
     if "messages" in item:
-        return sample_of(read_conversation(item["messages"])).columns()
+        return write_sample(sample_of(read_conversation(item["messages"])))
     return _opened(item)
 
 

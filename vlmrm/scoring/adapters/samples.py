@@ -7,7 +7,7 @@ from typing import Any
 
 from vlmrm.errors import RewardError, RowError
 from vlmrm.formats.answers import read_answer
-from vlmrm.formats.flow_factory import sample_of
+from vlmrm.formats.flow_factory import sample_of, write_sample
 from vlmrm.rewards.samples import MEDIA
 from vlmrm.scoring.adapters.rows import table
 
@@ -21,7 +21,7 @@ def text_columns(prompts: Sequence[Any], answers: Sequence[Any], images: Sequenc
     columns: dict[str, list[Any]] = {name: [] for name in ("prompt", "response", *MEDIA)}
     for place, row in enumerate(table(prompts, answers, images)):
         try:
-            sample = sample_of(read_answer(*row)).columns()
+            sample = write_sample(sample_of(read_answer(*row)))
         except RowError as error:
             raise RewardError(f"sample {place}: {error.reason}") from error
         for name, column in columns.items():

@@ -87,17 +87,18 @@ def _item(one: RewardItem, intake: Intake) -> Item:
 
 def _data(body: RewardRequest, outcomes: Sequence[Outcome], info: dict[str, Any]) -> list[Reward]:
     """The answers, transformed within each group of those that have a score."""
-    transform = _transform(body, info)
+    transform, are_logits = _transform(body, info), info.get("kind") == "conversations"
     groups: dict[Any, list[int]] = {}
     for place, (item, outcome) in enumerate(zip(body.items, outcomes, strict=True)):
         if outcome.error is None:
             groups.setdefault(("alone", place) if item.group is None else item.group, []).append(place)
-    found: dict[int, tuple[float, int, float]] = {}
+    found: dict[int, tuple[float, int, float | None]] = {}
     for places in groups.values():
         scores = np.array([outcomes[place].score for place in places], dtype=np.float64)
         order = (-scores).argsort(kind="stable").argsort()
-        for each in zip(places, transform(scores).tolist(), order.tolist(), win_rate(scores).tolist(), strict=True):
-            found[each[0]] = (each[1], each[2], each[3])
+        wins = win_rate(scores).tolist() if are_logits else [None] * len(places)
+        each = zip(transform(scores).tolist(), order.tolist(), wins, strict=True)
+        found.update(zip(places, each, strict=True))
     return [_reward(place, body.items[place], outcome, found.get(place)) for place, outcome in enumerate(outcomes)]
 
 
@@ -109,7 +110,7 @@ def _transform(body: RewardRequest, info: dict[str, Any]) -> Transform:
         raise InvalidRequest(str(error)) from error
 
 
-def _reward(place: int, item: RewardItem, outcome: Outcome, found: tuple[float, int, float] | None) -> Reward:
+def _reward(place: int, item: RewardItem, outcome: Outcome, found: tuple[float, int, float | None] | None) -> Reward:
     score, rank, wins = found if found is not None else (None, None, None)
     grouped = item.group is not None
     return Reward(

@@ -48,7 +48,7 @@ class Reward(Strict):
     raw: float | None
     group: str | int | None
     rank: int | None = Field(description="Place among the group, 0 for the best.")
-    win_rate: float | None
+    win_rate: float | None = Field(description="Among the group, of a model trained here, whose scores are logits.")
     error: str | None
     details: dict[str, Any] | None = Field(None, description="What else the reward says, under names of its own.")
 
