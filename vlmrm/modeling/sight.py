@@ -56,8 +56,9 @@ def prove_sight(
     run = run or (lambda inputs: model(**to_device(inputs, model.device)))
     padded = PaddedBatcher.for_processor(processor)
     shares = batching == "shared" and not_shared(model) is None
-    attention, training = attention_of(model), model.training
+    attention, training, cache = attention_of(model), model.training, getattr(model, "vision_cache", None)
     model.eval()
+    model.vision_cache = None  # it is of images that are asked for again
     try:
         if shares:
             _attend(model, "sdpa")
@@ -81,6 +82,7 @@ def prove_sight(
         if shares:
             _attend(model, attention)
         model.train(training)
+        model.vision_cache = cache
 
 
 def _about(image: Image.Image, answer: str) -> list[Message]:
