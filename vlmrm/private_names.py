@@ -29,7 +29,8 @@ def relies_on(
     Raises:
         ConfigError: naming the library, its version and the name.
     """
-    library = owner.__module__.partition(".")[0]
+    library, _, _ = owner.__module__.partition(".")
+    name = getattr(owner, "__qualname__", repr(owner))
     RELIED_ON.setdefault(library, set()).update(names, overridden, attributes)
     if isinstance(owner, type):
         parents = [vars(parent) for parent in owner.__mro__]
@@ -40,7 +41,7 @@ def relies_on(
     missing = {*names, *overridden} - known | {*overridden, *attributes} - used
     if missing:
         raise ConfigError(
-            f"{library} {metadata.version(library)} does not have or use {getattr(owner, '__qualname__', owner)}'s "
+            f"{library} {metadata.version(library)} does not have or use {name}'s "
             f"{', '.join(sorted(missing))}, which vlmrm is built on: install a version of {library} that its "
             "pyproject.toml allows, or a newer vlmrm."
         )

@@ -267,7 +267,7 @@ def test_training_sweep_and_scorer_share_a_cache_and_give_the_same_as_without(tr
         cached = train_here(data, "cached", vision_cache_dir=folder, **frozen_keys)
         assert calls
         calls.clear()
-        again = train_here(data, "again", vision_cache_dir=folder, **frozen_keys)
+        again = train_here(data, "again", vision_cache_dir=folder, check_sight=False, **frozen_keys)
         assert not calls, "a second training finds every image"
         assert largest_difference(plain.model_dir, cached.model_dir) < 1e-5
         assert largest_difference(plain.model_dir, again.model_dir) < 1e-5
@@ -277,11 +277,12 @@ def test_training_sweep_and_scorer_share_a_cache_and_give_the_same_as_without(tr
             "dataset_path": data[0],
             "vision_cache_dir": folder,
             "ablations": "none",
+            "check_sight": False,
         }
         swept = sweep(words(**keys, output_file=tmp_path / "swept.csv"))
         row = conversation("What?", "It is red.")
         row[0]["content"].insert(0, {"type": "image", "image": str(tmp_path / "data" / "0_red.png")})
-        [score] = load_scorer(cached.model_dir, vision_cache_dir=folder).score([row])
+        [score] = load_scorer(cached.model_dir, vision_cache_dir=folder, check_sight=False).score([row])
         assert not calls, "nor do a sweep and a scorer run the tower"
     without = sweep(words(**{**keys, "vision_cache_dir": None}, output_file=tmp_path / "without.csv"))
     assert swept.rows[0]["average_margin"] == pytest.approx(without.rows[0]["average_margin"], abs=1e-5)

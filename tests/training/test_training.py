@@ -189,8 +189,7 @@ def test_bfloat16_trains_float32_weights(train_here, tmp_path, data):
 def test_bfloat16_on_a_cpu_without_it_is_said(train_here, data, monkeypatch, capsys, there):
     """It is 15 times slower there than float32."""
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: there)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": there, "amx_tile": False})
     train_here(data, "half", bf16=True, max_steps=1)
     assert ("--bf16 false" in capsys.readouterr().err) == (not there)
     train_here(data, "whole", bf16=False, max_steps=1)

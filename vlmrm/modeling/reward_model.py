@@ -52,6 +52,8 @@ class RewardModel(PreTrainedModel):
     base_model_prefix = "model"
     # The score is no mean over tokens: the trainer must not rescale it by their number.
     accepts_loss_kwargs = False
+    # Features of a frozen tower from disk, after `use_vision_cache`.
+    vision_cache: VisionCache | None = None
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 (the library's own form)
     _keep_in_fp32_modules_strict = ["score", "score_hidden"]  # noqa: RUF012
 
@@ -173,8 +175,6 @@ class QwenVLRewardModel(RewardModel):
     # Run the tower in every batch, with or without images, so that all ranks gather and reduce the same weights in
     # the same order. The trainer sets it in distributed runs.
     touch_vision = False
-    # Features of a frozen tower from disk, after `use_vision_cache`.
-    vision_cache: VisionCache | None = None
 
     def hidden_states(
         self,

@@ -57,8 +57,11 @@ def prove_sight(
     run = run or (lambda inputs: model(**to_device(inputs, model.device)))
     padded = PaddedBatcher.for_processor(processor)
     shares = batching == "shared" and not_shared(model) is None
-    attention, training = attention_of(model), model.training
+    attention, training, cache = attention_of(model), model.training, model.vision_cache
     model.eval()
+    if cache is not None:
+        cache.identify(model.model.visual)  # ZeRO-3 must not be in the middle of a forward for it
+    model.vision_cache = None  # it is of images that are asked for again
     try:
         if shares:
             _attend(model, "sdpa")
@@ -82,6 +85,7 @@ def prove_sight(
         if shares:
             _attend(model, attention)
         model.train(training)
+        model.vision_cache = cache
 
 
 def _about(image: Pillow.Image, answer: str) -> Conversation:
