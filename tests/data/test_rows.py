@@ -323,7 +323,6 @@ def test_columns_that_are_near_no_layout_are_sent_to_none(columns):
     ("name", "value", "meant"),
     [
         ("promt", "What?", "prompt"),
-        ("imags", ["a.png"], "images"),
         ("margn", 3.0, "margin"),
         ("wieght", 0.2, "weight"),
     ],

@@ -9,6 +9,7 @@ import signal
 import pytest
 from services import Gate, fake, in_loop, queued, rewards, running, settings_of
 
+from vlmrm.conversation import Outcome
 from vlmrm.serving.app import Serving
 from vlmrm.serving.backend import Overloaded, QueueAway
 from vlmrm.serving.jobs import Job
@@ -282,7 +283,7 @@ async def test_those_that_wait_for_room_get_it_in_the_order_in_which_they_came(m
 
         async def score(size):
             scored = await serving.score("length", [{"prompt": "x" * size}], patience=60)
-            assert scored.outcomes == [{"score": size}]
+            assert scored.outcomes == [Outcome(size)]
             ended.append(size)
 
         await asyncio.gather(*map(score, range(1, 9)))
@@ -397,7 +398,7 @@ async def test_what_was_accepted_is_finished_when_the_service_stops(tmp_path):
     await opening
     assert (await service.backend.status(held)).over
     statuses = [await service.backend.status(job) for job in jobs]
-    assert [status.outcomes for status in statuses] == [[{"score": float(n)}] for n in range(4)]
+    assert [status.outcomes for status in statuses] == [[Outcome(float(n))] for n in range(4)]
 
 
 @in_loop

@@ -65,10 +65,6 @@ def check_all_read(
         UnreadColumnError: naming the column, what is in it and what to do.
     """
     names = [name for name in row if name not in layout.known() | SPECIAL or name in reading.skipped]
-    absent = (layout.known() | SPECIAL) - row.keys()
-    for name in names:
-        if len(name) > SHORT and (near := nearest(name, absent, LIKE)):
-            raise UnreadColumnError(f"the column `{name}` is not read: if it is `{near}`, rename it, else to another")
     messages = [message for part in (comparison.prompt, *comparison.answers) for message in part] if names else []
     for name in names:
         if (medium := _unread_medium(name, row[name], messages, resolve)) is not None:
@@ -88,6 +84,15 @@ def check_all_read(
                 f"the column `{name}` holds a text ({_short(text)}) that is not read: {rename}, or remove it if it is "
                 "not part of the conversation"
             )
+        if near := _meant(name, (layout.known() | SPECIAL).difference(row)):
+            raise UnreadColumnError(f"the column `{name}` is not read: if it is `{near}`, rename it, else to another")
+
+
+@lru_cache(maxsize=1024)
+def _meant(name: str, absent: frozenset[str]) -> str | None:
+    """Return the column that a name is a mistake for; `question_id` is none for `question`."""
+    near = nearest(name, absent, LIKE) if len(name) > SHORT else None
+    return near if near and near not in name.lower() else None
 
 
 def is_noteworthy(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vlmrm.conversation import Conversation, Image, Message, Messages, Part, Sample, Text, Video, VideoOptions
 from vlmrm.errors import ConfigError, RowError
-from vlmrm.formats.hh import read_turns
+from vlmrm.formats.hh import read_prompt, read_turns
 from vlmrm.formats.layout import turns, with_media
 from vlmrm.formats.openai import read_messages, read_reference, write_messages
 from vlmrm.formats.placeholders import PLACEHOLDERS
@@ -54,7 +54,7 @@ def read_sample(columns: Mapping[str, Any]) -> Sample:
             raise RowError(f"{name} is a single {type(columns[name]).__name__}: give a list")
     images, videos = ([] if (it := columns.get(f"condition_{kind}s")) is None else it for kind in ("image", "video"))
     return Sample(
-        prompt if isinstance(prompt, str) else read_messages(prompt, "user") if len(prompt) else (),
+        prompt if isinstance(prompt, str) else read_prompt(prompt),
         response if response is None or isinstance(response, str) else read_messages(response, "assistant"),
         read_reference(columns.get("image")),
         read_reference(columns.get("video")),
@@ -91,8 +91,7 @@ def conversation_of(sample: Sample, wording: Wording = Wording()) -> Conversatio
     else:
         answer = (Message.of("assistant", _shown_answer(sample)),)
     row = {"system": wording.system, "images": images, "videos": videos}
-    prompt = wording.around(sample.prompt)
-    return Conversation(with_media(row, (*turns(row, None if prompt == () else prompt), *answer)))
+    return Conversation(with_media(row, (*turns(row, wording.around(sample.prompt)), *answer)))
 
 
 def sample_of(conversation: Conversation) -> Sample:

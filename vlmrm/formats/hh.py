@@ -12,11 +12,13 @@ TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
 
 def read_prompt(value: Any) -> Messages:
-    """Return a prompt as messages: a text that spells out its turns as those, on every route; messages as they are.
+    """Return a prompt as messages: a text that spells out its turns as those, on every route; no messages as none.
 
     Raises:
         RowError: as `read_messages` does.
     """
+    if isinstance(value, (list, tuple)) and not value:
+        return ()
     return read_turns(value) or read_messages(value, "user")
 
 

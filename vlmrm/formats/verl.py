@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlmrm.conversation import Messages
-from vlmrm.formats.openai import read_messages
+from vlmrm.formats import hh
 
 
 def read_prompt(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """Return verl's `raw_prompt` as messages; raises RowError as `read_messages` does."""
-    return read_messages([_without_sources(message) for message in messages], "user")
+    """Return verl's `raw_prompt` as messages; raises RowError as `hh.read_prompt` does."""
+    return hh.read_prompt([_without_sources(message) for message in messages])
 
 
 def _without_sources(message: Mapping[str, Any]) -> Mapping[str, Any]:
