@@ -59,7 +59,7 @@ $(LOWEST): pyproject.toml
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --resolution lowest-direct --editable '.[dev]'
+	$(@D)/bin/uv pip install --system-certs --quiet --python $(@D)/bin/python --resolution lowest-direct --editable '.[dev]'
 	touch $@
 
 # In a folder of its own and without its dependencies, which would replace half of .venv.
