@@ -174,3 +174,12 @@ def test_hashing_can_be_switched_off_and_a_line_says_so(tiny_reward_model, tmp_p
     (copy / "model.safetensors").write_bytes(weights[:-4])
     with pytest.raises(CheckpointError, match=r"model\.safetensors has \d+ bytes instead of"):
         load_checkpoint(copy, check_files=False)
+
+
+def test_a_checkpoint_without_a_list_of_its_files_opens_with_a_line_that_says_so(tiny_reward_model, tmp_path, caplog):
+    folder = shutil.copytree(tiny_reward_model, tmp_path / "model")
+    load_checkpoint(folder)
+    assert "has no COMPLETE.json" not in caplog.text
+    (folder / "COMPLETE.json").unlink()
+    load_checkpoint(folder)
+    assert f"{folder} has no COMPLETE.json: whether its files are whole is not known" in caplog.text

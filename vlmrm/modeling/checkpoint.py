@@ -132,8 +132,7 @@ def load_checkpoint(
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
     }
-    if verify_if_listed(path, check_files) is None:
-        logger.warning("%s has no COMPLETE.json: whether its files are whole is not known", path)
+    listed = verify_if_listed(path, check_files)
     if read_json_of(path, ADAPTER_CONFIG) is not None:
         from vlmrm.modeling.adapters import open_adapter
 
@@ -153,6 +152,8 @@ def load_checkpoint(
         prove_sight(model, processor, name=path, batching=batching)
     else:
         logger.warning("check_sight: false: nothing checks that %s sees images", path)
+    if listed is None:
+        logger.warning("%s has no COMPLETE.json: whether its files are whole is not known", path)
     return LoadedReward(model, processor, info, checkpoint_digest(local_folder(path), check_files))
 
 
