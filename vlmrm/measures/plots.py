@@ -111,7 +111,8 @@ def css_variables(dark: bool) -> str:
 
 def _inline(svg: str, name: str) -> str:
     """Return the element alone, with colours as variables, ids of its own, and no fixed width."""
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    # Without matplotlib's <style>, which the page's policy refuses and its own style has.
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     for variable, (light, _) in COLOURS.items():
         svg = svg.replace(light, f"var(--{variable})")
     used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", svg))

@@ -24,11 +24,13 @@ from vlmrm.evaluation.report.checkpoints import (
 )
 from vlmrm.evaluation.report.verdict import verdict
 from vlmrm.measures import plots
+from vlmrm.measures.analysis import GROUP
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRIC, METRICS, Metric
 from vlmrm.measures.plots import Share
 
-CATEGORIES = 40  # in one figure; the table of a sweep has them all
+CATEGORIES = 40  # in one figure; the table beside it has them all
+CATEGORY = "category"
 COMPARED = 8  # checkpoints of the matrix
 LEAKS = 2  # rows that are named of each kind; the results have more
 LEAKED = "leaked"  # the column that a sweep with train_data adds, shown in a section of its own
@@ -46,11 +48,15 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts; the first of each names it."""
+    """Rows of texts; the first of each names it. Of more than four columns it stands across the page."""
 
     caption: str
     head: list[str]
     rows: list[list[str]]
+
+    @property
+    def across(self) -> bool:
+        return len(self.head) > 4
 
 
 @dataclass(frozen=True)
@@ -195,27 +201,29 @@ def of_reliance(best: Checkpoint) -> Section:
 
 
 def of_categories(best: Checkpoint) -> Section:
-    analysed = best.groups
-    drawings = []
-    for name, groups in {"category": analysed["category"], **analysed["by"]}.items():
-        if name == LEAKED:
-            continue
-        shares = {value: accuracy_share(group) for value, group in groups.items() if group["sample_count"]}
+    drawings, tables = [], []
+    for column in (CATEGORY, *(GROUP + name for name in best.groups["by"] if name != LEAKED)):
+        name, shares = column.removeprefix(GROUP), best.shares(column)
         if shares:
-            drawings.append(_by_value(name, shares, best.accuracy.value))
+            best_first = dict(sorted(shares.items(), key=lambda item: -item[1].value))
+            drawings.append(_by_value(name, best_first, best.accuracy.value))
+            rows = [
+                [value, f"{share.n:,}", percent(share.value), interval(share)] for value, share in best_first.items()
+            ]
+            tables.append(Table(f"Accuracy by {name}", [name, "pairs", "accuracy", "95% interval"], rows))
     text = "Where intervals overlap, the order is no ranking."
-    return Section("categories", "By category", text if drawings else "No row has a category.", drawings)
+    return Section("categories", "By category", text if drawings else "No row has a category.", drawings, tables)
 
 
-def _by_value(name: str, shares: dict[str, Share], overall: float) -> Drawing:
-    largest = sorted(shares, key=lambda value: -shares[value].n)[:CATEGORIES]
-    best_first = {value: shares[value] for value in sorted(largest, key=lambda value: -shares[value].value)}
-    weakest, share = list(best_first.items())[-1]
-    alt = f"Accuracy by {name}, {len(best_first)} values; the weakest is {weakest} with {percent(share.value)}."
+def _by_value(name: str, best_first: dict[str, Share], overall: float) -> Drawing:
+    largest = sorted(best_first, key=lambda value: -best_first[value].n)[:CATEGORIES]
+    drawn = {value: share for value, share in best_first.items() if value in set(largest)}
+    weakest, share = list(drawn.items())[-1]
+    alt = f"Accuracy by {name}, {len(drawn)} values; the weakest is {weakest} with {percent(share.value)}."
     caption = f"Accuracy by {name}, with 95% intervals; dashed: all pairs, solid: chance."
-    if len(shares) > len(best_first):
-        caption += f" The {CATEGORIES} largest of {len(shares)}."
-    return Drawing(f"accuracy_by_{_slug(name)}", plots.intervals(best_first, overall), alt, caption)
+    if len(best_first) > len(drawn):
+        caption += f" The {CATEGORIES} largest of {len(best_first)}."
+    return Drawing(f"accuracy_by_{_slug(name)}", plots.intervals(drawn, overall), alt, caption)
 
 
 def of_scores(best: Checkpoint) -> Section:
