@@ -27,7 +27,7 @@ from vlmrm.evaluation.report.checkpoints import (
 )
 from vlmrm.evaluation.report.examples import galleries
 from vlmrm.evaluation.report.explorer import pack_pairs
-from vlmrm.evaluation.report.sections import Section, headline, sections
+from vlmrm.evaluation.report.sections import Section, halves, headline, sections
 from vlmrm.files import make_folder, require_own_file, write_file
 from vlmrm.libraries import missing
 from vlmrm.measures.plots import Share, css_variables, drawing, save
@@ -77,6 +77,7 @@ def build_report(
         headline=headline(best),
         left_out=left_out,
         sections=page_sections,
+        halves=halves(page_sections),
         drawn=drawn,
         number=number,
         galleries=galleries(best),

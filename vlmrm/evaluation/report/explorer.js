@@ -6,7 +6,7 @@
 "use strict";
 
 const NARROW = "(max-width: 60rem)"; // where a pair is shown below the list, not beside it
-const VERDICTS = ["right", "wrong", "equal scores", "tied by people"];
+const VERDICTS = ["right", "wrong", "equal", "tied"];
 const [RIGHT, WRONG, EQUAL, TIED] = VERDICTS.keys();
 
 /** Return the element with this id. */
@@ -124,7 +124,7 @@ class Pairs {
     });
   }
 
-  /** Return all rows in an order; "-" before its name turns it round. Rows without the number come last. */
+  /** Return all rows in an order; "-" before its name turns it round. Rows without the number, and ties, come last. */
   order(name, a, b) {
     return this.once(`order ${name} ${a} ${b}`, () => {
       const rows = Uint32Array.from({ length: this.count }, (_, row) => row);
@@ -136,8 +136,10 @@ class Pairs {
         near: (row) => Math.abs(first[row]),
         apart: (row) => Math.abs(first[row] - second[row]),
       };
+      const tie = this.column("tie");
       const sign = name.startsWith("-") ? -1 : 1;
-      const keys = Float64Array.from(rows, kinds[name.replace("-", "")]).map((key) => (Number.isNaN(key) ? Infinity : sign * key));
+      const key = kinds[name.replace("-", "")];
+      const keys = Float64Array.from(rows, (row) => (tie[row] || Number.isNaN(key(row)) ? Infinity : sign * key(row)));
       return rows.sort((i, j) => keys[i] - keys[j] || i - j);
     });
   }
@@ -289,7 +291,6 @@ class Explorer {
     const labels = models.map(({ label }, number) => [number, label]);
     this.options(this.field("a"), labels);
     this.options(this.field("b"), labels);
-    this.options(this.field("verdict"), VERDICTS.map((label, number) => [number, label]));
     for (const [number, { name, values }] of groups.entries()) {
       const select = make("select", { name: `group-${number}` }, make("option", { value: "" }, "all"));
       this.options(select, values.map((value, code) => [code + 1, value || "(empty)"]));
@@ -396,7 +397,7 @@ class Explorer {
     const margin = this.pairs.margins(model, intervention)[row];
     if (Number.isNaN(margin)) return make("span", { class: "verdict" }, "not scored");
     const verdict = this.pairs.verdicts(model, intervention)[row];
-    return make("span", { class: `verdict ${["right", "wrong", "", ""][verdict]}` }, VERDICTS[verdict]);
+    return make("span", { class: `verdict ${VERDICTS[verdict]}` }, VERDICTS[verdict]);
   }
 
   text(role, row) {
@@ -416,10 +417,9 @@ class Explorer {
       if (this.text(role, row)) section.append(make("p", { class: "text" }, this.text(role, row)));
       return section;
     };
-    const tied = pairs.column("tie")[row];
-    const titles = tied ? ["one answer", "the other, tied by people"] : ["preferred by people", "rejected by people"];
+    const titles = pairs.column("tie")[row] ? ["first of a tie", "second of a tie"] : ["preferred", "rejected"];
     at("pair-texts").replaceChildren(part("prompt", "prompt"), part("chosen", titles[0]), part("rejected", titles[1]));
-    at("pair-scores").replaceChildren(...this.models.map((model) => this.scores(model, row)));
+    at("pair-scores").replaceChildren(this.scores(row, titles));
     if (focus) at("pair-title").focus();
   }
 
@@ -437,20 +437,27 @@ class Explorer {
     return [make("div", { class: "pictures" }, ...elements)];
   }
 
-  /** Return the table of a model's scores of a pair, as it is and under each intervention. */
-  scores(model, row) {
-    const { label, interventions } = this.pairs.models[model];
-    const line = (name) => {
-      const chosen = this.pairs.column(...(name ? [model, name, "chosen"] : [model, "chosen"]))[row];
-      const margin = this.pairs.margins(model, name)[row];
-      const flips = name && this.pairs.flips(model, name, row);
-      const numbers = [chosen, chosen - margin, margin].map((value) => make("td", {}, number(value)));
-      const view = make("th", { scope: "row" }, name ? this.pairs.views[name] : "as it is");
-      return make("tr", {}, view, ...numbers, make("td", {}, this.verdict(model, row, name), flips ? " (flipped)" : ""));
+  /** Return the table of a pair's scores, as it is and under each intervention, by each model. */
+  scores(row, titles) {
+    const { models, views } = this.pairs;
+    const scored = this.models.flatMap((model) => models[model].interventions);
+    const cells = (model, name) => {
+      const margins = this.pairs.margins(model, name);
+      if (!margins) return [make("td", { colspan: 3 }, "not scored")];
+      const chosen = this.pairs.column(...[model, name, "chosen"].filter((part) => part !== ""))[row];
+      const flips = name && this.pairs.flips(model, name, row) ? make("i", {}, "flipped: ") : "";
+      const verdict = make("div", {}, flips, this.verdict(model, row, name));
+      const numbers = [chosen, chosen - margins[row]].map((value) => make("td", {}, number(value)));
+      return [...numbers, make("td", {}, make("b", {}, number(margins[row])), verdict)];
     };
-    const heads = ["what the model saw", "preferred", "rejected", "margin", "verdict"];
-    const caption = make("caption", {}, `Scores by ${label}`);
-    return make("table", {}, caption, this.head(heads), make("tbody", {}, ...["", ...interventions].map(line)));
+    const lines = ["", ...new Set(scored)].map((name) => {
+      const view = make("th", { scope: "row" }, name ? views[name] : "as it is");
+      return make("tr", {}, view, ...this.models.flatMap((model) => cells(model, name)));
+    });
+    const head = this.head(["what the model saw", ...this.models.flatMap(() => [...titles, "margin"])]);
+    const labels = this.models.map((model) => make("th", { colspan: 3, scope: "colgroup" }, models[model].label));
+    head.prepend(make("tr", {}, make("td", {}), ...labels));
+    return make("table", {}, make("caption", {}, "Scores"), head, make("tbody", {}, ...lines));
   }
 
   head(titles) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts; the first of each names it. Of more than four columns it stands across the page."""
+    """Rows of texts; the first of each names it. Of more than six columns it stands across the page."""
 
     caption: str
     head: list[str]
@@ -56,7 +57,7 @@ class Table:
 
     @property
     def across(self) -> bool:
-        return len(self.head) > 4
+        return len(self.head) > 6
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,20 @@ def sections(
         of_categories(best),
         of_scores(best),
         of_calibration(best),
+        of_best_of_n(best),
         of_shortcuts(best),
         of_leakage(best, choice.leakage),
         of_comparison(checkpoints),
-        of_best_of_n(best),
     ]
+
+
+def halves(page: Sequence[Section]) -> set[str]:
+    """Return the ids of sections that stand side by side: two in a row with at most one drawing and no table."""
+    ids: list[str] = []
+    for first, second in pairwise(page):
+        if first.id not in ids and all(len(s.drawings) < 2 and not s.tables for s in (first, second)):
+            ids += [first.id, second.id]
+    return set(ids)
 
 
 def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Section:
@@ -115,12 +125,8 @@ def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Secti
         figure = plots.accuracy_by_step(curves, ring)
         caption = "Accuracy of each checkpoint. Bands are 95% intervals; the ring marks the best."
         drawings.append(Drawing("accuracy_by_step", figure, f"Accuracy by training step. {alt}.", caption))
-    columns = [metric for metric in METRICS if metric.column and metric.label]
-    columns = [
-        metric
-        for metric in columns
-        if not all(np.isnan(metric.value(checkpoint.figures)) for checkpoint in checkpoints)
-    ]
+    altered = {f"{name}_accuracy" for name in INTERVENTIONS}
+    columns = [metric for metric in _tabled(checkpoints) if metric.name not in altered]
     rows = [
         [
             checkpoint.label + (" (best)" if checkpoint is best and len(checkpoints) > 1 else ""),
@@ -132,11 +138,41 @@ def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Secti
         for checkpoint in checkpoints
     ]
     head = ["checkpoint", "accuracy", "95% interval", "pairs", *[metric.label for metric in columns]]
-    table = Table("Every checkpoint", head, rows)
+    tables = [Table("Every checkpoint", head, rows), *_altered_accuracies(checkpoints)]
     text = "Where bands or intervals overlap widely, the difference between checkpoints may be noise."
     if not drawn:
         text = "One checkpoint a model: there is no curve over steps to draw."
-    return Section("checkpoints", "Checkpoints", text, drawings, [table])
+    return Section("checkpoints", "Checkpoints", text, drawings, tables)
+
+
+def _tabled(checkpoints: Sequence[Checkpoint]) -> list[Metric]:
+    """Return the metrics of the table of checkpoints that one of them has."""
+    return [
+        metric
+        for metric in METRICS
+        if metric.column
+        and metric.label
+        and not all(np.isnan(metric.value(checkpoint.figures)) for checkpoint in checkpoints)
+    ]
+
+
+def _altered_accuracies(checkpoints: Sequence[Checkpoint]) -> list[Table]:
+    """Return the table of accuracies under each intervention, a column a checkpoint; none without interventions."""
+    compared = sorted(checkpoints, key=lambda checkpoint: -checkpoint.accuracy.value)[:COMPARED]
+    metrics = {metric.name: metric for metric in _tabled(compared)}
+    rows = [
+        [
+            intervention.view,
+            *[percent(metrics[f"{name}_accuracy"].value(checkpoint.figures)) for checkpoint in compared],
+        ]
+        for name, intervention in INTERVENTIONS.items()
+        if f"{name}_accuracy" in metrics
+    ]
+    if len(compared) < 2 or not rows:
+        return []
+    few = f" of the {COMPARED} best checkpoints" if len(checkpoints) > COMPARED else ""
+    caption = f"Accuracy{few} by what the model saw, equal scores at half"
+    return [Table(caption, ["what the model saw", *[checkpoint.label for checkpoint in compared]], rows)]
 
 
 def of_training(logs: Mapping[str, TrainingLog]) -> Section:
