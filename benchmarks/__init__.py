@@ -11,7 +11,7 @@ BENCHMARKS = {
     "frames_rl": "policies rewarded by frames, by the true success and by both, over three seeds",
     "serving": "the reward service: its throughput, its latency, and groups of candidates",
     "sweep": "several checkpoints over one data set, against their forward passes alone",
-    "evaluation": "pairs with all ablations, against without; the report of 100,000 pairs",
+    "evaluation": "pairs with all interventions, against without; the report of 100,000 pairs",
     "epoch": "a training with its loader, against its steps alone",
     "plan": "memory and time as vlmrm plan says, against those of the training",
     "scale": "time to the first step and memory, from a thousand rows to a million",

@@ -1,8 +1,8 @@
-"""The cost of an evaluation beside its forward pass: all four ablations in CPU seconds, and the report of many pairs.
+"""The cost of an evaluation beside its forward pass: all interventions in CPU seconds, and the report of many pairs.
 
-`ablations` is one evaluation of pairs of the `h512 144+32+32` shape (tokens of the image, of the remaining prompt
+`interventions` is one evaluation of pairs of the `h512 144+32+32` shape (tokens of the image, of the remaining prompt
 and of an answer, chat template included), from opening the images to the scores, over the same without
-ablations. `bound` is the ratio of the two ways' operations (benchmarks/flops.py).
+interventions. `bound` is the ratio of the two ways' operations (benchmarks/flops.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
 from vlmrm.engine import Engine
 from vlmrm.evaluation.evaluate import evaluate
-from vlmrm.measures.ablations import ABLATIONS, Ablation
+from vlmrm.measures.interventions import INTERVENTIONS, Intervention
 from vlmrm.modeling import RewardModel, load_processor, make_tiny
 from vlmrm.rendering import MediaLimits, Renderer
 
@@ -40,7 +40,7 @@ REPORTED, SECONDS, GIBIBYTES = 100_000, 60.0, 2.0
 
 def measure(options: argparse.Namespace) -> list[Row]:
     with runs.workplace() as folder:
-        rows = [ablations(folder, options.quick)]
+        rows = [interventions(folder, options.quick)]
     count = 200 if options.quick else REPORTED
     seconds, peak = harness.in_new_process(report, count)
     rows.append(row("report_100k", seconds, "s", at_most=SECONDS, pairs=count))
@@ -48,18 +48,18 @@ def measure(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def ablations(folder: Path, quick: bool) -> Row:
+def interventions(folder: Path, quick: bool) -> Row:
     collator, model = workbench(folder / "base", "tiny" if quick else "h512")
     file = pairs(folder, collator.renderer, 4 if quick else PAIRS)
     data = load_comparisons([str(file)], arguments=DataArguments())
 
-    def evaluation(changes: Mapping[str, Ablation]) -> Callable[[], Any]:
-        engine = Engine(model, replace(collator, ablations=changes))
+    def evaluation(changes: Mapping[str, Intervention]) -> Callable[[], Any]:
+        engine = Engine(model, replace(collator, interventions=changes))
         return lambda: evaluate(engine, data, batch_size=BATCH)
 
-    ways = {"all": evaluation(ABLATIONS), "none": evaluation({})}
+    ways = {"all": evaluation(INTERVENTIONS), "none": evaluation({})}
     timings = harness.interleave({name: lambda w=way: w for name, way in ways.items()}, 1 if quick else ROUNDS)
-    line = row("ablations", **timings.ratio("all", "none"), unit="x without", at_most=LIMIT)
+    line = row("interventions", **timings.ratio("all", "none"), unit="x without", at_most=LIMIT)
     work = {name: operations(model, way) for name, way in ways.items()}
     line["bound"] = work["all"][0] / work["none"][0]
     for name in ways:
@@ -134,7 +134,7 @@ def report(count: int) -> tuple[float, float]:
 
 
 def scored(count: int, folder: Path) -> pd.DataFrame:
-    """Return the scores of a checkpoint, as a sweep writes them: long texts, 30 categories, all ablations."""
+    """Return the scores of a checkpoint, as a sweep writes them: long texts, 30 categories, all interventions."""
     rng = np.random.default_rng(0)
     picture = folder / "picture.png"
     Image.fromarray(rng.integers(0, 255, (480, 640, 3), dtype=np.uint8)).save(picture)
@@ -160,7 +160,7 @@ def scored(count: int, folder: Path) -> pd.DataFrame:
         columns |= {f"{side}_length": rng.integers(20, 900, count), f"{side}_pixels": 0}
         columns |= {f"{side}_text": [f"{side} answer number {i}. " * 20 for i in range(count)]}
         columns |= {f"{side}_image_paths": [[]] * count}
-        columns |= {f"{name}_{side}": sign * rng.normal(0.2, 1, count) for name in ABLATIONS}
+        columns |= {f"{name}_{side}": sign * rng.normal(0.2, 1, count) for name in INTERVENTIONS}
     return pd.DataFrame(columns)
 
 

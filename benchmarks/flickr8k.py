@@ -21,7 +21,7 @@ from benchmarks.harness import Row, Skipped, row
 from vlmrm.conversation import Comparison
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
-from vlmrm.measures.ablations import blank_image
+from vlmrm.measures.interventions import blank_image
 from vlmrm.measures.pairs import credits_of, margins_of, scored_pairs
 from vlmrm.modeling import make_tiny
 from vlmrm.scoring import Scorer, load_scorer

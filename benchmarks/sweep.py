@@ -43,12 +43,12 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 
 def whole_sweep(folder: Path, data: Path) -> Callable[[], Any]:
-    """Return a sweep without ablations, into new files: it would skip checkpoints with results."""
+    """Return a sweep without interventions, into new files: it would skip checkpoints with results."""
     words = runs.words(
         model_dirs=folder / "training",
         dataset_path=data,
         eval_batch_size=BATCH,
-        ablations="none",
+        interventions="none",
         output_file=Path(tempfile.mkdtemp(dir=folder), "results.csv"),
     )
     return lambda: sweep(words)

@@ -24,12 +24,12 @@ Render = Callable[[Item, dict[str, ProcessedMedia]], Rendered]
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """The raw score of each branch of a row, also under each ablation by name; or the error that it has instead."""
+    """The raw score of each branch of a row, also under each intervention by name; or its error."""
 
     index: int
     id: str
     scores: list[float] = field(default_factory=list)
-    ablated: dict[str, list[float]] = field(default_factory=dict)
+    altered: dict[str, list[float]] = field(default_factory=dict)
     error: RowError | None = None
 
 
@@ -106,15 +106,15 @@ class Engine:
         table = part["rows"]
         counts = zip(table["index"].tolist(), table["id"], table["branches"].tolist(), strict=True)
         rows = {index: ScoredRow(index, row_id, [*islice(scores, count)]) for index, row_id, count in counts}
-        for index, name, count in part["ablated"]:
-            rows[index].ablated[name] = [*islice(scores, count)]
+        for index, name, count in part["altered"]:
+            rows[index].altered[name] = [*islice(scores, count)]
         return [_checked(row) for row in rows.values()]
 
 
 def _checked(row: ScoredRow) -> ScoredRow:
     """Return the row, or its error when one of its scores is not finite."""
-    ablated = {f"{name} score": scores for name, scores in row.ablated.items()}
-    for label, scores in {"score": row.scores, **ablated}.items():
+    altered = {f"{name} score": scores for name, scores in row.altered.items()}
+    for label, scores in {"score": row.scores, **altered}.items():
         for score in scores:
             if isinstance(error := finite_or_error(score, label, row.id), ScoreError):
                 return ScoredRow(row.index, row.id, error=error)

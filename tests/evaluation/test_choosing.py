@@ -101,7 +101,7 @@ def test_an_unknown_standard_error_chooses_nothing():
         ({"metric_for_best": "ece", "one_standard_error": True}, "standard error, which ece has not"),
         ({"metric_for_best": "benchmark/macro", "one_standard_error": True, "benchmark": "hpdv3"}, "which benchmark"),
         ({"metric_for_best": "benchmark/macro"}, "needs a benchmark: name one"),
-        ({"metric_for_best": "image_reliance", "ablations": "none"}, "needs blank_image: add it to ablations"),
+        ({"metric_for_best": "image_reliance", "interventions": "none"}, "needs blank_image: add it to interventions"),
         ({"metric_for_best": "loss", "fail_under": 0.5}, "of loss less is"),
         ({"fail_under": 75}, "it is an accuracy, from 0 to 1"),
         ({"keep_best": 0}, "keep_best is 0"),

@@ -1,4 +1,4 @@
-"""Every row once, whatever the ranks; the ablations are what they say; the table of pairs says what was scored."""
+"""Every row once, whatever the ranks; the interventions are what they say; the table of pairs says what was scored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlmrm.engine import Engine
 from vlmrm.errors import ConfigError, MediaError
 from vlmrm.evaluation import evaluate as module
 from vlmrm.evaluation.evaluate import _Share, evaluate
-from vlmrm.measures.ablations import ABLATIONS
+from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.pairs import scored_frame, scored_pairs
 from vlmrm.modeling import batcher_for, load_checkpoint
 from vlmrm.rendering import Renderer
@@ -43,7 +43,7 @@ def rows(tmp_path):
 
 def run(loaded, rows):
     batcher = batcher_for(loaded.model, loaded.processor, "shared")
-    collator = ComparisonCollator(Renderer(loaded.processor), batcher, max_seq_length=512, ablations=ABLATIONS)
+    collator = ComparisonCollator(Renderer(loaded.processor), batcher, max_seq_length=512, interventions=INTERVENTIONS)
     return evaluate(Engine(loaded.model, collator), rows, batch_size=4)
 
 
@@ -55,16 +55,16 @@ def test_every_score_is_that_of_the_changed_conversation_alone(loaded, rows):
     result = run(loaded, rows)
     assert [c.id for c in result.comparisons] == [row["comparison"].id for row in rows]
     share = _Share(rows, 4, 0, 1, with_donors=True)
-    for place, (comparison, scores, ablated) in enumerate(
-        zip(result.comparisons, result.scores, result.ablated, strict=True)
+    for place, (comparison, scores, altered) in enumerate(
+        zip(result.comparisons, result.scores, result.altered, strict=True)
     ):
         assert scores == pytest.approx(scored_alone(loaded, comparison), abs=1e-5)
-        for name, change in ABLATIONS.items():
+        for name, change in INTERVENTIONS.items():
             changed = change(comparison, share[place]["donor"])
-            assert (changed is None) == (name not in ablated)
+            assert (changed is None) == (name not in altered)
             if changed is not None:
-                assert ablated[name] == pytest.approx(scored_alone(loaded, changed), abs=1e-5), name
-    assert {name for ablated in result.ablated for name in ablated} == set(ABLATIONS)
+                assert altered[name] == pytest.approx(scored_alone(loaded, changed), abs=1e-5), name
+    assert {name for altered in result.altered for name in altered} == set(INTERVENTIONS)
 
 
 def test_ranks_send_each_other_scores_and_no_rows(loaded, rows, monkeypatch):
@@ -91,9 +91,9 @@ def test_a_row_that_one_rank_may_not_skip_is_told_to_all_of_them(loaded, rows, m
 
 
 def test_text_rows_have_no_image_to_take_away(loaded, rows):
-    by_id = dict(zip([c.id for c in run(loaded, rows).comparisons], run(loaded, rows).ablated, strict=True))
+    by_id = dict(zip([c.id for c in run(loaded, rows).comparisons], run(loaded, rows).altered, strict=True))
     assert set(by_id["text-0"]) == {"swapped_prompt", "response_only"}
-    assert set(by_id["pair-0"]) == set(ABLATIONS)
+    assert set(by_id["pair-0"]) == set(INTERVENTIONS)
 
 
 def test_donors_have_another_prompt_of_the_same_kind_and_depend_on_the_data_alone(rows):
@@ -137,7 +137,7 @@ def test_the_table_has_a_row_for_each_pair_with_its_scores(loaded, rows):
     first = frame.iloc[0]
     assert (first["comparison_id"], first["step"], first["by/source"], first["images"]) == ("pair-0", 7.0, "web", 1)
     assert first["chosen_length"] == len("It is red.")
-    assert first["blank_image_chosen"] == result.ablated[0]["blank_image"][0]
+    assert first["blank_image_chosen"] == result.altered[0]["blank_image"][0]
     texts = frame[frame["comparison_id"].str.startswith("text")]
     assert texts["blank_image_chosen"].isna().all() and texts["response_only_chosen"].notna().all()
     lists = frame[frame["comparison_id"] == "list-1"]

@@ -178,7 +178,7 @@ def test_a_sweep_measures_leaked_and_new_rows_apart(tmp_path, monkeypatch, tiny_
     data = colour_pairs(tmp_path / "data", 6)
     write_rows(data.parent / "train.jsonl", [json.loads(line) for line in data.read_text().splitlines()[:2]])
     asked = {"model_dirs": tiny_reward_model, "dataset_path": data, "train_data": data.parent / "train.jsonl"}
-    result = sweep(words(**asked, output_file="results.csv", ablations="none", save_normalization=False))
+    result = sweep(words(**asked, output_file="results.csv", interventions="none", save_normalization=False))
     found = json.loads(Path("results.json").read_text())["leakage"]
     frame = pd.read_parquet(result.scores)
     apart = frame.groupby("by/leaked").apply(lambda rows: (rows["chosen_score"] > rows["rejected_score"]).mean())

@@ -382,7 +382,7 @@ def test_sections_without_data_say_why(tmp_path):
     text = page_of(build_report([bare], tmp_path)).text
     for sentence in (
         "Whether it looks at the image was not measured",
-        "Not measured: evaluate with ablations",
+        "Not measured: evaluate with interventions",
         "No row has a category.",
         "Nothing to show: no two answers are known to differ in length",
         "Not measured: evaluate with train_data",

@@ -83,7 +83,7 @@ def own_margins(checkpoint: Path, data: Path) -> list[float]:
 
 
 def test_every_checkpoint_has_a_row_in_natural_order(run_folder, data):
-    result = sweep(asked(run_folder, data, ablations=["blank_image", "swapped_prompt"]))
+    result = sweep(asked(run_folder, data, interventions=["blank_image", "swapped_prompt"]))
     rows = read_csv()
     assert [row["checkpoint"] for row in rows] == ["checkpoint-9", "checkpoint-10", "checkpoint-100"]
     columns = ["model", "checkpoint", "preference_accuracy", "average_margin", "margin_std", "sample_count"]
@@ -162,7 +162,7 @@ def test_the_rows_that_a_training_held_out_can_be_evaluated(run_folder, here):
     data = colour_pairs(here / "many", 24, prompt=[f"Which colour is square {i}?" for i in range(24)])
     keys = {"eval_fraction": 0.25, "split_seed": 3}
     _, held_out = load_train_and_eval(DataArguments(dataset_path=[str(data)], **keys))
-    sweep(asked(run_folder / "checkpoint-10", data, ablations="none", **keys))
+    sweep(asked(run_folder / "checkpoint-10", data, interventions="none", **keys))
     assert 0 < len(held_out) < 24
     scored = pd.read_parquet("results.scores.parquet")
     assert set(scored["comparison_id"]) == {row["comparison"].id for row in held_out}
@@ -443,7 +443,7 @@ def test_every_process_of_a_second_sweep_ends_with_the_sentence(run_folder, data
 
 def test_every_pair_is_kept_and_a_low_accuracy_may_be_an_error(run_folder, data, here):
     with pytest.raises(BelowThreshold, match=r"fail_under: see results\.csv"):
-        sweep(asked(run_folder, data, fail_under=1.0, ablations="none"))
+        sweep(asked(run_folder, data, fail_under=1.0, interventions="none"))
     [first, *_] = json.loads(Path("results.json").read_text())["results"]
     accuracy = first["statistics"]["overall"]["preference_accuracy"]
     assert accuracy["low"] <= accuracy["value"] == first["preference_accuracy"] <= accuracy["high"]
@@ -451,7 +451,7 @@ def test_every_pair_is_kept_and_a_low_accuracy_may_be_an_error(run_folder, data,
     frame = pd.read_parquet("results.scores.parquet")
     assert frame.groupby("checkpoint").size().to_dict() == {"checkpoint-10": 6, "checkpoint-100": 6, "checkpoint-9": 6}
     best = max(float(row["preference_accuracy"]) for row in read_csv())
-    assert sweep(asked(run_folder, data, fail_under=best, ablations="none")).best is not None
+    assert sweep(asked(run_folder, data, fail_under=best, interventions="none")).best is not None
 
 
 def test_a_public_benchmark_is_scored_by_its_rule_beside_what_others_published(run_folder, here, capsys):
@@ -466,7 +466,7 @@ def test_a_public_benchmark_is_scored_by_its_rule_beside_what_others_published(r
         for i, colour in enumerate(["blue", "green", "white", "black"])
     ]
     copy = write_rows(here / "copy.jsonl", rows)
-    result = sweep(asked(run_folder / "checkpoint-9", copy, benchmark="vl-rewardbench", ablations="none"))
+    result = sweep(asked(run_folder / "checkpoint-9", copy, benchmark="vl-rewardbench", interventions="none"))
     [row] = result.rows
     assert row["benchmark"]["overall"] == row["preference_accuracy"]
     assert float(read_csv()[0]["benchmark/overall"]) == row["preference_accuracy"]

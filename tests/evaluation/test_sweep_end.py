@@ -53,7 +53,7 @@ def data(tmp_path) -> Path:
 
 
 def asked(run_folder, data, **keys) -> list[str]:
-    keys = {"output_file": "results.csv", "ablations": "none", **keys}
+    keys = {"output_file": "results.csv", "interventions": "none", **keys}
     return words(model_dirs=run_folder, dataset_path=data, **keys)
 
 
@@ -272,11 +272,11 @@ def test_a_score_that_is_no_number_is_a_row(run_folder, data, tiny_reward_model,
     assert set(errors.values()) == {""} and "best: run/checkpoint-" in capsys.readouterr().out
 
 
-def test_an_ablation_whose_scores_are_no_numbers_is_a_row(run_folder, data, monkeypatch):
-    """Both sides of a pair, which would look as if it could not be ablated."""
+def test_an_intervention_whose_scores_are_no_numbers_is_a_row(run_folder, data, monkeypatch):
+    """Both sides of a pair, which would look as if it could not be altered."""
 
     class Broken:
-        """Its scores of the ablated pairs, which stand behind the pairs themselves, are no numbers."""
+        """Its scores of the altered pairs, which stand behind the pairs themselves, are no numbers."""
 
         device = torch.device("cpu")
 
@@ -293,7 +293,7 @@ def test_an_ablation_whose_scores_are_no_numbers_is_a_row(run_folder, data, monk
         return evaluate(broken, *args, description=description, **keys)
 
     monkeypatch.setattr(evaluate_module, "evaluate", evaluated)
-    errors = [row["error"] for row in sweep(asked(run_folder, data, ablations="blank_image")).rows]
+    errors = [row["error"] for row in sweep(asked(run_folder, data, interventions="blank_image")).rows]
     assert errors.pop(1).startswith("row pair-0: its blank_image score is nan: look") and errors == [None, None]
 
 

@@ -153,7 +153,7 @@ def test_no_pair_that_changes_is_no_proof_among_few():
     assert of(planted(np.ones(300), swapped=np.ones(300), blank=np.ones(300))).looks is False
 
 
-def test_prompts_that_an_ablation_never_touched_are_no_witnesses():
+def test_prompts_that_an_intervention_never_touched_are_no_witnesses():
     """Of four hundred prompts four have a picture, whose hundred pairs each all rest on it."""
     prompts = [f"prompt-{i}" for i in range(396)] + [f"picture-{i % 4}" for i in range(400)]
     rng = np.random.default_rng(0)
@@ -168,7 +168,7 @@ def test_grey_alone_decides_only_where_the_answers_are_nothing_but_images():
     rng = np.random.default_rng(0)
     margins = rng.normal(0.583, 1, 300)
     frame = planted(margins, blank=np.zeros(300))
-    assert of(frame).looks is None and "evaluate with the ablation swapped_image" in of(frame).sentence
+    assert of(frame).looks is None and "evaluate with the intervention swapped_image" in of(frame).sentence
     images = {"chosen_length": 0, "rejected_length": 0, "chosen_pixels": 3136, "rejected_pixels": 3136}
     assert of(frame.assign(**images)).looks is True
     assert of(planted(margins, blank=margins, **images)).looks is False
@@ -180,5 +180,5 @@ def test_another_row_s_image_alone_acquits_and_does_not_accuse():
     grey = ["blank_image_chosen", "blank_image_rejected"]
     assert of(looking.drop(columns=grey)).looks is True
     left = of(reading.drop(columns=grey))
-    assert left.looks is None and "evaluate with the ablation blank_image" in left.sentence
+    assert left.looks is None and "evaluate with the intervention blank_image" in left.sentence
     assert "was not measured" in of(planted(rng.normal(0.5, 1, 300))).sentence

@@ -13,9 +13,9 @@ from conversations import rated
 
 from vlmrm.conversation import Comparison
 from vlmrm.evaluation.results import table_figures
-from vlmrm.measures.ablations import ABLATIONS
 from vlmrm.measures.analysis import analyse, figures, trl_summary
 from vlmrm.measures.intervals import Correlation, Estimate, Mean
+from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRIC, METRICS, PairArrays, distribution, groupwise_right
 from vlmrm.measures.pairs import scored_pairs
 
@@ -57,7 +57,7 @@ def test_the_table_counts_ties_of_people_and_of_scores_apart():
     }
     table = table_figures(found)
     assert {name: table[name] for name in expected} == expected
-    assert not any(name.startswith(tuple(ABLATIONS)) for name in table), "none was scored"
+    assert not any(name.startswith(tuple(INTERVENTIONS)) for name in table), "none was scored"
     assert found["accuracy_half_ties"]["value"] == pytest.approx(4.5 / 6)
 
 

@@ -21,10 +21,10 @@ TEXT = RNG.normal(0.7, 1.0, COUNT)
 LENGTHS = RNG.integers(10, 200, (COUNT, 2))
 
 
-def scored(margins, **ablations):
-    """A frame whose ablations have the given margins."""
+def scored(margins, **interventions):
+    """A frame whose interventions have the given margins."""
     columns = {"chosen_length": LENGTHS[:, 0], "rejected_length": LENGTHS[:, 1]}
-    for name, values in ablations.items():
+    for name, values in interventions.items():
         values = np.asarray(values)
         columns |= {f"{name}_chosen": values, f"{name}_rejected": 0.0 * values}
     return pair_frame(margins, **columns)
@@ -124,7 +124,7 @@ def test_without_a_column_there_is_no_figure():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_broken_score_of_an_ablation_is_named(bad):
+def test_a_broken_score_of_an_intervention_is_named(bad):
     frame = scored(MERIT, blank_image=TEXT)
     frame.loc[4, "blank_image_chosen"] = bad
     with pytest.raises(DataError, match=r"blank_image score .* comparison row4"):

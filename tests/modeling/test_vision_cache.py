@@ -296,7 +296,7 @@ def test_training_sweep_and_scorer_share_a_cache_and_give_the_same_as_without(tr
             "model_dirs": cached.model_dir,
             "dataset_path": data[0],
             "vision_cache_dir": folder,
-            "ablations": "none",
+            "interventions": "none",
             "check_sight": False,
         }
         swept = sweep(words(**keys, output_file=tmp_path / "swept.csv"))

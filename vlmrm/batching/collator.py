@@ -6,11 +6,11 @@ A batch is a dictionary that the trainer moves to the device as it is:
         inputs   the model's keywords; it answers one score for each conversation
         pairs    [N] tensors over pairs of conversations: chosen, rejected (indices), margin, weight, tie, irrelevant
         rows     of the comparisons [R]: index (in the data set), branches (number of their own scores), id (a list)
-        ablated  (index, name of the ablation, number of scores) of each ablated comparison
+        altered  (index, name of the intervention, number of scores) of each altered comparison
     counts   numbers for the logs: tokens, pairs
     dropped  (index, error) of each row left out; the error names the row
 
-In a part the scores of the comparisons' own branches come first, in order, then those of ablated comparisons, then
+In a part the scores of the comparisons' own branches come first, in order, then those of altered comparisons, then
 those of irrelevant queries.
 """
 
@@ -106,7 +106,7 @@ class Part(TypedDict):
     inputs: dict[str, Any]
     pairs: dict[str, torch.Tensor]
     rows: dict[str, Any]
-    ablated: list[tuple[int, str, int]]
+    altered: list[tuple[int, str, int]]
 
 
 class Batch(TypedDict):
@@ -145,9 +145,11 @@ class ComparisonCollator:
     overlong: str = "drop"
     bad_rows: str = "error"
     irrelevant: IrrelevantQueries | None = None
-    # By name, functions of (comparison, donor) that return the ablated comparison to score beside it, or None where
-    # the ablation does not apply. Rows with a `donor` key (which may be None) are ablated.
-    ablations: Mapping[str, Callable[[Comparison, Comparison | None], Comparison | None]] = field(default_factory=dict)
+    # By name, functions of (comparison, donor) that return the altered comparison to score beside it, or None where
+    # the intervention does not apply. Rows with a `donor` key (which may be None) are altered.
+    interventions: Mapping[str, Callable[[Comparison, Comparison | None], Comparison | None]] = field(
+        default_factory=dict
+    )
     # In shared memory, so that workers see the epoch that the trainer sets.
     epoch: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.long).share_memory_())
 
@@ -162,7 +164,7 @@ class ComparisonCollator:
                     raise comparison
                 unit = _Unit(row["index"], comparison, self._render(comparison, cache))
                 if "donor" in row:
-                    unit.ablated = self._ablate(comparison, row["donor"], cache)
+                    unit.altered = self._alter(comparison, row["donor"], cache)
                 units.append(unit)
             except RowError as error:
                 named = error if error.row_id is not None else type(error)(error.reason, comparison.id)
@@ -206,8 +208,8 @@ class ComparisonCollator:
                     outvoted = bool(ratings) and not tie and ratings[chosen] <= ratings[rejected]
                     pairs.append((start + chosen, start + rejected, margin, judgement.weight, tie, False, outvoted))
             start += len(unit.branches)
-        ablated = [(unit.index, name, len(items)) for unit in units for name, items in unit.ablated.items()]
-        rendered += [item for unit in units for items in unit.ablated.values() for item in items]
+        altered = [(unit.index, name, len(items)) for unit in units for name, items in unit.altered.items()]
+        rendered += [item for unit in units for items in unit.altered.values() for item in items]
         for better, worse, weight in (pair for unit in units for pair in unit.irrelevant):
             pairs.append((len(rendered), len(rendered) + 1, 0.0, weight, True, True, False))
             rendered += [better, worse]
@@ -223,7 +225,7 @@ class ComparisonCollator:
                 "branches": torch.tensor([len(unit.branches) for unit in units], dtype=torch.long),
                 "id": [unit.comparison.id for unit in units],
             },
-            "ablated": ablated,
+            "altered": altered,
         }
 
     def _render(self, comparison: Comparison, cache: dict[str, ProcessedMedia]) -> list[Rendered]:
@@ -236,22 +238,22 @@ class ComparisonCollator:
             )
         return branches
 
-    def _ablate(
+    def _alter(
         self, comparison: Comparison, donor: Comparison | None, cache: dict[str, ProcessedMedia]
     ) -> dict[str, list[Rendered]]:
-        """Return the conversations of each ablation that applies to this comparison and fits."""
-        ablated = {}
-        for name, ablate in self.ablations.items():
-            changed = ablate(comparison, donor)
+        """Return the conversations of each intervention that applies to this comparison and fits."""
+        altered = {}
+        for name, alter in self.interventions.items():
+            changed = alter(comparison, donor)
             if changed is None:
                 continue
             try:
-                ablated[name] = [
+                altered[name] = [
                     self.fit(conversation, cache, comparison.id) for conversation in changed.conversations()
                 ]
             except RowError as error:  # the donor's image cannot be opened, or is too large
                 logger.debug("row %s has no %s: %s", comparison.id, name, error)
-        return ablated
+        return altered
 
     def fit(self, conversation: Conversation, cache: dict[str, ProcessedMedia], row_id: str | None = None) -> Rendered:
         """Return a conversation as tokens, within `max_seq_length`.
@@ -302,17 +304,17 @@ class OverlongError(RowError):
 
 @dataclass
 class _Unit:
-    """One comparison's conversations, those of its ablations, and its irrelevant pairs (better, worse, weight)."""
+    """One comparison's conversations, those of its interventions, and its irrelevant pairs (better, worse, weight)."""
 
     index: int
     comparison: Comparison
     branches: list[Rendered]
     irrelevant: list[tuple[Rendered, Rendered, float]] = field(default_factory=list)
-    ablated: dict[str, list[Rendered]] = field(default_factory=dict)
+    altered: dict[str, list[Rendered]] = field(default_factory=dict)
 
     def conversations(self) -> list[Rendered]:
         irrelevant = [item for better, worse, _ in self.irrelevant for item in (better, worse)]
-        return [*self.branches, *(item for items in self.ablated.values() for item in items), *irrelevant]
+        return [*self.branches, *(item for items in self.altered.values() for item in items), *irrelevant]
 
 
 def _same(a: Rendered, b: Rendered) -> bool:

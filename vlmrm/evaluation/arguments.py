@@ -8,7 +8,7 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.choosing import BENCHMARK, Criterion
 from vlmrm.libraries import parse_dtype
-from vlmrm.measures.ablations import ABLATIONS
+from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRIC
 from vlmrm.modeling.arguments import ComputeArguments
 
@@ -75,11 +75,11 @@ class EvaluationArguments(ComputeArguments):
             "checkpoint's.",
         },
     )
-    ablations: list[str] = field(
-        default_factory=lambda: list(ABLATIONS),
+    interventions: list[str] = field(
+        default_factory=lambda: list(INTERVENTIONS),
         metadata={
             "help": "What to score beside every comparison, to see what the preference rests on: "
-            f"{', '.join(ABLATIONS)}; or none."
+            f"{', '.join(INTERVENTIONS)}; or none."
         },
     )
     benchmark: str | None = field(
@@ -140,13 +140,13 @@ class EvaluationArguments(ComputeArguments):
     def __post_init__(self):
         super().__post_init__()
         self.dtype = parse_dtype(self.dtype, auto=True)
-        for name in ("model_dirs", "ablations", "group_by", "train_data"):
+        for name in ("model_dirs", "interventions", "group_by", "train_data"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, [getattr(self, name)])
-        self.ablations = [name for name in self.ablations if name != "none"]
-        for name in self.ablations:
-            if name not in ABLATIONS:
-                raise ConfigError(f"ablations names {name!r}: choose from {', '.join(ABLATIONS)}, or none.")
+        self.interventions = [name for name in self.interventions if name != "none"]
+        for name in self.interventions:
+            if name not in INTERVENTIONS:
+                raise ConfigError(f"interventions names {name!r}: choose from {', '.join(INTERVENTIONS)}, or none.")
         self._check_choice()
         if not self.model_dirs:
             raise ConfigError("model_dirs is missing: name at least one training output folder or checkpoint.")
@@ -168,8 +168,10 @@ class EvaluationArguments(ComputeArguments):
                 raise ConfigError(f"fail_under is {self.fail_under}: it is an accuracy, from 0 to 1.")
         metric = METRIC.get(self.metric_for_best)
         needed = "" if metric is None else (metric.needs or "").removesuffix("_chosen")
-        if needed in ABLATIONS and needed not in self.ablations:
-            raise ConfigError(f"metric_for_best is {self.metric_for_best}, which needs {needed}: add it to ablations.")
+        if needed in INTERVENTIONS and needed not in self.interventions:
+            raise ConfigError(
+                f"metric_for_best is {self.metric_for_best}, which needs {needed}: add it to interventions."
+            )
         if self.keep_best is not None and self.keep_best < 1:
             raise ConfigError(f"keep_best is {self.keep_best}: it must be at least 1.")
         if self.yes and self.keep_best is None:

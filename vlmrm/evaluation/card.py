@@ -15,7 +15,7 @@ from vlmrm.evaluation.report.checkpoints import Checkpoint, interval, number, pe
 from vlmrm.evaluation.report.sections import headline
 from vlmrm.evaluation.schema import Provenance, ResultsFile
 from vlmrm.files import require_own_file, write_file
-from vlmrm.measures.ablations import ABLATIONS
+from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.modeling.manifest import read_reward_file, verify_complete, write_complete
 
 CARD = "README.md"
@@ -86,9 +86,9 @@ def _provenance(measured: Checkpoint, sweeps: Sequence[ResultsFile]) -> Provenan
 def _rows(measured: Checkpoint) -> list[tuple[str, str, str, str]]:
     """Return the rows of the table of results: condition, accuracy, 95 % interval and number of pairs."""
     shares = {"all pairs": measured.accuracy}
-    for name, ablation in ABLATIONS.items():
-        if measured.ablated(name).n:
-            shares[ablation.view] = measured.ablated(name)
+    for name, intervention in INTERVENTIONS.items():
+        if measured.altered(name).n:
+            shares[intervention.view] = measured.altered(name)
     return [(name, percent(share.value), interval(share), f"{share.n:,}") for name, share in shares.items()]
 
 

@@ -28,9 +28,9 @@ from vlmrm.evaluation.public import benchmark
 from vlmrm.evaluation.results import table_figures
 from vlmrm.evaluation.schema import Provenance, Row, Statistics
 from vlmrm.logs import progress
-from vlmrm.measures.ablations import ABLATIONS, BLOCKS, Traits, donor_of, traits_of
 from vlmrm.measures.analysis import analyse
 from vlmrm.measures.intervals import DRAWS, SEED
+from vlmrm.measures.interventions import BLOCKS, INTERVENTIONS, Traits, donor_of, traits_of
 from vlmrm.measures.pairs import ScoredComparisons, scored_frame
 from vlmrm.modeling import LoadedReward, batcher_for, load_checkpoint, provenance, sequence_limit, template_hash
 from vlmrm.modeling.attention import attention_of
@@ -235,7 +235,7 @@ def engine_for(loaded: LoadedReward, run: SweepRun) -> Engine:
         max_tokens_per_batch=args.max_tokens_per_batch,
         overlong=data_args.overlong,
         bad_rows=data_args.bad_rows,
-        ablations={name: ABLATIONS[name] for name in args.ablations},
+        interventions={name: INTERVENTIONS[name] for name in args.interventions},
     )
     return Engine(loaded.model, collator)
 
@@ -250,7 +250,7 @@ def evaluate(
     ranks: int = 1,
     description: str = "scoring",
 ) -> ScoredComparisons:
-    """Score every row of `dataset` (rows of `load_comparisons`) once, and beside it each ablation of the collator.
+    """Score every row of `dataset` (rows of `load_comparisons`) once, and beside it each intervention of the collator.
 
     Of several ranks each takes a share, and all get the whole result in the data set's order.
 
@@ -259,7 +259,7 @@ def evaluate(
         CheckpointError: on every rank, when a score is no finite number.
         VlmrmError: on every rank, when one has a row that it may not skip.
     """
-    share = _Share(dataset, batch_size, rank, ranks, with_donors=bool(engine.collator.ablations))
+    share = _Share(dataset, batch_size, rank, ranks, with_donors=bool(engine.collator.interventions))
     rows = engine.rows(share, batch_size=batch_size, num_workers=num_workers)
     scored: list[ScoredRow] = []
     failed: Exception | None = None
@@ -279,6 +279,6 @@ def evaluate(
     return ScoredComparisons(
         _Rows(dataset, [row.index for row in kept]),
         scores=[row.scores for row in kept],
-        ablated=[row.ablated for row in kept],
+        altered=[row.altered for row in kept],
         dropped=[row.error for row in gathered if row.error is not None],
     )

@@ -5,7 +5,7 @@ figures, the report and docs/evaluation.md. To add a metric, add an entry.
 
 Metrics of shortcuts are over the pairs that people did not tie, and count equal scores as half right: a model that
 ignores images scores two answers about a grey image as before, and two grey images equally. A *reliance* is what is
-lost under an ablation: the figure of the pairs as they are, minus that of the same pairs changed.
+lost under an intervention: the figure of the pairs as they are, minus that of the same pairs changed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 import pandas as pd
 
 from vlmrm.errors import DataError
-from vlmrm.measures.ablations import ABLATIONS
 from vlmrm.measures.intervals import Correlation, Estimate, Interval, Mean, wilson
+from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.pairs import Candidates, candidates_of, comparison_numbers, credits_of, margins_of
 from vlmrm.measures.statistics import (
     BestOfN,
@@ -128,8 +128,8 @@ class PairArrays:
         """Return a column of the chosen and that of the rejected: [N, 2]."""
         return np.stack([self.column(f"chosen_{name}"), self.column(f"rejected_{name}")], axis=1)
 
-    def ablated_margins(self, name: str) -> np.ndarray:
-        """Return the margins under an ablation, NaN where people tied or it does not apply: [N].
+    def altered_margins(self, name: str) -> np.ndarray:
+        """Return the margins under an intervention, NaN where people tied or it does not apply: [N].
 
         Raises:
             DataError: for a score that is no finite number, naming its comparison.
@@ -200,13 +200,13 @@ def distribution(values: np.ndarray) -> Distribution:
     return Distribution(*map(float, parts))
 
 
-def _ablated() -> Iterator[Metric]:
-    """Yield the accuracy under each ablation: columns of the table where the ablation was scored."""
-    for name, ablation in ABLATIONS.items():
+def _altered() -> Iterator[Metric]:
+    """Yield the accuracy under each intervention: columns of the table where the intervention was scored."""
+    for name, intervention in INTERVENTIONS.items():
         yield Metric(
             f"{name}_accuracy",
-            f"accuracy {ablation.condition}, equal scores as half right",
-            lambda p, name=name: Mean(credits_of(p.ablated_margins(name))),
+            f"accuracy {intervention.condition}, equal scores as half right",
+            lambda p, name=name: Mean(credits_of(p.altered_margins(name))),
             needs=f"{name}_chosen",
             column=True,
             label=name.replace("_", " "),
@@ -215,11 +215,11 @@ def _ablated() -> Iterator[Metric]:
 
 
 def _reliances() -> Iterator[Metric]:
-    for name, ablation in ABLATIONS.items():
+    for name, intervention in INTERVENTIONS.items():
         yield Metric(
-            ablation.reliance,
+            intervention.reliance,
             f"accuracy that `{name}` takes away",
-            lambda p, name=name: Mean(p.credits - credits_of(p.ablated_margins(name))),
+            lambda p, name=name: Mean(p.credits - credits_of(p.altered_margins(name))),
             better="higher",
             needs=f"{name}_chosen",
         )
@@ -294,7 +294,7 @@ METRICS = (
         label="loss",
         logged="loss",
     ),
-    *_ablated(),
+    *_altered(),
     Metric("comparison_count", "comparisons", lambda p: len(np.bincount(p.candidates.groups)), int),
     Metric("prompt_count", "different prompts", lambda p: int(p.frame["prompt_id"].nunique()), int),
     Metric(
@@ -408,13 +408,13 @@ METRICS = (
     Metric(
         "swapped_prompt_margin",
         "mean margin under another row's prompt, its question and images at once, where neither answer should win",
-        lambda p: Mean(p.ablated_margins("swapped_prompt")),
+        lambda p: Mean(p.altered_margins("swapped_prompt")),
         needs="swapped_prompt_chosen",
     ),
     Metric(
         "prompt_reliance",
         "mean margin that is lost under another row's prompt",
-        lambda p: Mean(p.margins - p.ablated_margins("swapped_prompt")),
+        lambda p: Mean(p.margins - p.altered_margins("swapped_prompt")),
         better="higher",
         needs="swapped_prompt_chosen",
     ),

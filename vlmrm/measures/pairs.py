@@ -18,7 +18,7 @@ import pandas as pd
 from vlmrm.conversation import Comparison, Messages, media_of, text_of
 from vlmrm.data.media import image_size, local_path, media_key
 from vlmrm.errors import ConfigError, DataError, RowError
-from vlmrm.measures.ablations import ABLATIONS
+from vlmrm.measures.interventions import INTERVENTIONS
 
 COLUMNS = (
     *("comparison_id", "pair", "prompt_id", "tie", "weight"),
@@ -31,12 +31,12 @@ TEXT = 2000  # characters kept of a text, for the report
 class ScoredComparisons:
     """Comparisons with the score of each branch, and the errors of the rows that could not be scored.
 
-    `ablated[i]` has, by name of the ablation, the scores of the branches of comparison i as it was changed.
+    `altered[i]` has, by name of the intervention, the scores of the branches of comparison i as it was changed.
     """
 
     comparisons: Sequence[Comparison] = ()
     scores: list[list[float]] = field(default_factory=list)
-    ablated: list[dict[str, list[float]]] = field(default_factory=list)
+    altered: list[dict[str, list[float]]] = field(default_factory=list)
     dropped: list[RowError] = field(default_factory=list)
 
 
@@ -66,28 +66,28 @@ def scored_frame(
     step: int | None = None,
     group_by: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """Return `scored_pairs` with the further columns that ablations and the report need.
+    """Return `scored_pairs` with the further columns that interventions and the report need.
 
     Further columns: model, checkpoint, step; by/NAME for each of `group_by`; chosen_ and rejected_ length
     (characters), pixels, text, image_paths; margin_label, agreement; images (their number), pixels, prompt_text,
-    image_paths of the prompt; and for each ablation its _chosen and _rejected score, NaN where it does not apply.
+    image_paths of the prompt; and for each intervention its _chosen and _rejected score, NaN where it does not apply.
 
     Raises:
         ConfigError: when no row has a column named in `group_by`.
     """
     check_columns(result.comparisons, group_by)
     rows: list[dict[str, Any]] = []
-    for comparison, scores, ablated in zip(result.comparisons, result.scores, result.ablated, strict=True):
+    for comparison, scores, altered in zip(result.comparisons, result.scores, result.altered, strict=True):
         shared = {"model": model, "checkpoint": checkpoint, "step": step, **_of_comparison(comparison, group_by)}
         answers = list(map(_of_answer, comparison.answers))
         for row in _pairs_of(comparison, scores):
             for side in ("chosen", "rejected"):
                 i = row[f"{side}_branch"]
                 row |= {f"{side}_{name}": value for name, value in answers[i].items()}
-                row |= {f"{name}_{side}": ablated[name][i] if name in ablated else None for name in ABLATIONS}
+                row |= {f"{name}_{side}": altered[name][i] if name in altered else None for name in INTERVENTIONS}
             rows.append({**shared, **row})
     frame = pd.DataFrame(rows)
-    numbers = [f"{name}_{side}" for name in ABLATIONS for side in ("chosen", "rejected")]
+    numbers = [f"{name}_{side}" for name in INTERVENTIONS for side in ("chosen", "rejected")]
     for name in ("step", "margin_label", "agreement", *numbers):
         if name in frame:
             frame[name] = frame[name].astype("float64")

@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 from vlmrm.data.comparisons import sample
 from vlmrm.engine import ScoredRow
 from vlmrm.errors import TrainingError
-from vlmrm.measures.ablations import ABLATIONS, Ablation, donor_of
 from vlmrm.measures.analysis import point_figures
+from vlmrm.measures.interventions import INTERVENTIONS, Intervention, donor_of
 from vlmrm.measures.pairs import ScoredComparisons, scored_frame
 from vlmrm.training.resume import any_rank
 
@@ -28,19 +28,19 @@ from vlmrm.training.resume import any_rank
 
 logger = logging.getLogger("vlmrm")
 
-# By ablation, the names of the logged figures, and those of the metrics that they are.
+# By intervention, the names of the logged figures, and those of the metrics that they are.
 LOGGED = {
     "blank_image": {"probe_image_reliance": "image_reliance", "probe_blank_image_accuracy": "blank_image_accuracy"},
     "swapped_prompt": {"probe_irrelevant_margin": "swapped_prompt_margin", "probe_prompt_reliance": "prompt_reliance"},
 }
 NEEDED = {"blank_image": "an image to paint grey", "swapped_prompt": "another prompt of its kind to be shown under"}
-PROBED: Mapping[str, Ablation] = {name: ABLATIONS[name] for name in LOGGED}
+PROBED: Mapping[str, Intervention] = {name: INTERVENTIONS[name] for name in LOGGED}
 
 
 class ProbedDataset:
     """The rows of an evaluation set (of `load_comparisons`); those of its probe also have a `donor`.
 
-    The collator ablates rows with a donor. The probe is drawn as `max_eval_samples` draws, with donors from the probe,
+    The collator alters rows with a donor. The probe is drawn as `max_eval_samples` draws, with donors from the probe,
     so a sweep with `max_eval_samples` = `samples` and an equal `split_seed` has the same figures.
     """
 
@@ -48,7 +48,7 @@ class ProbedDataset:
         self.dataset = dataset
         self.probe = sample(dataset, None, samples, seed)
         self._positions = {row["index"]: position for position, row in enumerate(self.probe)}
-        self._warned: set[str] = set()  # ablations without figures that the log has named
+        self._warned: set[str] = set()  # interventions without figures that the log has named
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -73,16 +73,16 @@ class ProbedDataset:
         results = [scored[row["index"]] for row in rows]
         comparisons = [row["comparison"] for row in rows]
         values = _reliances(
-            ScoredComparisons(comparisons, [row.scores for row in results], [row.ablated for row in results])
+            ScoredComparisons(comparisons, [row.scores for row in results], [row.altered for row in results])
         )
         figures: dict[str, float] = {}
-        for ablation, names in LOGGED.items():
+        for intervention, names in LOGGED.items():
             figures |= {name: values[figure] for name, figure in names.items() if not math.isnan(values[figure])}
-            if not names.keys() <= figures.keys() and ablation not in self._warned:
-                self._warned.add(ablation)
+            if not names.keys() <= figures.keys() and intervention not in self._warned:
+                self._warned.add(intervention)
                 logger.info(
                     "No row with a preference among the %d of the probe has %s: %s are not logged",
-                    len(self.probe), NEEDED[ablation], " and ".join(names),
+                    len(self.probe), NEEDED[intervention], " and ".join(names),
                 )  # fmt: skip
         return figures
 

@@ -85,7 +85,7 @@ class ComparisonTrainer(trl.RewardTrainer):
         self.reward_model = model  # without the adapters around it
         self.processing_class = self.callback_handler.processing_class = processor
         self.collator = collator
-        self.eval_collator = dataclasses.replace(collator, irrelevant=None, ablations=PROBED)
+        self.eval_collator = dataclasses.replace(collator, irrelevant=None, interventions=PROBED)
         self.loss_function = PreferenceLoss(
             args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient
         )

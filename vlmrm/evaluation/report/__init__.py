@@ -29,8 +29,8 @@ from vlmrm.libraries import missing
 from vlmrm.measures.plots import Share, css_variables, drawing, save
 
 PAGE, PLOTS = "report.html", "plots"
-# The ablations on which the headline rests, shown below it.
-HEADLINE_ABLATIONS = {"swapped_image": "with another row's image", "blank_image": "with images painted grey"}
+# The interventions on which the headline rests, shown below it.
+HEADLINE_INTERVENTIONS = {"swapped_image": "with another row's image", "blank_image": "with images painted grey"}
 WANDB_PREFIX = "report"  # of the names in a run of wandb
 
 
@@ -66,7 +66,7 @@ def build_report(
         leakage=choice.leakage,
         accuracy=percent(best.accuracy.value),
         interval=interval(best.accuracy),
-        ablated={label: _measured(best.ablated(name)) for name, label in HEADLINE_ABLATIONS.items()},
+        altered={label: _measured(best.altered(name)) for name, label in HEADLINE_INTERVENTIONS.items()},
         prompts=best.pairs["prompt_id"].nunique(),
         ties=len(best.rows) - len(best.pairs),
         headline=headline(best),

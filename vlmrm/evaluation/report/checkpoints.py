@@ -71,10 +71,10 @@ class Checkpoint:
     def accuracy(self) -> Share:
         return accuracy_share(self.figures)
 
-    def ablated(self, ablation: str) -> Share:
-        """Return accuracy under the ablation; n is 0 where it was not scored."""
-        column = f"{ablation}_chosen"
-        return self.share(f"{ablation}_accuracy", int(self.pairs[column].count()) if column in self.pairs else 0)
+    def altered(self, intervention: str) -> Share:
+        """Return accuracy under the intervention; n is 0 where it was not scored."""
+        column = f"{intervention}_chosen"
+        return self.share(f"{intervention}_accuracy", int(self.pairs[column].count()) if column in self.pairs else 0)
 
     def share(self, name: str, n: int) -> Share:
         """Return one of the estimates of `figures`, over n pairs."""

@@ -24,7 +24,7 @@ from vlmrm.evaluation.report.checkpoints import (
 )
 from vlmrm.evaluation.report.verdict import verdict
 from vlmrm.measures import plots
-from vlmrm.measures.ablations import ABLATIONS
+from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRIC, METRICS, Metric
 from vlmrm.measures.plots import Share
 
@@ -164,18 +164,20 @@ def of_published(best: Checkpoint, name: str, measured: Mapping[str, float]) -> 
 
 def of_reliance(best: Checkpoint) -> Section:
     title = "Does it look at the image, and need the prompt?"
-    scored = {name: best.ablated(name) for name in ABLATIONS if best.ablated(name).n}
+    scored = {name: best.altered(name) for name in INTERVENTIONS if best.altered(name).n}
     if not scored:
-        return Section("reliance", title, "Not measured: evaluate with ablations (blank_image, swapped_prompt, ...).")
+        return Section(
+            "reliance", title, "Not measured: evaluate with interventions (blank_image, swapped_prompt, ...)."
+        )
     plain = best.share("accuracy_half_ties", len(best.pairs))
-    named = {"as it is": plain, **{ABLATIONS[name].view: share for name, share in scored.items()}}
+    named = {"as it is": plain, **{INTERVENTIONS[name].view: share for name, share in scored.items()}}
     alt = "Accuracy " + ", ".join(f"{name} {percent(share.value)}" for name, share in named.items()) + "."
     caption = (
         "Accuracy with something taken away or exchanged, equal scores at half, with 95% intervals; dashed: as it is, "
         "solid: chance."
     )
     drawing = Drawing("reliance", plots.intervals(named, plain.value), alt, caption)
-    rows = [[ABLATIONS[name].view, *_lost(best, ABLATIONS[name].reliance)] for name in scored]
+    rows = [[INTERVENTIONS[name].view, *_lost(best, INTERVENTIONS[name].reliance)] for name in scored]
     table = Table("Points of accuracy lost; below zero, gained", ["what the model saw", "lost", "95% interval"], rows)
     text = (
         "Without the right image or prompt, a model that uses them falls to the accuracy that the remaining input "

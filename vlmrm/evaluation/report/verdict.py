@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vlmrm.evaluation.report.checkpoints import number, percent, points
-from vlmrm.measures.ablations import ABLATIONS
+from vlmrm.measures.interventions import INTERVENTIONS
 
 COUNTS = 0.05  # of accuracy: a larger loss counts, a smaller one counts as none
 PROMPTS = 20  # with fewer, intervals of resampled prompts are too narrow for a verdict
@@ -23,7 +23,7 @@ class SightVerdict(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """The accuracy lost under an ablation, with its 95 % interval over the prompts that the ablation changes."""
+    """The accuracy lost under an intervention, with its 95 % interval over the prompts that it changes."""
 
     name: str
     condition: str
@@ -60,7 +60,7 @@ def verdict(figures: Mapping[str, Any]) -> SightVerdict:
     if not losses:
         return SightVerdict(
             None,
-            "Whether it looks at the image was not measured: evaluate with the ablations swapped_image, blank_image.",
+            "Whether it looks at the image was not measured: evaluate with interventions swapped_image, blank_image.",
         )
     numbers = ", ".join(loss.sentence for loss in losses)
     deciding = swapped or (grey if _answers_are_images(figures) else None)
@@ -84,7 +84,7 @@ def _doubt(
         images = "" if prompts == figures["prompt_count"] else " with an image"
         return f"{prompts} prompts{images} are too few to tell."
     if deciding is None:
-        return "Grey may only be strange to it: evaluate with the ablation swapped_image."
+        return "Grey may only be strange to it: evaluate with the intervention swapped_image."
     if deciding.counts:
         return "The two contradict each other." if grey is not None and grey.none else None
     accuracy = figures["accuracy_half_ties"]
@@ -94,15 +94,15 @@ def _doubt(
         counts = f"From {number(100 * COUNTS, 0)} points on a loss counts"
         return f"{counts}, and the interval has less and more: more pairs would tell."
     if grey is None:
-        return "No loss under another row's image is not enough: evaluate with the ablation blank_image too."
+        return "No loss under another row's image is not enough: evaluate with the intervention blank_image too."
     if grey.none:
         return None
     return "Grey may only be strange to it." if grey.counts else "Grey leaves it open: more pairs would tell."
 
 
-def _from_texts(ablated: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return, for the ablation with the highest remaining accuracy, a qualification of the verdict and a sentence."""
-    left = max(ablated, key=lambda estimate: estimate["value"])
+def _from_texts(altered: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return a qualification of the verdict, and a sentence, from the intervention with the highest accuracy."""
+    left = max(altered, key=lambda estimate: estimate["value"])
     if left["high"] < CHANCE + COUNTS:
         return "", f"At best {_interval(left)} are left, which is no lead over chance."
     if left["low"] > CHANCE:
@@ -111,7 +111,7 @@ def _from_texts(ablated: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 
 def _loss(figures: Mapping[str, Any], name: str, condition: str) -> _Loss | None:
-    estimate = figures[ABLATIONS[name].reliance]
+    estimate = figures[INTERVENTIONS[name].reliance]
     if not estimate["n"]:
         return None
     low, high = estimate["low"], estimate["high"]

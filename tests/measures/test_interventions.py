@@ -13,7 +13,7 @@ from PIL import Image as Pillow
 from vlmrm.conversation import Comparison, Image, Message, text_of
 from vlmrm.data.digits import _answers, _groups, _images, _ranked
 from vlmrm.data.rows import read_row
-from vlmrm.measures.ablations import ABLATIONS, donor_of
+from vlmrm.measures.interventions import INTERVENTIONS, donor_of
 
 LABELS = np.arange(400) % 10
 
@@ -45,10 +45,10 @@ def sees(comparison: Comparison) -> list[float]:
 
 
 def accuracy(dataset, name: str) -> float:
-    """Of that model under an ablation, with half a point for equal scores."""
+    """Of that model under an intervention, with half a point for equal scores."""
     credits = []
     for place, row in enumerate(dataset):
-        changed = ABLATIONS[name](row["comparison"], donor_of(row["comparison"], place, dataset))
+        changed = INTERVENTIONS[name](row["comparison"], donor_of(row["comparison"], place, dataset))
         if changed is not None:
             scores = sees(changed)
             for chosen, rejected, tie in changed.pairs():

@@ -1,7 +1,7 @@
 """Comparisons with a part removed or exchanged, to see what a model's preference rests on.
 
-Each ablation returns a comparison with the same answers, to be scored beside the original, or None where it does not
-apply. `donor` is another comparison of the data set.
+Each intervention returns a comparison with the same answers, to be scored beside the original, or None where it does
+not apply. `donor` is another comparison of the data set.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def response_only(comparison: Comparison, donor: Comparison | None = None) -> Co
 
 
 @dataclass(frozen=True)
-class Ablation:
-    """A change of a comparison, by its name in ABLATIONS, and how the metrics and the report call it.
+class Intervention:
+    """A change of a comparison, by its name in INTERVENTIONS, and how the metrics and the report call it.
 
     Attributes:
         change: one of the functions above.
@@ -77,15 +77,15 @@ class Ablation:
         return self.change(comparison, donor)
 
 
-ABLATIONS: Mapping[str, Ablation] = {
-    "blank_image": Ablation(blank_image, "with every image painted grey", "images painted grey", "image_reliance"),
-    "swapped_image": Ablation(
+INTERVENTIONS: Mapping[str, Intervention] = {
+    "blank_image": Intervention(blank_image, "with every image painted grey", "images painted grey", "image_reliance"),
+    "swapped_image": Intervention(
         swapped_image, "with the images of another row", "another row's image", "swapped_image_reliance"
     ),
-    "swapped_prompt": Ablation(
+    "swapped_prompt": Intervention(
         swapped_prompt, "under the prompt of another row", "another question and image", "swapped_prompt_reliance"
     ),
-    "response_only": Ablation(response_only, "of the answers alone", "no prompt at all", "response_only_reliance"),
+    "response_only": Intervention(response_only, "of the answers alone", "no prompt at all", "response_only_reliance"),
 }
 
 
