@@ -61,6 +61,14 @@ def test_a_set_that_is_missing_favours_nobody():
     assert all(abs(standing.strength.value - 0.5) < 0.01 for standing in found)
 
 
+def test_pairs_of_one_prompt_that_say_the_same_say_it_once():
+    credits, prompts, weights = answers([0.8, 0.6, 0.5], 50, 1, 0)
+    repeated = standings(credits.repeat(4, axis=0), prompts.repeat(4), weights.repeat(4) / 4)
+    for once, four in zip(standings(credits, prompts, weights), repeated, strict=True):
+        assert four.strength[:4] == pytest.approx(once.strength[:4]) and four[1:] == once[1:]
+        assert (four.strength.n, four.strength.prompts) == (200, 50)
+
+
 def test_models_without_a_common_pair_are_apart():
     credits = np.array([[1, 0, np.nan, np.nan], [np.nan, 1, 1, np.nan], [np.nan, np.nan, np.nan, 1]])
     assert connected(credits).tolist() == [0, 0, 0, 1]
