@@ -22,8 +22,10 @@ import pandas as pd
 from scipy.sparse.csgraph import connected_components
 from scipy.special import expit
 
-from vlmrm.measures.intervals import LEVEL, Estimate, estimate, resample, sums_by_cluster
+from vlmrm.measures.intervals import LEVEL, Estimate
 
+DRAWS = 1000  # of the bootstrap
+CELLS = 1 << 22  # draws x prompts held at a time: 32 MiB
 PRIOR = 0.5  # wins each way that every compared couple begins with, so that no strength is infinite
 LARGEST_STEP = 2.0  # of Newton's method
 CLOSE = 1e-10
@@ -65,14 +67,20 @@ def standings(credits: np.ndarray, prompts: Sequence | np.ndarray, weights: np.n
     strengths = fit(total + prior)
     drawn = np.full((2, size), np.nan)
     if len(won) > 1:
-        drawn = fit(resample(won.reshape(len(won), -1)).reshape(-1, size, size) + prior)
+        drawn = fit(resampled(won) + prior)
     ahead = ahead_of(strengths, drawn)
     counts = (~np.isnan(credits)).sum(axis=0)
     of_model = [np.unique(np.asarray(prompts, dtype=object)[~np.isnan(column)]).size for column in credits.T]
     letters = groups(strengths, ahead)
     return [
         Standing(
-            estimate(float(expit(strengths[i])), expit(drawn[:, i]), int(counts[i]), of_model[i]),
+            Estimate(
+                float(expit(strengths[i])),
+                *(float(end) for end in np.quantile(expit(drawn[:, i]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])),
+                float(expit(drawn[:, i]).std(ddof=1)),
+                int(counts[i]),
+                of_model[i],
+            ),
             1 + int((strengths > strengths[i] + CLOSE).sum()),
             1 + int(ahead[:, i].sum()),
             size - int(ahead[i].sum()),
@@ -84,14 +92,26 @@ def standings(credits: np.ndarray, prompts: Sequence | np.ndarray, weights: np.n
 
 def wins(credits: np.ndarray, prompts: Sequence | np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return how much of each prompt model i wins against model j: credits [N, M] of pairs → [prompts, M, M]."""
-    clusters = pd.factorize(np.asarray(prompts, dtype=object))[0]
-    by_model = []
-    for i in range(credits.shape[1]):
-        first = credits[:, [i]]
-        shares = (first > credits) + 0.5 * (first == credits)  # NaN compares as false
-        shares[:, i] = 0
-        by_model.append(sums_by_cluster(shares * weights[:, None], clusters))
-    return np.stack(by_model, axis=1)
+    clusters, names = pd.factorize(np.asarray(prompts, dtype=object))
+    won = np.zeros((len(names), credits.shape[1], credits.shape[1]))
+    for i, first in enumerate(credits.T):
+        for j, second in enumerate(credits.T):
+            if i != j:
+                share = (first > second) + 0.5 * (first == second)  # NaN compares as false
+                won[:, i, j] = np.bincount(clusters, share * weights, len(names))
+    return won
+
+
+def resampled(won: np.ndarray) -> np.ndarray:
+    """Return the wins in samples of as many prompts, with replacement: [prompts, M, M] → [draws, M, M]."""
+    rng, count = np.random.default_rng(0), len(won)
+    flat, drawn = won.reshape(count, -1), np.zeros((DRAWS, won[0].size))
+    step = max(CELLS // count, 1)
+    for start in range(0, DRAWS, step):
+        rows = range(start, min(start + step, DRAWS))
+        times = [np.bincount(rng.integers(count, size=count), minlength=count) for _ in rows]
+        drawn[rows.start : rows.stop] = np.array(times, dtype=np.float64) @ flat
+    return drawn.reshape(DRAWS, *won.shape[1:])
 
 
 def connected(credits: np.ndarray) -> np.ndarray:
