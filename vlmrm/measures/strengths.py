@@ -5,10 +5,10 @@ for each. A prompt counts once, however many pairs it has. P(i better than j) = 
 are likeliest (Bradley and Terry, 1952), so that a model is compared with others on what they have in common alone,
 and a set that it lacks neither helps nor harms it.
 
-Ranks: i is ahead of j if their difference is above zero in simultaneous 95 % intervals of all differences, by the
-largest of the studentised differences in a bootstrap of prompts. The rank of a model lies between one more than the
-number of models ahead of it, and the number of those that it is not ahead of (Mogstad, Romano, Shaikh and Wilhelm,
-Inference for Ranks, 2024).
+Ranks: i is ahead of j where the difference of their strengths is above zero in tests of all differences together: by
+the largest of the studentised differences when the signs of whole prompts are flipped (Westfall and Young, 1993).
+The rank of a model lies between one more than the number of models ahead of it, and the number of those that it is
+not ahead of (Mogstad, Romano, Shaikh and Wilhelm, Inference for Ranks, 2024).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import numpy as np
 import pandas as pd
 from scipy.sparse.csgraph import connected_components
 from scipy.special import expit
+from scipy.stats import t
 
 from vlmrm.measures.intervals import LEVEL, Estimate
 
-DRAWS = 1000  # of the bootstrap
-CELLS = 1 << 22  # draws x prompts held at a time: 32 MiB
+FLIPS = 1000
+CELLS = 1 << 22  # flips x prompts held at a time: 32 MiB
 PRIOR = 0.5  # wins each way that every compared couple begins with, so that no strength is infinite
 LARGEST_STEP = 2.0  # of Newton's method
 CLOSE = 1e-10
@@ -46,13 +47,20 @@ class Standing(NamedTuple):
     group: str
 
 
+class Influences(NamedTuple):
+    """How each prompt moves each strength [prompts, M]: `of_fit` adds up to zero, `of_strength` to the strength."""
+
+    of_fit: np.ndarray
+    of_strength: np.ndarray
+
+
 def standings(credits: np.ndarray, prompts: Sequence | np.ndarray, weights: np.ndarray) -> list[Standing]:
     """Return the standing of each of M connected models.
 
     Args:
         credits: 1 for a pair that a model has right, a half for equal scores, 0 for wrong; NaN for one that it lacks
             [N, M].
-        prompts: the prompt of each pair [N], the cluster of the bootstrap.
+        prompts: the prompt of each pair [N].
         weights: the part of a prompt that each pair is [N].
 
     Raises:
@@ -63,23 +71,19 @@ def standings(credits: np.ndarray, prompts: Sequence | np.ndarray, weights: np.n
         raise ValueError("the models are not connected by pairs")
     won = wins(credits, prompts, weights)
     total = won.sum(axis=0)
-    prior = PRIOR * (total + total.T > 0)
-    strengths = fit(total + prior)
-    drawn = np.full((2, size), np.nan)
-    if len(won) > 1:
-        drawn = fit(resampled(won) + prior)
-    ahead = ahead_of(strengths, drawn)
-    counts = (~np.isnan(credits)).sum(axis=0)
-    of_model = [np.unique(np.asarray(prompts, dtype=object)[~np.isnan(column)]).size for column in credits.T]
+    strengths = fit(total + PRIOR * (total + total.T > 0))
+    influences = influences_on(strengths, won)
+    errors = np.sqrt((influences.of_fit**2).sum(axis=0) * len(won) / max(len(won) - 1, 1))
+    half = errors * (t.ppf((1 + LEVEL) / 2, len(won) - 1) if len(won) > 1 else np.nan)
+    ahead = ahead_of(influences.of_strength)
     letters = groups(strengths, ahead)
     return [
         Standing(
             Estimate(
-                float(expit(strengths[i])),
-                *(float(end) for end in np.quantile(expit(drawn[:, i]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])),
-                float(expit(drawn[:, i]).std(ddof=1)),
-                int(counts[i]),
-                of_model[i],
+                *(float(expit(strengths[i] + by)) for by in (0, -half[i], half[i])),
+                float(errors[i] * expit(strengths[i]) * expit(-strengths[i])) if len(won) > 1 else float("nan"),
+                int((~np.isnan(credits[:, i])).sum()),
+                int(pd.Series(prompts)[~np.isnan(credits[:, i])].nunique()),
             ),
             1 + int((strengths > strengths[i] + CLOSE).sum()),
             1 + int(ahead[:, i].sum()),
@@ -92,26 +96,14 @@ def standings(credits: np.ndarray, prompts: Sequence | np.ndarray, weights: np.n
 
 def wins(credits: np.ndarray, prompts: Sequence | np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return how much of each prompt model i wins against model j: credits [N, M] of pairs → [prompts, M, M]."""
-    clusters, names = pd.factorize(np.asarray(prompts, dtype=object))
+    codes, names = pd.factorize(np.asarray(prompts, dtype=object))
     won = np.zeros((len(names), credits.shape[1], credits.shape[1]))
     for i, first in enumerate(credits.T):
         for j, second in enumerate(credits.T):
             if i != j:
                 share = (first > second) + 0.5 * (first == second)  # NaN compares as false
-                won[:, i, j] = np.bincount(clusters, share * weights, len(names))
+                won[:, i, j] = np.bincount(codes, share * weights, len(names))
     return won
-
-
-def resampled(won: np.ndarray) -> np.ndarray:
-    """Return the wins in samples of as many prompts, with replacement: [prompts, M, M] → [draws, M, M]."""
-    rng, count = np.random.default_rng(0), len(won)
-    flat, drawn = won.reshape(count, -1), np.zeros((DRAWS, won[0].size))
-    step = max(CELLS // count, 1)
-    for start in range(0, DRAWS, step):
-        rows = range(start, min(start + step, DRAWS))
-        times = [np.bincount(rng.integers(count, size=count), minlength=count) for _ in rows]
-        drawn[rows.start : rows.stop] = np.array(times, dtype=np.float64) @ flat
-    return drawn.reshape(DRAWS, *won.shape[1:])
 
 
 def connected(credits: np.ndarray) -> np.ndarray:
@@ -121,39 +113,61 @@ def connected(credits: np.ndarray) -> np.ndarray:
 
 
 def fit(wins: np.ndarray) -> np.ndarray:
-    """Return the likeliest strengths, with mean zero, of wins of i over j: [..., M, M] → [..., M].
+    """Return the likeliest strengths, with mean zero, of wins [M, M] of i over j: [M].
 
     The likelihood is concave, and Newton's method finds its maximum where each model has won and lost.
     """
-    size = wins.shape[-1]
-    met = wins + np.swapaxes(wins, -1, -2)
-    won = wins.sum(axis=-1)
-    strengths = np.zeros(wins.shape[:-1])
+    strengths = np.zeros(len(wins))
+    met = wins + wins.T
     for _ in range(100):
-        chance = expit(strengths[..., :, None] - strengths[..., None, :])
-        gradient = won - (met * chance).sum(axis=-1)
-        information = met * chance * (1 - chance)
-        # The Laplacian of the couples; a constant, which changes no chance, is held at zero by the matrix of ones.
-        hessian = np.eye(size) * information.sum(axis=-1)[..., None] - information + 1 / size
-        step = np.linalg.solve(hessian, gradient[..., None])[..., 0]
+        chance = expit(strengths[:, None] - strengths)
+        step = np.linalg.solve(_information(met, chance), (wins - met * chance).sum(axis=1))
         strengths = strengths + np.clip(step, -LARGEST_STEP, LARGEST_STEP)
-        if np.abs(step).max(initial=0) < CLOSE:
+        if np.abs(step).max() < CLOSE:
             break
-    return strengths - strengths.mean(axis=-1, keepdims=True)
+    return strengths - strengths.mean()
 
 
-def ahead_of(strengths: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-    """Return whether model i is ahead of model j, by strengths [M] and their bootstrap [draws, M]: bool [M, M].
+def _information(met: np.ndarray, chance: np.ndarray) -> np.ndarray:
+    """Return the information of the strengths [M, M]; their mean, which changes no chance, is held by the ones."""
+    couples = met * chance * (1 - chance)
+    return np.diag(couples.sum(axis=1)) - couples + 1 / len(met)
+
+
+def influences_on(strengths: np.ndarray, won: np.ndarray) -> Influences:
+    """Return how much each prompt moves the strengths [M] of wins [prompts, M, M], to first order."""
+    difference = strengths[:, None] - strengths
+    chance = expit(difference)
+    met = won + won.transpose(0, 2, 1)
+    inverse = np.linalg.inv(_information(met.sum(axis=0), chance))
+    gradient = (won - met * chance).sum(axis=2)
+    share = (met * (chance * (1 - chance) * difference)).sum(axis=2)
+    return Influences(gradient @ inverse, (gradient + share) @ inverse)
+
+
+def ahead_of(influences: np.ndarray) -> np.ndarray:
+    """Return whether model i is ahead of model j: influences on the strengths [prompts, M] → bool [M, M].
 
     With a probability of 95 % no model is ahead of one that is as good.
     """
-    difference = strengths[:, None] - strengths[None, :]
-    spread = (drawn[:, :, None] - drawn[:, None, :]) - difference
-    error = spread.std(axis=0, ddof=1)
-    differs = error > CLOSE  # not of models whose credits are the same everywhere
-    error = np.where(differs, error, 1.0)
-    largest = (np.abs(spread) / error * differs).max(axis=(1, 2), initial=0)
-    return differs & (difference / error > np.quantile(largest, LEVEL))
+    count, rng = len(influences), np.random.default_rng(0)
+    products = influences.T @ influences
+    power = np.diag(products)[:, None] + np.diag(products) - 2 * products  # sums of squared differences
+
+    def studentised(sums: np.ndarray) -> np.ndarray:
+        """Return the sums of differences [..., M, M] of sums [..., M] over their standard errors."""
+        difference = sums[..., :, None] - sums[..., None, :]
+        spread = np.maximum(power - difference**2 / count, 0)
+        alike = spread <= CLOSE * np.maximum(power, CLOSE)  # every prompt says the same
+        without = np.where(np.abs(difference) > CLOSE, np.copysign(np.inf, difference), 0.0)
+        return np.divide(difference, np.sqrt(spread), out=without, where=~alike)
+
+    largest = []
+    step = max(CELLS // count, 1)
+    for start in range(0, FLIPS, step):
+        signs = rng.integers(0, 2, (min(step, FLIPS - start), count)) * 2.0 - 1
+        largest.append(studentised(signs @ influences).max(axis=(1, 2)))
+    return studentised(influences.sum(axis=0)) > np.quantile(np.concatenate(largest), LEVEL, method="higher")
 
 
 def groups(strengths: np.ndarray, ahead: np.ndarray) -> list[str]:
@@ -163,11 +177,10 @@ def groups(strengths: np.ndarray, ahead: np.ndarray) -> list[str]:
     """
     order = np.argsort(-strengths, kind="stable")
     apart = ahead[np.ix_(order, order)]
-    letters, end = [""] * len(order), 0
-    number = 0
+    letters, end, number = [""] * len(order), 0, 0
     for start in range(len(order)):
         stop = start + 1
-        while stop < len(order) and not apart[start : stop + 1, stop].any():
+        while stop < len(order) and not apart[start:stop, stop].any():
             stop += 1
         if stop > end:
             for position in range(start, stop):
