@@ -46,6 +46,10 @@ class Engine:
     collator: ComparisonCollator
     device: torch.device | None = None
 
+    @property
+    def interventions(self) -> Mapping[str, Any]:
+        return self.collator.interventions
+
     def forward(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Return the raw logits [N], float32, of a batcher's inputs; differentiable where gradients are enabled."""
         return self.model(**to_device(inputs, self.device or self.model.device)).logits.squeeze(-1).float()

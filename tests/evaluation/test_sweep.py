@@ -21,9 +21,11 @@ from vlmrm import cli, load_scorer, rendering
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import data_fingerprint, load_train_and_eval
 from vlmrm.errors import BelowThreshold, ConfigError, DataError
+from vlmrm.evaluation import entry as entry_module
 from vlmrm.evaluation import evaluate as evaluate_module
 from vlmrm.evaluation import sweep as sweep_module
 from vlmrm.evaluation.schema import load_results
+from vlmrm.evaluation.scorers import checkpoint as checkpoint_module
 from vlmrm.evaluation.sweep import launched, sweep
 from vlmrm.modeling import checkpoint_digest, write_complete
 from vlmrm.rendering import Renderer
@@ -196,19 +198,19 @@ def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, h
     break_weights(run_folder / "checkpoint-9")
     measure, measured = evaluate_module.measure, []
 
-    def killed(loaded, dataset, run, folder):
-        if folder.name == "checkpoint-100":
+    def killed(entry, *about):
+        if entry.checkpoint == "checkpoint-100":
             raise KeyboardInterrupt
-        return measure(loaded, dataset, run, folder)
+        return measure(entry, *about)
 
     monkeypatch.setattr(evaluate_module, "measure", killed)
     with pytest.raises(KeyboardInterrupt):
         sweep(asked(run_folder, data))
     assert [row["checkpoint"] for row in read_csv()] == ["checkpoint-9", "checkpoint-10"]
 
-    def watched(loaded, dataset, run, folder):
-        measured.append(folder.name)
-        return measure(loaded, dataset, run, folder)
+    def watched(entry, *about):
+        measured.append(entry.checkpoint)
+        return measure(entry, *about)
 
     monkeypatch.setattr(evaluate_module, "measure", watched)
     shutil.rmtree(run_folder / "checkpoint-9")
@@ -221,16 +223,16 @@ def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, h
 
 def test_a_second_sweep_into_one_output_is_refused_and_loses_nothing(run_folder, data, monkeypatch):
     """As of one per GPU: each would write the rows that it knows, without the other's."""
-    evaluate_checkpoint, refused = evaluate_module.evaluate_checkpoint, []
+    evaluate_entry, refused = evaluate_module.evaluate_entry, []
 
-    def meanwhile(folder, dataset, run):
+    def meanwhile(*about):
         with pytest.raises(ConfigError, match=r"results\.csv is being written by another sweep") as stopped:
             sweep(asked(run_folder / "checkpoint-100", data, output_file="../" + Path.cwd().name + "/results.csv"))
         refused.append(str(stopped.value))
-        return evaluate_checkpoint(folder, dataset, run)
+        return evaluate_entry(*about)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sweep_module, "evaluate_checkpoint", meanwhile)
+        patch.setattr(sweep_module, "evaluate_entry", meanwhile)
         sweep(asked(run_folder / "checkpoint-9", data))
     assert len(refused) == 1 and "choose another output_file" in refused[0]
     assert [row["checkpoint"] for row in read_csv()] == ["checkpoint-9"]
@@ -327,7 +329,7 @@ def test_pairs_that_are_gone_are_scored_again_and_broken_ones_are_said(run_folde
 def test_a_checkpoint_that_was_trained_again_is_evaluated_again(run_folder, data, monkeypatch):
     before = {row["checkpoint"]: row["average_margin"] for row in sweep(asked(run_folder, data)).rows}
     scale_head(run_folder / "checkpoint-10", -1.0, step=10)
-    monkeypatch.setattr(evaluate_module, "load_checkpoint", only(evaluate_module.load_checkpoint, "checkpoint-10"))
+    monkeypatch.setattr(checkpoint_module, "load_checkpoint", only(checkpoint_module.load_checkpoint, "checkpoint-10"))
     after = {row["checkpoint"]: row["average_margin"] for row in sweep(asked(run_folder, data)).rows}
     assert after == pytest.approx(before | {"checkpoint-10": -before["checkpoint-10"]})
     assert pd.read_parquet("results.scores.parquet").groupby("checkpoint").size().tolist() == [6, 6, 6]
@@ -485,7 +487,7 @@ def test_images_are_processed_for_the_first_checkpoint_alone(run_folder, data, h
     kept = sweep(asked(run_folder, data, output_file="kept.csv", check_sight=False))
     assert len(processed) == len(set(processed)) >= 6
     one = 3 * 10**5  # bytes: a few of the images
-    monkeypatch.setattr(evaluate_module, "IMAGES_LIMIT", one)
+    monkeypatch.setattr(entry_module, "IMAGES_LIMIT", one)
     written = []
     save = rendering.save
     monkeypatch.setattr(
@@ -493,7 +495,7 @@ def test_images_are_processed_for_the_first_checkpoint_alone(run_folder, data, h
     )
     sweep(asked(run_folder, data, output_file="some.csv"))
     assert 0 < sum(written) <= one, "the limit holds for all checkpoints together"
-    monkeypatch.setattr(evaluate_module, "IMAGES_LIMIT", 0)
+    monkeypatch.setattr(entry_module, "IMAGES_LIMIT", 0)
     anew = sweep(asked(run_folder, data, output_file="anew.csv"))
     for one, other in zip(kept.rows, anew.rows, strict=True):
         assert one["average_margin"] == other["average_margin"]

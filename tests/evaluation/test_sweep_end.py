@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def steps(folder: Path = Path("run")) -> list[str]:
 def test_the_best_is_by_the_metric_that_was_asked_for(run_folder, data, monkeypatch, capsys):
     first = sweep(asked(run_folder, data))
     assert first.choice and first.choice["value"] == max(row["preference_accuracy"] for row in first.rows)
-    monkeypatch.setattr(sweep_module, "evaluate_checkpoint", lambda *_: pytest.fail("everything has its row"))
+    monkeypatch.setattr(sweep_module, "evaluate_entry", lambda *_: pytest.fail("everything has its row"))
     by_loss = sweep(asked(run_folder, data, metric_for_best="loss"))
     least = min(by_loss.rows, key=lambda row: row["loss"])
     assert by_loss.best is least
@@ -288,9 +287,10 @@ def test_an_intervention_whose_scores_are_no_numbers_is_a_row(run_folder, data, 
             output.logits[len(output.logits) // 2 :] = math.nan
             return output
 
-    def evaluated(engine, *args, description, **keys):
-        broken = replace(engine, model=Broken(engine.model)) if description == "checkpoint-2" else engine
-        return evaluate(broken, *args, description=description, **keys)
+    def evaluated(scorer, *args, description, **keys):
+        if description == "checkpoint-2":
+            scorer.engine.model = Broken(scorer.engine.model)
+        return evaluate(scorer, *args, description=description, **keys)
 
     monkeypatch.setattr(evaluate_module, "evaluate", evaluated)
     errors = [row["error"] for row in sweep(asked(run_folder, data, interventions="blank_image")).rows]
@@ -304,9 +304,10 @@ def test_a_checkpoint_without_enough_memory_is_a_row(run_folder, data, monkeypat
         def __call__(self, **inputs):
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
 
-    def evaluated(engine, *args, description, **keys):
-        full = replace(engine, model=Full()) if description == "checkpoint-2" else engine
-        return evaluate(full, *args, description=description, **keys)
+    def evaluated(scorer, *args, description, **keys):
+        if description == "checkpoint-2":
+            scorer.engine.model = Full()
+        return evaluate(scorer, *args, description=description, **keys)
 
     monkeypatch.setattr(evaluate_module, "evaluate", evaluated)
     errors = [row["error"] for row in sweep(asked(run_folder, data)).rows]

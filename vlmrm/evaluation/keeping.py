@@ -17,6 +17,7 @@ from pathlib import Path
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.choosing import Criterion
+from vlmrm.evaluation.entry import Entry
 from vlmrm.evaluation.results import Results
 from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.pairs import candidates_of
@@ -69,9 +70,9 @@ class Plan:
 
 
 def conclude(
-    results: Results, looked_at: Sequence[Path], args: EvaluationArguments, *, main: bool, stopped: bool
+    results: Results, looked_at: Sequence[Entry], args: EvaluationArguments, *, main: bool, stopped: bool
 ) -> SweepResult:
-    """Choose the best of all rows, and apply `keep_best` to `looked_at`, the checkpoints of this sweep.
+    """Choose the best of all rows, and apply `keep_best` to `looked_at`, the entries of this sweep.
 
     The `main` process alone writes and deletes; nothing is deleted of a sweep that was `stopped`.
 
@@ -79,7 +80,7 @@ def conclude(
         ConfigError: when no checkpoint can be chosen, or deleting needs an answer and there is no terminal.
         BelowThreshold: when the best is below `fail_under`.
     """
-    paths = {str(folder) for folder in looked_at}
+    paths = {entry.path for entry in looked_at}
     rows = [row for row in results.rows if row["path"] in paths]
     if not rows:
         raise ConfigError(f"watch saw no checkpoint in {', '.join(args.model_dirs)}: check the path, or wait longer.")
@@ -93,14 +94,15 @@ def conclude(
         criterion.require(results.rows)
     except ConfigError as error:
         raise ConfigError(f"{results.csv} has every checkpoint, but none is best: {error}") from None
-    if main and best is not None and args.save_normalization:
+    if main and best is not None and args.save_normalization and Path(best["path"]).is_dir():
         save_scale(best, results)
     check_threshold(best, args, results.csv)
     if main and best is not None and best["kept"] is not None and not stopped:
         if any(row["error"] for row in rows):
             logger.warning("keep_best deletes nothing, because not every checkpoint could be evaluated")
         else:
-            keep_best(looked_at, [Path(path) for path in best["kept"]], yes=args.yes)
+            evaluated = [Path(entry.path) for entry in looked_at]
+            keep_best(evaluated, [Path(path) for path in best["kept"]], yes=args.yes)
     return SweepResult(results.rows, best, results.csv, results.parquet)
 
 

@@ -17,12 +17,12 @@ from typing import Any
 import pandas as pd
 
 from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.evaluation.entry import Entry
 from vlmrm.evaluation.public import published_table
 from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, Figures, Row, dump_results, load_results
 from vlmrm.files import atomic_write, make_folder, write_file
 from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pairs import read_pairs
-from vlmrm.modeling.manifest import checkpoint_digest
 
 IN_TABLE = [metric for metric in METRICS if metric.column]
 FIRST = [
@@ -78,13 +78,13 @@ class Results:
         old, new = ({**settings, **settings.get("reading", {})} for settings in (before, self.settings))
         return sorted(key for key in {*old, *new} - {"reading"} if digest(old.get(key)) != digest(new.get(key)))
 
-    def holds(self, folder: Path) -> bool:
-        """Return whether the checkpoint has figures, with the pairs behind them, and is still the same."""
-        row = next((row for row in self.rows if row["path"] == str(folder) and not row["error"]), None)
+    def holds(self, entry: Entry) -> bool:
+        """Return whether the entry has figures, with the pairs behind them, and is still the same."""
+        row = next((row for row in self.rows if row["path"] == entry.path and not row["error"]), None)
         if row is None or self.frame is None:
             return False
         try:
-            same = row["provenance"]["weights"] == checkpoint_digest(folder)
+            same = row["provenance"]["weights"] == entry.digest()
         except CheckpointError:
             return False  # opening it raises the same error
         return same and bool(_of(self.frame, row).any())

@@ -55,25 +55,31 @@ class Statistics(TypedDict):
 
 
 @strict
-class Provenance(TypedDict):
-    """The data, checkpoint, software and device behind a row's figures.
+class Origin(TypedDict):
+    """What gave the scores: null stands for what is not known of a scorer that is no checkpoint.
 
     `weights` is the checkpoint's digest, `checkpoint` the provenance in its reward_model.json.
     """
+
+    weights: str | None
+    device: str | None
+    dtype: str | None
+    attention: str | None
+    chat_template_sha256: str | None
+    checkpoint: dict[str, Any]
+
+
+@strict
+class Provenance(Origin):
+    """The data, scorer and software behind a row's figures."""
 
     date: str
     git_commit: str | None
     versions: dict[str, str]
     data: str
-    weights: str
-    device: str
     processes: int
-    dtype: str
-    attention: str
-    chat_template_sha256: str
     bootstrap_draws: int
     bootstrap_seed: int
-    checkpoint: dict[str, Any]
 
 
 class _Row(TypedDict, extra_items=Number):

@@ -33,11 +33,13 @@ from vlmrm.data.tables import name_tables
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.arguments import EvaluationArguments, check_data_keys
 from vlmrm.evaluation.choosing import Criterion
-from vlmrm.evaluation.evaluate import SweepRun, evaluate_checkpoint, row_of
+from vlmrm.evaluation.entry import Entry, SweepRun
+from vlmrm.evaluation.evaluate import evaluate_entry, opened
 from vlmrm.evaluation.keeping import SweepResult, conclude
 from vlmrm.evaluation.leakage import Leakage, leakage, open_rows, verdict
 from vlmrm.evaluation.public import Benchmark, benchmark, load_benchmark
 from vlmrm.evaluation.results import Results, beside_published, describe, write_rewardbench
+from vlmrm.evaluation.scorers.checkpoint import CheckpointEntry
 from vlmrm.files import exclusive_lock
 from vlmrm.logs import start_log
 from vlmrm.measures.pairs import check_columns
@@ -99,24 +101,24 @@ def run_sweep(
         raise ConfigError("dataset_path is missing: give the preferences to evaluate on, or a benchmark by name.")
     if public is not None:
         args.group_by = [*dict.fromkeys([*args.group_by, *public.by])]
-    checkpoints = checkpoints_to_evaluate(args)
+    entries = entries_to_evaluate(args)
     try:
         dataset = open_data(public, data_args)
         if args.group_by:
             check_columns(iterate_readable(dataset), args.group_by)
     except (DataError, ConfigError) as error:
         if processes.is_main_process and not args.watch:
-            write_failure(checkpoints, error, args, data_args)
+            write_failure(entries, error, args, data_args)
         raise
     results = Results(Path(args.output_file), settings(args, data_args))
     leaked = find_leakage(dataset, args.train_data, data_args, processes) if args.train_data else None
     results.leakage = None if leaked is None else leaked.block()
-    count = f"{len(checkpoints)} checkpoints" if isinstance(checkpoints, list) else "checkpoints as they come"
+    count = f"{len(entries)} entries" if isinstance(entries, list) else "checkpoints as they come"
     logger.info("Evaluating %s on %d comparisons; log: %s", count, len(dataset), log_path)
     # Images are opened and processed for the first checkpoint and kept for the others.
     with TemporaryDirectory(prefix="vlmrm-images-") as images:
         run = SweepRun(args, data_args, processes, Path(images), results.settings["data"], leaked)
-        looked_at, stopped = evaluate_all(checkpoints, dataset, run, results)
+        looked_at, stopped = evaluate_all(entries, dataset, run, results)
     return conclude(results, looked_at, args, main=processes.is_main_process, stopped=stopped)
 
 
@@ -128,33 +130,36 @@ def launched() -> PartialState:
     return PartialState(cpu=not available)
 
 
-def checkpoints_to_evaluate(args: EvaluationArguments) -> Iterable[Path]:
-    """Return the checkpoints to evaluate; with `watch`, an iterator that waits for new ones."""
+def entries_to_evaluate(args: EvaluationArguments) -> Iterable[Entry]:
+    """Return the entries of the table; with `watch`, an iterator that waits for new checkpoints."""
     if args.watch:
-        return watch(args.model_dirs, args.checkpoint_pattern, timeout=60 * args.watch_timeout)
-    return [folder for model_dir in args.model_dirs for folder in checkpoints_of(model_dir, args)]
+        return map(CheckpointEntry, watch(args.model_dirs, args.checkpoint_pattern, timeout=60 * args.watch_timeout))
+    return [CheckpointEntry(folder) for model_dir in args.model_dirs for folder in checkpoints_of(model_dir, args)]
 
 
 def evaluate_all(
-    checkpoints: Iterable[Path], dataset: Dataset, run: SweepRun, results: Results
-) -> tuple[list[Path], bool]:
-    """Evaluate the checkpoints that the results lack; return all checkpoints, and whether Ctrl-C ended a watch."""
+    entries: Iterable[Entry], dataset: Dataset, run: SweepRun, results: Results
+) -> tuple[list[Entry], bool]:
+    """Evaluate the entries that the results lack; return all entries, and whether Ctrl-C ended a watch."""
     criterion = Criterion(run.args.metric_for_best, run.args.one_standard_error)
-    looked_at: list[Path] = []
+    looked_at: list[Entry] = []
     try:
-        for folder in checkpoints:
-            looked_at.append(folder)
-            if results.holds(folder):
-                logger.info("%s: already in %s", folder, results.csv)
+        for entry in entries:
+            looked_at.append(entry)
+            if results.holds(entry):
+                logger.info("%s: already in %s", entry.path, results.csv)
                 continue
-            row, frame = evaluate_checkpoint(folder, dataset, run)
+            started = time.perf_counter()
+            with opened(entry, run) as scorer:
+                row, frame = evaluate_entry(entry, scorer, dataset, run)
+            row["seconds"] = round(time.perf_counter() - started, 3)
             results.add(row, frame)
             results.best = criterion.best(results.rows)
             if run.processes.is_main_process:
                 if frame is not None:
                     write_rewardbench(results.csv.with_suffix(".rewardbench"), row, frame)
                 results.write()
-            logger.info("%s: %s", folder, describe(row))
+            logger.info("%s: %s", entry.path, describe(row))
             if run.args.benchmark is not None and not row["error"]:
                 logger.info("%s", beside_published(run.args.benchmark, row))
     except KeyboardInterrupt:
@@ -184,16 +189,16 @@ def open_data(public: Benchmark | None, data_args: DataArguments) -> Any:
 
 
 def write_failure(
-    checkpoints: Iterable[Path], error: Exception, args: EvaluationArguments, data_args: DataArguments
+    entries: Iterable[Entry], error: Exception, args: EvaluationArguments, data_args: DataArguments
 ) -> None:
-    """Write the error into the rows of checkpoints without figures."""
+    """Write the error into the rows of entries without figures."""
     try:
         results = Results(Path(args.output_file), settings(args, data_args))
     except (ConfigError, DataError):
         return  # the files cannot be written, or hold other results, which are kept
-    for folder in checkpoints:
-        if not results.holds(folder):
-            results.add(row_of(folder, str(error)), None)
+    for entry in entries:
+        if not results.holds(entry):
+            results.add(entry.row(str(error)), None)
     results.write()
 
 

@@ -1,0 +1,124 @@
+"""What a row of the table is about: an entry, which is opened to score rows, and what all entries of a sweep share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from accelerate import PartialState
+
+from vlmrm.data.arguments import DataArguments
+from vlmrm.engine import ScoredRow
+from vlmrm.evaluation.arguments import EvaluationArguments
+from vlmrm.evaluation.leakage import Leakage
+from vlmrm.evaluation.schema import Origin, Row
+from vlmrm.rendering import MediaLimits, MediaStore
+
+IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a sweep
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """The arguments and state that all evaluations of a sweep share.
+
+    `images` is a folder for processed images, `data` the fingerprint of the evaluation data.
+    """
+
+    args: EvaluationArguments
+    data_args: DataArguments
+    processes: PartialState
+    images: Path
+    data: str
+    leakage: Leakage | None = None
+
+    def store(self, processor: Any, limits: MediaLimits) -> MediaStore:
+        """Return the store of processed images, which checkpoints with an equal processor and limits share."""
+        name = f"{processor.image_processor.to_json_string()} {limits}"
+        # Each process has a folder of its own, which earlier checkpoints have begun to fill.
+        left = IMAGES_LIMIT // self.processes.num_processes - sum(
+            file.stat().st_size for file in self.images.iterdir()
+        )
+        return MediaStore(self.images, left // max(self.args.dataloader_num_workers, 1), name)
+
+
+class RowScorer(Protocol):
+    """An open model that scores the rows of data sets; an `Engine` is one.
+
+    Attributes:
+        interventions: those that it scores beside the rows as they are.
+    """
+
+    @property
+    def interventions(self) -> Collection[str]: ...
+
+    def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
+        """Yield the scores of the rows `{"index", "comparison"}` of a data set, in order; with `donor` altered too.
+
+        Raises:
+            RowError: for a row that may not be dropped.
+            VlmrmError: when scoring cannot go on.
+        """
+        ...
+
+
+class OpenEntry(RowScorer, Protocol):
+    """An entry that is ready to be measured, on any number of data sets, until it is closed.
+
+    Attributes:
+        limits: why it cannot do an intervention, by name.
+    """
+
+    @property
+    def limits(self) -> Mapping[str, str]: ...
+
+    def origin(self) -> Origin:
+        """Return what gave the scores, for the provenance."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Entry(ABC):
+    """What a row of the table is about, before it is opened.
+
+    Args:
+        model, checkpoint: its names in the table; together they are those of one entry.
+        path: its key in the results.
+    """
+
+    def __init__(self, model: str, checkpoint: str, path: str):
+        self.model, self.checkpoint, self.path = model, checkpoint, path
+
+    @property
+    def step(self) -> int | None:
+        """Return the training step, where it is a checkpoint with one."""
+        return None
+
+    @abstractmethod
+    def digest(self) -> str | None:
+        """Return what changes when its scores may; None where that is known only once it is open.
+
+        Raises:
+            CheckpointError: when it cannot be read.
+        """
+
+    @abstractmethod
+    def open(self, run: SweepRun) -> OpenEntry:
+        """Open it for the arguments of a sweep.
+
+        Raises:
+            CheckpointError, ConfigError, RewardError: when it cannot be opened.
+        """
+
+    def row(self, error: str | None = None) -> Row:
+        """Return its row of the table before it has figures."""
+        return {
+            "model": self.model,
+            "checkpoint": self.checkpoint,
+            "path": self.path,
+            "error": error,
+            "seconds": 0.0,
+        }

@@ -1,0 +1,104 @@
+"""A checkpoint of a training as an entry of the table: rendered, batched and scored by the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlmrm.batching import ComparisonCollator
+from vlmrm.engine import Engine, ScoredRow
+from vlmrm.evaluation.choosing import step_of
+from vlmrm.evaluation.entry import Entry, SweepRun
+from vlmrm.evaluation.schema import Origin
+from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.modeling import LoadedReward, batcher_for, load_checkpoint, sequence_limit, template_hash
+from vlmrm.modeling.attention import attention_of
+from vlmrm.modeling.manifest import checkpoint_digest
+from vlmrm.rendering import MediaLimits, Renderer
+
+
+class CheckpointEntry(Entry):
+    """A folder that training wrote."""
+
+    def __init__(self, folder: Path):
+        super().__init__(str(folder.parent), folder.name, str(folder))
+        self.folder = folder
+
+    @property
+    def step(self) -> int | None:
+        return step_of(self.folder.name)
+
+    def digest(self) -> str:
+        return checkpoint_digest(self.folder)
+
+    def open(self, run: SweepRun) -> OpenCheckpoint:
+        args = run.args
+        loaded = load_checkpoint(
+            self.folder,
+            dtype=args.dtype,
+            attn_implementation=args.attn_implementation,
+            trust_remote_code=args.trust_remote_code,
+            base_model_path=args.base_model_path,
+            batching=args.batching,
+            check_sight=args.check_sight,
+            check_files=args.check_files,
+        )
+        if args.vision_cache_dir is not None:
+            loaded.model.requires_grad_(False)
+            loaded.model.use_vision_cache(args.vision_cache_dir, args.vision_cache_gb)
+        return OpenCheckpoint(loaded, engine_for(loaded, run))
+
+
+@dataclass
+class OpenCheckpoint:
+    """A loaded checkpoint and the engine that scores with it; every intervention can be done."""
+
+    loaded: LoadedReward
+    engine: Engine
+    limits: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def interventions(self) -> Mapping[str, Any]:
+        return self.engine.interventions
+
+    def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
+        return self.engine.rows(dataset, batch_size=batch_size, num_workers=num_workers)
+
+    def origin(self) -> Origin:
+        model = self.loaded.model
+        return {
+            "weights": self.loaded.digest,
+            "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "attention": attention_of(model),
+            "chat_template_sha256": template_hash(self.loaded.processor),
+            "checkpoint": self.loaded.info.get("provenance", {}),
+        }
+
+    def close(self) -> None:
+        """Do nothing: the weights are freed with the object."""
+
+
+def engine_for(loaded: LoadedReward, run: SweepRun) -> Engine:
+    """Return the engine of a model, with the pixel limits of its training unless the data keys set others."""
+    args, data_args = run.args, run.data_args
+    limits = MediaLimits(
+        data_args.min_pixels or loaded.info.get("min_pixels"),
+        data_args.max_pixels or loaded.info.get("max_pixels"),
+        data_args.video_fps,
+        data_args.video_max_frames,
+    )
+    collator = ComparisonCollator(
+        Renderer(loaded.processor, limits, run.store(loaded.processor, limits)),
+        batcher_for(loaded.model, loaded.processor, args.batching),
+        max_seq_length=sequence_limit(loaded.model.config, data_args.max_seq_length),
+        max_tokens_per_batch=args.max_tokens_per_batch,
+        overlong=data_args.overlong,
+        bad_rows=data_args.bad_rows,
+        interventions={name: INTERVENTIONS[name] for name in args.interventions},
+    )
+    return Engine(loaded.model, collator)
