@@ -393,10 +393,8 @@ def named(words: Iterable[str]) -> list[str]:
     for word in words:
         if word not in INTERVENTIONS and word not in GROUPS:
             names = [*GROUPS, *INTERVENTIONS]
-            raise ConfigError(
-                f"interventions names {word!r}, which there is not"
-                f"{did_you_mean(word, names, f': choose from {", ".join(names)}.')}"
-            )
+            advice = did_you_mean(word, names, f": choose from {', '.join(names)}.")
+            raise ConfigError(f"interventions names {word!r}, which there is not{advice}")
         chosen |= {
             name
             for name, intervention in INTERVENTIONS.items()

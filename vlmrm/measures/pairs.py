@@ -70,8 +70,8 @@ def scored_frame(
 
     Further columns: model, checkpoint, step; by/NAME for each of `group_by`; chosen_ and rejected_ length
     (characters), pixels, text, image_paths; margin_label, agreement; images (their number), pixels, prompt_text,
-    image_paths of the prompt; and for each intervention that was scored its _chosen and _rejected score, NaN where it does
-    not apply.
+    image_paths of the prompt; and for each intervention that was scored its _chosen and _rejected score, NaN where it
+    does not apply.
 
     Raises:
         ConfigError: when no row has a column named in `group_by`.
