@@ -31,13 +31,15 @@ TEXT = 2000  # characters kept of a text, for the report
 class ScoredComparisons:
     """Comparisons with the score of each branch, and the errors of the rows that could not be scored.
 
-    `altered[i]` has, by name of the intervention, the scores of the branches of comparison i as it was changed.
+    `altered[i]` has, by name of the intervention, the scores of the branches of comparison i as it was changed, and
+    `verdicts[i]` those of `ScoredRow`, where a judge of pairs gave any.
     """
 
     comparisons: Sequence[Comparison] = ()
     scores: list[list[float]] = field(default_factory=list)
     altered: list[dict[str, list[float]]] = field(default_factory=list)
     dropped: list[RowError] = field(default_factory=list)
+    verdicts: list[Mapping[tuple[int, int], tuple[float, float]]] = field(default_factory=list)
 
 
 class Candidates(NamedTuple):
