@@ -121,7 +121,7 @@ EVALUATION = {
         "benchmark",
         "output_file",
     ),
-    "What to measure": ("interventions", "group_by", "train_data"),
+    "What to measure": ("interventions", "intervention_sample", "group_by", "train_data"),
     "Choosing and keeping": (
         "metric_for_best",
         "one_standard_error",

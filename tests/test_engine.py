@@ -18,12 +18,13 @@ from vlmrm.data.comparisons import load_comparisons
 from vlmrm.engine import Engine
 from vlmrm.errors import CheckpointError, MediaError, RowError, ScoreError
 from vlmrm.evaluation.evaluate import evaluate
-from vlmrm.measures.interventions import response_only
+from vlmrm.measures.interventions import INTERVENTIONS, response_only
 from vlmrm.modeling import load_processor
 from vlmrm.rendering import Rendered, Renderer
 from vlmrm.scoring.offline import Shards
 
 SENTENCE = "its score is nan: look for broken weights, or compute in float32"
+ALONE = {"response_only": INTERVENTIONS["response_only"]}
 
 
 class Sums:
@@ -112,9 +113,9 @@ def test_an_item_that_cannot_be_rendered_gets_its_error_and_stops_nothing(engine
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("budget", [None, 60])
 def test_every_row_has_the_scores_of_its_branches_or_its_error(engine, renderer, rows, budget, workers):
-    rows = [{**row, "donor": None} for row in rows]
+    rows = [{**row, "sampled": True} for row in rows]
     rows[2]["comparison"] = RowError("no answers", "nobody")
-    options = {"max_tokens_per_batch": budget, "bad_rows": "skip", "interventions": {"response_only": response_only}}
+    options = {"max_tokens_per_batch": budget, "bad_rows": "skip", "interventions": ALONE}
     scored_rows = list(engine(**options).rows(rows, batch_size=4, num_workers=workers))
     assert [row.index for row in scored_rows] == [row["index"] for row in rows]
     assert (scored_rows[2].id, str(scored_rows[2].error), scored_rows[2].scores) == (
@@ -164,9 +165,9 @@ def test_a_score_that_is_no_number_is_named_once_and_by_one_sentence_everywhere(
 
 
 def test_an_intervention_s_score_that_is_no_number_is_named(engine, renderer, rows):
-    rows = [{**row, "donor": None} for row in rows]
+    rows = [{**row, "sampled": True} for row in rows]
     changed = response_only(rows[0]["comparison"]).conversations()[0]
-    work = engine([score_of(renderer.render(changed))], interventions={"response_only": response_only})
+    work = engine([score_of(renderer.render(changed))], interventions=ALONE)
     first, *remaining = work.rows(rows, batch_size=4)
     assert str(first.error).startswith("row pair-0: its response_only score is nan: look for broken weights")
     assert all(row.error is None for row in remaining)

@@ -54,13 +54,13 @@ def scored_alone(loaded, comparison) -> list[float]:
 def test_every_score_is_that_of_the_changed_conversation_alone(loaded, rows):
     result = run(loaded, rows)
     assert [c.id for c in result.comparisons] == [row["comparison"].id for row in rows]
-    share = _Share(rows, 4, 0, 1, with_donors=True)
+    share = _Share(rows, 4, 0, 1, sample=len(rows))
     for place, (comparison, scores, altered) in enumerate(
         zip(result.comparisons, result.scores, result.altered, strict=True)
     ):
         assert scores == pytest.approx(scored_alone(loaded, comparison), abs=1e-5)
         for name, change in INTERVENTIONS.items():
-            changed = change(comparison, share[place]["donor"])
+            changed = change(comparison, share[place]["donors"])
             assert (changed is None) == (name not in altered)
             if changed is not None:
                 assert altered[name] == pytest.approx(scored_alone(loaded, changed), abs=1e-5), name
@@ -97,16 +97,16 @@ def test_text_rows_have_no_image_to_take_away(loaded, rows):
 
 
 def test_donors_have_another_prompt_of_the_same_kind_and_depend_on_the_data_alone(rows):
-    whole = _Share(rows, 4, 0, 1, with_donors=True)
+    whole = _Share(rows, 4, 0, 1, sample=len(rows))
     for block in (1, 3):
         for rank in (0, 1):
-            share = _Share(rows, block, rank, 2, with_donors=True)
+            share = _Share(rows, block, rank, 2, sample=len(rows))
             for number in range(len(share)):
                 row = share[number]
                 same = whole[row["index"]]
-                assert (row["donor"] and row["donor"].id) == (same["donor"] and same["donor"].id)
-                if row["donor"] is not None:
-                    own, other = (set(map(str, references(c.prompt))) for c in (row["comparison"], row["donor"]))
+                assert [donor.id for donor in row["donors"]] == [donor.id for donor in same["donors"]]
+                for donor in row["donors"]:
+                    own, other = (set(map(str, references(c.prompt))) for c in (row["comparison"], donor))
                     assert bool(own) == bool(other) and not own & other
 
 
@@ -114,17 +114,19 @@ def test_donors_are_of_the_same_batch(tmp_path):
     """Where their prompts and images are computed anyway, as long as a batch has eight rows or a multiple."""
     data = colour_pairs(tmp_path, 24, chosen=[f"It is number {i}." for i in range(24)])
     rows = load_comparisons([str(data)], arguments=DataArguments())
-    share = _Share(rows, 8, 0, 1, with_donors=True)
+    share = _Share(rows, 8, 0, 1, sample=len(rows))
     donors = 0
     for start in (0, 8, 16):
         batch = share.__getitems__(range(start, start + 8))
-        donors += sum(row["donor"].id in {row["comparison"].id for row in batch} for row in batch)
+        donors += sum(
+            {donor.id for donor in row["donors"]} <= {each["comparison"].id for each in batch} for row in batch
+        )
     assert donors >= 20, "all but those of two squares of one colour, which are copies"
 
 
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 5))
 def test_ranks_share_every_row_exactly_once(count, block, ranks):
-    shares = [_Share(range(count), block, rank, ranks, with_donors=False)._indices for rank in range(ranks)]
+    shares = [_Share(range(count), block, rank, ranks, sample=None)._indices for rank in range(ranks)]
     assert sorted(index for share in shares for index in share) == list(range(count))
 
 

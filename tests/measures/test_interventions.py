@@ -13,7 +13,8 @@ from PIL import Image as Pillow
 from vlmrm.conversation import Comparison, Image, Message, text_of
 from vlmrm.data.digits import _answers, _groups, _images, _ranked
 from vlmrm.data.rows import read_row
-from vlmrm.measures.interventions import INTERVENTIONS, donor_of
+from vlmrm.measures.donors import donors_of
+from vlmrm.measures.interventions import INTERVENTIONS
 
 LABELS = np.arange(400) % 10
 
@@ -48,7 +49,7 @@ def accuracy(dataset, name: str) -> float:
     """Of that model under an intervention, with half a point for equal scores."""
     credits = []
     for place, row in enumerate(dataset):
-        changed = INTERVENTIONS[name](row["comparison"], donor_of(row["comparison"], place, dataset))
+        changed = INTERVENTIONS[name](row["comparison"], donors_of(row["comparison"], place, dataset))
         if changed is not None:
             scores = sees(changed)
             for chosen, rejected, tie in changed.pairs():
@@ -82,10 +83,9 @@ def test_a_donor_has_none_of_the_row_s_pictures_in_whatever_order():
     couples = [(f"{i}.png", f"{i}_.png") for i in range(4)]
     dataset = rows_of([question(i, list(some)) for i, (a, b) in enumerate(couples) for some in ((a, b), (b, a))])
     for place, row in enumerate(dataset):
-        donor = donor_of(row["comparison"], place, dataset)
-        assert donor is not None
-        own, other = (set(references(each.prompt)) for each in (row["comparison"], donor))
-        assert not own & other
+        donors = donors_of(row["comparison"], place, dataset)
+        shown = [picture for each in (row["comparison"], *donors) for picture in references(each.prompt)]
+        assert len(donors) == 2 and len(shown) == len({*shown}), "nor has the second donor any of the first's"
 
 
 def test_a_copy_of_the_row_s_picture_under_another_name_is_no_donor(tmp_path):
@@ -95,8 +95,8 @@ def test_a_copy_of_the_row_s_picture_under_another_name_is_no_donor(tmp_path):
         Pillow.new("RGB", (56, 56), colour).save(paths[-1])
     dataset = rows_of([question(i, [path]) for i, path in enumerate(paths)])
     for place in range(3):
-        donor = donor_of(dataset[place]["comparison"], place, dataset)
-        assert donor is not None and references(donor.prompt) == [paths[3]]
+        [donor] = donors_of(dataset[place]["comparison"], place, dataset)
+        assert references(donor.prompt) == [paths[3]]
 
 
 def test_an_empty_image_is_no_donor_and_gets_none():
@@ -104,9 +104,9 @@ def test_an_empty_image_is_no_donor_and_gets_none():
     dataset = rows_of([question(i, [f"{i}.png"]) for i in range(8)])
     empty = [Message.of("user", Image(), "Which colour?")]
     dataset[3]["comparison"] = replace(dataset[3]["comparison"], prompt=empty)
-    donors = [donor_of(row["comparison"], place, dataset) for place, row in enumerate(dataset)]
-    assert donors[3] is None
-    assert all(donor is not None and donor.id != "row-3" for donor in donors[:3] + donors[4:])
+    donors = [[donor.id for donor in donors_of(row["comparison"], i, dataset)] for i, row in enumerate(dataset)]
+    assert donors[3] == []
+    assert all(len(drawn) == 2 and "row-3" not in drawn for drawn in donors[:3] + donors[4:])
 
 
 def test_a_row_is_read_once_in_search_of_all_donors():
@@ -122,21 +122,22 @@ def test_a_row_is_read_once_in_search_of_all_donors():
             return super().__getitem__(place)
 
     known = {}
-    donors = [donor_of(row["comparison"], i, Read(dataset), known) for i, row in enumerate(dataset)]
-    assert all(donors) and len(reads) <= 2 * len(dataset), "once to know it, and once to give it"
+    donors = [donors_of(row["comparison"], i, Read(dataset), known) for i, row in enumerate(dataset)]
+    assert all(map(len, donors)) and len(reads) <= 3 * len(dataset), "once to know it, and once to give it to each"
 
 
 def test_where_all_rows_have_the_same_answers_donors_still_have_other_pictures():
     dataset = rows_of(
         [{"prompt": "A dog?", "images": [f"{i}.png"], "chosen": "Yes.", "rejected": "No."} for i in range(40)]
     )
-    assert all(donor_of(row["comparison"], place, dataset) for place, row in enumerate(dataset))
+    assert all(donors_of(row["comparison"], place, dataset) for place, row in enumerate(dataset))
 
 
 def test_donors_are_drawn_anew_for_each_eight_rows_and_the_same_in_every_run():
     dataset = rows_of([question(i, [f"{i}.png"], chosen=f"It is {i}.") for i in range(160)])
-    donors = [donor_of(row["comparison"], place, dataset) for place, row in enumerate(dataset)]
-    places = [int(donor.id.removeprefix("row-")) for donor in donors if donor is not None]
-    assert sorted(places) == list(range(160)), "each row gives its picture to one other"
-    assert len({place ^ other for place, other in enumerate(places)}) > 4
-    assert places[:8] == [int(donor_of(dataset[i]["comparison"], i, dataset).id[4:]) for i in range(8)]
+    donors = [donors_of(row["comparison"], place, dataset) for place, row in enumerate(dataset)]
+    for places in zip(*([int(donor.id.removeprefix("row-")) for donor in drawn] for drawn in donors), strict=True):
+        assert sorted(places) == list(range(160)), "each row gives its picture to one other"
+        assert len({place ^ other for place, other in enumerate(places)}) > 4
+    again = [donors_of(dataset[i]["comparison"], i, dataset) for i in range(8)]
+    assert [[donor.id for donor in drawn] for drawn in donors[:8]] == [[donor.id for donor in d] for d in again]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
@@ -28,6 +28,7 @@ import torch
 from vlmrm.conversation import Comparison, Conversation, Message
 from vlmrm.data.comparisons import IrrelevantQueries, best_and_worst
 from vlmrm.errors import RowError, VlmrmError
+from vlmrm.measures.interventions import Intervention, alterations
 from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
 
 # The reference batch: one padded row per conversation, each with its own copy of every image.
@@ -145,11 +146,8 @@ class ComparisonCollator:
     overlong: str = "drop"
     bad_rows: str = "error"
     irrelevant: IrrelevantQueries | None = None
-    # By name, functions of (comparison, donor) that return the altered comparison to score beside it, or None where
-    # the intervention does not apply. Rows with a `donor` key (which may be None) are altered.
-    interventions: Mapping[str, Callable[[Comparison, Comparison | None], Comparison | None]] = field(
-        default_factory=dict
-    )
+    # By name, what to score beside a comparison. Rows with a key `sampled` are altered, and may have `donors`.
+    interventions: Mapping[str, Intervention] = field(default_factory=dict)
     # In shared memory, so that workers see the epoch that the trainer sets.
     epoch: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.long).share_memory_())
 
@@ -163,8 +161,8 @@ class ComparisonCollator:
                 if isinstance(comparison, RowError):
                     raise comparison
                 unit = _Unit(row["index"], comparison, self._render(comparison, cache))
-                if "donor" in row:
-                    unit.altered = self._alter(comparison, row["donor"], cache)
+                if "sampled" in row:
+                    unit.altered = self._alter(row, cache)
                 units.append(unit)
             except RowError as error:
                 named = error if error.row_id is not None else type(error)(error.reason, comparison.id)
@@ -238,21 +236,18 @@ class ComparisonCollator:
             )
         return branches
 
-    def _alter(
-        self, comparison: Comparison, donor: Comparison | None, cache: dict[str, ProcessedMedia]
-    ) -> dict[str, list[Rendered]]:
-        """Return the conversations of each intervention that applies to this comparison and fits."""
+    def _alter(self, row: Mapping[str, Any], cache: dict[str, ProcessedMedia]) -> dict[str, list[Rendered]]:
+        """Return the conversations of each intervention that applies to this row and fits."""
         altered = {}
-        for name, alter in self.interventions.items():
-            changed = alter(comparison, donor)
-            if changed is None:
-                continue
+        comparison = row["comparison"]
+        changes = alterations(comparison, row.get("donors", ()), self.interventions.values(), sampled=row["sampled"])
+        for intervention, changed in changes:
             try:
-                altered[name] = [
+                altered[intervention.name] = [
                     self.fit(conversation, cache, comparison.id) for conversation in changed.conversations()
                 ]
             except RowError as error:  # the donor's image cannot be opened, or is too large
-                logger.debug("row %s has no %s: %s", comparison.id, name, error)
+                logger.debug("row %s has no %s: %s", comparison.id, intervention.name, error)
         return altered
 
     def fit(self, conversation: Conversation, cache: dict[str, ProcessedMedia], row_id: str | None = None) -> Rendered:

@@ -8,7 +8,7 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.choosing import BENCHMARK, Criterion
 from vlmrm.libraries import parse_dtype
-from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.measures.interventions import GROUPS, INTERVENTIONS, named
 from vlmrm.measures.metrics import METRIC
 from vlmrm.modeling.arguments import ComputeArguments
 
@@ -88,10 +88,17 @@ class EvaluationArguments(ComputeArguments):
         },
     )
     interventions: list[str] = field(
-        default_factory=lambda: list(INTERVENTIONS),
+        default_factory=lambda: ["standard"],
         metadata={
-            "help": "What to score beside every comparison, to see what the preference rests on: "
-            f"{', '.join(INTERVENTIONS)}; or none."
+            "help": "What to score beside the comparisons, to see what the preference rests on: names, "
+            f"{', '.join(GROUPS[:-1])} or {GROUPS[-1]}."
+        },
+    )
+    intervention_sample: int = field(
+        default=300,
+        metadata={
+            "help": "About so many comparisons, drawn as whole prompts, are scored under each intervention; of a "
+            "smaller data set all."
         },
     )
     benchmark: str | None = field(
@@ -155,10 +162,7 @@ class EvaluationArguments(ComputeArguments):
         for name in ("model_dirs", "scorer", "interventions", "group_by", "train_data"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, [getattr(self, name)])
-        self.interventions = [name for name in self.interventions if name != "none"]
-        for name in self.interventions:
-            if name not in INTERVENTIONS:
-                raise ConfigError(f"interventions names {name!r}: choose from {', '.join(INTERVENTIONS)}, or none.")
+        self.interventions = named(self.interventions)
         self._check_choice()
         if not self.model_dirs and not self.scorer:
             raise ConfigError(
@@ -167,6 +171,8 @@ class EvaluationArguments(ComputeArguments):
         for name in ("watch", "keep_best", "one_standard_error"):
             if self.scorer and getattr(self, name):
                 raise ConfigError(f"{name} is about the checkpoints of a training, and scorer names others: remove one.")
+        if self.intervention_sample < 1:
+            raise ConfigError(f"intervention_sample is {self.intervention_sample}: it must be at least 1.")
         if self.eval_batch_size < 1:
             raise ConfigError(f"eval_batch_size is {self.eval_batch_size}: it must be at least 1.")
         if not self.output_file.endswith(".csv"):

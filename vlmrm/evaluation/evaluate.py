@@ -27,8 +27,8 @@ from vlmrm.evaluation.results import table_figures
 from vlmrm.evaluation.schema import Provenance, Row, Statistics
 from vlmrm.logs import progress
 from vlmrm.measures.analysis import analyse
+from vlmrm.measures.donors import BLOCKS, Traits, donors_of, is_sampled, traits_of
 from vlmrm.measures.intervals import DRAWS, SEED
-from vlmrm.measures.interventions import BLOCKS, Traits, donor_of, traits_of
 from vlmrm.measures.pairs import ScoredComparisons, scored_frame
 from vlmrm.modeling import provenance
 
@@ -53,15 +53,16 @@ class _Rows(Sequence[Comparison]):
 class _Share:
     """A rank's rows of a data set: every `ranks`-th block of `block` rows, so that neighbours stay together.
 
-    A row has its `index` in the data set and, if `with_donors`, a `donor` (see `donor_of`), which depends on the data
-    set alone, not on batches and ranks.
+    A row has its `index` in the data set. With a `sample` it is also `sampled`, or not, for interventions, about so
+    many rows in all; and if it is, it has its `donors` (see `donors_of`). Both depend on the data set alone, not on
+    batches and ranks.
     """
 
     dataset: Any
     block: int
     rank: int
     ranks: int
-    with_donors: bool
+    sample: int | None
 
     def __post_init__(self):
         starts = range(self.rank * self.block, len(self.dataset), self.ranks * self.block)
@@ -78,12 +79,16 @@ class _Share:
         indices = [self._indices[number] for number in numbers]
         comparisons = self.dataset[indices]["comparison"]
         rows = [{"index": index, "comparison": c} for index, c in zip(indices, comparisons, strict=True)]
-        if self.with_donors:
+        if self.sample is not None:
+            share = self.sample / len(self.dataset)
             first = min(indices) // BLOCKS[-1] * BLOCKS[-1]  # rows before it are in earlier blocks
             self._traits = {index: traits for index, traits in self._traits.items() if index >= first}
             self._traits |= {row["index"]: traits_of(row["comparison"]) for row in rows}
             for row in rows:
-                row["donor"] = donor_of(row["comparison"], row["index"], self.dataset, self._traits)
+                comparison = row["comparison"]
+                row["sampled"] = isinstance(comparison, Comparison) and is_sampled(comparison, share)
+                if row["sampled"]:
+                    row["donors"] = donors_of(comparison, row["index"], self.dataset, self._traits)
         return rows
 
 
@@ -141,6 +146,7 @@ def measure(entry: Entry, scorer: OpenEntry, dataset: Any, run: SweepRun) -> tup
         rank=processes.process_index,
         ranks=processes.num_processes,
         description=entry.checkpoint,
+        sample=args.intervention_sample,
     )
     if not result.comparisons:
         raise DataError(f"none of the {len(dataset)} rows could be scored: the first was {result.dropped[0]}.")
@@ -180,9 +186,11 @@ def evaluate(
     rank: int = 0,
     ranks: int = 1,
     description: str = "scoring",
+    sample: int | None = None,
 ) -> ScoredComparisons:
     """Score every row of `dataset` (rows of `load_comparisons`) once, and beside it each intervention of the scorer.
 
+    Those on a sample run on about `sample` rows, by default on all.
     Of several ranks each takes a share, and all get the whole result in the data set's order.
 
     Raises:
@@ -190,7 +198,8 @@ def evaluate(
         CheckpointError: on every rank, when a score is no finite number.
         VlmrmError: on every rank, when one has a row that it may not skip.
     """
-    share = _Share(dataset, batch_size, rank, ranks, with_donors=bool(scorer.interventions))
+    drawn = (sample or len(dataset)) if scorer.interventions else None
+    share = _Share(dataset, batch_size, rank, ranks, drawn)
     rows = scorer.rows(share, batch_size=batch_size, num_workers=num_workers)
     scored: list[ScoredRow] = []
     failed: Exception | None = None

@@ -227,7 +227,8 @@ def checkpoints_of(model_dir: str, args: EvaluationArguments) -> list[Path]:
 
 def settings(args: EvaluationArguments, data_args: DataArguments) -> dict[str, Any]:
     """Return the settings, other than the checkpoint, on which a row's figures depend."""
-    keys = ("dtype", "attn_implementation", "base_model_path", "batching", "benchmark", "interventions", "group_by")
+    keys = ("dtype", "attn_implementation", "base_model_path", "batching", "benchmark", "group_by")
+    keys += ("interventions", "intervention_sample")
     hub = [] if args.benchmark is None else [benchmark(args.benchmark).source.hub]
     return {
         "data": data_fingerprint(data_args.dataset_path or hub),

@@ -1,32 +1,92 @@
-"""Comparisons with a part removed or exchanged, to see what a model's preference rests on.
+"""Interventions: comparisons with one thing changed, to see what a model's preference rests on.
 
-Each intervention returns a comparison with the same answers, to be scored beside the original, or None where it does
-not apply. `donor` is another comparison of the data set.
+Each is declared once, in INTERVENTIONS; what is scored, the columns of the scored pairs, the metrics, the report and
+the guide all read it from there. An intervention returns a comparison with as many answers in the same order (but for
+the family `order`), to be scored beside the original, or None where it does not apply. They are pure functions of the
+comparison and its donors, other comparisons of the data set (see `donors_of`).
 """
 
 from __future__ import annotations
 
-import filecmp
-import os
-import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 from PIL import Image
 
-from vlmrm.conversation import Comparison, Message, Messages, Part, Reference, media_of, text_of
+from vlmrm.conversation import Comparison, Message, Messages, Part, Reference, media_of
 from vlmrm.conversation import Image as ImagePart
-from vlmrm.data.media import image_size, media_key
-from vlmrm.errors import MediaError
+from vlmrm.data.media import image_size
+from vlmrm.errors import ConfigError, RowError
+from vlmrm.settings import nearest
 
-GREY = (128, 128, 128)
-# Sizes of the blocks of rows in which a donor is looked for, one after another: the first is that of a batch.
-BLOCKS = (8, 16, 32, 64)
+logger = logging.getLogger("vlmrm")
+
+Donors: TypeAlias = Sequence[Comparison]
+Change: TypeAlias = Callable[[Comparison, Donors], Comparison | None]
+Family: TypeAlias = Literal["image", "question", "prompt", "frames", "quality", "style", "order"]
+
+# Under the first four, a model that uses what is gone loses accuracy; under the others it should lose none.
+FAMILIES: Mapping[Family, str] = {
+    "image": "images and videos blank or exchanged",
+    "question": "the question alone exchanged or left out",
+    "prompt": "question and images together exchanged or left out",
+    "frames": "the frames of videos in another order, or one for all",
+    "quality": "images a little degraded",
+    "style": "texts reworded or decorated, with the same meaning",
+    "order": "the answers in another order, for scorers that see all of them at once",
+}
+REMOVING: tuple[Family, ...] = ("image", "question", "prompt", "frames")
 
 
-def blank_image(comparison: Comparison, donor: Comparison | None = None) -> Comparison | None:
+@dataclass(frozen=True)
+class Intervention:
+    """A change of a comparison, and how the metrics and the report call it.
+
+    Attributes:
+        change: a function of the comparison and its donors.
+        view: what the model saw, in the report.
+        condition: completes "accuracy ...".
+        attack: the margin that counts is that of the chosen answer as it is over the rejected one changed:
+            decorating the rejected answer should not make it win.
+        repeats: the intervention of which this is another donor or neutral picture; their credits are averaged.
+        sampled: scored on a sample of the comparisons alone.
+        standard: scored unless the key `interventions` names others.
+        loss: the metric of the accuracy that is lost under it; by default made from the name.
+    """
+
+    name: str
+    change: Change
+    family: Family
+    view: str
+    condition: str
+    attack: bool = False
+    repeats: str | None = None
+    sampled: bool = True
+    standard: bool = False
+    loss: str = field(default="")
+
+    def __post_init__(self):
+        if not self.loss:
+            object.__setattr__(self, "loss", f"{self.name}_{'reliance' if self.removes else 'loss'}")
+
+    @property
+    def removes(self) -> bool:
+        """Whether a part is removed or exchanged, so that a model that uses it loses accuracy, as it should."""
+        return self.family in REMOVING
+
+    def __call__(self, comparison: Comparison, donors: Donors = ()) -> Comparison | None:
+        """Return the changed comparison, None where the change does not apply."""
+        return self.change(comparison, donors)
+
+    def in_branches(self, scores: Sequence[float]) -> list[float]:
+        """Return scores of the changed comparison's answers in the order of the original ones."""
+        return list(reversed(scores)) if self.family == "order" else list(scores)
+
+
+def blank_image(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
     """Paint every image grey at its own size: a model that looks loses its preference."""
     if not any(map(_images, (comparison.prompt, *comparison.answers))):
         return None
@@ -37,142 +97,28 @@ def blank_image(comparison: Comparison, donor: Comparison | None = None) -> Comp
     )
 
 
-def swapped_image(comparison: Comparison, donor: Comparison | None) -> Comparison | None:
+def swapped_image(comparison: Comparison, donors: Donors, number: int = 0) -> Comparison | None:
     """Ask the question about the donor's images: a model that looks should find neither answer better."""
-    if donor is None or not _images(comparison.prompt) or not _images(donor.prompt):
+    if len(donors) <= number or not _images(comparison.prompt) or not _images(donors[number].prompt):
         return None
-    images = cycle(_images(donor.prompt))
+    images = cycle(_images(donors[number].prompt))
     return replace(comparison, prompt=_with_images(comparison.prompt, lambda image: next(images)))
 
 
-def swapped_prompt(comparison: Comparison, donor: Comparison | None) -> Comparison | None:
+def swapped_prompt(comparison: Comparison, donors: Donors) -> Comparison | None:
     """Put the answers under the donor's prompt, question and images at once, where neither should win."""
-    if donor is None or not comparison.prompt or not donor.prompt:
+    if not donors or not comparison.prompt or not donors[0].prompt:
         return None
-    return replace(comparison, prompt=donor.prompt)
+    return replace(comparison, prompt=donors[0].prompt)
 
 
-def response_only(comparison: Comparison, donor: Comparison | None = None) -> Comparison | None:
+def response_only(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
     """Leave out the prompt: a preference that remains does not depend on the question."""
     return replace(comparison, prompt=()) if comparison.prompt else None
 
 
-@dataclass(frozen=True)
-class Intervention:
-    """A change of a comparison, by its name in INTERVENTIONS, and how the metrics and the report call it.
-
-    Attributes:
-        change: one of the functions above.
-        condition: completes "accuracy ...".
-        view: what the model saw, in the report.
-        reliance: the metric of the accuracy that is lost under it.
-    """
-
-    change: Callable[[Comparison, Comparison | None], Comparison | None]
-    condition: str
-    view: str
-    reliance: str
-
-    def __call__(self, comparison: Comparison, donor: Comparison | None = None) -> Comparison | None:
-        return self.change(comparison, donor)
-
-
-INTERVENTIONS: Mapping[str, Intervention] = {
-    "blank_image": Intervention(blank_image, "with every image painted grey", "images painted grey", "image_reliance"),
-    "swapped_image": Intervention(
-        swapped_image, "with the images of another row", "another row's image", "swapped_image_reliance"
-    ),
-    "swapped_prompt": Intervention(
-        swapped_prompt, "under the prompt of another row", "another question and image", "swapped_prompt_reliance"
-    ),
-    "response_only": Intervention(response_only, "of the answers alone", "no prompt at all", "response_only_reliance"),
-}
-
-
-class Traits(NamedTuple):
-    """The properties of a row that decide which rows it may be a donor of; small enough to keep for many rows."""
-
-    has_media: bool  # in the prompt
-    question: str
-    answers: frozenset[str]
-    pictures: frozenset[str]  # of prompt and answers
-
-
-def traits_of(comparison: Any) -> Traits | None:
-    """Return what `donor_of` compares; None for a row without a prompt, or with a medium that is no reference."""
-    if not isinstance(comparison, Comparison) or not comparison.prompt:
-        return None
-    try:
-        pictures = _pictures(comparison)
-    except MediaError:
-        return None  # scoring the row reports it
-    has_media = bool(media_of(comparison.prompt))
-    return Traits(has_media, text_of(comparison.prompt), _answers(comparison), pictures)
-
-
-def donor_of(
-    comparison: Any, index: int, dataset: Any, traits: dict[int, Traits | None] | None = None
-) -> Comparison | None:
-    """Draw a near row of `dataset` with a prompt of the same kind that is irrelevant to this row's answers.
-
-    It shares no picture with the row, in prompt or answers. If it has the same question, it shares no answer either:
-    many data sets hold a row and its mirror, the same answers about a picture for which the other one is right. Where
-    every row has the same question and answers, only the pictures differ. None where there is no such row, and for a
-    row that could not be read.
-
-    The donor is row `index ^ step`, with steps in an order drawn for the block. In a block of eight, and so in a batch
-    of eight, its prompt and images are computed anyway. Donors depend on the data set, not on batches or ranks.
-
-    Args:
-        traits: traits of rows by index, so that these rows are not read again; those of further rows are added.
-    """
-    traits = {} if traits is None else traits
-    if index not in traits:
-        traits[index] = traits_of(comparison)
-    row_traits = traits[index]
-    if row_traits is None:
-        return None
-    same_answers = None
-    for candidate in _near(index):
-        if candidate >= len(dataset):
-            continue
-        if candidate not in traits:
-            traits[candidate] = traits_of(dataset[candidate]["comparison"])
-        donor = traits[candidate]
-        if donor is None or donor.has_media != row_traits.has_media:
-            continue
-        same_question = donor.question == row_traits.question
-        if same_question and not row_traits.has_media:
-            continue
-        if any(_same_picture(a, b) for a in row_traits.pictures for b in donor.pictures):
-            continue
-        if not (same_question and donor.answers & row_traits.answers):
-            return dataset[candidate]["comparison"]
-        same_answers = candidate if same_answers is None else same_answers
-    return None if same_answers is None else dataset[same_answers]["comparison"]
-
-
-def _near(index: int) -> Iterator[int]:
-    """Yield the rows of the blocks around `index`; the order of the steps is the same for all rows of a block."""
-    for start, end in zip((1, *BLOCKS), BLOCKS, strict=False):
-        steps = list(range(start, end))
-        random.Random(f"{end}:{index // end}").shuffle(steps)
-        yield from (index ^ step for step in steps)
-
-
-def _pictures(comparison: Comparison) -> frozenset[str]:
-    """Return the identities of the media of prompt and answers."""
-    pieces = (comparison.prompt, *comparison.answers)
-    return frozenset(media_key(medium.reference) for messages in pieces for medium in media_of(messages))
-
-
-def _same_picture(a: str, b: str) -> bool:
-    """Return whether two identities are of the same picture: a file may be a copy of another."""
-    return a == b or (os.path.isfile(a) and os.path.isfile(b) and filecmp.cmp(a, b, shallow=False))
-
-
-def _answers(comparison: Comparison) -> frozenset[str]:
-    return frozenset(text for answer in comparison.answers if (text := text_of(answer)))
+def _grey(reference: Reference) -> Image.Image:
+    return Image.new("RGB", image_size(reference), GREY)
 
 
 def _images(messages: Messages) -> list[Reference | None]:
@@ -186,5 +132,106 @@ def _with_images(messages: Messages, change: Callable[[Any], Any]) -> Messages:
     return tuple(Message(message.role, tuple(map(changed, message.content))) for message in messages)
 
 
-def _grey(reference: Reference) -> Image.Image:
-    return Image.new("RGB", image_size(reference), GREY)
+GREY = (128, 128, 128)
+
+
+def _second_donor(comparison: Comparison, donors: Donors) -> Comparison | None:
+    return swapped_image(comparison, donors, 1)
+
+
+_DECLARED = (
+    Intervention(
+        "blank_image",
+        blank_image,
+        "image",
+        "images painted grey",
+        "with every image painted grey",
+        standard=True,
+        loss="image_reliance",
+    ),
+    Intervention(
+        "swapped_image",
+        swapped_image,
+        "image",
+        "another row's image",
+        "with the images of another row",
+        standard=True,
+    ),
+    Intervention(
+        "swapped_image_again",
+        _second_donor,
+        "image",
+        "a third row's image",
+        "with the images of a third row",
+        repeats="swapped_image",
+        standard=True,
+    ),
+    Intervention(
+        "swapped_prompt",
+        swapped_prompt,
+        "prompt",
+        "another question and image",
+        "under the prompt of another row",
+        standard=True,
+    ),
+    Intervention(
+        "response_only",
+        response_only,
+        "prompt",
+        "no prompt at all",
+        "of the answers alone",
+        sampled=False,
+        standard=True,
+    ),
+)
+# By name. Plain, so that a test can add one.
+INTERVENTIONS: dict[str, Intervention] = {intervention.name: intervention for intervention in _DECLARED}
+GROUPS = ("standard", "all", "none", *FAMILIES)  # words of the key `interventions` beside the names
+
+
+def named(words: Iterable[str]) -> list[str]:
+    """Return the names that the key `interventions` means: names, families, `standard`, `all` or `none`.
+
+    Raises:
+        ConfigError: for another word, with the nearest name.
+    """
+    wanted: set[str] = set()
+    for word in words:
+        if word not in INTERVENTIONS and word not in GROUPS:
+            near = nearest(word, [*INTERVENTIONS, *GROUPS])
+            mean = f"did you mean {near}? Choose" if near else "choose"
+            raise ConfigError(
+                f"interventions names {word!r}: {mean} from {', '.join(GROUPS)}, {', '.join(INTERVENTIONS)}."
+            )
+        wanted |= {
+            name
+            for name, intervention in INTERVENTIONS.items()
+            if word in (name, intervention.family, "all") or (word == "standard" and intervention.standard)
+        }
+    return [name for name in INTERVENTIONS if name in wanted]
+
+
+def alterations(
+    comparison: Comparison,
+    donors: Donors,
+    interventions: Iterable[Intervention],
+    *,
+    sampled: bool = True,
+    together: bool = False,
+) -> Iterator[tuple[Intervention, Comparison]]:
+    """Yield the interventions that apply to a comparison, with the changed comparison.
+
+    Args:
+        sampled: whether the comparison is in the sample of those that run on one alone.
+        together: whether the scorer sees all answers at once, so that their order may matter to it.
+    """
+    for intervention in interventions:
+        if (intervention.sampled and not sampled) or (intervention.family == "order" and not together):
+            continue
+        try:
+            changed = intervention(comparison, donors)
+        except RowError as error:  # an image of the donor, or of the row, whose own scoring says so
+            logger.debug("row %s has no %s: %s", comparison.id, intervention.name, error)
+            continue
+        if changed is not None:
+            yield intervention, changed

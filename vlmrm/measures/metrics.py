@@ -129,7 +129,9 @@ class PairArrays:
         return np.stack([self.column(f"chosen_{name}"), self.column(f"rejected_{name}")], axis=1)
 
     def altered_margins(self, name: str) -> np.ndarray:
-        """Return the margins under an intervention, NaN where people tied or it does not apply: [N].
+        """Return the margins under an intervention, NaN where people tied or it was not scored: [N].
+
+        Of an attack it is the margin of the chosen answer as it is over the rejected one changed.
 
         Raises:
             DataError: for a score that is no finite number, naming its comparison.
@@ -142,6 +144,8 @@ class PairArrays:
                 f"{bad.sum()} scored pairs have a {name} score that is no finite number, the first in comparison "
                 f"{first}: the checkpoint is broken or its dtype too narrow"
             )
+        if name in INTERVENTIONS and INTERVENTIONS[name].attack:
+            chosen = np.where(np.isnan(rejected), np.nan, self.column("chosen_score"))
         return np.where(self.frame["tie"].to_numpy(bool), np.nan, chosen - rejected)
 
 
@@ -214,13 +218,13 @@ def _altered() -> Iterator[Metric]:
         )
 
 
-def _reliances() -> Iterator[Metric]:
+def _losses() -> Iterator[Metric]:
     for name, intervention in INTERVENTIONS.items():
         yield Metric(
-            intervention.reliance,
+            intervention.loss,
             f"accuracy that `{name}` takes away",
             lambda p, name=name: Mean(p.credits - credits_of(p.altered_margins(name))),
-            better="higher",
+            better="higher" if intervention.removes else "lower",
             needs=f"{name}_chosen",
         )
 
@@ -404,7 +408,7 @@ METRICS = (
         needs="images",
         label="Score and number of images in the prompt",
     ),
-    *_reliances(),
+    *_losses(),
     Metric(
         "swapped_prompt_margin",
         "mean margin under another row's prompt, its question and images at once, where neither answer should win",

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +15,9 @@ import numpy as np
 import pandas as pd
 
 from vlmrm.conversation import Comparison, Messages, media_of, text_of
-from vlmrm.data.media import image_size, local_path, media_key
+from vlmrm.data.media import image_size, local_path
 from vlmrm.errors import ConfigError, DataError, RowError
+from vlmrm.measures.donors import prompt_id
 from vlmrm.measures.interventions import INTERVENTIONS
 
 COLUMNS = (
@@ -117,7 +117,7 @@ def check_columns(comparisons: Iterable[Comparison], group_by: Sequence[str]) ->
 def _pairs_of(comparison: Comparison, scores: Sequence[float]) -> Iterator[dict[str, Any]]:
     shared = {
         "comparison_id": comparison.id,
-        "prompt_id": _prompt_id(comparison),
+        "prompt_id": prompt_id(comparison),
         "category": comparison.category,
         "weight": comparison.judgement.weight,
     }
@@ -151,19 +151,6 @@ def _of_answer(answer: Messages) -> dict[str, Any]:
         "text": text[:TEXT],
         "image_paths": _local_paths(images),
     }
-
-
-def _prompt_id(comparison: Comparison) -> str:
-    parts = [comparison.prompt] if comparison.prompt else comparison.answers
-    digest = blake2b(digest_size=8)
-    for messages in parts:
-        digest.update(text_of(messages).encode())
-        for medium in media_of(messages):
-            reference = medium.reference
-            # A file by its name and folder, so that a data set has the same ids wherever it is stored.
-            named = isinstance(reference, str) and not reference.startswith("data:")
-            digest.update(("/".join(Path(reference).parts[-2:]) if named else media_key(reference)).encode())
-    return digest.hexdigest()
 
 
 def _single(messages: Messages) -> list[Any]:

@@ -23,13 +23,14 @@ from vlmrm.modeling.manifest import (
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 if TYPE_CHECKING:
-    from vlmrm.modeling.loading import LoadedReward, load_checkpoint, merge
+    from vlmrm.modeling.loading import LoadedReward, load_checkpoint, load_weights, merge
     from vlmrm.modeling.tiny import make_tiny, make_tiny_reward_model
 
 # Training needs neither module, so they are imported on the first use of a name.
 LAZY = {
     "LoadedReward": "loading",
     "load_checkpoint": "loading",
+    "load_weights": "loading",
     "merge": "loading",
     "make_tiny": "tiny",
     "make_tiny_reward_model": "tiny",
@@ -53,6 +54,7 @@ __all__ = [
     "load_checkpoint",
     "load_for_training",
     "load_processor",
+    "load_weights",
     "lora_config",
     "make_tiny",
     "make_tiny_reward_model",

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import ProcessorMixin
 
-from vlmrm.errors import CheckpointError
+from vlmrm.errors import CheckpointError, first_line
 from vlmrm.files import require_new_folder
 from vlmrm.libraries import parse_device
 from vlmrm.modeling.checkpoint import load_for_training, load_reward_model, load_scoring_files, refuse_separate_head
 from vlmrm.modeling.manifest import (
     ADAPTER_CONFIG,
+    WEIGHTS,
     checkpoint_digest,
     find_file,
     is_adapter,
@@ -44,13 +46,16 @@ PEFT_PREFIX = "base_model.model."  # before the names of the model's weights in 
 class LoadedReward:
     """A reward model ready to score, the processor it was trained with, and the content of its `reward_model.json`.
 
-    `digest` identifies the checkpoint by its content: `checkpoint_digest`.
+    `digest` identifies the checkpoint by its content: `checkpoint_digest`; `digest_without_weights` is the same for
+    all checkpoints of a training. `adapter` is what holds the trained weights around `model`, where they are apart.
     """
 
     model: RewardModel
     processor: ProcessorMixin
     info: dict[str, Any]
     digest: str
+    digest_without_weights: str
+    adapter: PeftModel | None = None
 
 
 def load_checkpoint(
@@ -83,9 +88,10 @@ def load_checkpoint(
         "trust_remote_code": trust_remote_code,
     }
     listed = verify_if_listed(path, check_files)
+    adapter = None
     if is_adapter(path):
-        adapted = open_adapter(path, base_model_path=base_model_path, check_files=check_files, **options)
-        model: Any = adapted.get_base_model()
+        adapter = open_adapter(path, base_model_path=base_model_path, check_files=check_files, **options)
+        model: Any = adapter.get_base_model()
     else:
         model = load_reward_model(path, **options)
     processor, info = load_scoring_files(path, base_model_path, trust_remote_code)
@@ -97,7 +103,66 @@ def load_checkpoint(
         logger.warning("check_sight: false: nothing checks that %s sees images", path)
     if listed is None:
         logger.warning("%s has no COMPLETE.json: its files cannot be verified", path)
-    return LoadedReward(model, processor, info, checkpoint_digest(local_folder(path), check_files))
+    return LoadedReward(model, processor, info, *_digests(local_folder(path)), adapter)
+
+
+def load_weights(opened: LoadedReward, path: str | Path, *, check_files: bool = True) -> LoadedReward | None:
+    """Put the weights of another checkpoint into the open model, if the two differ in nothing else.
+
+    So do the checkpoints of one training. It saves making the model, opening an adapter's base, and proving sight,
+    which depends on the architecture and the libraries. The result shares model and processor with `opened`, which
+    has the new weights too.
+
+    Returns:
+        None, with the open model as it was, for a checkpoint that must be opened by itself.
+
+    Raises:
+        CheckpointError: when the checkpoint is broken. The open model may then be half changed.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    listed = verify_if_listed(folder, check_files)
+    digest, without_weights = _digests(folder)
+    target = _trained_weights(opened)
+    if without_weights != opened.digest_without_weights or target is None:
+        return None
+    files = sorted(folder.glob(f"*{WEIGHTS}"))
+    try:
+        with ExitStack() as stack:
+            handles = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+            sources = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 - no mapping
+            shapes = {name: sources[name].get_slice(name).get_shape() for name in sources}
+            if shapes != {name: list(tensor.shape) for name, tensor in target.items()}:
+                return None  # opening it says what is wrong
+            with torch.no_grad():
+                for name, tensor in target.items():
+                    tensor.copy_(sources[name].get_tensor(name))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the weights of {path} cannot be read: {first_line(error)}") from error
+    if listed is None:
+        logger.warning("%s has no COMPLETE.json: its files cannot be verified", path)
+    return replace(opened, info=read_reward_file(folder) or {}, digest=digest)
+
+
+def _digests(folder: Path) -> tuple[str, str]:
+    """Return `checkpoint_digest` with and without the weights, of a folder whose listed files have been verified."""
+    return checkpoint_digest(folder, check_files=False), checkpoint_digest(folder, check_files=False, weights=False)
+
+
+def _trained_weights(opened: LoadedReward) -> dict[str, torch.Tensor] | None:
+    """Return the tensors of the open model by the names that they have in its checkpoint; None where some are copies.
+
+    A checkpoint is saved under the names that its weights have in memory.
+    """
+    in_memory = opened.model.state_dict()
+    if opened.adapter is None:
+        return in_memory
+    from peft import get_peft_model_state_dict
+
+    trained = get_peft_model_state_dict(opened.adapter, save_embedding_layers=False)
+    addresses = {tensor.data_ptr() for tensor in in_memory.values()}
+    return trained if all(tensor.data_ptr() in addresses for tensor in trained.values()) else None
 
 
 def open_adapter(

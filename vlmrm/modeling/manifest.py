@@ -35,7 +35,8 @@ SCHEMA_VERSION = 1  # of reward_model.json
 # Folders of the trained model in output_dir: that of the last step, or with load_best_model_at_end the best one.
 FINAL, BEST = "final", "best"
 # Files that scores depend on: weights, head, configuration, processor and chat template; others are of the training.
-SCORING_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
+WEIGHTS = ".safetensors"
+SCORING_SUFFIXES = (WEIGHTS, ".json", ".jinja", ".txt", ".model")
 NOT_SCORING = (COMPLETE, "trainer_state.json", "training_settings.json")
 # Keys of `reward_model.json` that change no score.
 NOT_SCORING_KEYS = ("provenance", "pinned", "reward_mean", "reward_std", "reward_count", "reward_data")
@@ -123,20 +124,21 @@ def verify_if_listed(folder: str | Path, check_files: bool = True) -> Manifest |
     return verify_complete(folder, every_byte=False, hashed=check_files)
 
 
-def checkpoint_digest(folder: str | Path, check_files: bool = True) -> str:
+def checkpoint_digest(folder: str | Path, check_files: bool = True, weights: bool = True) -> str:
     """Return a hex digest of all that a checkpoint's scores depend on: weights, head, configuration, processor.
 
     Checkpoints of equal content have equal digests, whatever their folder and training. Without `check_files` the
-    digests in `COMPLETE.json` are trusted; files that it does not list are read.
+    digests in `COMPLETE.json` are trusted; files that it does not list are read. Without `weights` the digest is of
+    the other files, and so the same for all checkpoints of a training.
 
     Raises:
         CheckpointError: when there is no such folder, or it holds no weights.
     """
     folder = Path(folder)
     files = sorted(path for path in folder.glob("*") if path.suffix in SCORING_SUFFIXES and path.is_file())
-    if not any(path.suffix == ".safetensors" for path in files):
+    if not any(path.suffix == WEIGHTS for path in files):
         raise CheckpointError(f"{folder} holds no safetensors file: check the path.")
-    scoring = [path for path in files if path.name not in NOT_SCORING]
+    scoring = [path for path in files if path.name not in NOT_SCORING and (weights or path.suffix != WEIGHTS)]
     trusts = not check_files and (folder / COMPLETE).exists()
     listed = verify_complete(folder, hashed=False)["files"] if trusts else {}
     hashed = _digests(path for path in scoring if path.name not in listed)

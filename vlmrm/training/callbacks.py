@@ -17,7 +17,8 @@ from vlmrm.data.comparisons import sample
 from vlmrm.engine import ScoredRow
 from vlmrm.errors import TrainingError
 from vlmrm.measures.analysis import point_figures
-from vlmrm.measures.interventions import INTERVENTIONS, Intervention, donor_of
+from vlmrm.measures.donors import donors_of
+from vlmrm.measures.interventions import INTERVENTIONS, Intervention
 from vlmrm.measures.pairs import ScoredComparisons, scored_frame
 from vlmrm.training.resume import any_rank
 
@@ -38,9 +39,9 @@ PROBED: Mapping[str, Intervention] = {name: INTERVENTIONS[name] for name in LOGG
 
 
 class ProbedDataset:
-    """The rows of an evaluation set (of `load_comparisons`); those of its probe also have a `donor`.
+    """The rows of an evaluation set (of `load_comparisons`); those of its probe also have `donors`.
 
-    The collator alters rows with a donor. The probe is drawn as `max_eval_samples` draws, with donors from the probe,
+    The collator alters those. The probe is drawn as `max_eval_samples` draws, with donors from the probe,
     so a sweep with `max_eval_samples` = `samples` and an equal `split_seed` has the same figures.
     """
 
@@ -61,7 +62,8 @@ class ProbedDataset:
         rows = [{"index": i, "comparison": c} for i, c in zip(columns["index"], columns["comparison"], strict=True)]
         for row in rows:
             if row["index"] in self._positions:
-                row["donor"] = donor_of(row["comparison"], self._positions[row["index"]], self.probe)
+                donors = donors_of(row["comparison"], self._positions[row["index"]], self.probe)
+                row |= {"donors": donors, "sampled": True}
         return rows
 
     def figures(self, scored: Mapping[int, ScoredRow]) -> dict[str, float]:

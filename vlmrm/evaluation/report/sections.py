@@ -177,7 +177,7 @@ def of_reliance(best: Checkpoint) -> Section:
         "solid: chance."
     )
     drawing = Drawing("reliance", plots.intervals(named, plain.value), alt, caption)
-    rows = [[INTERVENTIONS[name].view, *_lost(best, INTERVENTIONS[name].reliance)] for name in scored]
+    rows = [[INTERVENTIONS[name].view, *_lost(best, INTERVENTIONS[name].loss)] for name in scored]
     table = Table("Points of accuracy lost; below zero, gained", ["what the model saw", "lost", "95% interval"], rows)
     text = (
         "Without the right image or prompt, a model that uses them falls to the accuracy that the remaining input "

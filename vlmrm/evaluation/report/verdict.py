@@ -111,7 +111,7 @@ def _from_texts(altered: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 
 def _loss(figures: Mapping[str, Any], name: str, condition: str) -> _Loss | None:
-    estimate = figures[INTERVENTIONS[name].reliance]
+    estimate = figures[INTERVENTIONS[name].loss]
     if not estimate["n"]:
         return None
     low, high = estimate["low"], estimate["high"]

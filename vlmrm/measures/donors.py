@@ -1,0 +1,163 @@
+"""The rows that interventions draw: the sample of the comparisons that they run on, and the donors of each.
+
+Both depend on the data set alone, not on batches, processes or the order in which rows are scored.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import random
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vlmrm.conversation import Comparison, media_of, text_of
+from vlmrm.data.media import media_key
+from vlmrm.errors import MediaError
+
+DONORS = 2  # of each row
+# Sizes of the blocks of rows in which a donor is looked for, one after another: the first is that of a batch.
+BLOCKS = (8, 16, 32, 64)
+
+
+def prompt_id(comparison: Comparison) -> str:
+    """Return a hash of the prompt, or without a prompt of the answers; equal prompts are one cluster."""
+    parts = [comparison.prompt] if comparison.prompt else comparison.answers
+    digest = blake2b(digest_size=8)
+    for messages in parts:
+        digest.update(text_of(messages).encode())
+        for medium in media_of(messages):
+            reference = medium.reference
+            # A file by its name and folder, so that a data set has the same ids wherever it is stored.
+            named = isinstance(reference, str) and not reference.startswith("data:")
+            digest.update(("/".join(Path(reference).parts[-2:]) if named else media_key(reference)).encode())
+    return digest.hexdigest()
+
+
+def is_sampled(comparison: Comparison, share: float) -> bool:
+    """Return whether a comparison is in the sample of a `share` of all prompts, by the hash of its prompt.
+
+    A prompt is in it with all its comparisons, and a larger share has those of a smaller one. A row with a medium that
+    is no reference is in none.
+    """
+    try:
+        return share >= 1 or int(prompt_id(comparison), 16) < share * 2**64
+    except MediaError:
+        return False  # scoring the row reports it
+
+
+class Traits(NamedTuple):
+    """The properties of a row that decide which rows it may be a donor of; small enough to keep for many rows."""
+
+    kinds: tuple[str, ...]  # of the media in the prompt
+    question: str
+    answers: frozenset[str]
+    pictures: frozenset[str]  # of prompt and answers
+    category: str | None
+
+
+def traits_of(comparison: Any) -> Traits | None:
+    """Return what `donors_of` compares; None for a row without a prompt, or with a medium that is no reference."""
+    if not isinstance(comparison, Comparison) or not comparison.prompt:
+        return None
+    try:
+        pictures = _pictures(comparison)
+    except MediaError:
+        return None  # scoring the row reports it
+    kinds = tuple(medium.kind for medium in media_of(comparison.prompt))
+    return Traits(kinds, text_of(comparison.prompt), _answers(comparison), pictures, comparison.category)
+
+
+def donors_of(
+    comparison: Any, index: int, dataset: Any, traits: dict[int, Traits | None] | None = None, count: int = DONORS
+) -> tuple[Comparison, ...]:
+    """Draw up to `count` near rows of `dataset` with prompts that are irrelevant to this row's answers.
+
+    None shares a picture with the row or with another donor, in prompt or answers. If it has the same question, it
+    shares no answer either: many data sets hold a row and its mirror, the same answers about a picture for which the
+    other one is right. Where every row has the same question and answers, only the pictures differ. Rows of the same
+    category, with as many images and videos in the prompt, come before others. There are fewer where so few rows will
+    do, and none for a row that could not be read.
+
+    A donor is row `index ^ step`, with steps in an order drawn for the block. In a block of eight, and so in a batch
+    of eight, its prompt and images are computed anyway.
+
+    Args:
+        traits: traits of rows by index, so that these rows are not read again; those of further rows are added.
+    """
+    traits = {} if traits is None else traits
+    if index not in traits:
+        traits[index] = traits_of(comparison)
+    row = traits[index]
+    if row is None:
+        return ()
+    ranked: list[tuple[int, int, int, Traits]] = []
+    for order, candidate in enumerate(_near(index)):
+        if candidate >= len(dataset):
+            continue
+        if candidate not in traits:
+            traits[candidate] = traits_of(dataset[candidate]["comparison"])
+        donor = traits[candidate]
+        if donor is None or not _irrelevant(donor, row):
+            continue
+        ranked.append((_differences(donor, row), order, candidate, donor))
+        drawn = _drawn(ranked, count)
+        if len(drawn) == count and not any(differences for differences, *_ in drawn):
+            break
+    return tuple(dataset[candidate]["comparison"] for _, _, candidate, _ in _drawn(ranked, count))
+
+
+def _near(index: int) -> Iterator[int]:
+    """Yield the rows of the blocks around `index`; the order of the steps is the same for all rows of a block."""
+    for start, end in zip((1, *BLOCKS), BLOCKS, strict=False):
+        steps = list(range(start, end))
+        random.Random(f"{end}:{index // end}").shuffle(steps)
+        yield from (index ^ step for step in steps)
+
+
+def _irrelevant(donor: Traits, row: Traits) -> bool:
+    """Return whether the donor's prompt is another one, with media if and only if the row's has some."""
+    if bool(donor.kinds) != bool(row.kinds) or (donor.question == row.question and not row.kinds):
+        return False
+    return not _share_pictures(donor, row)
+
+
+def _differences(donor: Traits, row: Traits) -> int:
+    """Return how unlike the two are; most of all if the donor may be the row's mirror."""
+    mirror = donor.question == row.question and bool(donor.answers & row.answers)
+    return 4 * mirror + 2 * (donor.kinds != row.kinds) + (donor.category != row.category)
+
+
+def _drawn(ranked: list[tuple[int, int, int, Traits]], count: int) -> list[tuple[int, int, int, Traits]]:
+    """Return the `count` most alike of the rows, of equal ones the nearest, which share no picture."""
+    drawn: list[tuple[int, int, int, Traits]] = []
+    for entry in sorted(ranked, key=lambda entry: entry[:2]):
+        donor = entry[-1]
+        repeated = any(_share_pictures(donor, earlier) for *_, earlier in drawn)
+        repeated = repeated or (not donor.kinds and any(donor.question == earlier.question for *_, earlier in drawn))
+        if not repeated:
+            drawn.append(entry)
+        if len(drawn) == count:
+            break
+    return drawn
+
+
+def _pictures(comparison: Comparison) -> frozenset[str]:
+    """Return the identities of the media of prompt and answers."""
+    pieces = (comparison.prompt, *comparison.answers)
+    return frozenset(media_key(medium.reference) for messages in pieces for medium in media_of(messages))
+
+
+def _share_pictures(a: Traits, b: Traits) -> bool:
+    return any(_same_picture(first, second) for first in a.pictures for second in b.pictures)
+
+
+def _same_picture(a: str, b: str) -> bool:
+    """Return whether two identities are of the same picture: a file may be a copy of another."""
+    return a == b or (os.path.isfile(a) and os.path.isfile(b) and filecmp.cmp(a, b, shallow=False))
+
+
+def _answers(comparison: Comparison) -> frozenset[str]:
+    return frozenset(text for answer in comparison.answers if (text := text_of(answer)))
