@@ -170,7 +170,9 @@ class EvaluationArguments(ComputeArguments):
             )
         for name in ("watch", "keep_best", "one_standard_error"):
             if self.scorer and getattr(self, name):
-                raise ConfigError(f"{name} is about the checkpoints of a training, and scorer names others: remove one.")
+                raise ConfigError(
+                    f"{name} is about the checkpoints of a training, and scorer names others: remove one."
+                )
         if self.intervention_sample < 1:
             raise ConfigError(f"intervention_sample is {self.intervention_sample}: it must be at least 1.")
         if self.eval_batch_size < 1:

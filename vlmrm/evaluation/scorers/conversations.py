@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from cachetools import LRUCache
 from torch.utils.data import DataLoader
@@ -17,11 +17,16 @@ from vlmrm.engine import ScoredRow, checked
 from vlmrm.errors import MediaError, RewardError, RowError
 from vlmrm.evaluation.entry import SweepRun
 from vlmrm.evaluation.schema import Origin
-from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.measures.interventions import INTERVENTIONS, alterations
 
 KEPT = 2**20  # scores
 
-Verdicts = Mapping[tuple[int, int], tuple[float, float]]
+
+class Compared(NamedTuple):
+    """The scores of the answers of one comparison, with the `verdicts` of `ScoredRow` if pairs were judged."""
+
+    scores: list[float]
+    verdicts: Mapping[tuple[int, int], tuple[float, float]] = {}
 
 
 class ConversationScorer(ABC):
@@ -35,12 +40,12 @@ class ConversationScorer(ABC):
         compares: a score depends on the other answers of the comparison.
     """
 
-    sees: ClassVar[frozenset[str]] = frozenset({"image", "video"})
+    sees: frozenset[str] = frozenset({"image", "video"})
     compares: bool = False
 
     def __init__(self, name: str, run: SweepRun):
         self.name, self.args, self.reading = name, run.args, run.data_args
-        self.limits: dict[str, str] = {}
+        self.limits = limits_of(run.args.interventions, compares=self.compares)
         self._outcomes: LRUCache[Any, Any] = LRUCache(KEPT)  # by key of a conversation, or of a group if it compares
 
     @property
@@ -55,19 +60,16 @@ class ConversationScorer(ABC):
         """
         raise NotImplementedError
 
-    def score_groups(self, groups: Sequence[Sequence[Conversation]]) -> list[list[float] | RowError]:
-        """Return the scores of each group, the answers of one comparison, where it `compares`; else as `score_each`."""
+    def score_groups(self, groups: Sequence[Sequence[Conversation]]) -> list[Compared | RowError]:
+        """Return the scores of each group, the answers of one comparison; asked for where it `compares`."""
         raise NotImplementedError
-
-    def verdicts(self, conversations: Sequence[Conversation]) -> Verdicts:
-        """Return the `verdicts` of `ScoredRow` behind the scores of a group."""
-        return {}
 
     @abstractmethod
     def origin(self) -> Origin: ...
 
     def close(self) -> None:
-        """Close connections, where there are any."""
+        """Forget the scores; a subclass closes its connections."""
+        self._outcomes.clear()
 
     def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
         """Yield the scores of the rows, and of each row altered; `num_workers` processes read rows ahead."""
@@ -89,18 +91,21 @@ class ConversationScorer(ABC):
         except RowError as error:
             unit.error = self._dropped(error, comparison.id)
             return unit
-        for name in self.interventions if "donor" in row else ():
-            changed = INTERVENTIONS[name](comparison, row["donor"])
-            if changed is None:
-                continue
+        if "sampled" not in row:
+            return unit
+        asked = [INTERVENTIONS[name] for name in self.interventions]
+        donors, sampled = row.get("donors", ()), row["sampled"]
+        for intervention, changed in alterations(comparison, donors, asked, sampled=sampled, together=self.compares):
+            name = intervention.name
             try:
-                unit.groups[name], _ = self._shown(changed)
+                group, _ = self._shown(changed)
             except RowError as error:
                 unit.failed[name] = error.reason
                 continue
-            if blind and unit.groups[name].keys == unit.groups[None].keys:
-                del unit.groups[name]
+            if blind and group.keys == unit.groups[None].keys:
                 unit.failed[name] = "it changes nothing that this scorer is shown"
+            else:
+                unit.groups[name] = group
         return unit
 
     def _shown(self, comparison: Comparison) -> tuple[_Group, bool]:
@@ -143,26 +148,24 @@ class ConversationScorer(ABC):
             answers = self.score_each(list(missing.values()))
         self._outcomes.update(zip(missing, answers, strict=True))
 
-    def _answer(self, group: _Group) -> list[float] | RowError:
+    def _answer(self, group: _Group) -> Compared | RowError:
         if self.compares:
             return self._outcomes[group.keys]
-        scores = [self._outcomes[key] for key in group.keys]
-        return next((score for score in scores if isinstance(score, RowError)), scores)
+        return compared([self._outcomes[key] for key in group.keys])
 
     def _scored(self, unit: _Unit) -> ScoredRow:
         if unit.error is not None:
             return ScoredRow(unit.index, unit.id, error=unit.error)
         answers = {name: self._answer(group) for name, group in unit.groups.items()}
-        scores = answers.pop(None)
-        if isinstance(scores, RowError):
-            return ScoredRow(unit.index, unit.id, error=self._dropped(scores, unit.id))
-        row = ScoredRow(unit.index, unit.id, scores, verdicts=self.verdicts(unit.groups[None].conversations))
-        row.failed.update(unit.failed)
+        plain = answers.pop(None)
+        if isinstance(plain, RowError):
+            return ScoredRow(unit.index, unit.id, error=self._dropped(plain, unit.id))
+        row = ScoredRow(unit.index, unit.id, plain.scores, verdicts=plain.verdicts, failed=unit.failed)
         for name, answer in answers.items():
-            if name is not None and isinstance(answer, RowError):
-                row.failed[name] = answer.reason
-            elif name is not None:
-                row.altered[name] = answer
+            if isinstance(answer, Compared):
+                row.altered[str(name)] = INTERVENTIONS[str(name)].in_branches(answer.scores)
+            else:
+                row.failed[str(name)] = answer.reason
         return checked(row)
 
     def _dropped(self, error: RowError, row_id: str) -> RowError:
@@ -178,6 +181,21 @@ class ConversationScorer(ABC):
         if isinstance(error, MediaError):
             raise named
         raise RewardError(f"{self.name} has no score for row {row_id}: {error.reason}.")
+
+
+def compared(scores: Sequence[float | RowError]) -> Compared | RowError:
+    """Return the scores of a comparison's answers, or the error of the first that has none."""
+    failure = next((score for score in scores if isinstance(score, RowError)), None)
+    return failure or Compared([score for score in scores if not isinstance(score, RowError)])
+
+
+def limits_of(interventions: Iterable[str], *, compares: bool) -> dict[str, str]:
+    """Return why a scorer that compares answers, or scores each alone, cannot do some of the interventions."""
+    if compares:
+        attacks = [name for name in interventions if INTERVENTIONS[name].attack]
+        return dict.fromkeys(attacks, "it compares answers, and this needs a score of each alone")
+    orders = [name for name in interventions if INTERVENTIONS[name].family == "order"]
+    return dict.fromkeys(orders, "it scores each answer alone, whatever their order")
 
 
 class _Group(NamedTuple):
@@ -200,3 +218,16 @@ class _Unit:
     groups: dict[str | None, _Group] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     error: RowError | None = None
+
+
+def origin_of(digest: str | None, *, device: str | None = None, dtype: str | None = None, **known: str) -> Origin:
+    """Return the origin of the scores of something that is no checkpoint of ours."""
+    return {
+        "weights": digest,
+        "device": device,
+        "dtype": dtype,
+        "attention": None,
+        "chat_template_sha256": None,
+        "checkpoint": {},
+        "scorer": known,
+    }

@@ -31,13 +31,13 @@ class Spec:
     Attributes:
         kind: a key of `FORMS`, `http`, or `checkpoint` for a folder or hub id of ours.
         body: what stands between the kind and the options.
-        options: the values after `?`, as YAML reads them.
+        options: the values after `?`.
         text: all of it, without the credentials of an address.
     """
 
     kind: str
     body: str
-    options: Mapping[str, Any]
+    options: Mapping[str, str]
     text: str
 
     @property
@@ -45,7 +45,7 @@ class Spec:
         """Return the options as they are written, to tell apart scorers of one body."""
         return self.text[self.text.index("?") :] if self.options else ""
 
-    def take(self, names: Collection[str]) -> dict[str, Any]:
+    def take(self, names: Collection[str]) -> dict[str, str]:
         """Return the options, all of which must be among `names`.
 
         Raises:
@@ -61,6 +61,10 @@ class Spec:
                 choose = f": it takes {', '.join(names)}." if names else ": it takes no options."
                 raise ConfigError(f"scorer {self.text} has no option {name}{did_you_mean(name, names, choose)}")
         return dict(self.options)
+
+    def typed(self) -> dict[str, Any]:
+        """Return the options as YAML reads them: numbers, true and false."""
+        return {name: yaml.safe_load(value) for name, value in self.options.items()}
 
 
 def read_spec(text: str) -> Spec:
@@ -81,16 +85,17 @@ def read_spec(text: str) -> Spec:
         return Spec(kind, body, _options(text, query), re.sub("//[^/?#]*@", "//", text))
     if colon and re.fullmatch(r"\w+", kind):
         near = nearest(kind, (*FORMS, "http"), 0.5)
-        hint = f"did you mean {near}:?" if near else f"write {', '.join(FORMS.values())}, http://host:port or a folder."
+        hint = (
+            f"did you mean {near}:?" if near else f"write {', '.join(FORMS.values())}, http://host:port or a folder."
+        )
         raise ConfigError(f"scorer {text} begins with {kind}:, which is no kind of scorer: {hint}")
     if not mark and HUB_ID.fullmatch(text) and not Path(text).parent.is_dir():
         return Spec("checkpoint", text, {}, text)
     raise ConfigError(f"scorer {text} does not exist{nearest_file(Path(text), ': check the path.')}")
 
 
-def _options(text: str, query: str) -> dict[str, Any]:
+def _options(text: str, query: str) -> dict[str, str]:
     try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+        return dict(parse_qsl(query, strict_parsing=bool(query)))
     except ValueError:
         raise ConfigError(f"scorer {text}: write its options as ?key=value&key=value.") from None
-    return {name: yaml.safe_load(value) if value else "" for name, value in pairs}
