@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -32,12 +32,15 @@ class ScoredComparisons:
     """Comparisons with the score of each branch, and the errors of the rows that could not be scored.
 
     `altered[i]` has, by name of the intervention, the scores of the branches of comparison i as it was changed.
+    `failed[i]` and `verdicts[i]` are those of `ScoredRow`, of scorers that have any.
     """
 
     comparisons: Sequence[Comparison] = ()
     scores: list[list[float]] = field(default_factory=list)
     altered: list[dict[str, list[float]]] = field(default_factory=list)
     dropped: list[RowError] = field(default_factory=list)
+    failed: list[dict[str, str]] = field(default_factory=list)
+    verdicts: list[Mapping[tuple[int, int], tuple[float, float]]] = field(default_factory=list)
 
 
 class Candidates(NamedTuple):
@@ -70,12 +73,14 @@ def scored_frame(
 
     Further columns: model, checkpoint, step; by/NAME for each of `group_by`; chosen_ and rejected_ length
     (characters), pixels, text, image_paths; margin_label, agreement; images (their number), pixels, prompt_text,
-    image_paths of the prompt; and for each intervention its _chosen and _rejected score, NaN where it does not apply.
+    image_paths of the prompt; and for each intervention that was scored its _chosen and _rejected score, NaN where it
+    does not apply.
 
     Raises:
         ConfigError: when no row has a column named in `group_by`.
     """
     check_columns(result.comparisons, group_by)
+    scored = [name for name in INTERVENTIONS if any(name in altered for altered in result.altered)]
     rows: list[dict[str, Any]] = []
     for comparison, scores, altered in zip(result.comparisons, result.scores, result.altered, strict=True):
         shared = {"model": model, "checkpoint": checkpoint, "step": step, **_of_comparison(comparison, group_by)}
@@ -84,10 +89,10 @@ def scored_frame(
             for side in ("chosen", "rejected"):
                 i = row[f"{side}_branch"]
                 row |= {f"{side}_{name}": value for name, value in answers[i].items()}
-                row |= {f"{name}_{side}": altered[name][i] if name in altered else None for name in INTERVENTIONS}
+                row |= {f"{name}_{side}": altered[name][i] if name in altered else None for name in scored}
             rows.append({**shared, **row})
     frame = pd.DataFrame(rows)
-    numbers = [f"{name}_{side}" for name in INTERVENTIONS for side in ("chosen", "rejected")]
+    numbers = [f"{name}_{side}" for name in scored for side in ("chosen", "rejected")]
     for name in ("step", "margin_label", "agreement", *numbers):
         if name in frame:
             frame[name] = frame[name].astype("float64")
