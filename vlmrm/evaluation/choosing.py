@@ -55,11 +55,11 @@ class Criterion:
                 f"metric_for_best is {self.metric}, by which no checkpoint is better than another: choose "
                 f"accuracy/CATEGORY, benchmark/NAME, {', '.join(sorted(CHOOSABLE))}."
             )
-        with_error = self.metric.startswith(CATEGORY) or self.metric in ESTIMATED
+        with_error = named or self.metric in ESTIMATED
         if self.one_standard_error and not with_error:
             raise ConfigError(
                 f"one_standard_error needs a metric with a standard error, which {self.metric} has not: choose "
-                f"accuracy/CATEGORY, {', '.join(sorted(ESTIMATED))}."
+                f"accuracy/CATEGORY, benchmark/NAME, {', '.join(sorted(ESTIMATED))}."
             )
 
     @property
@@ -128,7 +128,7 @@ class Criterion:
             categories = row["statistics"]["category"]
             return {f"{CATEGORY}{name}": figures["preference_accuracy"] for name, figures in categories.items()}
         if self.metric.startswith(BENCHMARK):
-            return {f"{BENCHMARK}{name}": value for name, value in row.get("benchmark", {}).items()}
+            return {f"{BENCHMARK}{name}": figure for name, figure in row.get("benchmark", {}).items()}
         return cast(Mapping[str, Any], row["statistics"]["overall"])
 
     def _number(self, row: Row, part: str) -> float:
