@@ -49,6 +49,29 @@ def test_a_set_that_needs_its_images_has_no_ruler():
     assert meaning([*readings.values()]) == ["No ruler is found above chance, as far as these pairs can tell."]
 
 
+def test_a_ruler_is_never_scored_on_prompts_that_it_was_fitted_to():
+    """Words that occur once tell nothing of other prompts; a model fitted to them would have every pair right."""
+
+    def unique(right, wrong, rng):
+        return [f"w{word}" for word in rng.integers(10**9, size=2)]
+
+    for name in ("image_blind", "question_blind"):
+        accuracy = by_name(of_images(200, leak=unique))[name].accuracy
+        assert accuracy.low < 0.5 < accuracy.high, name
+
+
+def test_a_position_that_leaks_is_found():
+    rows = of_images(100)
+    turned = [
+        Comparison(row.id, row.prompt, row.answers[::-1], (Judgement((0, 1), row.ratings[::-1]),))
+        if number % 5 and row.ratings[0] == 0
+        else row
+        for number, row in enumerate(rows)
+    ]
+    reading = by_name(turned)["first"]
+    assert reading.accuracy.low > 0.75 and reading.verdict == "above chance"
+
+
 def test_length_that_leaks_is_found():
     def longer(right, wrong, rng):
         answers = [f"It is {right}, as everybody can see.", f"It is {wrong}."]
