@@ -57,7 +57,7 @@ class RowScorer(Protocol):
     def interventions(self) -> Collection[str]: ...
 
     def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
-        """Yield the scores of the rows `{"index", "comparison"}` of a data set, in order; with `donor` altered too.
+        """Yield the scores of the rows `{"index", "comparison"}` of a data set; those with `sampled` altered too.
 
         Raises:
             RowError: for a row that may not be dropped.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -32,12 +32,15 @@ class ScoredComparisons:
     """Comparisons with the score of each branch, and the errors of the rows that could not be scored.
 
     `altered[i]` has, by name of the intervention, the scores of the branches of comparison i as it was changed.
+    `failed[i]` and `verdicts[i]` are those of `ScoredRow`, of scorers that have any.
     """
 
     comparisons: Sequence[Comparison] = ()
     scores: list[list[float]] = field(default_factory=list)
     altered: list[dict[str, list[float]]] = field(default_factory=list)
     dropped: list[RowError] = field(default_factory=list)
+    failed: list[dict[str, str]] = field(default_factory=list)
+    verdicts: list[Mapping[tuple[int, int], tuple[float, float]]] = field(default_factory=list)
 
 
 class Candidates(NamedTuple):
