@@ -86,6 +86,15 @@ class Engine:
         The rows of a batch are sorted by index; those that the collator drops have an error.
 
         Raises:
+            RowError, VlmrmError: as `batches` does.
+        """
+        for batch in self.batches(dataset, batch_size=batch_size, num_workers=num_workers):
+            yield from self.score_batch(batch)
+
+    def batches(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[Batch]:
+        """Yield the collated batches of a data set.
+
+        Raises:
             RowError: for a row that the collator may not drop.
             VlmrmError: when a worker dies.
         """
@@ -93,8 +102,7 @@ class Engine:
         workers = min(num_workers, 1) if isinstance(dataset, IterableDataset) else num_workers
         loader = DataLoader(dataset, batch_size=batch_size, collate_fn=self.collator, num_workers=workers)
         with plain_worker_errors():
-            for batch in loader:
-                yield from self.score_batch(batch)
+            yield from loader
 
     def score_batch(self, batch: Batch) -> list[ScoredRow]:
         """Return the rows of a collated batch, one forward per part.

@@ -16,7 +16,8 @@ from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.evaluation.public import BENCHMARKS, FOLDER, benchmark, load_benchmark, published_table, read_benchmark
-from vlmrm.evaluation.public.rules import accuracy_with_ties, frames_of
+from vlmrm.evaluation.public.rows import frames_of
+from vlmrm.evaluation.public.rules import accuracy_with_ties
 
 SECTIONS = benchmark("rewardbench").groups
 
@@ -122,6 +123,116 @@ ROWS = {
             "fps_A": 24.0,
         },
         ("A fox.", [], [("/data/videos/a.mp4", 0.0), ("/data/videos/b.mp4", 1.0)], None),
+    ),
+    "multimodal-rewardbench-2": (
+        {
+            "pair_id": "blink_7",
+            "prompt_text": "<image_0>\nWhich of <image_1> and the first is older?",
+            "prompt_images": [{"bytes": b"0", "path": None}, {"bytes": b"1", "path": None}],
+            "response_a_text": "The first: <image_0> shows it.",
+            "response_a_images": [{"bytes": b"a", "path": None}],
+            "response_b_text": "The second.",
+            "response_b_images": [],
+            "chosen": "b",
+            "prompt_source": "blink",
+            "human_annotations": "[2, 2, 1]",
+            "config": "reasoning",
+        },
+        (
+            "\nWhich of  and the first is older?",
+            [b"0", b"1"],
+            [(b"a", 0.0), ("The second.", 1.0)],
+            "reasoning",
+        ),
+    ),
+    "rewardbench-2": (
+        {
+            "id": "tied:7",
+            "prompt": "Name a colour.",
+            "chosen": ["Red.", "Blue."],
+            "rejected": ["Seven."],
+            "num_correct": 2,
+            "num_incorrect": 1,
+            "total_completions": 3,
+            "subset": "Ties",
+        },
+        ("Name a colour.", [], [("Red.", 1.0), ("Blue.", 1.0), ("Seven.", 0.0)], "ties"),
+    ),
+    "rm-bench": (
+        {
+            "id": "9",
+            "prompt": "2 + 2?",
+            "chosen": ["4.", "It is 4.", "**4**"],
+            "rejected": ["5.", "It is 5.", "**5**"],
+            "domain": "safety-refuse",
+        },
+        (
+            "2 + 2?",
+            [],
+            [(text, 1.0) for text in ("4.", "It is 4.", "**4**")]
+            + [(text, 0.0) for text in ("5.", "It is 5.", "**5**")],
+            "safety",
+        ),
+    ),
+    "m-rewardbench": (
+        {
+            "id": 31,
+            "prompt": "Dis bonjour.",
+            "chosen": "Bonjour.",
+            "rejected": "Au revoir.",
+            "language": "fra_Latn",
+            "source": "mt-bench-easy",
+            "config": "fra_Latn",
+        },
+        ("Dis bonjour.", [], [("Bonjour.", 1.0), ("Au revoir.", 0.0)], "fra_Latn"),
+    ),
+    "editreward-bench-tiger": (
+        {
+            "id": "0a1b_3pair_1",
+            "instruction": "Make it red.",
+            "source_image": b"s",
+            "candidate_1": b"a",
+            "candidate_2": b"c",
+            "ranking": "C>A",
+            "comparison_type": "AvsC",
+            "dataset": "3pair",
+            "score_1": 3.0,
+        },
+        ("Make it red.", [b"s"], [(b"a", 0.0), (b"c", 1.0)], "3pair"),
+    ),
+    "editreward-bench-editscore": (
+        {
+            "key": ["1", "2"],
+            "instruction": "Make it red.",
+            "input_image": {"bytes": b"s", "path": None},
+            "output_images": [{"bytes": b"a", "path": None}, {"bytes": b"b", "path": None}],
+            "task_type": "color_alter",
+            "dimension": "consistency",
+        },
+        ("Make it red.", [b"s"], [(b"a", 1.0), (b"b", 0.0)], "consistency"),
+    ),
+    "hpdv3-plusplus": (
+        {"path1": "images/q/1.png", "path2": "images/q/2.png", "prompt": "A fox.", "split": "test_aes"},
+        ("A fox.", [], [("/data/../images/q/1.png", 1.0), ("/data/../images/q/2.png", 0.0)], "test_aes"),
+    ),
+    "omni-rewardbench": (
+        {
+            "id": "t2v_1",
+            "prompt": "A fox.",
+            "criteria": "It must run.",
+            "response1": "video/1.mp4",
+            "response2": "video/2.mp4",
+            "model1": "m",
+            "model2": "n",
+            "criteria_preference": "response2",
+            "config": "text_to_video",
+        },
+        (
+            "It must run.\nA fox.",
+            [],
+            [("/data/../media_data/video/1.mp4", 0.0), ("/data/../media_data/video/2.mp4", 1.0)],
+            "text_to_video",
+        ),
     ),
 }
 

@@ -18,6 +18,7 @@ from runs import colour_pairs, finish, square, start, words, write_rows
 from safetensors.torch import load_file, save_file
 
 from vlmrm import cli, load_scorer, rendering
+from vlmrm.batching import ComparisonCollator
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import data_fingerprint, load_train_and_eval
 from vlmrm.errors import BelowThreshold, ConfigError, DataError
@@ -82,6 +83,26 @@ def own_margins(checkpoint: Path, data: Path) -> list[float]:
         question = {"role": "user", "content": [image, {"type": "text", "text": row["prompt"]}]}
         groups.append(([question], [row["chosen"], row["rejected"]]))
     return [chosen - rejected for chosen, rejected in load_scorer(checkpoint).score_groups(groups)]
+
+
+@pytest.mark.parametrize("limit", [0, 2_000_000, 1 << 30], ids=["none", "some", "all"])
+def test_batches_are_collated_once_for_a_training_and_scores_are_those_of_each_by_itself(
+    run_folder, data, monkeypatch, limit
+):
+    collated = []
+    collate = ComparisonCollator.__call__
+    monkeypatch.setattr(
+        ComparisonCollator, "__call__", lambda self, rows: collated.append(len(rows)) or collate(self, rows)
+    )
+    monkeypatch.setattr(checkpoint_module, "KEPT_BYTES", limit)
+    together = sweep(asked(run_folder, data, eval_batch_size=2))
+    assert len(collated) == {0: 9, 2_000_000: 5, 1 << 30: 3}[limit]
+    frames = []
+    for row in together.rows:
+        alone = asked(row["path"], data, output_file=f"{row['checkpoint']}.csv", eval_batch_size=2)
+        frames.append(pd.read_parquet(sweep(alone).scores))
+    numbers = pd.read_parquet(together.scores).select_dtypes("number")
+    pd.testing.assert_frame_equal(numbers, pd.concat(frames, ignore_index=True)[list(numbers)], check_exact=True)
 
 
 def test_every_checkpoint_has_a_row_in_natural_order(run_folder, data):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +24,8 @@ IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a swe
 class SweepRun:
     """The arguments and state that all evaluations of a sweep share.
 
-    `images` is a folder for processed images, `data` the fingerprint of the evaluation data.
+    `images` is a folder for processed images, `data` the fingerprint of the evaluation data. `closed` is the
+    checkpoint that was closed last, which the next of its training takes over: at most one.
     """
 
     args: EvaluationArguments
@@ -33,6 +34,7 @@ class SweepRun:
     images: Path
     data: str
     leakage: Leakage | None = None
+    closed: list[Any] = field(default_factory=list)
 
     def store(self, processor: Any, limits: MediaLimits) -> MediaStore:
         """Return the store of processed images, which checkpoints with an equal processor and limits share."""

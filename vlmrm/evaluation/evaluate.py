@@ -48,7 +48,7 @@ class _Rows(Sequence[Comparison]):
         return iterate_comparisons(self._dataset)
 
 
-@dataclass
+@dataclass(unsafe_hash=True)
 class _Share:
     """A rank's rows of a data set: every `ranks`-th block of `block` rows, so that neighbours stay together.
 

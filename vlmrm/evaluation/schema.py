@@ -118,12 +118,14 @@ class Best(TypedDict):
 class ResultsFile(TypedDict):
     """The content of a results file.
 
-    `settings` are all that figures depend on besides the checkpoint, the same for all rows. `leakage` is the
+    `set_name` is the name of the data in a suite. `settings` are all that figures depend on besides the checkpoint,
+    the same for all rows. `leakage` is the
     result of `vlmrm.evaluation.leakage`, None without `train_data`; `best` is None where no row has the figure to
     choose by.
     """
 
     schema_version: int
+    set_name: NotRequired[str]
     settings: dict[str, Any]
     leakage: dict[str, Any] | None
     best: Best | None

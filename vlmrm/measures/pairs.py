@@ -70,12 +70,14 @@ def scored_frame(
 
     Further columns: model, checkpoint, step; by/NAME for each of `group_by`; chosen_ and rejected_ length
     (characters), pixels, text, image_paths; margin_label, agreement; images (their number), pixels, prompt_text,
-    image_paths of the prompt; and for each intervention its _chosen and _rejected score, NaN where it does not apply.
+    image_paths of the prompt; and for each intervention that was scored its _chosen and _rejected score, NaN where it
+    does not apply.
 
     Raises:
         ConfigError: when no row has a column named in `group_by`.
     """
     check_columns(result.comparisons, group_by)
+    scored = [name for name in INTERVENTIONS if any(name in altered for altered in result.altered)]
     rows: list[dict[str, Any]] = []
     for comparison, scores, altered in zip(result.comparisons, result.scores, result.altered, strict=True):
         shared = {"model": model, "checkpoint": checkpoint, "step": step, **_of_comparison(comparison, group_by)}
@@ -84,10 +86,10 @@ def scored_frame(
             for side in ("chosen", "rejected"):
                 i = row[f"{side}_branch"]
                 row |= {f"{side}_{name}": value for name, value in answers[i].items()}
-                row |= {f"{name}_{side}": altered[name][i] if name in altered else None for name in INTERVENTIONS}
+                row |= {f"{name}_{side}": altered[name][i] if name in altered else None for name in scored}
             rows.append({**shared, **row})
     frame = pd.DataFrame(rows)
-    numbers = [f"{name}_{side}" for name in INTERVENTIONS for side in ("chosen", "rejected")]
+    numbers = [f"{name}_{side}" for name in scored for side in ("chosen", "rejected")]
     for name in ("step", "margin_label", "agreement", *numbers):
         if name in frame:
             frame[name] = frame[name].astype("float64")

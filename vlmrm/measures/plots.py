@@ -10,6 +10,7 @@ import io
 import re
 import unicodedata
 import warnings
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from vlmrm.files import atomic_write, write_file
 
 BINS = 48
+LINES = 3  # of the name of a row
 POINTS = 600  # of a scatter: more would make the page slow
 # name: (light, dark). Text and lines keep a contrast of at least 4.5 to their paper; grid and band are decoration.
 COLOURS = {
@@ -111,7 +113,8 @@ def css_variables(dark: bool) -> str:
 
 def _inline(svg: str, name: str) -> str:
     """Return the element alone, with colours as variables, ids of its own, and no fixed width."""
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    # Without matplotlib's <style>, which the page's policy refuses and its own style has.
+    svg = re.sub(r"<(metadata|style)\b.*?</\1>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     for variable, (light, _) in COLOURS.items():
         svg = svg.replace(light, f"var(--{variable})")
     used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", svg))
@@ -231,17 +234,18 @@ def intervals(estimates: Mapping[str, Share], overall: float | None = None) -> F
 
     An interval that is not known, NaN, is left out.
     """
-    figure, axes = canvas(height=0.95 + 0.32 * len(estimates))
-    rows = np.arange(len(estimates))
-    values, lows, highs, counts = map(np.array, zip(*estimates.values(), strict=True))
+    names = _labels([f"{name}, n = {share.n:,}" for name, share in estimates.items()])
+    heights = np.array([0.15 + 0.17 * len(name.splitlines()) for name in names])  # of each row, in inches
+    figure, axes = canvas(height=0.95 + float(heights.sum()))
+    rows = np.cumsum(heights) - heights / 2
+    values, lows, highs, _ = map(np.array, zip(*estimates.values(), strict=True))
     axes.hlines(rows, lows, highs, color=CHOSEN, linewidth=2)
     axes.plot(values, rows, "o", color=CHOSEN, ms=6)
     axes.axvline(0.5, color=MUTED, linewidth=1.2)
     if overall is not None:
         axes.axvline(overall, color=INK, linestyle="--", linewidth=1)
-    names = [_short(name) for name in estimates]
-    axes.set_yticks(rows, [f"{name}  n={n:,}" for name, n in zip(names, counts, strict=True)])
-    axes.set(ylim=(len(estimates) - 0.4, -0.6), xlabel="accuracy")
+    axes.set_yticks(rows, names)
+    axes.set(ylim=(float(heights.sum()), 0), xlabel="accuracy")
     _percent_axis(axes, float(np.nanmin([lows, values])), float(np.nanmax([highs, values])))
     axes.grid(axis="y", visible=False)
     return figure
@@ -297,6 +301,33 @@ def _percent_axis(axes: Axes, low: float, high: float) -> None:
 
 
 def _short(name: str, most: int = 28) -> str:
-    """Cut `name` to `most` letters; Chinese characters, and emoji, are as wide as two."""
-    width = np.cumsum([2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in name])
+    """Cut `name` to `most` letters."""
+    width = np.cumsum(_widths(name))
     return name if not name or width[-1] <= most else name[: int((width < most).sum())] + "…"
+
+
+def _widths(text: str) -> list[int]:
+    """Return the width of each letter; Chinese characters, and emoji, are as wide as two."""
+    return [2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text]
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """Break names into lines; of more than LINES the middle is left out, where no two become the same."""
+    whole = [_lines(name) for name in names]
+    short = ["\n".join(lines if len(lines) <= LINES else [lines[0] + " …", *lines[1 - LINES :]]) for lines in whole]
+    unique = Counter(short)
+    return [label if unique[label] == 1 else "\n".join(lines) for label, lines in zip(short, whole, strict=True)]
+
+
+def _lines(name: str, most: int = 28) -> list[str]:
+    """Break `name` between words into lines of at most `most` letters, and longer words where they reach that."""
+    lines = [""]
+    for word in name.split():
+        if lines[-1] and sum(_widths(f"{lines[-1]} {word}")) <= most:
+            lines[-1] += f" {word}"
+            continue
+        lines.append(word)
+        while sum(_widths(lines[-1])) > most:
+            cut = int((np.cumsum(_widths(lines[-1])) <= most).sum())
+            lines[-1:] = [lines[-1][:cut], lines[-1][cut:]]
+    return lines[1:] or [""]

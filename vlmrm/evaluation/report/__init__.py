@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from hashlib import sha256
+from importlib.resources import files
 from pathlib import Path
 
 import pandas as pd
@@ -23,7 +26,8 @@ from vlmrm.evaluation.report.checkpoints import (
     training_logs,
 )
 from vlmrm.evaluation.report.examples import galleries
-from vlmrm.evaluation.report.sections import Section, headline, sections
+from vlmrm.evaluation.report.explorer import pack_pairs
+from vlmrm.evaluation.report.sections import Section, halves, headline, sections
 from vlmrm.files import make_folder, require_own_file, write_file
 from vlmrm.libraries import missing
 from vlmrm.measures.plots import Share, css_variables, drawing, save
@@ -59,6 +63,7 @@ def build_report(
         page_sections = sections(checkpoints, choice, training_logs(sweeps))
         drawn = _save_drawings(page_sections, folder / PLOTS)
     page = _environment().get_template("page.html.jinja")
+    style, script = _style(), _beside("explorer.js")
     html = page.render(
         title=title,
         best=best,
@@ -72,11 +77,15 @@ def build_report(
         headline=headline(best),
         left_out=left_out,
         sections=page_sections,
+        halves=halves(page_sections),
         drawn=drawn,
         number=number,
         galleries=galleries(best),
-        light=css_variables(dark=False),
-        dark=css_variables(dark=True),
+        pairs=pack_pairs(checkpoints, best),
+        group="category" if "category" in best.rows else "",
+        style=style,
+        script=script,
+        policy=_policy(style, script),
         version=vlmrm.__version__,
         date=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )
@@ -87,6 +96,28 @@ def build_report(
 
 def _measured(share: Share) -> str:
     return percent(share.value) if share.n else "not measured"
+
+
+def _style() -> str:
+    dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {css_variables(dark=True)} }} }}"
+    return f":root {{ {css_variables(dark=False)} }}\n{dark}\n{_beside('page.css')}"
+
+
+def _beside(name: str) -> str:
+    """Return a file of this package."""
+    return files("vlmrm.evaluation.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """Return the page's content security policy: nothing is loaded, and nothing runs but the script by its digest.
+
+    Attributes of style are allowed, as matplotlib's drawings have them; nothing of the data is in one.
+    """
+    style_digest, script_digest = (b64encode(sha256(text.encode()).digest()).decode() for text in (style, script))
+    return (
+        f"default-src 'none'; script-src 'sha256-{script_digest}'; style-src-elem 'sha256-{style_digest}'; "
+        "style-src-attr 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
 
 
 def _save_drawings(page_sections: Sequence[Section], folder: Path) -> dict[str, str]:

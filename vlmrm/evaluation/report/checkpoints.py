@@ -15,7 +15,7 @@ import pandas as pd
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.schema import Best, ResultsFile, load_results
-from vlmrm.measures.analysis import analyse, figures
+from vlmrm.measures.analysis import GROUP, analyse, figures
 from vlmrm.measures.pairs import COLUMNS, margins_of, not_finite, read_pairs
 from vlmrm.measures.plots import Share
 
@@ -66,6 +66,13 @@ class Checkpoint:
         """Return accuracy under the intervention; n is 0 where it was not scored."""
         column = f"{intervention}_chosen"
         return self.share(f"{intervention}_accuracy", int(self.pairs[column].count()) if column in self.pairs else 0)
+
+    def shares(self, column: str) -> dict[str, Share]:
+        """Return the accuracy by value of `category` or a column by/NAME, of values with a pair that is no tie."""
+        by_column = {"category": self.groups["category"]}
+        by_column |= {GROUP + name: groups for name, groups in self.groups["by"].items()}
+        groups = by_column.get(column, {})
+        return {value: accuracy_share(group) for value, group in groups.items() if group["sample_count"]}
 
     def share(self, name: str, n: int) -> Share:
         """Return one of the estimates of `figures`, over n pairs."""

@@ -7,7 +7,6 @@ import io
 import logging
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,11 +55,11 @@ class Example:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Examples under a heading, or the sentence `empty` if there are none."""
+    """Examples under a heading and a sentence, which says so if there are none."""
 
     id: str
     title: str
-    empty: str
+    text: str
     examples: list[Example]
 
 
@@ -68,9 +67,21 @@ def galleries(best: Checkpoint) -> list[Gallery]:
     """Return the pairs with the lowest margins below zero, and the lowest above; at most one of each prompt."""
     order = np.argsort(best.margins, kind="stable")
     wrong, right = order[best.margins[order] < 0], order[best.margins[order] > 0]
+    mistakes = "At most one pair a prompt. A confident mistake is often a wrong label: look before blaming the model."
+    wins = "At most one pair a prompt. Little would turn these round."
     return [
-        Gallery("mistakes", "The most confident mistakes", "No pair is ranked the wrong way.", _examples(best, wrong)),
-        Gallery("wins", "The narrowest wins", "No pair is ranked the right way.", _examples(best, right)),
+        Gallery(
+            "mistakes",
+            "The most confident mistakes",
+            mistakes if len(wrong) else "No pair is ranked the wrong way.",
+            _examples(best, wrong),
+        ),
+        Gallery(
+            "wins",
+            "The narrowest wins",
+            wins if len(right) else "No pair is ranked the right way.",
+            _examples(best, right),
+        ),
     ]
 
 
@@ -80,14 +91,14 @@ def _examples(best: Checkpoint, order: np.ndarray) -> list[Example]:
 
 
 def _example(row: dict[str, Any]) -> Example:
-    images = _paths(row, "image_paths")
+    images = paths_of(row.get("image_paths"))
     category = row.get("category")
     answers = [
         ShownAnswer(
             side,
             float(row[f"{side}_score"]),
             row.get(f"{side}_text") or "",
-            _pictures(_paths(row, f"{side}_image_paths"), f"image of the {side} answer"),
+            _pictures(paths_of(row.get(f"{side}_image_paths")), f"image of the {side} answer"),
         )
         for side in ("chosen", "rejected")
     ]
@@ -102,9 +113,8 @@ def _example(row: dict[str, Any]) -> Example:
     )
 
 
-def _paths(row: dict[str, Any], column: str) -> list[str]:
-    """Return a list column, which is an array after parquet, and absent where the data have none."""
-    value = row.get(column)
+def paths_of(value: Any) -> list[str]:
+    """Return a cell with a list, which is an array after parquet, and None or NaN where the data have none."""
     return [] if value is None or isinstance(value, float) else [str(path) for path in value]
 
 
@@ -118,11 +128,11 @@ def _pictures(paths: list[str], alt: str) -> list[Picture]:
 
 @cache
 def thumbnail(path: str) -> str | None:
-    """Return a JPEG of at most 320 x 320 pixels as a data URI; None, and a warning if it cannot be opened."""
+    """Return a JPEG of at most 320 x 320 pixels as a data URI; None if it cannot be opened."""
     try:
         image = open_image(path)
     except RowError as error:
-        logger.warning("The report lacks the image %s: %s", Path(path).name, error)
+        logger.debug("The report lacks the image %s: %s", path, error)
         return None
     image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()

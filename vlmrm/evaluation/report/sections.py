@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,14 @@ from vlmrm.evaluation.report.checkpoints import (
 )
 from vlmrm.evaluation.report.verdict import verdict
 from vlmrm.measures import plots
+from vlmrm.measures.analysis import GROUP
 from vlmrm.measures.differences import PairedTest, compare
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRIC, METRICS, Metric
 from vlmrm.measures.plots import Share
 
-CATEGORIES = 40  # in one figure; the table of a sweep has them all
+CATEGORIES = 40  # in one figure; the table beside it has them all
+CATEGORY = "category"
 COMPARED = 8  # checkpoints of the matrix
 LEAKS = 2  # rows that are named of each kind; the results have more
 LEAKED = "leaked"  # the column that a sweep with train_data adds, shown in a section of its own
@@ -46,11 +49,15 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts; the first of each names it."""
+    """Rows of texts; the first of each names it. Of more than six columns it stands across the page."""
 
     caption: str
     head: list[str]
     rows: list[list[str]]
+
+    @property
+    def across(self) -> bool:
+        return len(self.head) > 6
 
 
 @dataclass(frozen=True)
@@ -77,11 +84,20 @@ def sections(
         of_categories(best),
         of_scores(best),
         of_calibration(best),
+        of_best_of_n(best),
         of_shortcuts(best),
         of_leakage(best, choice.leakage),
         of_comparison(checkpoints),
-        of_best_of_n(best),
     ]
+
+
+def halves(page: Sequence[Section]) -> set[str]:
+    """Return the ids of sections that stand side by side: two in a row with at most one drawing and no table."""
+    ids: list[str] = []
+    for first, second in pairwise(page):
+        if first.id not in ids and all(len(s.drawings) < 2 and not s.tables for s in (first, second)):
+            ids += [first.id, second.id]
+    return set(ids)
 
 
 def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Section:
@@ -109,12 +125,8 @@ def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Secti
         figure = plots.accuracy_by_step(curves, ring)
         caption = "Accuracy of each checkpoint. Bands are 95% intervals; the ring marks the best."
         drawings.append(Drawing("accuracy_by_step", figure, f"Accuracy by training step. {alt}.", caption))
-    columns = [metric for metric in METRICS if metric.column and metric.label]
-    columns = [
-        metric
-        for metric in columns
-        if not all(np.isnan(metric.value(checkpoint.figures)) for checkpoint in checkpoints)
-    ]
+    altered = {f"{name}_accuracy" for name in INTERVENTIONS}
+    columns = [metric for metric in _tabled(checkpoints) if metric.name not in altered]
     rows = [
         [
             checkpoint.label + (" (best)" if checkpoint is best and len(checkpoints) > 1 else ""),
@@ -126,11 +138,41 @@ def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Secti
         for checkpoint in checkpoints
     ]
     head = ["checkpoint", "accuracy", "95% interval", "pairs", *[metric.label for metric in columns]]
-    table = Table("Every checkpoint", head, rows)
+    tables = [Table("Every checkpoint", head, rows), *_altered_accuracies(checkpoints)]
     text = "" if drawn else "One checkpoint a model: there is no curve over steps to draw."
     if len(checkpoints) > 1:
         text = f"{text} Bands and intervals are each checkpoint's own; whether two differ is tested below.".strip()
-    return Section("checkpoints", "Checkpoints", text, drawings, [table])
+    return Section("checkpoints", "Checkpoints", text, drawings, tables)
+
+
+def _tabled(checkpoints: Sequence[Checkpoint]) -> list[Metric]:
+    """Return the metrics of the table of checkpoints that one of them has."""
+    return [
+        metric
+        for metric in METRICS
+        if metric.column
+        and metric.label
+        and not all(np.isnan(metric.value(checkpoint.figures)) for checkpoint in checkpoints)
+    ]
+
+
+def _altered_accuracies(checkpoints: Sequence[Checkpoint]) -> list[Table]:
+    """Return the table of accuracies under each intervention, a column a checkpoint; none without interventions."""
+    compared = sorted(checkpoints, key=lambda checkpoint: -checkpoint.accuracy.value)[:COMPARED]
+    metrics = {metric.name: metric for metric in _tabled(compared)}
+    rows = [
+        [
+            intervention.view,
+            *[percent(metrics[f"{name}_accuracy"].value(checkpoint.figures)) for checkpoint in compared],
+        ]
+        for name, intervention in INTERVENTIONS.items()
+        if f"{name}_accuracy" in metrics
+    ]
+    if len(compared) < 2 or not rows:
+        return []
+    few = f" of the {COMPARED} best checkpoints" if len(checkpoints) > COMPARED else ""
+    caption = f"Accuracy{few} by what the model saw, equal scores at half"
+    return [Table(caption, ["what the model saw", *[checkpoint.label for checkpoint in compared]], rows)]
 
 
 def of_training(logs: Mapping[str, TrainingLog]) -> Section:
@@ -195,27 +237,29 @@ def of_reliance(best: Checkpoint) -> Section:
 
 
 def of_categories(best: Checkpoint) -> Section:
-    analysed = best.groups
-    drawings = []
-    for name, groups in {"category": analysed["category"], **analysed["by"]}.items():
-        if name == LEAKED:
-            continue
-        shares = {value: accuracy_share(group) for value, group in groups.items() if group["sample_count"]}
+    drawings, tables = [], []
+    for column in (CATEGORY, *(GROUP + name for name in best.groups["by"] if name != LEAKED)):
+        name, shares = column.removeprefix(GROUP), best.shares(column)
         if shares:
-            drawings.append(_by_value(name, shares, best.accuracy.value))
+            best_first = dict(sorted(shares.items(), key=lambda item: -item[1].value))
+            drawings.append(_by_value(name, best_first, best.accuracy.value))
+            rows = [
+                [value, f"{share.n:,}", percent(share.value), interval(share)] for value, share in best_first.items()
+            ]
+            tables.append(Table(f"Accuracy by {name}", [name, "pairs", "accuracy", "95% interval"], rows))
     text = "Intervals take pairs of one prompt together."
-    return Section("categories", "By category", text if drawings else "No row has a category.", drawings)
+    return Section("categories", "By category", text if drawings else "No row has a category.", drawings, tables)
 
 
-def _by_value(name: str, shares: dict[str, Share], overall: float) -> Drawing:
-    largest = sorted(shares, key=lambda value: -shares[value].n)[:CATEGORIES]
-    best_first = {value: shares[value] for value in sorted(largest, key=lambda value: -shares[value].value)}
-    weakest, share = list(best_first.items())[-1]
-    alt = f"Accuracy by {name}, {len(best_first)} values; the weakest is {weakest} with {percent(share.value)}."
+def _by_value(name: str, best_first: dict[str, Share], overall: float) -> Drawing:
+    largest = sorted(best_first, key=lambda value: -best_first[value].n)[:CATEGORIES]
+    drawn = {value: share for value, share in best_first.items() if value in set(largest)}
+    weakest, share = list(drawn.items())[-1]
+    alt = f"Accuracy by {name}, {len(drawn)} values; the weakest is {weakest} with {percent(share.value)}."
     caption = f"Accuracy by {name}, with 95% intervals; dashed: all pairs, solid: chance."
-    if len(shares) > len(best_first):
-        caption += f" The {CATEGORIES} largest of {len(shares)}."
-    return Drawing(f"accuracy_by_{_slug(name)}", plots.intervals(best_first, overall), alt, caption)
+    if len(best_first) > len(drawn):
+        caption += f" The {CATEGORIES} largest of {len(best_first)}."
+    return Drawing(f"accuracy_by_{_slug(name)}", plots.intervals(drawn, overall), alt, caption)
 
 
 def of_scores(best: Checkpoint) -> Section:

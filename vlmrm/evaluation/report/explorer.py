@@ -1,0 +1,220 @@
+"""All pairs of a report, packed for the page's script: columns of numbers, each text once, thumbnails for a budget.
+
+The block is deflated and in base64: the length of its header as an unsigned 32-bit number, the header as JSON (texts,
+paths, thumbnails, names, and where each column is), then the columns, little-endian, each at a multiple of 4 bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vlmrm.evaluation.report.checkpoints import Checkpoint
+from vlmrm.evaluation.report.examples import IMAGES, paths_of, thumbnail
+from vlmrm.measures.analysis import GROUP
+from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.measures.metrics import PairArrays
+from vlmrm.measures.pairs import pair_index
+from vlmrm.measures.plots import Share
+
+logger = logging.getLogger("vlmrm")
+
+# What the page may hold. A longer page would open slowly; what is left out is said on it.
+PAIRS = 200_000
+MODELS = 8  # checkpoints, the one that the report is about and the most accurate others
+CHARACTERS = 48_000_000  # of texts
+IMAGE_BYTES = 6_000_000  # of thumbnails
+VALUES = 24_000_000  # scores under interventions
+
+ROLES = {"prompt": ("prompt_text", "image_paths")} | {
+    side: (f"{side}_text", f"{side}_image_paths") for side in ("chosen", "rejected")
+}
+
+
+@dataclass(frozen=True)
+class PackedPairs:
+    """The block for the page's script, and a sentence about each thing that it lacks."""
+
+    data: str
+    notes: list[str]
+
+
+def pack_pairs(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> PackedPairs:
+    """Return the pairs of `best`, with the scores of the other checkpoints on them."""
+    rows = best.rows.iloc[:PAIRS]
+    models = [best, *sorted((c for c in checkpoints if c is not best), key=lambda c: -c.accuracy.value)][:MODELS]
+    notes = []
+    if len(rows) < len(best.rows):
+        notes.append(f"Only the first {len(rows):,} of {len(best.rows):,} pairs can be explored here.")
+    if len(models) < len(checkpoints):
+        notes.append(f"It compares the {len(models)} most accurate of {len(checkpoints)} checkpoints.")
+    arrays: dict[str, np.ndarray] = {"tie": rows["tie"].to_numpy(np.uint8)}
+    header: dict[str, Any] = {"count": len(rows), "names": _names(rows)}
+    header["views"] = {name: intervention.view for name, intervention in INTERVENTIONS.items()}
+    header["models"] = _models(models, rows, arrays, notes)
+    header["groups"] = list(_groups(rows, arrays))
+    header["texts"] = _texts(rows, arrays, notes)
+    paths, header["images"] = _paths(rows, arrays)
+    header["paths"] = [str(Path(path).absolute()) for path in paths]
+    header["thumbnails"] = _thumbnails(paths, header["images"], arrays, notes)
+    return PackedPairs(_pack(header, arrays), notes)
+
+
+def _pack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+    """Return the block. A column is [kind, offset from the end of the header, length]; kinds are numpy's."""
+    columns, parts, offset = {}, [], 0
+    for name, array in arrays.items():
+        content = array.astype(array.dtype.newbyteorder("<")).tobytes()
+        columns[name] = [array.dtype.str[1:], offset, len(array)]
+        parts.append(content + bytes(-len(content) % 4))
+        offset += len(parts[-1])
+    text = json.dumps(header | {"columns": columns}, ensure_ascii=False, separators=(",", ":")).encode(
+        "utf-8",
+        "replace",  # half of a surrogate pair is no text
+    )
+    text += b" " * (-len(text) % 4)
+    compressor = zlib.compressobj(6)
+    pieces = (len(text).to_bytes(4, "little"), text, *parts)
+    compressed = b"".join([*map(compressor.compress, pieces), compressor.flush()])
+    return base64.b64encode(compressed).decode()
+
+
+def _names(rows: pd.DataFrame) -> list[str]:
+    """Return the comparison of each pair, with the pair's number where the comparison has several."""
+    several = rows["comparison_id"].map(rows["comparison_id"].value_counts()).to_numpy() > 1
+    numbers = rows["pair"].to_numpy(np.int64) + 1
+    ids = rows["comparison_id"].astype(str)
+    return [f"{name} #{number}" if many else name for name, number, many in zip(ids, numbers, several, strict=True)]
+
+
+def _models(
+    models: Sequence[Checkpoint], rows: pd.DataFrame, arrays: dict[str, np.ndarray], notes: list[str]
+) -> list[dict[str, Any]]:
+    """Return label and interventions of each model, and add its columns: N/chosen and N/margin, with the name of an
+    intervention between. Margins are packed instead of the rejected scores, whose difference could lose its sign."""
+    index, packed, count, unscored = pair_index(rows), [], 0, []
+    for number, model in enumerate(models):
+        # Ties of people have margins here, too: only their verdict is another.
+        at = pair_index(model.rows).get_indexer(index)
+        frame = model.rows.assign(tie=False)
+        pairs = PairArrays(frame)
+        scored = [name for name in INTERVENTIONS if pairs.column(f"{name}_chosen")[at[at >= 0]].size]
+        scored = [name for name in scored if not np.isnan(pairs.altered_margins(name)).all()]
+        count += 2 * len(rows) * len(scored)
+        if number and count > VALUES:
+            unscored.append(model.label)
+            scored = []
+        for name in ("", *scored):
+            chosen = pairs.column(f"{name}_chosen" if name else "chosen_score")
+            margin = pairs.altered_margins(name) if name else pairs.margins
+            for column, values in (("chosen", chosen), ("margin", margin)):
+                key = "/".join(filter(None, (str(number), name, column)))
+                arrays[key] = np.where(at >= 0, values[at], np.nan).astype(np.float32)
+        packed.append({"label": model.label, "interventions": scored, "accuracy": _numbers(model.accuracy)})
+        packed[-1]["accuracies"] = {
+            column: {value: _numbers(share) for value, share in model.shares(column).items()}
+            for column in _columns(rows)
+        }
+    if unscored:
+        notes.append(f"Scores under interventions are left out of {', '.join(unscored)}.")
+    return packed
+
+
+def _numbers(share: Share) -> list[float | None]:
+    """Return accuracy, the ends of its interval, and the number of pairs; NaN is no JSON."""
+    return [None if np.isnan(number) else number for number in share]
+
+
+def _columns(rows: pd.DataFrame) -> list[str]:
+    return [name for name in map(str, rows) if name == "category" or name.startswith(GROUP)]
+
+
+def _groups(rows: pd.DataFrame, arrays: dict[str, np.ndarray]) -> Iterable[dict[str, Any]]:
+    """Yield the columns to filter by with their values; the code of a row is one more, 0 where it has none."""
+    for column in _columns(rows):
+        codes, values = pd.factorize(rows[column], sort=True)
+        if len(values):
+            arrays[f"group/{column}"] = (codes + 1).astype(np.uint32)
+            yield {"column": column, "name": column.removeprefix(GROUP), "values": [str(value) for value in values]}
+
+
+def _texts(rows: pd.DataFrame, arrays: dict[str, np.ndarray], notes: list[str]) -> list[str]:
+    """Return every text of the pairs once, all cut to the same length if they are too long for the page together."""
+    columns = [rows[text] if text in rows else pd.Series("", rows.index) for text, _ in ROLES.values()]
+    codes, texts = pd.factorize(pd.concat([column.fillna("").astype(str) for column in columns], ignore_index=True))
+    for role, part in zip(ROLES, np.split(codes, len(ROLES)), strict=True):
+        arrays[f"text/{role}"] = part.astype(np.uint32)
+    most = _length(np.fromiter(map(len, texts), np.int64, len(texts)))
+    if most is None:
+        return list(texts)
+    notes.append(f"Texts are cut to {most:,} characters here, and searched as far.")
+    return [text if len(text) <= most else text[:most] + "…" for text in texts]
+
+
+def _length(lengths: np.ndarray) -> int | None:
+    """Return the length to which texts of lengths[N] are cut so that they have CHARACTERS together; None if less."""
+    if lengths.sum() <= CHARACTERS:
+        return None
+    ordered = np.sort(lengths)
+    shorter = np.concatenate([[0], np.cumsum(ordered)[:-1]])
+    longer = np.arange(len(ordered), 0, -1)
+    # The first text at whose length the shorter ones and as much of each longer one are too many.
+    first = int(np.argmax(shorter + ordered * longer > CHARACTERS))
+    return int((CHARACTERS - shorter[first]) // longer[first])
+
+
+def _paths(rows: pd.DataFrame, arrays: dict[str, np.ndarray]) -> tuple[list[str], list[list[int]]]:
+    """Return every path of an image once, and every list of images of a prompt or an answer as numbers of paths."""
+    numbers: dict[str, int] = {}
+    lists: dict[tuple[int, ...], int] = {(): 0}
+    for role, (_, column) in ROLES.items():
+        codes = np.zeros(len(rows), np.uint32)
+        if column in rows:
+            for i, value in enumerate(rows[column]):
+                images = tuple(numbers.setdefault(path, len(numbers)) for path in paths_of(value))
+                codes[i] = lists.setdefault(images, len(lists))
+        arrays[f"images/{role}"] = codes
+    return list(numbers), [list(images) for images in lists]
+
+
+def _thumbnails(
+    paths: Sequence[str], lists: Sequence[Sequence[int]], arrays: dict[str, np.ndarray], notes: list[str]
+) -> dict[int, str]:
+    """Return thumbnails by number of path, of mistakes first, the most confident first, then of the narrowest wins."""
+    margins = arrays["0/margin"].astype(np.float64)
+    order = np.argsort(np.where(np.isnan(margins), np.inf, margins), kind="stable")
+    thumbnails: dict[int, str] = {}
+    looked: set[int] = set()
+    left = IMAGE_BYTES
+    gone: list[str] = []
+    for row in order:
+        for role in ROLES:
+            for number in lists[arrays[f"images/{role}"][row]][:IMAGES]:
+                if number in looked:
+                    continue
+                looked.add(number)
+                uri = thumbnail(paths[number])
+                if uri is None:
+                    gone.append(paths[number])
+                    continue
+                left -= len(uri)
+                if left < 0:
+                    notes.append(
+                        f"{len(thumbnails):,} of {len(paths):,} images are on this page, those of mistakes first; "
+                        "of the others it has the paths."
+                    )
+                    return thumbnails
+                thumbnails[number] = uri.partition(",")[2]
+    if gone:
+        notes.append(f"{len(gone):,} images could not be opened.")
+        logger.warning("The report lacks %s images that cannot be opened, such as %s", f"{len(gone):,}", gone[0])
+    return thumbnails
