@@ -30,7 +30,6 @@ from vlmrm.evaluation.schema import Provenance, Row, Statistics
 from vlmrm.logs import progress
 from vlmrm.measures.analysis import analyse
 from vlmrm.measures.donors import BLOCKS, Traits, donors_of, is_sampled, traits_of
-from vlmrm.measures.intervals import DRAWS, SEED
 from vlmrm.measures.pairs import ScoredComparisons, pair_table, scored_frame
 from vlmrm.modeling import provenance
 
@@ -188,8 +187,6 @@ def provenance_of(scorer: OpenEntry, run: SweepRun) -> Provenance:
         "versions": made["versions"],
         "data": run.data,
         "processes": run.processes.num_processes,
-        "bootstrap_draws": DRAWS,
-        "bootstrap_seed": SEED,
         **scorer.origin(),
     }
 
