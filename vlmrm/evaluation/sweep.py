@@ -236,6 +236,7 @@ def settings(args: EvaluationArguments, data_args: DataArguments) -> dict[str, A
         "data": data_fingerprint(data_args.dataset_path or hub),
         "train_data": data_fingerprint(args.train_data) if args.train_data else None,
         **{k: getattr(args, k) for k in keys},
+        **({"scorer_drops_media": True} if args.scorer_drops_media else {}),
         "reading": asdict(data_args),
     }
 
