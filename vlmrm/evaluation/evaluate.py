@@ -174,7 +174,8 @@ def measure(entry: Entry, scorer: OpenEntry, dataset: Any, run: SweepRun) -> tup
         for name, reason in limits.items():
             logger.warning("%s: no %s: %s", entry.path, name, reason)
     if args.benchmark is not None:
-        figures["benchmark"] = benchmark(args.benchmark).score(frame)
+        estimates = benchmark(args.benchmark).estimate(frame)
+        figures["benchmark"] = {name: estimate._asdict() for name, estimate in estimates.items()}
     return {**figures, "statistics": statistics, "provenance": provenance_of(scorer, run)}, frame
 
 

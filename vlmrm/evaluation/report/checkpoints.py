@@ -163,7 +163,7 @@ class Choice:
     best: Checkpoint
     reason: str
     leakage: dict[str, Any] | None
-    benchmark: tuple[str, Mapping[str, float]] | None
+    benchmark: tuple[str, Mapping[str, Mapping[str, Any]]] | None
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:
