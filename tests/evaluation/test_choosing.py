@@ -98,7 +98,6 @@ def test_an_unknown_standard_error_chooses_nothing():
     [
         ({"metric_for_best": "acuracy"}, "metric_for_best is acuracy, .* choose .*preference_accuracy"),
         ({"metric_for_best": "temperature"}, "by which no checkpoint is better"),
-        ({"metric_for_best": "ece", "one_standard_error": True}, "standard error, which ece has not"),
         ({"metric_for_best": "benchmark/macro", "one_standard_error": True, "benchmark": "hpdv3"}, "which benchmark"),
         ({"metric_for_best": "benchmark/macro"}, "needs a benchmark: name one"),
         ({"metric_for_best": "image_reliance", "interventions": "none"}, "needs blank_image: add it to interventions"),

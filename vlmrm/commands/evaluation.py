@@ -22,8 +22,8 @@ Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 
 @needs("train", "evaluating")
 def evaluate(*words: Words) -> None:
-    """Evaluate checkpoints or any other scorers on one data set or more: CONFIG.yaml [--key value ...]."""
-    if answered("eval", "Evaluate every checkpoint of one or more trainings, or any other scorer.", words):
+    """Evaluate checkpoints of trainings, or any other scorer, on any number of data sets: CONFIG.yaml [--key ...]."""
+    if answered("eval", "Evaluate checkpoints of trainings, or any other scorer.", words):
         return
     from vlmrm.evaluation.sweep import sweep
 

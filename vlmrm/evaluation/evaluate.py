@@ -30,8 +30,7 @@ from vlmrm.evaluation.suite import OpenSet
 from vlmrm.logs import progress
 from vlmrm.measures.analysis import analyse
 from vlmrm.measures.donors import BLOCKS, Traits, donors_of, is_sampled, traits_of
-from vlmrm.measures.intervals import DRAWS, SEED
-from vlmrm.measures.pairs import ScoredComparisons, scored_frame
+from vlmrm.measures.pairs import ScoredComparisons, pair_table, scored_frame
 from vlmrm.modeling import provenance
 
 logger = logging.getLogger("vlmrm")
@@ -42,6 +41,7 @@ class _Rows(Sequence[Comparison]):
 
     def __init__(self, dataset: Any, indices: list[int]):
         self._dataset = dataset.select(indices)
+        self._key = (id(dataset), *indices)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -51,6 +51,12 @@ class _Rows(Sequence[Comparison]):
 
     def __iter__(self) -> Iterator[Any]:
         return iterate_comparisons(self._dataset)
+
+    def __eq__(self, rows: object) -> bool:
+        return isinstance(rows, _Rows) and rows._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
 
 @dataclass(unsafe_hash=True)
@@ -154,9 +160,10 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
     )
     if not result.comparisons:
         raise DataError(f"none of the {len(data.dataset)} rows could be scored: the first was {result.dropped[0]}.")
-    frame = scored_frame(
-        result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, group_by=data.definition.group_by
-    )
+    if result.comparisons not in data.tables:
+        data.tables[result.comparisons] = pair_table(result.comparisons, data.definition.group_by)
+    table = data.tables[result.comparisons]
+    frame = scored_frame(result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, table=table)
     add_verdicts(frame, result)
     if data.leakage is not None:
         frame["by/leaked"] = np.where(frame["comparison_id"].isin(data.leakage.leaked), "yes", "no")
@@ -180,8 +187,6 @@ def provenance_of(scorer: OpenEntry, data: str, run: SweepRun) -> Provenance:
         "versions": made["versions"],
         "data": data,
         "processes": run.processes.num_processes,
-        "bootstrap_draws": DRAWS,
-        "bootstrap_seed": SEED,
         **scorer.origin(),
     }
 

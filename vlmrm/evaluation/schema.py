@@ -18,7 +18,7 @@ from vlmrm.errors import ConfigError
 from vlmrm.measures.metrics import METRICS
 from vlmrm.settings import describe_errors
 
-SCHEMA_VERSION = 2  # raised whenever a field changes its name or meaning; a new metric is absent from older files
+SCHEMA_VERSION = 3  # raised whenever a field changes its name or meaning; a new metric is absent from older files
 
 # JSON has no NaN and no infinity: null stands for a figure that the pairs do not allow.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
@@ -80,8 +80,6 @@ class Provenance(Origin):
     versions: dict[str, str]
     data: str
     processes: int
-    bootstrap_draws: int
-    bootstrap_seed: int
 
 
 class _Row(TypedDict, extra_items=Number):

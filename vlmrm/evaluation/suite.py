@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from vlmrm.evaluation.choosing import split_metric
 from vlmrm.evaluation.leakage import Leakage
 from vlmrm.evaluation.public import Benchmark, benchmark, load_benchmark
 from vlmrm.evaluation.results import Results
-from vlmrm.measures.pairs import check_columns
+from vlmrm.measures.pairs import PairTable, check_columns
 from vlmrm.settings import Strict, did_you_mean, load_file, validate
 
 SUITES: Mapping[str, tuple[str, ...]] = {
@@ -128,12 +128,16 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class OpenSet:
-    """A set whose rows can be read, with its results, and how much of it was trained on, where that is known."""
+    """A set whose rows can be read, with its results, and how much of it was trained on, where that is known.
+
+    `tables` are the pairs of its comparisons that were scored, which checkpoints share.
+    """
 
     definition: EvaluationSet
     dataset: Dataset
     results: Results
     leakage: Leakage | None
+    tables: dict[Any, PairTable] = field(default_factory=dict)
 
     @property
     def of(self) -> str:

@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vlmrm.errors import DataError
-from vlmrm.evaluation.choosing import PairedTest, compare
 from vlmrm.evaluation.public import benchmark, published_table
 from vlmrm.evaluation.report.checkpoints import (
     Checkpoint,
@@ -26,12 +25,14 @@ from vlmrm.evaluation.report.checkpoints import (
 from vlmrm.evaluation.report.verdict import verdict
 from vlmrm.measures import plots
 from vlmrm.measures.analysis import GROUP
+from vlmrm.measures.differences import PairedTest, compare
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRIC, METRICS, Metric
 from vlmrm.measures.plots import Share
 
 CATEGORIES = 40  # in one figure; the table beside it has them all
 CATEGORY = "category"
+LONG = 30  # letters of a name, more than half a page has room for
 COMPARED = 8  # checkpoints of the matrix
 LEAKS = 2  # rows that are named of each kind; the results have more
 LEAKED = "leaked"  # the column that a sweep with train_data adds, shown in a section of its own
@@ -49,7 +50,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts; the first of each names it. Of more than six columns it stands across the page."""
+    """Rows of texts; the first of each names it. With many columns or long names it stands across the page."""
 
     caption: str
     head: list[str]
@@ -57,7 +58,7 @@ class Table:
 
     @property
     def across(self) -> bool:
-        return len(self.head) > 6
+        return len(self.head) > 6 or any(len(row[0]) > LONG for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,9 @@ def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Secti
     ]
     head = ["checkpoint", "accuracy", "95% interval", "pairs", *[metric.label for metric in columns]]
     tables = [Table("Every checkpoint", head, rows), *_altered_accuracies(checkpoints)]
-    text = "Where bands or intervals overlap widely, the difference between checkpoints may be noise."
-    if not drawn:
-        text = "One checkpoint a model: there is no curve over steps to draw."
+    text = "" if drawn else "One checkpoint a model: there is no curve over steps to draw."
+    if len(checkpoints) > 1:
+        text = f"{text} Bands and intervals are each checkpoint's own; whether two differ is tested below.".strip()
     return Section("checkpoints", "Checkpoints", text, drawings, tables)
 
 
@@ -247,7 +248,7 @@ def of_categories(best: Checkpoint) -> Section:
                 [value, f"{share.n:,}", percent(share.value), interval(share)] for value, share in best_first.items()
             ]
             tables.append(Table(f"Accuracy by {name}", [name, "pairs", "accuracy", "95% interval"], rows))
-    text = "Where intervals overlap, the order is no ranking."
+    text = "Intervals take pairs of one prompt together."
     return Section("categories", "By category", text if drawings else "No row has a category.", drawings, tables)
 
 
@@ -284,7 +285,7 @@ def of_scores(best: Checkpoint) -> Section:
 def of_calibration(best: Checkpoint) -> Section:
     figures = best.figures
     bins = [row for row in figures["reliability"] if row["count"]]
-    error, temperature, brier = figures["ece"], figures["temperature"], figures["brier"]["value"]
+    error, temperature, brier = (figures[name]["value"] for name in ("ece", "temperature", "brier"))
     drawing = Drawing(
         "reliability",
         plots.reliability(bins),
@@ -415,12 +416,22 @@ def of_comparison(checkpoints: Sequence[Checkpoint]) -> Section:
         f"{tests[0].pairs:,} common pairs"
     )
     text = (
-        "A small p (McNemar's, exact, adjusted for the number of comparisons) says that a difference is hardly "
-        "chance. It takes pairs as independent; the intervals draw whole prompts."
+        "A difference is more than chance where its interval is without zero, and there p is below 0.05. Both are "
+        f"from flips of the signs of whole prompts and hold for all {len(tests)} comparisons together. "
+        f"{_detectable(tests)}"
     )
     if len(checkpoints) > COMPARED:
         text += f" The {COMPARED} best of {len(checkpoints)}."
     return Section("comparison", title, text, tables=[Table(caption, ["checkpoint", *numbers], rows)])
+
+
+def _detectable(tests: Sequence[PairedTest]) -> str:
+    """Say how large a difference between two checkpoints has to be for these pairs to show it."""
+    sizes = sorted(test.detectable for test in tests if not np.isnan(test.detectable))
+    if not sizes:
+        return "One prompt shows no difference."
+    between = points(sizes[0]) if len(sizes) == 1 else f"{points(sizes[0])} to {points(sizes[-1])}"
+    return f"These prompts show a difference of {between} points four times in five; a smaller one may stay unseen."
 
 
 def of_best_of_n(best: Checkpoint) -> Section:
@@ -429,7 +440,7 @@ def of_best_of_n(best: Checkpoint) -> Section:
     if not curve:
         return Section("best_of_n", title, "The data have no ranked lists of three or more answers.")
     least, most = curve[0], curve[-1]
-    ends = f"{least['model']:.2f} for one candidate to {most['model']:.2f} for {most['n']}"
+    ends = f"{least['model']['value']:.2f} for one candidate to {most['model']['value']:.2f} for {most['n']}"
     alt = f"The pick's rating goes from {ends}."
     caption = (
         f"Expected rating of the pick from N candidates, over {least['lists']:,} lists; {most['lists']:,} of them "
@@ -440,7 +451,7 @@ def of_best_of_n(best: Checkpoint) -> Section:
 
 
 def _compared(test: PairedTest, sign: int) -> str:
-    p = test.adjusted_p_value
+    p = test.p_value
     ahead, low, high = (sign * end for end in test.difference[:3])
     lines = [points(ahead), "p < 0.001" if p < 0.001 else f"p = {p:.3f}"]
     if not np.isnan(low):

@@ -56,6 +56,7 @@ class _Classifier(ConversationScorer):
     """A classifier and its tokenizer, or its processor if it sees images."""
 
     def __init__(self, entry: ClassifierEntry, run: SweepRun):
+        super().__init__(entry.path, run)
         if run.data_args.min_pixels or run.data_args.max_pixels:
             raise ConfigError(
                 f"{entry.path} resizes images as its processor says: leave min_pixels and max_pixels out."
@@ -78,7 +79,6 @@ class _Classifier(ConversationScorer):
         self.visual = isinstance(self.processor, ProcessorMixin) and hasattr(self.processor, "image_processor")
         self.tokenizer = self.processor.tokenizer if isinstance(self.processor, ProcessorMixin) else self.processor
         self.sees = frozenset({"image"} if self.visual else ())
-        super().__init__(entry.path, run)
         self.entry = entry
         self.model = model.eval().requires_grad_(False).to(parse_device(None))
         self.label, read = _label(entry, model.config)
