@@ -112,7 +112,15 @@ DATA = {
     "Streaming": ("streaming", "shuffle_buffer"),
 }
 EVALUATION = {
-    "What to evaluate": ("model_dirs", "checkpoint_pattern", "base_model_path", "benchmark", "output_file"),
+    "What to evaluate": (
+        "model_dirs",
+        "scorer",
+        "scorer_drops_media",
+        "checkpoint_pattern",
+        "base_model_path",
+        "benchmark",
+        "output_file",
+    ),
     "What to measure": ("interventions", "intervention_sample", "group_by", "train_data"),
     "Choosing and keeping": (
         "metric_for_best",

@@ -31,6 +31,8 @@ class ScoredRow:
     scores: list[float] = field(default_factory=list)
     altered: dict[str, list[float]] = field(default_factory=dict)
     error: RowError | None = None
+    failed: dict[str, str] = field(default_factory=dict)
+    verdicts: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -120,10 +122,10 @@ class Engine:
         rows = {index: ScoredRow(index, row_id, [*islice(scores, count)]) for index, row_id, count in counts}
         for index, name, count in part["altered"]:
             rows[index].altered[name] = [*islice(scores, count)]
-        return [_checked(row) for row in rows.values()]
+        return [checked(row) for row in rows.values()]
 
 
-def _checked(row: ScoredRow) -> ScoredRow:
+def checked(row: ScoredRow) -> ScoredRow:
     """Return the row, or its error when one of its scores is not finite."""
     altered = {f"{name} score": scores for name, scores in row.altered.items()}
     for label, scores in {"score": row.scores, **altered}.items():

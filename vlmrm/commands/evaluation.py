@@ -22,8 +22,8 @@ Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 
 @needs("train", "evaluating")
 def evaluate(*words: Words) -> None:
-    """Evaluate every checkpoint of one or more trainings: CONFIG.yaml [--key value ...]; --help lists its keys."""
-    if answered("eval", "Evaluate every checkpoint of one or more trainings.", words):
+    """Evaluate checkpoints of trainings, or any other scorer: CONFIG.yaml [--key value ...]; --help lists its keys."""
+    if answered("eval", "Evaluate checkpoints of trainings, or any other scorer.", words):
         return
     from vlmrm.evaluation.sweep import sweep
 

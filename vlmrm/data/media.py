@@ -24,7 +24,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlparse
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vlmrm.conversation import FRAME_PIXELS, Video, VideoOptions
+from vlmrm.conversation import FRAME_PIXELS, Conversation, Part, Text, Video, VideoOptions
 from vlmrm.errors import MediaError
 
 if TYPE_CHECKING:
@@ -64,6 +64,22 @@ def media_key(reference: Any) -> str:
     if isinstance(reference, Sequence):
         return f"frames:{_hash(*(media_key(frame).encode() + bytes(1) for frame in reference))}"
     raise MediaError(f"{media_name(reference)} is no reference to an image or video: give a path, bytes or a data URI")
+
+
+def conversation_key(conversation: Conversation) -> str:
+    """Return a hash that is equal for conversations with the same text and media.
+
+    Raises:
+        MediaError: when a medium is no reference.
+    """
+    messages = [(message.role, list(map(_part_key, message.content))) for message in conversation.messages]
+    return _hash(repr(messages).encode())
+
+
+def _part_key(part: Part) -> tuple[object, ...]:
+    if isinstance(part, Text):
+        return part.kind, part.text
+    return part.kind, media_key(part.reference), getattr(part, "options", None)
 
 
 def _hash(*pieces: bytes) -> str:

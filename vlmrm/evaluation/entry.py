@@ -15,6 +15,7 @@ from vlmrm.engine import ScoredRow
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.leakage import Leakage
 from vlmrm.evaluation.schema import Origin, Row
+from vlmrm.measures.pairs import PairTable
 from vlmrm.rendering import MediaLimits, MediaStore
 
 IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a sweep
@@ -25,7 +26,8 @@ class SweepRun:
     """The arguments and state that all evaluations of a sweep share.
 
     `images` is a folder for processed images, `data` the fingerprint of the evaluation data. `closed` is the
-    checkpoint that was closed last, which the next of its training takes over: at most one.
+    checkpoint that was closed last, which the next of its training takes over: at most one. `tables` are the pairs of
+    the comparisons that were scored.
     """
 
     args: EvaluationArguments
@@ -35,6 +37,7 @@ class SweepRun:
     data: str
     leakage: Leakage | None = None
     closed: list[Any] = field(default_factory=list)
+    tables: dict[Any, PairTable] = field(default_factory=dict)
 
     def store(self, processor: Any, limits: MediaLimits) -> MediaStore:
         """Return the store of processed images, which checkpoints with an equal processor and limits share."""
@@ -57,7 +60,7 @@ class RowScorer(Protocol):
     def interventions(self) -> Collection[str]: ...
 
     def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
-        """Yield the scores of the rows `{"index", "comparison"}` of a data set, in order; with `donor` altered too.
+        """Yield the scores of the rows `{"index", "comparison"}` of a data set; those with `sampled` altered too.
 
         Raises:
             RowError: for a row that may not be dropped.

@@ -141,6 +141,8 @@ def table(rows: Sequence[Row], best: Best | None) -> pd.DataFrame:
             line["weights"] = row["provenance"]["weights"]
         for name, value in row.get("benchmark", {}).items():
             line[f"benchmark/{name}"] = value
+        if "limits" in row:
+            line["limits"] = ", ".join(row["limits"])
         line["best"] = best is not None and row["path"] == best["path"]
         if best is not None and best["kept"] is not None:
             line["kept"] = row["path"] in best["kept"]
@@ -160,7 +162,8 @@ def describe(row: Any) -> str:
     if row["error"]:
         return f"FAILED: {row['error']}"
     blank = f", with blank images {row['blank_image_accuracy']:.3f}" if "blank_image_accuracy" in row else ""
-    return f"accuracy {row['preference_accuracy']:.3f}{blank}, margin {row['average_margin']:.3f}"
+    orders = f", the same in both orders {row['position_consistency']:.3f}" if "position_consistency" in row else ""
+    return f"accuracy {row['preference_accuracy']:.3f}{blank}{orders}, margin {row['average_margin']:.3f}"
 
 
 def beside_published(name: str, row: Row) -> str:

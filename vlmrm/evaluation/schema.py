@@ -60,7 +60,8 @@ class Statistics(TypedDict):
 class Origin(TypedDict):
     """What gave the scores: null stands for what is not known of a scorer that is no checkpoint.
 
-    `weights` is the checkpoint's digest, `checkpoint` the provenance in its reward_model.json.
+    `weights` is the digest of the checkpoint, or of what identifies another scorer, `checkpoint` the provenance in its
+    reward_model.json; `scorer` is what else is known of one that is no checkpoint of ours.
     """
 
     weights: str | None
@@ -69,6 +70,7 @@ class Origin(TypedDict):
     attention: str | None
     chat_template_sha256: str | None
     checkpoint: dict[str, Any]
+    scorer: NotRequired[dict[str, str]]
 
 
 @strict
@@ -83,13 +85,17 @@ class Provenance(Origin):
 
 
 class _Row(TypedDict, extra_items=Number):
-    """A checkpoint. One with an `error` has no figures."""
+    """A checkpoint or another scorer. One with an `error` has no figures.
+
+    `limits` are the interventions that it could not do, with the reason.
+    """
 
     model: str
     checkpoint: str
     path: str
     error: str | None
     dropped_rows: NotRequired[int]
+    limits: NotRequired[dict[str, str]]
     seconds: float
     benchmark: NotRequired[dict[str, Number]]
     statistics: NotRequired[Statistics]

@@ -278,7 +278,7 @@ def _rewriting(rewrite: Rewrite) -> Change:
 _DECLARED = (
     _picture("blank_image", pictures.grey, "painted grey", standard=True, loss="image_reliance"),
     _picture("mean_image", pictures.mean_colour, "painted in its mean colour", repeats="blank_image"),
-    _picture("noise_image", pictures.noise, "replaced by noise", repeats="blank_image"),
+    _picture("noise_image", pictures.noise, "replaced by noise", repeats="blank_image", standard=True),
     _picture("blurred_image", pictures.blurred, "blurred beyond recognition", repeats="blank_image"),
     Intervention(
         "swapped_image",
@@ -307,7 +307,9 @@ _DECLARED = (
         decides=True,
         standard=True,
     ),
-    Intervention("no_question", no_question, "question", "images without a question", "without the question"),
+    Intervention(
+        "no_question", no_question, "question", "images without a question", "without the question", standard=True
+    ),
     Intervention(
         "swapped_prompt",
         swapped_prompt,
@@ -378,6 +380,7 @@ _DECLARED = (
         "order",
         "answers in reversed order",
         "with the answers in reversed order",
+        standard=True,
     ),
 )
 # By name. Plain, so that a test can add one.

@@ -159,6 +159,11 @@ class PairArrays:
         """Return a column of the chosen and that of the rejected: [N, 2]."""
         return np.stack([self.column(f"chosen_{name}"), self.column(f"rejected_{name}")], axis=1)
 
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """Return what a judge gave the chosen answer where it was shown first, and where second: [N, 2]."""
+        return np.stack([self.column("credit_first"), self.column("credit_second")], axis=1)
+
     def altered_margins(self, name: str) -> np.ndarray:
         """Return the margins under an intervention, NaN where people tied or it was not scored: [N].
 
@@ -323,6 +328,25 @@ METRICS = (
         logged="loss",
     ),
     *_altered(),
+    Metric(
+        "position_consistency",
+        "share of pairs of which a judge gives the same verdict in both orders",
+        lambda p: Mean(np.where(np.isnan(p.positions[:, 0]), np.nan, p.positions[:, 0] == p.positions[:, 1])),
+        better="higher",
+        needs="credit_first",
+        column=True,
+        label="position consistency",
+        percent=True,
+    ),
+    Metric(
+        "first_shown_credit",
+        "mean credit that a judge gives to the answer shown first: a half without a preference for a position",
+        lambda p: Mean((p.positions[:, 0] + 1 - p.positions[:, 1]) / 2),
+        needs="credit_first",
+        column=True,
+        label="credit of the answer shown first",
+        percent=True,
+    ),
     Metric("comparison_count", "comparisons", lambda p: len(np.bincount(p.candidates.groups)), int),
     Metric("prompt_count", "different prompts", lambda p: int(p.frame["prompt_id"].nunique()), int),
     Metric(

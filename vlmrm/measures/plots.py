@@ -234,7 +234,7 @@ def intervals(estimates: Mapping[str, Share], overall: float | None = None) -> F
 
     An interval that is not known, NaN, is left out.
     """
-    names = _labels([f"{name}, n = {share.n:,}" for name, share in estimates.items()])
+    names = _labels([f"{name}, n\u00a0=\u00a0{share.n:,}" for name, share in estimates.items()])
     heights = np.array([0.15 + 0.17 * len(name.splitlines()) for name in names])  # of each row, in inches
     figure, axes = canvas(height=0.95 + float(heights.sum()))
     rows = np.cumsum(heights) - heights / 2
@@ -320,9 +320,9 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def _lines(name: str, most: int = 28) -> list[str]:
-    """Break `name` between words into lines of at most `most` letters, and longer words where they reach that."""
+    """Break `name` at spaces into lines of at most `most` letters, and longer words where they reach that."""
     lines = [""]
-    for word in name.split():
+    for word in re.split(r"[ \t\n]+", name.strip()):
         if lines[-1] and sum(_widths(f"{lines[-1]} {word}")) <= most:
             lines[-1] += f" {word}"
             continue

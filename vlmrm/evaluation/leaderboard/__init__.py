@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import vlmrm
 from vlmrm.errors import DataError
-from vlmrm.evaluation.leaderboard.merging import EvaluationSet, Figure, evaluation_sets, read_runs
+from vlmrm.evaluation.leaderboard.merging import Column, Figure, evaluation_sets, read_runs
 from vlmrm.files import make_folder, require_own_file, write_file, write_json
 from vlmrm.measures.plots import css_variables
 from vlmrm.measures.strengths import Standing, connected, standings
@@ -43,7 +43,7 @@ class Line(NamedTuple):
 class Leaderboard:
     """The models, the best first and then those that are not ranked, the sets, and what was merged or left out."""
 
-    sets: list[EvaluationSet]
+    sets: list[Column]
     lines: list[Line]
     notes: list[str]
     prompts: int
@@ -160,7 +160,7 @@ def _order(line: Line) -> tuple[float, str]:
 
 
 def _ranked(
-    sets: Sequence[EvaluationSet], labels: dict[str, str], notes: list[str], equal_sets: bool
+    sets: Sequence[Column], labels: dict[str, str], notes: list[str], equal_sets: bool
 ) -> tuple[dict[str, Standing], int]:
     """Return the standing of each model that has pairs in common with the others, and the number of prompts."""
     tables = []
@@ -189,7 +189,7 @@ def _ranked(
     return dict(zip(chosen_keys, found, strict=True)), int(rows["prompt_id"].nunique())
 
 
-def _published(sets: Sequence[EvaluationSet]) -> list[Line]:
+def _published(sets: Sequence[Column]) -> list[Line]:
     """Return the figures of others under the same metric, a line for each model; two of one set have a line each."""
     figures: dict[str, list[Figure | None]] = {}
     sources: dict[str, list[str]] = {}

@@ -33,6 +33,7 @@ from vlmrm.measures.plots import Share
 
 CATEGORIES = 40  # in one figure; the table beside it has them all
 CATEGORY = "category"
+LONG = 30  # letters of a name, more than half a page has room for
 COMPARED = 8  # checkpoints of the matrix
 LEAKS = 2  # rows that are named of each kind; the results have more
 LEAKED = "leaked"  # the column that a sweep with train_data adds, shown in a section of its own
@@ -50,7 +51,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts; the first of each names it. Of more than six columns it stands across the page."""
+    """Rows of texts; the first of each names it. With many columns or long names it stands across the page."""
 
     caption: str
     head: list[str]
@@ -58,7 +59,7 @@ class Table:
 
     @property
     def across(self) -> bool:
-        return len(self.head) > 6
+        return len(self.head) > 6 or any(len(row[0]) > LONG for row in self.rows)
 
 
 @dataclass(frozen=True)
