@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from fcntl import F_DUPFD, fcntl
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,15 +22,16 @@ class Browser:
 
     def __init__(self, folder: Path):
         # Chromium reads commands from file descriptor 3 and answers on 4, as JSON with a zero byte after each.
-        commands, self._to = os.pipe()
-        self._from, answers = os.pipe()
+        ends = [*os.pipe(), *os.pipe()]
+        commands, answers = (fcntl(end, F_DUPFD, 10) for end in (ends[0], ends[3]))  # neither is 3 or 4 already
+        self._to, self._from = ends[1], ends[2]
         redirected = f'exec "$0" "$@" 3<&{commands} 4>&{answers}'
-        command = ["sh", "-c", redirected, str(CHROMIUM), *OPTIONS, f"--user-data-dir={folder}", "about:blank"]
+        command = ["bash", "-c", redirected, str(CHROMIUM), *OPTIONS, f"--user-data-dir={folder}", "about:blank"]
         self._process = subprocess.Popen(
             command, pass_fds=(commands, answers), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        os.close(commands)
-        os.close(answers)
+        for end in (ends[0], ends[3], commands, answers):
+            os.close(end)
         self._buffer, self._last, self._session = b"", 0, ""
         self._loaded = False
         self.complaints: list[str] = []

@@ -13,7 +13,6 @@ from accelerate import PartialState
 from vlmrm.data.arguments import DataArguments
 from vlmrm.engine import ScoredRow
 from vlmrm.evaluation.arguments import EvaluationArguments
-from vlmrm.evaluation.leakage import Leakage
 from vlmrm.evaluation.schema import Origin, Row
 from vlmrm.rendering import MediaLimits, MediaStore
 
@@ -24,7 +23,7 @@ IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a swe
 class SweepRun:
     """The arguments and state that all evaluations of a sweep share.
 
-    `images` is a folder for processed images, `data` the fingerprint of the evaluation data. `closed` is the
+    `images` is a folder for processed images. Of `data_args` the keys count that all data sets share. `closed` is the
     checkpoint that was closed last, which the next of its training takes over: at most one.
     """
 
@@ -32,8 +31,6 @@ class SweepRun:
     data_args: DataArguments
     processes: PartialState
     images: Path
-    data: str
-    leakage: Leakage | None = None
     closed: list[Any] = field(default_factory=list)
 
     def store(self, processor: Any, limits: MediaLimits) -> MediaStore:

@@ -15,11 +15,12 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, 
 from typing_extensions import TypedDict, get_type_hints
 
 from vlmrm.errors import ConfigError
+from vlmrm.measures.audit import Finding
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS
 from vlmrm.settings import describe_errors
 
-SCHEMA_VERSION = 2  # raised whenever a field changes its name or meaning; a new metric is absent from older files
+SCHEMA_VERSION = 3  # raised whenever a field changes its name or meaning; a new metric is absent from older files
 
 # JSON has no NaN and no infinity: null stands for a figure that the pairs do not allow.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
@@ -48,11 +49,12 @@ else:
 
 @strict
 class Statistics(TypedDict):
-    """Figures of all pairs, by category, and by column of `group_by` and value."""
+    """Figures of all pairs, by category, and by column of `group_by` and value; what the preference rests on."""
 
     overall: Figures
     category: dict[str, Figures]
     by: dict[str, dict[str, Figures]]
+    audit: NotRequired[list[json_type(Finding)]]  # ty: ignore[invalid-type-form]
 
 
 @strict
@@ -81,8 +83,6 @@ class Provenance(Origin):
     versions: dict[str, str]
     data: str
     processes: int
-    bootstrap_draws: int
-    bootstrap_seed: int
 
 
 if TYPE_CHECKING:

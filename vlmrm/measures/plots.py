@@ -234,7 +234,7 @@ def intervals(estimates: Mapping[str, Share], overall: float | None = None) -> F
 
     An interval that is not known, NaN, is left out.
     """
-    names = _labels([f"{name}, n = {share.n:,}" for name, share in estimates.items()])
+    names = _labels([f"{name}, n\u00a0=\u00a0{share.n:,}" for name, share in estimates.items()])
     heights = np.array([0.15 + 0.17 * len(name.splitlines()) for name in names])  # of each row, in inches
     figure, axes = canvas(height=0.95 + float(heights.sum()))
     rows = np.cumsum(heights) - heights / 2
@@ -280,11 +280,12 @@ def best_of_n(curve: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw rows of `ranking.best_of_n`: the expected rating of what the model, an oracle and chance pick."""
     figure, axes = canvas()
     sizes = [row["n"] for row in curve]
-    axes.plot(sizes, [row["oracle"] for row in curve], color=MUTED, linestyle="--", marker=".", label="best there is")
-    axes.plot(sizes, [row["model"] for row in curve], color=CHOSEN, marker="o", ms=4, label="picked by this model")
-    axes.plot(
-        sizes, [row["random"] for row in curve], color=REJECTED, linestyle=":", marker=".", label="picked at random"
-    )
+    oracle, model, random = ([row[kind]["value"] for row in curve] for kind in ("oracle", "model", "random"))
+    lows, highs = ([row["model"][end] for row in curve] for end in ("low", "high"))
+    axes.plot(sizes, oracle, color=MUTED, linestyle="--", marker=".", label="best there is")
+    axes.fill_between(sizes, lows, highs, color=CHOSEN, alpha=0.16, linewidth=0)
+    axes.plot(sizes, model, color=CHOSEN, marker="o", ms=4, label="picked by this model")
+    axes.plot(sizes, random, color=REJECTED, linestyle=":", marker=".", label="picked at random")
     axes.set(xlabel="candidates N", ylabel="people's rating of the pick")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
@@ -319,9 +320,9 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def _lines(name: str, most: int = 28) -> list[str]:
-    """Break `name` between words into lines of at most `most` letters, and longer words where they reach that."""
+    """Break `name` at spaces into lines of at most `most` letters, and longer words where they reach that."""
     lines = [""]
-    for word in name.split():
+    for word in re.split(r"[ \t\n]+", name.strip()):
         if lines[-1] and sum(_widths(f"{lines[-1]} {word}")) <= most:
             lines[-1] += f" {word}"
             continue

@@ -36,7 +36,7 @@ ACCURACY = "preference_accuracy"
 CHECKPOINT = re.compile(r"checkpoint-\d+|best|final")  # names that say nothing without their folder
 
 
-class Figure(NamedTuple):
+class SetFigure(NamedTuple):
     """A model's figure on a set with the ends of its 95 % interval, NaN where they are not known."""
 
     value: float
@@ -163,7 +163,7 @@ def _hash(frame: pd.DataFrame) -> pd.Series:
 
 
 @dataclass
-class EvaluationSet:
+class Column:
     """A data set on which models were measured: a column of the leaderboard.
 
     `measured` has a measurement by the key of its model; `places` the key of each pair at its place in the data.
@@ -185,7 +185,7 @@ class EvaluationSet:
         """Return the name of the figure that stands for the set: of a benchmark the first that others published."""
         return next((it.metric for it in self.published), ACCURACY)
 
-    def figure(self, model: str) -> Figure | None:
+    def figure(self, model: str) -> SetFigure | None:
         """Return the model's figure; None where it was not measured, or lacks what the benchmark's rule needs."""
         if model not in self.measured:
             return None
@@ -197,7 +197,7 @@ class EvaluationSet:
             figure = {"value": figure, "low": math.nan, "high": math.nan}
         if math.isnan(figure["value"]):
             return None
-        return Figure(figure["value"], figure["low"], figure["high"], overall["sample_count"])
+        return SetFigure(figure["value"], figure["low"], figure["high"], overall["sample_count"])
 
     @property
     def most_pairs(self) -> int:
@@ -215,9 +215,9 @@ class EvaluationSet:
         return table.assign(prompt_id=prompts[~prompts.index.duplicated()])
 
 
-def evaluation_sets(runs: Sequence[Run]) -> tuple[list[EvaluationSet], dict[str, str], list[str]]:
+def evaluation_sets(runs: Sequence[Run]) -> tuple[list[Column], dict[str, str], list[str]]:
     """Return the sets, the label of each model by its key, and a sentence about everything that was not obvious."""
-    sets: list[EvaluationSet] = []
+    sets: list[Column] = []
     labels: dict[str, str] = {}
     notes: list[str] = []
     for run in runs:
@@ -237,7 +237,7 @@ def model_key(row: Row) -> str:
     return row["provenance"]["weights"] or row["path"]
 
 
-def _add(column: EvaluationSet, key: str, found: Measurement, notes: list[str]) -> None:
+def _add(column: Column, key: str, found: Measurement, notes: list[str]) -> None:
     """Add a measurement to its set; of two of the same model the newest counts."""
     earlier = column.measured.get(key)
     if earlier is not None:
@@ -250,7 +250,7 @@ def _add(column: EvaluationSet, key: str, found: Measurement, notes: list[str]) 
     column.measured[key] = found
 
 
-def _column_of(run: Run, sets: list[EvaluationSet], notes: list[str]) -> EvaluationSet:
+def _column_of(run: Run, sets: list[Column], notes: list[str]) -> Column:
     """Return the set that the results are of, a new one where none of `sets` is of the same data."""
     places = run.pairs.drop_duplicates("place").set_index("place")["key"]
     for column in sets:
@@ -277,7 +277,7 @@ def _column_of(run: Run, sets: list[EvaluationSet], notes: list[str]) -> Evaluat
             f"its {len(places):,} pairs {len(shared) - changed:,} are among their {len(first.places):,}"
             + (f", and {changed:,} more with other answers or another verdict." if changed else ".")
         )
-    column = EvaluationSet(name, run.benchmark, run.selection, places)
+    column = Column(name, run.benchmark, run.selection, places)
     sets.append(column)
     return column
 

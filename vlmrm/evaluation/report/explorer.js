@@ -444,10 +444,10 @@ class Explorer {
     const cells = (model, name) => {
       const margins = this.pairs.margins(model, name);
       if (!margins) return [make("td", { colspan: 3 }, "not scored")];
-      const chosen = this.pairs.column(...[model, name, "chosen"].filter((part) => part !== ""))[row];
+      const rejected = this.pairs.column(...[model, name, "rejected"].filter((part) => part !== ""))[row];
       const flips = name && this.pairs.flips(model, name, row) ? make("i", {}, "flipped: ") : "";
       const verdict = make("div", {}, flips, this.verdict(model, row, name));
-      const numbers = [chosen, chosen - margins[row]].map((value) => make("td", {}, number(value)));
+      const numbers = [rejected + margins[row], rejected].map((value) => make("td", {}, number(value)));
       return [...numbers, make("td", {}, make("b", {}, number(margins[row])), verdict)];
     };
     const lines = ["", ...new Set(scored)].map((name) => {
@@ -455,7 +455,8 @@ class Explorer {
       return make("tr", {}, view, ...this.models.flatMap((model) => cells(model, name)));
     });
     const head = this.head(["what the model saw", ...this.models.flatMap(() => [...titles, "margin"])]);
-    const labels = this.models.map((model) => make("th", { colspan: 3, scope: "colgroup" }, models[model].label));
+    const names = this.models.length > 1 ? ["A", "B"] : [models[this.models[0]].label];
+    const labels = names.map((name) => make("th", { colspan: 3, scope: "colgroup" }, name));
     head.prepend(make("tr", {}, make("td", {}), ...labels));
     return make("table", {}, make("caption", {}, "Scores"), head, make("tbody", {}, ...lines));
   }

@@ -99,34 +99,43 @@ def _names(rows: pd.DataFrame) -> list[str]:
 def _models(
     models: Sequence[Checkpoint], rows: pd.DataFrame, arrays: dict[str, np.ndarray], notes: list[str]
 ) -> list[dict[str, Any]]:
-    """Return label and interventions of each model, and add its columns: N/chosen and N/margin, with the name of an
-    intervention between. Margins are packed instead of the rejected scores, whose difference could lose its sign."""
+    """Return labels, interventions and accuracies of the models, and add the columns of their scores."""
     index, packed, count, unscored = pair_index(rows), [], 0, []
     for number, model in enumerate(models):
-        # Ties of people have margins here, too: only their verdict is another.
-        at = pair_index(model.rows).get_indexer(index)
-        frame = model.rows.assign(tie=False)
-        pairs = PairArrays(frame)
-        scored = [name for name in INTERVENTIONS if pairs.column(f"{name}_chosen")[at[at >= 0]].size]
-        scored = [name for name in scored if not np.isnan(pairs.altered_margins(name)).all()]
-        count += 2 * len(rows) * len(scored)
+        named = [name for name in INTERVENTIONS if model.rows.get(f"{name}_rejected", pd.Series()).notna().any()]
+        count += 2 * len(rows) * len(named)
         if number and count > VALUES:
             unscored.append(model.label)
-            scored = []
-        for name in ("", *scored):
-            chosen = pairs.column(f"{name}_chosen" if name else "chosen_score")
-            margin = pairs.altered_margins(name) if name else pairs.margins
-            for column, values in (("chosen", chosen), ("margin", margin)):
-                key = "/".join(filter(None, (str(number), name, column)))
-                arrays[key] = np.where(at >= 0, values[at], np.nan).astype(np.float32)
-        packed.append({"label": model.label, "interventions": scored, "accuracy": _numbers(model.accuracy)})
-        packed[-1]["accuracies"] = {
+            named = []
+        arrays |= _scores(model, number, named, pair_index(model.rows).get_indexer(index))
+        accuracies = {
             column: {value: _numbers(share) for value, share in model.shares(column).items()}
             for column in _columns(rows)
         }
+        numbers = {"accuracy": _numbers(model.accuracy), "accuracies": accuracies}
+        packed.append({"label": model.label, "interventions": named, **numbers})
     if unscored:
         notes.append(f"Scores under interventions are left out of {', '.join(unscored)}.")
     return packed
+
+
+def _scores(model: Checkpoint, number: int, named: Sequence[str], at: np.ndarray) -> dict[str, np.ndarray]:
+    """Return a model's columns for the rows at[N] of its own, NaN where that is -1.
+
+    They are NUMBER/margin and NUMBER/rejected, with the name of an intervention between. Margins are packed in place
+    of the chosen's scores, as the difference of two rounded scores could lose its sign.
+    """
+    # Ties of people have margins here, too: only their verdict is another.
+    pairs, arrays = PairArrays(model.rows.assign(tie=False)), {}
+    for name in ("", *named):
+        columns = {
+            "margin": pairs.altered_margins(name) if name else pairs.margins,
+            "rejected": pairs.column(f"{name}_rejected" if name else "rejected_score"),
+        }
+        for column, values in columns.items():
+            key = "/".join(filter(None, (str(number), name, column)))
+            arrays[key] = np.where(at >= 0, values[at], np.nan).astype(np.float32)
+    return arrays
 
 
 def _numbers(share: Share) -> list[float | None]:

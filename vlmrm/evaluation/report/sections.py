@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vlmrm.errors import DataError
-from vlmrm.evaluation.choosing import PairedTest, compare
 from vlmrm.evaluation.public import benchmark, published_table
+from vlmrm.evaluation.report import audit
 from vlmrm.evaluation.report.checkpoints import (
     Checkpoint,
     Choice,
@@ -23,9 +23,10 @@ from vlmrm.evaluation.report.checkpoints import (
     percent,
     points,
 )
-from vlmrm.evaluation.report.verdict import verdict
 from vlmrm.measures import plots
 from vlmrm.measures.analysis import GROUP
+from vlmrm.measures.audit import LEVEL as TOGETHER
+from vlmrm.measures.differences import PairedTest, compare
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRIC, METRICS, Metric
@@ -33,6 +34,7 @@ from vlmrm.measures.plots import Share
 
 CATEGORIES = 40  # in one figure; the table beside it has them all
 CATEGORY = "category"
+LONG = 30  # letters of a name, more than half a page has room for
 COMPARED = 8  # checkpoints of the matrix
 LEAKS = 2  # rows that are named of each kind; the results have more
 LEAKED = "leaked"  # the column that a sweep with train_data adds, shown in a section of its own
@@ -50,7 +52,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts; the first of each names it. Of more than six columns it stands across the page."""
+    """Rows of texts; the first of each names it. With many columns or long names it stands across the page."""
 
     caption: str
     head: list[str]
@@ -58,7 +60,7 @@ class Table:
 
     @property
     def across(self) -> bool:
-        return len(self.head) > 6
+        return len(self.head) > 6 or any(len(row[0]) > LONG for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def sections(
         of_checkpoints(checkpoints, best),
         *([of_training(logs)] if logs else []),
         *([of_published(best, *choice.benchmark)] if choice.benchmark else []),
-        of_reliance(best),
+        of_audit(best),
         of_categories(best),
         of_scores(best),
         of_calibration(best),
@@ -140,9 +142,9 @@ def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Secti
     ]
     head = ["checkpoint", "accuracy", "95% interval", "pairs", *[metric.label for metric in columns]]
     tables = [Table("Every checkpoint", head, rows), *_altered_accuracies(checkpoints)]
-    text = "Where bands or intervals overlap widely, the difference between checkpoints may be noise."
-    if not drawn:
-        text = "One checkpoint a model: there is no curve over steps to draw."
+    text = "" if drawn else "One checkpoint a model: there is no curve over steps to draw."
+    if len(checkpoints) > 1:
+        text = f"{text} Bands and intervals are each checkpoint's own; whether two differ is tested below.".strip()
     return Section("checkpoints", "Checkpoints", text, drawings, tables)
 
 
@@ -209,36 +211,56 @@ def _published(figure: Estimate | str | float | None) -> str:
     return f"{100 * figure:.1f}" if isinstance(figure, float) else "–"
 
 
-def of_reliance(best: Checkpoint) -> Section:
-    title = "Does it look at the image, and need the prompt?"
+def of_audit(best: Checkpoint) -> Section:
+    """Show what the preference rests on: accuracy under each intervention, and a finding for each question."""
+    title = "What does its preference rest on?"
     scored = {name: best.altered(name) for name in INTERVENTIONS if best.altered(name).n}
-    if not scored:
-        return Section(
-            "reliance", title, "Not measured: evaluate with interventions (blank_image, swapped_prompt, ...)."
+    drawings = []
+    if scored:
+        plain = best.share("accuracy_half_ties", len(best.pairs))
+        named = {"as it is": plain, **{INTERVENTIONS[name].view: share for name, share in scored.items()}}
+        alt = "Accuracy " + ", ".join(f"{name} {percent(share.value)}" for name, share in named.items()) + "."
+        caption = (
+            "Accuracy with one thing changed, equal scores at half, with 95% intervals; dashed: as it is, solid: "
+            "chance."
         )
-    plain = best.share("accuracy_half_ties", len(best.pairs))
-    named = {"as it is": plain, **{INTERVENTIONS[name].view: share for name, share in scored.items()}}
-    alt = "Accuracy " + ", ".join(f"{name} {percent(share.value)}" for name, share in named.items()) + "."
-    caption = (
-        "Accuracy with something taken away or exchanged, equal scores at half, with 95% intervals; dashed: as it is, "
-        "solid: chance."
+        drawings = [Drawing("reliance", plots.intervals(named, plain.value), alt, caption)]
+    head = ["what was changed", "finding", "points lost", "95% interval", "counts from", "would have seen"]
+    rows = [
+        [
+            audit.what(finding),
+            audit.state(finding),
+            _points_of(finding.loss.value),
+            "–" if np.isnan(finding.loss.low) else f"{points(finding.loss.low)} to {points(finding.loss.high)}",
+            points(finding.margin),
+            _points_of(finding.detectable),
+            f"{finding.loss.n:,}",
+            f"{finding.loss.prompts:,}",
+        ]
+        for finding in best.audit
+    ]
+    table = Table("Points of accuracy lost; below zero, gained", [*head, "pairs", "prompts"], rows)
+    text = "Not measured: evaluate with interventions (blank_image, swapped_prompt, ...). " if not scored else ""
+    text += (
+        "A change counts where it is shown to be above the margin, as none where it is shown to be below, and is "
+        f"undecided otherwise; {TOGETHER:.0%} is the risk that any of the findings is wrong, all questions together. "
+        "Without its part, a model that uses it falls to the accuracy that the rest allows, 50% where that tells "
+        "nothing; below 50%, what takes its place favours the rejected answer."
     )
-    drawing = Drawing("reliance", plots.intervals(named, plain.value), alt, caption)
-    rows = [[INTERVENTIONS[name].view, *_lost(best, INTERVENTIONS[name].loss)] for name in scored]
-    table = Table("Points of accuracy lost; below zero, gained", ["what the model saw", "lost", "95% interval"], rows)
-    text = (
-        "Without the right image or prompt, a model that uses them falls to the accuracy that the remaining input "
-        "allows, 50% where it tells nothing; below 50%, the exchanged input favours the rejected answer."
-    )
-    if "swapped_prompt" in scored and best.figures["score_images_correlation"]["n"]:
-        text += " Another row's question comes with its image, so that this tests the two together."
+    reasons = [f"{audit.what(finding)}: {finding.reason}" for finding in best.audit if finding.reason]
     elsewhere, lost = (best.figures[name]["value"] for name in ("swapped_prompt_margin", "prompt_reliance"))
     if not np.isnan(elsewhere):
         text += (
             f" Under another row's prompt, where neither answer should win, the mean margin is {number(elsewhere)} "
             f"instead of {number(elsewhere + lost)}."
         )
-    return Section("reliance", title, text, [drawing], [table])
+    if reasons:
+        text += f" Undecided: {' '.join(reasons)}"
+    return Section("reliance", title, text, drawings, [table])
+
+
+def _points_of(value: float) -> str:
+    return "–" if np.isnan(value) else points(value)
 
 
 def of_categories(best: Checkpoint) -> Section:
@@ -252,7 +274,7 @@ def of_categories(best: Checkpoint) -> Section:
                 [value, f"{share.n:,}", percent(share.value), interval(share)] for value, share in best_first.items()
             ]
             tables.append(Table(f"Accuracy by {name}", [name, "pairs", "accuracy", "95% interval"], rows))
-    text = "Where intervals overlap, the order is no ranking."
+    text = "Intervals take pairs of one prompt together."
     return Section("categories", "By category", text if drawings else "No row has a category.", drawings, tables)
 
 
@@ -289,7 +311,7 @@ def of_scores(best: Checkpoint) -> Section:
 def of_calibration(best: Checkpoint) -> Section:
     figures = best.figures
     bins = [row for row in figures["reliability"] if row["count"]]
-    error, temperature, brier = figures["ece"], figures["temperature"], figures["brier"]["value"]
+    error, temperature, brier = (figures[name]["value"] for name in ("ece", "temperature", "brier"))
     drawing = Drawing(
         "reliability",
         plots.reliability(bins),
@@ -420,12 +442,22 @@ def of_comparison(checkpoints: Sequence[Checkpoint]) -> Section:
         f"{tests[0].pairs:,} common pairs"
     )
     text = (
-        "A small p (McNemar's, exact, adjusted for the number of comparisons) says that a difference is hardly "
-        "chance. It takes pairs as independent; the intervals draw whole prompts."
+        "A difference is more than chance where its interval is without zero, and there p is below 0.05. Both are "
+        f"from flips of the signs of whole prompts and hold for all {len(tests)} comparisons together. "
+        f"{_detectable(tests)}"
     )
     if len(checkpoints) > COMPARED:
         text += f" The {COMPARED} best of {len(checkpoints)}."
     return Section("comparison", title, text, tables=[Table(caption, ["checkpoint", *numbers], rows)])
+
+
+def _detectable(tests: Sequence[PairedTest]) -> str:
+    """Say how large a difference between two checkpoints has to be for these pairs to show it."""
+    sizes = sorted(test.detectable for test in tests if not np.isnan(test.detectable))
+    if not sizes:
+        return "One prompt shows no difference."
+    between = points(sizes[0]) if len(sizes) == 1 else f"{points(sizes[0])} to {points(sizes[-1])}"
+    return f"These prompts show a difference of {between} points four times in five; a smaller one may stay unseen."
 
 
 def of_best_of_n(best: Checkpoint) -> Section:
@@ -434,7 +466,7 @@ def of_best_of_n(best: Checkpoint) -> Section:
     if not curve:
         return Section("best_of_n", title, "The data have no ranked lists of three or more answers.")
     least, most = curve[0], curve[-1]
-    ends = f"{least['model']:.2f} for one candidate to {most['model']:.2f} for {most['n']}"
+    ends = f"{least['model']['value']:.2f} for one candidate to {most['model']['value']:.2f} for {most['n']}"
     alt = f"The pick's rating goes from {ends}."
     caption = (
         f"Expected rating of the pick from N candidates, over {least['lists']:,} lists; {most['lists']:,} of them "
@@ -445,7 +477,7 @@ def of_best_of_n(best: Checkpoint) -> Section:
 
 
 def _compared(test: PairedTest, sign: int) -> str:
-    p = test.adjusted_p_value
+    p = test.p_value
     ahead, low, high = (sign * end for end in test.difference[:3])
     lines = [points(ahead), "p < 0.001" if p < 0.001 else f"p = {p:.3f}"]
     if not np.isnan(low):
@@ -458,16 +490,10 @@ def _slug(name: str) -> str:
 
 
 def headline(best: Checkpoint) -> str:
-    """Return a sentence that says whether the model looks at the image, with the figures behind it."""
-    return verdict(best.figures).sentence
+    """Return what the model's preference rests on, with the figures behind it."""
+    return audit.headline(best.audit)
 
 
 def _pairs(leakage: dict[str, Any], kind: str) -> list[tuple[str, str]]:
     """Return the first training and evaluation rows that share a `kind` of part, exactly or nearly."""
     return leakage["near"][kind]["pairs"][:LEAKS]
-
-
-def _lost(best: Checkpoint, figure: str) -> list[str]:
-    lost = best.figures[figure]
-    has_interval = not np.isnan(lost["low"])
-    return [points(lost["value"]), f"{points(lost['low'])} to {points(lost['high'])}" if has_interval else "–"]

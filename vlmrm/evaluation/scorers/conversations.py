@@ -45,6 +45,7 @@ class ConversationScorer(ABC):
 
     def __init__(self, name: str, run: SweepRun):
         self.name, self.args, self.reading = name, run.args, run.data_args
+        run.closed.clear()  # the memory of the checkpoint before is free
         self.limits = limits_of(run.args.interventions, compares=self.compares)
         self._outcomes: LRUCache[Any, Any] = LRUCache(KEPT)  # by key of a conversation, or of a group if it compares
 

@@ -18,7 +18,7 @@ from vlmrm.evaluation.scorers.spec import SECRETS, Spec
 from vlmrm.modeling.manifest import checkpoint_digest
 from vlmrm.rewards.contract import GroupwiseRewardModel, RewardArguments
 from vlmrm.rewards.items import reward_items
-from vlmrm.rewards.registry import identity, reward_arguments
+from vlmrm.rewards.registry import identity, reward_arguments, reward_model_class
 from vlmrm.rewards.reward_set import FAILURES, Models
 
 # Published rewards by hub id, whose files no sequence classifier can open.
@@ -75,9 +75,9 @@ class RewardEntry(Entry):
 class _Reward(ConversationScorer):
     def __init__(self, entry: RewardEntry, run: SweepRun):
         self.entry = entry
-        self.model: Any = Models(run.processes).reward(entry.arguments).model
-        self.compares = isinstance(self.model, GroupwiseRewardModel)
+        self.compares = issubclass(reward_model_class(str(entry.arguments.reward_model)), GroupwiseRewardModel)
         super().__init__(entry.path, run)
+        self.model: Any = Models(run.processes).reward(entry.arguments).model
 
     def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
         return self._rewards(conversations, range(len(conversations)))
