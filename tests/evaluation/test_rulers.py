@@ -81,7 +81,7 @@ def test_length_that_leaks_is_found():
     assert readings["longer"].accuracy.value == pytest.approx(0.8, abs=0.06)
     assert readings["longer"].verdict == "above chance"
     assert readings["image_blind"].accuracy.low > 0.7
-    assert "`longer` alone is right in" in " ".join(meaning([*readings.values()]))
+    assert "`longer` alone is right on" in " ".join(meaning([*readings.values()]))
 
 
 def test_words_that_leak_are_found_without_images():

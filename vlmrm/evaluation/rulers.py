@@ -360,20 +360,18 @@ def meaning(readings: Sequence[Reading]) -> list[str]:
     for it in readings:
         if it.accuracy is None or it.accuracy.low <= CHANCE <= it.accuracy.high:
             continue
-        figure = _percent(it.accuracy)
+        right = f"{_percent(it.accuracy, '%')} of the pairs"
         if it.name in LEARNED and it.accuracy.low > CHANCE:
             unseen, conclusion = LEARNED[it.name]
-            sentences.append(
-                f"Without {unseen}, {figure} % of the pairs are right: that much of this set {conclusion}."
-            )
+            sentences.append(f"Without {unseen}, {right} are right: that much of the set {conclusion}.")
         elif it.name not in LEARNED:
             which = "The opposite of " if it.accuracy.high < CHANCE else ""
-            sentences.append(f"{which}`{it.name}` alone is right in {figure}% of the pairs: hold models to more.")
+            sentences.append(f"{which}`{it.name}` alone is right on {right}: hold models to more.")
     return sentences or ["No ruler is found above chance, as far as these pairs can tell."]
 
 
-def _percent(figure: Estimate | None) -> str:
+def _percent(figure: Estimate | None, sign: str = "") -> str:
     if figure is None:
         return "-"
     ends = "" if np.isnan(figure.low) else f" ({100 * figure.low:.1f}-{100 * figure.high:.1f})"
-    return f"{100 * figure.value:.1f}{ends}"
+    return f"{100 * figure.value:.1f}{sign}{ends}"

@@ -17,6 +17,7 @@ from vlmrm.evaluation.public.rules import Groups
 from vlmrm.measures.intervals import LEVEL, Estimate
 
 PARTS = 50
+SEED = 0
 NAN = float("nan")
 TEXTS = ("text", "image_paths")  # columns that no rule reads
 
@@ -55,10 +56,14 @@ def with_intervals(
 
 
 def dealt(units: np.ndarray, categories: np.ndarray) -> np.ndarray:
-    """Return the number of each row's part, below `PARTS`: units in order of category and of appearance, dealt out."""
+    """Return the number of each row's part, below `PARTS`: units in order of category, shuffled within, dealt out.
+
+    In the data's own order, rows that alternate would fall into alternate parts.
+    """
     codes = pd.factorize(units)[0]
-    first = pd.Series(categories).groupby(codes).first().to_numpy()
-    order = np.argsort(np.argsort(first, kind="stable"))
+    first = pd.factorize(pd.Series(categories).groupby(codes).first())[0]
+    shuffled = np.random.default_rng(SEED).permutation(len(first))
+    order = np.argsort(np.lexsort((shuffled, first)))
     return order[codes] % min(PARTS, len(first))
 
 
