@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 
 import vlmrm
 from vlmrm.commands.convert import convert, split
-from vlmrm.commands.evaluation import Words, card, evaluate, leakage, report
+from vlmrm.commands.evaluation import Words, card, evaluate, leaderboard, leakage, report
 from vlmrm.commands.frames import app as frames
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
@@ -46,6 +46,7 @@ app.command(convert)
 app.command(split)
 app.command(score)
 app.command(report)
+app.command(leaderboard)
 app.command(card)
 app.command(leakage)
 app.command(evaluate, name="eval", help_flags=[])

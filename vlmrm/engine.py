@@ -31,6 +31,8 @@ class ScoredRow:
     scores: list[float] = field(default_factory=list)
     altered: dict[str, list[float]] = field(default_factory=dict)
     error: RowError | None = None
+    failed: dict[str, str] = field(default_factory=dict)
+    verdicts: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,6 +88,15 @@ class Engine:
         The rows of a batch are sorted by index; those that the collator drops have an error.
 
         Raises:
+            RowError, VlmrmError: as `batches` does.
+        """
+        for batch in self.batches(dataset, batch_size=batch_size, num_workers=num_workers):
+            yield from self.score_batch(batch)
+
+    def batches(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[Batch]:
+        """Yield the collated batches of a data set.
+
+        Raises:
             RowError: for a row that the collator may not drop.
             VlmrmError: when a worker dies.
         """
@@ -93,8 +104,7 @@ class Engine:
         workers = min(num_workers, 1) if isinstance(dataset, IterableDataset) else num_workers
         loader = DataLoader(dataset, batch_size=batch_size, collate_fn=self.collator, num_workers=workers)
         with plain_worker_errors():
-            for batch in loader:
-                yield from self.score_batch(batch)
+            yield from loader
 
     def score_batch(self, batch: Batch) -> list[ScoredRow]:
         """Return the rows of a collated batch, one forward per part.
@@ -112,10 +122,10 @@ class Engine:
         rows = {index: ScoredRow(index, row_id, [*islice(scores, count)]) for index, row_id, count in counts}
         for index, name, count in part["altered"]:
             rows[index].altered[name] = [*islice(scores, count)]
-        return [_checked(row) for row in rows.values()]
+        return [checked(row) for row in rows.values()]
 
 
-def _checked(row: ScoredRow) -> ScoredRow:
+def checked(row: ScoredRow) -> ScoredRow:
     """Return the row, or its error when one of its scores is not finite."""
     altered = {f"{name} score": scores for name, scores in row.altered.items()}
     for label, scores in {"score": row.scores, **altered}.items():

@@ -122,8 +122,6 @@ def results_of(frame: pd.DataFrame) -> Any:
         "dtype": "float32",
         "attention": "shared_prefix",
         "chat_template_sha256": "4567ef",
-        "bootstrap_draws": 1000,
-        "bootstrap_seed": 0,
         "checkpoint": {"base_model": "Qwen/Qwen2.5-VL-3B-Instruct", "base_revision": "main"},
     }
     row = {

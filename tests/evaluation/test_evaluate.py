@@ -19,7 +19,7 @@ from vlmrm.engine import Engine
 from vlmrm.errors import ConfigError, MediaError
 from vlmrm.evaluation import evaluate as module
 from vlmrm.evaluation.evaluate import _Share, evaluate
-from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.measures.interventions import INTERVENTIONS, alterations, named
 from vlmrm.measures.pairs import scored_frame, scored_pairs
 from vlmrm.modeling import batcher_for, load_checkpoint
 from vlmrm.rendering import Renderer
@@ -41,10 +41,11 @@ def rows(tmp_path):
     return load_comparisons([str(path) for path in paths], arguments=DataArguments())
 
 
-def run(loaded, rows):
+def run(loaded, rows, words=("prompt", "blank_image", "swapped_image"), **options):
     batcher = batcher_for(loaded.model, loaded.processor, "shared")
-    collator = ComparisonCollator(Renderer(loaded.processor), batcher, max_seq_length=512, interventions=INTERVENTIONS)
-    return evaluate(Engine(loaded.model, collator), rows, batch_size=4)
+    interventions = {name: INTERVENTIONS[name] for name in named(words)}
+    collator = ComparisonCollator(Renderer(loaded.processor), batcher, max_seq_length=512, interventions=interventions)
+    return evaluate(Engine(loaded.model, collator), rows, batch_size=4, **options)
 
 
 def scored_alone(loaded, comparison) -> list[float]:
@@ -52,19 +53,19 @@ def scored_alone(loaded, comparison) -> list[float]:
 
 
 def test_every_score_is_that_of_the_changed_conversation_alone(loaded, rows):
-    result = run(loaded, rows)
+    result = run(loaded, rows, ["all"])
     assert [c.id for c in result.comparisons] == [row["comparison"].id for row in rows]
     share = _Share(rows, 4, 0, 1, sample=len(rows))
     for place, (comparison, scores, altered) in enumerate(
         zip(result.comparisons, result.scores, result.altered, strict=True)
     ):
         assert scores == pytest.approx(scored_alone(loaded, comparison), abs=1e-5)
-        for name, change in INTERVENTIONS.items():
-            changed = change(comparison, share[place]["donors"])
-            assert (changed is None) == (name not in altered)
-            if changed is not None:
-                assert altered[name] == pytest.approx(scored_alone(loaded, changed), abs=1e-5), name
-    assert {name for altered in result.altered for name in altered} == set(INTERVENTIONS)
+        changes = list(alterations(comparison, share[place]["donors"], INTERVENTIONS.values()))
+        assert [intervention.name for intervention, _ in changes] == list(altered)
+        conversations = [conversation for _, changed in changes for conversation in changed.conversations()]
+        expected = LocalScorer(loaded, batching="shared").score(conversations)
+        assert [score for scores in altered.values() for score in scores] == pytest.approx(expected, abs=1e-5)
+    assert {name for altered in result.altered for name in altered} >= {*named(["image", "quality", "prompt"])}
 
 
 def test_ranks_send_each_other_scores_and_no_rows(loaded, rows, monkeypatch):
@@ -91,9 +92,26 @@ def test_a_row_that_one_rank_may_not_skip_is_told_to_all_of_them(loaded, rows, m
 
 
 def test_text_rows_have_no_image_to_take_away(loaded, rows):
-    by_id = dict(zip([c.id for c in run(loaded, rows).comparisons], run(loaded, rows).altered, strict=True))
+    result = run(loaded, rows)
+    by_id = dict(zip([comparison.id for comparison in result.comparisons], result.altered, strict=True))
     assert set(by_id["text-0"]) == {"swapped_prompt", "response_only"}
-    assert set(by_id["pair-0"]) == set(INTERVENTIONS)
+    assert set(by_id["pair-0"]) == {"swapped_prompt", "response_only", "blank_image", "swapped_image"}
+
+
+def test_interventions_run_on_a_sample_and_those_that_cost_little_on_all(loaded, rows):
+    whole, part = (run(loaded, rows, ("blank_image", "response_only"), sample=sample) for sample in (None, 4))
+    assert all("response_only" in altered for altered in part.altered)
+    drawn = {i for i, altered in enumerate(part.altered) if "blank_image" in altered}
+    assert 0 < len(drawn) < sum("blank_image" in altered for altered in whole.altered)
+    for i, (scores, altered) in enumerate(zip(part.scores, part.altered, strict=True)):
+        assert scores == pytest.approx(whole.scores[i], abs=1e-5)
+        for name, values in altered.items():
+            assert values == pytest.approx(whole.altered[i][name], abs=1e-5)
+    frame = scored_frame(part)
+    assert (
+        frame["blank_image_chosen"].notna().sum()
+        == frame["comparison_id"].isin([part.comparisons[i].id for i in drawn]).sum()
+    ), "the frame says how many"
 
 
 def test_donors_have_another_prompt_of_the_same_kind_and_depend_on_the_data_alone(rows):

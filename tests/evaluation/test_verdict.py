@@ -10,7 +10,6 @@ import pytest
 from pair_frames import pair_frame
 
 from vlmrm.evaluation.report.verdict import SightVerdict, verdict
-from vlmrm.measures.intervals import bootstrap
 from vlmrm.measures.metrics import METRIC, METRICS, PairArrays
 
 Rng = np.random.Generator
@@ -31,7 +30,7 @@ def of(frame: pd.DataFrame) -> SightVerdict:
     pairs = PairArrays(frame)
     named = ("accuracy_half_ties", "length_baseline_accuracy", "score_area_correlation")
     used = [m for m in METRICS if m.name in named or (m.needs or "").startswith(("swapped_image", "blank_image"))]
-    estimates = bootstrap({m.name: m.compute(pairs) for m in used}, frame["prompt_id"].to_numpy())
+    estimates = {m.name: m.compute(pairs).estimate(pairs.prompts) for m in used}
     figures = {name: estimate._asdict() for name, estimate in estimates.items()}
     return verdict({**figures, "prompt_count": frame["prompt_id"].nunique()})
 
@@ -132,7 +131,7 @@ def test_the_sentence_has_the_numbers_and_their_intervals():
     rng = np.random.default_rng(0)
     frame = looks_alone(300, rng)
     pairs, reliances = PairArrays(frame), ("image_reliance", "swapped_image_reliance")
-    found = bootstrap({name: METRIC[name].compute(pairs) for name in reliances}, frame["prompt_id"].to_numpy())
+    found = {name: METRIC[name].compute(pairs).estimate(pairs.prompts) for name in reliances}
     sentence = of(frame).sentence
     assert sentence.startswith("It looks at the image: ")
     for name in ("swapped_image_reliance", "image_reliance"):

@@ -1,22 +1,31 @@
-"""Intervals against scipy's, and against a bootstrap written as a loop."""
+"""Intervals against the jackknife written as a loop over scipy's figures, and against the truth of simulations."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from scipy.stats import bootstrap as scipy_bootstrap
-from scipy.stats import norm, spearmanr
+from scipy.special import expit
+from scipy.stats import kendalltau, norm, spearmanr
 
-from vlmrm.measures.intervals import Correlation, Mean, bootstrap, wilson
+from vlmrm.measures.intervals import Concordance, Contrast, Correlation, Figure, Mean, numbered, wilson
+from vlmrm.measures.statistics import CalibrationError, Temperature, fitted_temperature, log_losses
+
+RNG = np.random.default_rng(0)
+NAMES = np.repeat(np.arange(60), RNG.integers(1, 5, 60))  # prompts of 1 to 4 rows each
+COUNT = len(NAMES)
+X = RNG.normal(size=60)[NAMES] + 0.5 * RNG.normal(size=COUNT)
+Y = (X + RNG.normal(size=COUNT)).round(1)  # with ties
+WEIGHTS = np.linspace(0.5, 2, COUNT)
+FIRST = RNG.random(COUNT) < 0.5
 
 
-def clustered(clusters: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Values that rise and fall with their cluster, and the clusters' names: 1 to 4 rows each."""
-    rng = np.random.default_rng(seed)
-    names = np.repeat(np.arange(clusters), rng.integers(1, 5, clusters))
-    return rng.normal(size=clusters)[names] + 0.3 * rng.normal(size=len(names)), names
+def jackknifed(figure: Callable[[np.ndarray], float]) -> float:
+    """The standard error of a figure of chosen rows, leaving out one prompt at a time."""
+    left_out = np.array([figure(np.flatnonzero(i != NAMES)) for i in range(60)])
+    return math.sqrt(59 / 60 * ((left_out - left_out.mean()) ** 2).sum())
 
 
 def test_wilson_is_the_closed_form():
@@ -27,91 +36,112 @@ def test_wilson_is_the_closed_form():
     assert all(map(math.isnan, wilson(0, 0)))
 
 
-def test_mean_is_resampled_as_scipy_does_where_each_row_is_its_own_cluster():
-    values, _ = clustered(200)
-    found = bootstrap({"mean": Mean(values)}, np.arange(len(values)), draws=4000)["mean"]
-    theirs = scipy_bootstrap((values,), np.mean, n_resamples=4000, method="percentile", rng=1)
-    width = theirs.confidence_interval.high - theirs.confidence_interval.low
-    assert found.value == pytest.approx(values.mean())
-    assert found.standard_error == pytest.approx(theirs.standard_error, rel=0.05)
-    assert found.low == pytest.approx(theirs.confidence_interval.low, abs=0.05 * width)
-    assert found.high == pytest.approx(theirs.confidence_interval.high, abs=0.05 * width)
+@pytest.mark.parametrize(
+    ("figure", "plain", "tolerance"),
+    [
+        (Mean(X), lambda i: X[i].mean(), 1e-9),
+        (Mean(X, WEIGHTS), lambda i: np.average(X[i], weights=WEIGHTS[i]), 1e-9),
+        (Contrast(X, FIRST, ~FIRST), lambda i: X[i][FIRST[i]].mean() - X[i][~FIRST[i]].mean(), 0.03),
+        (Correlation(X, Y), lambda i: spearmanr(X[i], Y[i]).statistic, 0.03),
+        (Concordance(X, Y), lambda i: kendalltau(X[i], Y[i]).statistic, 0.03),
+        (Temperature(X + 1), lambda i: fitted_temperature(X[i] + 1), 0.05),
+    ],
+)
+def test_a_figure_and_its_error_are_those_of_leaving_out_one_prompt_at_a_time(figure: Figure, plain, tolerance):
+    found = figure.estimate(NAMES)
+    assert found.value == pytest.approx(plain(np.arange(COUNT)))
+    assert found.standard_error == pytest.approx(jackknifed(plain), rel=tolerance)
+    assert figure.influence().rows.sum() == pytest.approx(0, abs=1e-9)
+    assert found.low < found.value < found.high
 
 
-def test_whole_clusters_are_drawn():
-    values, names = clustered(40)
-    weights = np.linspace(0.5, 2, len(values))
-    found = bootstrap({"mean": Mean(values, weights)}, names, draws=50, seed=7)["mean"]
-
-    rng, draws = np.random.default_rng(7), []
-    for _ in range(50):
-        rows = np.concatenate([np.flatnonzero(names == i) for i in rng.integers(40, size=40)])
-        draws.append(np.average(values[rows], weights=weights[rows]))
-    assert found == pytest.approx(
-        (
-            np.average(values, weights=weights),
-            *np.quantile(draws, [0.025, 0.975]),
-            np.std(draws, ddof=1),
-            len(values),
-            40,
-        )
-    )
-    independent = bootstrap({"mean": Mean(values, weights)}, np.arange(len(values)))["mean"]
-    assert found.standard_error > 1.2 * independent.standard_error
+def test_prompts_of_one_pair_each_have_wilsons_interval():
+    right = np.arange(4000) < 3600
+    found = Mean(right, scale="share").estimate(np.arange(4000))
+    assert (found.low, found.high) == pytest.approx(wilson(3600, 4000), rel=1e-3)
+    alike = Mean(np.repeat(right[::10], 10), scale="share").estimate(np.arange(4000) // 10)
+    assert (alike.low, alike.high) == pytest.approx(wilson(360, 400), rel=0.01)
 
 
-def test_interval_covers_the_truth_as_often_as_it_says():
-    covered = 0
-    for seed in range(200):
-        values, names = clustered(60, seed)
-        found = bootstrap({"mean": Mean(values)}, names, draws=200, seed=seed)["mean"]
-        covered += found.low <= 0 <= found.high
-    assert 0.88 <= covered / 200 <= 0.99
+def test_no_change_and_no_mistake_leave_room_for_what_was_not_seen():
+    none = Mean(np.zeros(30), scale="difference").estimate(np.arange(30))
+    assert -0.1 < none.low < -0.05 and 0.05 < none.high < 0.1
+    all_right = Mean(np.ones(300), scale="share").estimate(np.arange(300) // 10)
+    assert all_right.high == 1 and 0.85 < all_right.low < 0.9, "worth its thirty prompts"
 
 
-def test_correlation_is_spearmans():
-    values, names = clustered(200)
-    other = values + np.random.default_rng(3).normal(size=len(values)).round(1)
-    other[5] = np.nan
-    known = ~np.isnan(other)
-    found = bootstrap({"rho": Correlation(values, other)}, names)["rho"]
-    assert found.value == pytest.approx(spearmanr(values[known], other[known]).statistic)
-    assert found.n == known.sum()
-    rng, draws = np.random.default_rng(11), []
-    for _ in range(400):
-        rows = np.concatenate([np.flatnonzero((names == i) & known) for i in rng.integers(200, size=200)])
-        draws.append(spearmanr(values[rows], other[rows]).statistic)
-    # Ranks are not made anew in each draw: the spread is near that of the full recipe, not equal to it.
-    assert found.standard_error == pytest.approx(np.std(draws), rel=0.25)
+def test_missing_values_do_not_count():
+    y = Y.copy()
+    y[5] = np.nan
+    found = Correlation(X, y).estimate(NAMES)
+    assert found.value == pytest.approx(spearmanr(np.delete(X, 5), np.delete(Y, 5)).statistic)
+    assert found.n == COUNT - 1
+    x, y = RNG.normal(size=(2, 50, 2))
+    assert Correlation(x, y).influence().value == pytest.approx(spearmanr(x.ravel(), y.ravel()).statistic)
 
 
-def test_correlation_of_several_values_a_row_is_that_of_all_values():
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(2, 50, 2))
-    found = bootstrap({"rho": Correlation(x, y)}, np.arange(50))["rho"]
-    assert found.value == pytest.approx(spearmanr(x.ravel(), y.ravel()).statistic)
+def test_one_prompt_and_no_rows_give_no_interval():
+    names = numbered(["a", "a", "b"])
+    mean = Mean(np.array([1.0, 0.0, np.nan])).estimate(names)
+    assert (mean.value, mean.n, mean.prompts) == (0.5, 2, 1)
+    assert math.isnan(mean.low) and math.isnan(mean.standard_error)
+    assert all(map(math.isnan, Mean(np.full(3, np.nan)).estimate(names)[:4]))
+    assert math.isnan(Correlation(np.ones(3), np.arange(3.0)).estimate(names).value)
+    assert math.isnan(Mean(np.zeros(0)).estimate(np.zeros(0, dtype=int)).value)
+    assert all(map(math.isnan, Concordance(np.ones(3), np.arange(3.0)).estimate(names)[:4]))
+    assert math.isnan(CalibrationError(np.zeros(0)).estimate(np.zeros(0, dtype=int)).value)
 
 
-def test_the_seed_decides():
-    values, names = clustered(30)
-    first, again, other = (bootstrap({"m": Mean(values)}, names, seed=seed)["m"] for seed in (1, 1, 2))
-    assert first == again and first.low != other.low
+def lists(rng: np.random.Generator, prompts: int, answers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Margins of all pairs of a list of answers to each prompt, which share the answers and how hard the prompt is."""
+    first, second = np.triu_indices(answers, 1)
+    merits = rng.normal(0, 0.6, (prompts, answers))
+    margins = 0.8 + rng.normal(0, 0.5, (prompts, 1)) + merits[:, first] - merits[:, second]
+    return margins.ravel(), np.repeat(np.arange(prompts), len(first))
 
 
-def test_one_prompt_gives_no_interval():
-    found = bootstrap(
-        {
-            "mean": Mean(np.array([1.0, 0.0, np.nan])),
-            "nothing": Mean(np.full(3, np.nan)),
-            "constant": Correlation(np.ones(3), np.arange(3.0)),
-        },
-        ["a", "a", "b"],
-    )
-    assert (found["mean"].value, found["mean"].n) == (0.5, 2)
-    assert math.isnan(found["mean"].low) and math.isnan(found["mean"].standard_error)
-    assert all(map(math.isnan, found["nothing"][:4])) and math.isnan(found["constant"].value)
+def figures(margins: np.ndarray, rng: np.random.Generator) -> dict[str, Figure]:
+    other = np.where(rng.random(len(margins)) < 0.3, rng.normal(0, 1, len(margins)), margins)
+    noise = 0.5 * margins + rng.normal(0, 1, len(margins))
+    return {
+        "share": Mean(margins > 0, scale="share"),
+        "difference": Mean((margins > 0) - (other > 0.0).astype(float), scale="difference"),
+        "mean": Mean(margins),
+        "loss": Mean(log_losses(margins), scale="positive"),
+        "rho": Correlation(margins, noise),
+        "tau": Concordance(margins, noise),
+    }
 
 
-def test_figures_need_no_rows():
-    *numbers, n, prompts = bootstrap({"mean": Mean(np.zeros(0))}, [])["mean"]
-    assert all(map(math.isnan, numbers)) and n == prompts == 0
+@pytest.mark.parametrize(("prompts", "answers"), [(10, 9), (20, 4), (50, 2)])
+def test_intervals_cover_the_truth_as_often_as_they_say(prompts: int, answers: int):
+    rng, sets = np.random.default_rng(prompts + 1), 250
+    truth = {name: figure.influence().value for name, figure in figures(lists(rng, 2000, answers)[0], rng).items()}
+    covered = dict.fromkeys(truth, 0)
+    for _ in range(sets):
+        margins, names = lists(rng, prompts, answers)
+        for name, figure in figures(margins, rng).items():
+            found = figure.estimate(names)
+            covered[name] += found.low <= truth[name] <= found.high
+    for name, count in covered.items():
+        assert 0.91 <= count / sets <= 0.99, name
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_the_calibration_error_of_a_small_set_is_not_taken_at_its_face(temperature: float):
+    """What chance adds is no error: the plain figure of a calibrated model is far above zero."""
+    rng, covered, above = np.random.default_rng(1), 0, 0
+
+    def margins(prompts: int) -> tuple[np.ndarray, np.ndarray]:
+        names = np.repeat(np.arange(prompts), 3)
+        size = np.abs(rng.normal(0, 1, prompts)[names] + rng.normal(0, 1.5, len(names)))
+        return np.where(rng.random(len(names)) < expit(size / temperature), size, -size), names
+
+    truth = CalibrationError(margins(100_000)[0]).influence().value if temperature > 1 else 0.0
+    for _ in range(200):
+        drawn, names = margins(50)
+        found = CalibrationError(drawn).estimate(names)
+        covered += found.low <= truth <= found.high
+        above += found.value > truth
+    assert 0.91 <= covered / 200 <= 0.995
+    assert above > 0.5 * 200

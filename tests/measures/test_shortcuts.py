@@ -10,7 +10,7 @@ from pair_frames import pair_frame
 from scipy.stats import spearmanr
 
 from vlmrm.errors import DataError
-from vlmrm.measures.intervals import Estimate, bootstrap
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS, PairArrays
 
 COUNT = 600
@@ -33,7 +33,7 @@ def scored(margins, **interventions):
 def shortcuts(frame) -> dict[str, Estimate]:
     """Every metric that needs a column."""
     pairs = PairArrays(frame)
-    return bootstrap({m.name: m.compute(pairs) for m in METRICS if m.needs}, frame["prompt_id"].to_numpy())
+    return {m.name: m.compute(pairs).estimate(pairs.prompts) for m in METRICS if m.needs}
 
 
 def holds(estimate: Estimate, value: float) -> bool:

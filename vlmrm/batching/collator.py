@@ -239,8 +239,11 @@ class ComparisonCollator:
     def _alter(self, row: Mapping[str, Any], cache: dict[str, ProcessedMedia]) -> dict[str, list[Rendered]]:
         """Return the conversations of each intervention that applies to this row and fits."""
         altered = {}
-        comparison = row["comparison"]
-        changes = alterations(comparison, row.get("donors", ()), self.interventions.values(), sampled=row["sampled"])
+        comparison, limits = row["comparison"], self.renderer.limits
+        frames = (limits.video_fps, limits.video_max_frames)
+        changes = alterations(
+            comparison, row.get("donors", ()), self.interventions.values(), sampled=row["sampled"], frames=frames
+        )
         for intervention, changed in changes:
             try:
                 altered[intervention.name] = [

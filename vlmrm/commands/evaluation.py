@@ -1,4 +1,7 @@
-"""`vlmrm eval`, `report`, `card` and `leakage`. Heavy imports happen inside the verbs, so that help is instant."""
+"""`vlmrm eval`, `report`, `leaderboard`, `card` and `leakage`.
+
+Heavy imports happen inside the verbs, so that help is instant.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 
 @needs("train", "evaluating")
 def evaluate(*words: Words) -> None:
-    """Evaluate every checkpoint of one or more trainings: CONFIG.yaml [--key value ...]; --help lists its keys."""
-    if answered("eval", "Evaluate every checkpoint of one or more trainings.", words):
+    """Evaluate checkpoints of trainings, or any other scorer: CONFIG.yaml [--key value ...]; --help lists its keys."""
+    if answered("eval", "Evaluate checkpoints of trainings, or any other scorer.", words):
         return
     from vlmrm.evaluation.sweep import sweep
 
@@ -61,6 +64,29 @@ def report(
         from vlmrm.evaluation.report import log_report
 
         say(f"in wandb it is {log_report(page, results, wandb)}")
+
+
+@needs("train", "the leaderboard")
+def leaderboard(
+    *results: Path,
+    output: Path = Path("outputs/leaderboard"),
+    title: str = "Leaderboard",
+    best: Annotated[bool, Parameter(negative="")] = False,
+    equal_sets: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Rank the models of any number of evaluations over the prompts that they share, and show all their figures.
+
+    Args:
+        results: The output_file of an evaluation, or the folder of a suite; several are merged.
+        output: Folder for leaderboard.html, leaderboard.csv and leaderboard.json.
+        title: Heading of the page.
+        best: Take of each evaluation only the checkpoint that it chose as the best.
+        equal_sets: Give each data set the same weight in the ranking, in place of each prompt.
+    """
+    from vlmrm.evaluation.leaderboard import build_leaderboard
+
+    page = build_leaderboard(results, output, title=title, best_only=best, equal_sets=equal_sets)
+    say(f"the leaderboard is {page}")
 
 
 @needs("train", "the model card")

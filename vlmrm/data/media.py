@@ -24,7 +24,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlparse
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vlmrm.conversation import FRAME_PIXELS, Video
+from vlmrm.conversation import FRAME_PIXELS, Conversation, Part, Text, Video, VideoOptions
 from vlmrm.errors import MediaError
 
 if TYPE_CHECKING:
@@ -64,6 +64,22 @@ def media_key(reference: Any) -> str:
     if isinstance(reference, Sequence):
         return f"frames:{_hash(*(media_key(frame).encode() + bytes(1) for frame in reference))}"
     raise MediaError(f"{media_name(reference)} is no reference to an image or video: give a path, bytes or a data URI")
+
+
+def conversation_key(conversation: Conversation) -> str:
+    """Return a hash that is equal for conversations with the same text and media.
+
+    Raises:
+        MediaError: when a medium is no reference.
+    """
+    messages = [(message.role, list(map(_part_key, message.content))) for message in conversation.messages]
+    return _hash(repr(messages).encode())
+
+
+def _part_key(part: Part) -> tuple[object, ...]:
+    if isinstance(part, Text):
+        return part.kind, part.text
+    return part.kind, media_key(part.reference), getattr(part, "options", None)
 
 
 def _hash(*pieces: bytes) -> str:
@@ -168,6 +184,24 @@ def open_video(video: Video, fps: float, max_frames: int) -> tuple[torch.Tensor,
         frames, metadata = _read_video(reference, options)
     pixels, described = frames.resized()
     return pixels, {**described, **metadata}
+
+
+def video_frames(video: Video, fps: float = 2.0, max_frames: int = 768) -> Video:
+    """Return a video as the list of its frames, as `open_video` samples and resizes them; such a list as it is.
+
+    Raises:
+        MediaError: as `open_video` does.
+    """
+    if isinstance(video.reference, tuple):
+        return video
+    pixels, metadata = open_video(video, fps, max_frames)
+    first, *further = metadata["frames_indices"]
+    seconds = (further[-1] - first) / metadata["fps"] if further and metadata["fps"] else 0
+    height, width = pixels.shape[2:]
+    options = VideoOptions(
+        sample_fps=len(further) / seconds if seconds else None, resized_height=height, resized_width=width
+    )
+    return Video(tuple(Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in pixels), options)
 
 
 class _Frames:

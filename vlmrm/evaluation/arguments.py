@@ -57,6 +57,18 @@ class EvaluationArguments(ComputeArguments):
     model_dirs: list[str] = field(
         default_factory=list, metadata={"help": "Training output folders, or checkpoints themselves."}
     )
+    scorer: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Any other scorers: a checkpoint's folder or hub id, `hf:ID`, `reward:NAME`, "
+            "`judge:MODEL@http://host:port/v1`, `http://host:port` or `python:module.function`, each with its options "
+            "as `?key=value&key=value`."
+        },
+    )
+    scorer_drops_media: bool = field(
+        default=False,
+        metadata={"help": "Show a scorer that cannot see images or videos the texts alone, instead of refusing it."},
+    )
     checkpoint_pattern: str = field(
         default="checkpoint-*", metadata={"help": "Which folders inside each of `model_dirs` are checkpoints."}
     )
@@ -147,13 +159,20 @@ class EvaluationArguments(ComputeArguments):
     def __post_init__(self):
         super().__post_init__()
         self.dtype = parse_dtype(self.dtype, auto=True)
-        for name in ("model_dirs", "interventions", "group_by", "train_data"):
+        for name in ("model_dirs", "scorer", "interventions", "group_by", "train_data"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, [getattr(self, name)])
         self.interventions = named(self.interventions)
         self._check_choice()
-        if not self.model_dirs:
-            raise ConfigError("model_dirs is missing: name at least one training output folder or checkpoint.")
+        if not self.model_dirs and not self.scorer:
+            raise ConfigError(
+                "model_dirs is missing: name at least one training output folder or checkpoint, or another scorer."
+            )
+        for name in ("watch", "keep_best", "one_standard_error"):
+            if self.scorer and getattr(self, name):
+                raise ConfigError(
+                    f"{name} is about the checkpoints of a training, and scorer names others: remove one."
+                )
         if self.intervention_sample < 1:
             raise ConfigError(f"intervention_sample is {self.intervention_sample}: it must be at least 1.")
         if self.eval_batch_size < 1:

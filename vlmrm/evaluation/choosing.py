@@ -1,28 +1,18 @@
-"""Choose the best checkpoint of a sweep, by a metric or within one standard error, and test whether two differ."""
+"""Choose the best checkpoint of a sweep, by a metric or within one standard error."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from itertools import combinations
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import numpy as np
-import pandas as pd
-from scipy.stats import binomtest, false_discovery_control
-
-from vlmrm.errors import ConfigError, DataError
+from vlmrm.errors import ConfigError
 from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.analysis import metric as figure_of
-from vlmrm.measures.intervals import DRAWS, Estimate, estimate, resample, sums_by_cluster
 from vlmrm.measures.metrics import METRIC, METRICS
-from vlmrm.measures.pairs import check_pairs, margins_of, pair_index
 
-# Metrics that have a better end, and those of them that have a standard error.
-CHOOSABLE = {metric.name for metric in METRICS if metric.better}
-ESTIMATED = {metric.name for metric in METRICS if metric.better and metric.kind is Estimate}
+CHOOSABLE = {metric.name for metric in METRICS if metric.better}  # each has a standard error
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
 
 
@@ -42,7 +32,7 @@ class Criterion:
     (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3).
 
     Raises:
-        ConfigError: for a figure that does not exist, has no better end, or has no standard error if one is needed.
+        ConfigError: for a figure that does not exist, or has no better end.
     """
 
     metric: str = "preference_accuracy"
@@ -54,12 +44,6 @@ class Criterion:
             raise ConfigError(
                 f"metric_for_best is {self.metric}, by which no checkpoint is better than another: choose "
                 f"accuracy/CATEGORY, benchmark/NAME, {', '.join(sorted(CHOOSABLE))}."
-            )
-        with_error = self.metric.startswith(CATEGORY) or self.metric in ESTIMATED
-        if self.one_standard_error and not with_error:
-            raise ConfigError(
-                f"one_standard_error needs a metric with a standard error, which {self.metric} has not: choose "
-                f"accuracy/CATEGORY, {', '.join(sorted(ESTIMATED))}."
             )
 
     @property
@@ -128,7 +112,7 @@ class Criterion:
             categories = row["statistics"]["category"]
             return {f"{CATEGORY}{name}": figures["preference_accuracy"] for name, figures in categories.items()}
         if self.metric.startswith(BENCHMARK):
-            return {f"{BENCHMARK}{name}": value for name, value in row.get("benchmark", {}).items()}
+            return {f"{BENCHMARK}{name}": figure for name, figure in row.get("benchmark", {}).items()}
         return cast(Mapping[str, Any], row["statistics"]["overall"])
 
     def _number(self, row: Row, part: str) -> float:
@@ -144,80 +128,3 @@ class Criterion:
 def _steps(row: Row) -> float:
     step = step_of(row["checkpoint"])
     return math.inf if step is None else step
-
-
-class PairedTest(NamedTuple):
-    """A test of two checkpoints on the same pairs; equal scores are wrong.
-
-    `difference` is the accuracy of `first` minus that of `second`, with an interval that resamples prompts.
-    `p_value` is McNemar's, exact: the probability, if both were equally good, of so uneven a split of the pairs that
-    only one of them has right. It takes pairs as independent; where prompts have several, trust the interval.
-    `adjusted_p_value` controls the false discovery rate of all tests made together (Benjamini and Hochberg).
-    """
-
-    first: str
-    second: str
-    pairs: int
-    first_accuracy: float
-    second_accuracy: float
-    difference: Estimate
-    only_first: int
-    only_second: int
-    p_value: float
-    adjusted_p_value: float
-
-
-def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
-    """Test each two of `frames`, scored pairs by checkpoint, on the pairs that all of them have.
-
-    Raises:
-        DataError: when they have no pair in common that people did not tie, or a frame cannot be used.
-    """
-    if len(frames) < 2:
-        return []
-    right, prompts = _right_of_shared_pairs(frames)
-    count = len(right)
-    sums = sums_by_cluster(np.concatenate([right, np.ones((count, 1))], axis=1), prompts)
-    drawn = resample(sums)
-    samples = drawn[:, :-1] / drawn[:, -1:] if len(sums) > 1 else np.full((DRAWS, len(frames)), np.nan)
-    accuracies = right.mean(axis=0)
-    tests = []
-    for (i, first), (j, second) in combinations(enumerate(frames), 2):
-        only_first, only_second = int((right[:, i] > right[:, j]).sum()), int((right[:, j] > right[:, i]).sum())
-        tests.append(
-            PairedTest(
-                first=first,
-                second=second,
-                pairs=count,
-                first_accuracy=float(accuracies[i]),
-                second_accuracy=float(accuracies[j]),
-                difference=estimate(
-                    float(accuracies[i] - accuracies[j]), samples[:, i] - samples[:, j], count, len(sums)
-                ),
-                only_first=only_first,
-                only_second=only_second,
-                p_value=mcnemar(only_first, only_second),
-                adjusted_p_value=float("nan"),
-            )
-        )
-    adjusted = false_discovery_control([test.p_value for test in tests])
-    return [test._replace(adjusted_p_value=float(p)) for test, p in zip(tests, adjusted, strict=True)]
-
-
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Return the exact two-sided p-value of the pairs that only one of two models has right; 1 if there are none."""
-    return float(binomtest(only_first, only_first + only_second).pvalue) if only_first + only_second else 1.0
-
-
-def _right_of_shared_pairs(frames: Mapping[str, pd.DataFrame]) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether each of M checkpoints has each shared pair right, [N, M] of 0 and 1, and the prompts [N]."""
-    tables = []
-    for name, frame in frames.items():
-        check_pairs(frame)
-        margins = pd.Series(margins_of(frame), index=pair_index(frame), name=name)
-        tables.append(margins.dropna())  # people's ties
-    shared = reduce(lambda index, table: index.intersection(table.index, sort=False), tables[1:], tables[0].index)
-    if not len(shared):
-        raise DataError(f"{' and '.join(frames)} have no scored pairs in common: compare results of the same data")
-    right = np.stack([table.loc[shared].to_numpy() > 0 for table in tables], axis=1).astype(np.float64)
-    return right, shared.get_level_values("prompt_id").to_numpy()

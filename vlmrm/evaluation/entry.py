@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from vlmrm.engine import ScoredRow
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.leakage import Leakage
 from vlmrm.evaluation.schema import Origin, Row
+from vlmrm.measures.pairs import PairTable
 from vlmrm.rendering import MediaLimits, MediaStore
 
 IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a sweep
@@ -24,7 +25,9 @@ IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a swe
 class SweepRun:
     """The arguments and state that all evaluations of a sweep share.
 
-    `images` is a folder for processed images, `data` the fingerprint of the evaluation data.
+    `images` is a folder for processed images, `data` the fingerprint of the evaluation data. `closed` is the
+    checkpoint that was closed last, which the next of its training takes over: at most one. `tables` are the pairs of
+    the comparisons that were scored.
     """
 
     args: EvaluationArguments
@@ -33,6 +36,8 @@ class SweepRun:
     images: Path
     data: str
     leakage: Leakage | None = None
+    closed: list[Any] = field(default_factory=list)
+    tables: dict[Any, PairTable] = field(default_factory=dict)
 
     def store(self, processor: Any, limits: MediaLimits) -> MediaStore:
         """Return the store of processed images, which checkpoints with an equal processor and limits share."""
@@ -55,7 +60,7 @@ class RowScorer(Protocol):
     def interventions(self) -> Collection[str]: ...
 
     def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
-        """Yield the scores of the rows `{"index", "comparison"}` of a data set, in order; with `donor` altered too.
+        """Yield the scores of the rows `{"index", "comparison"}` of a data set; those with `sampled` altered too.
 
         Raises:
             RowError: for a row that may not be dropped.

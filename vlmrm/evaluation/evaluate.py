@@ -5,7 +5,9 @@ An entry is opened once, and can then be measured on several data sets.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +30,10 @@ from vlmrm.evaluation.schema import Provenance, Row, Statistics
 from vlmrm.logs import progress
 from vlmrm.measures.analysis import analyse
 from vlmrm.measures.donors import BLOCKS, Traits, donors_of, is_sampled, traits_of
-from vlmrm.measures.intervals import DRAWS, SEED
-from vlmrm.measures.pairs import ScoredComparisons, scored_frame
+from vlmrm.measures.pairs import ScoredComparisons, pair_table, scored_frame
 from vlmrm.modeling import provenance
+
+logger = logging.getLogger("vlmrm")
 
 
 class _Rows(Sequence[Comparison]):
@@ -38,6 +41,7 @@ class _Rows(Sequence[Comparison]):
 
     def __init__(self, dataset: Any, indices: list[int]):
         self._dataset = dataset.select(indices)
+        self._key = (id(dataset), *indices)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -48,8 +52,14 @@ class _Rows(Sequence[Comparison]):
     def __iter__(self) -> Iterator[Any]:
         return iterate_comparisons(self._dataset)
 
+    def __eq__(self, rows: object) -> bool:
+        return isinstance(rows, _Rows) and rows._key == self._key
 
-@dataclass
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+@dataclass(unsafe_hash=True)
 class _Share:
     """A rank's rows of a data set: every `ranks`-th block of `block` rows, so that neighbours stay together.
 
@@ -150,15 +160,22 @@ def measure(entry: Entry, scorer: OpenEntry, dataset: Any, run: SweepRun) -> tup
     )
     if not result.comparisons:
         raise DataError(f"none of the {len(dataset)} rows could be scored: the first was {result.dropped[0]}.")
-    frame = scored_frame(
-        result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, group_by=args.group_by
-    )
+    if result.comparisons not in run.tables:
+        run.tables[result.comparisons] = pair_table(result.comparisons, args.group_by)
+    table = run.tables[result.comparisons]
+    frame = scored_frame(result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, table=table)
+    add_verdicts(frame, result)
     if run.leakage is not None:
         frame["by/leaked"] = np.where(frame["comparison_id"].isin(run.leakage.leaked), "yes", "no")
     statistics = cast(Statistics, analyse(frame))
     figures: dict[str, Any] = {**table_figures(statistics["overall"]), "dropped_rows": len(result.dropped)}
+    if limits := {**scorer.limits, **limits_met(result)}:
+        figures["limits"] = limits
+        for name, reason in limits.items():
+            logger.warning("%s: no %s: %s", entry.path, name, reason)
     if args.benchmark is not None:
-        figures["benchmark"] = benchmark(args.benchmark).score(frame)
+        estimates = benchmark(args.benchmark).estimate(frame)
+        figures["benchmark"] = {name: estimate._asdict() for name, estimate in estimates.items()}
     return {**figures, "statistics": statistics, "provenance": provenance_of(scorer, run)}, frame
 
 
@@ -171,8 +188,6 @@ def provenance_of(scorer: OpenEntry, run: SweepRun) -> Provenance:
         "versions": made["versions"],
         "data": run.data,
         "processes": run.processes.num_processes,
-        "bootstrap_draws": DRAWS,
-        "bootstrap_seed": SEED,
         **scorer.origin(),
     }
 
@@ -221,4 +236,35 @@ def evaluate(
         scores=[row.scores for row in kept],
         altered=[row.altered for row in kept],
         dropped=[row.error for row in gathered if row.error is not None],
+        failed=[row.failed for row in kept],
+        verdicts=[row.verdicts for row in kept],
     )
+
+
+def limits_met(result: ScoredComparisons) -> dict[str, str]:
+    """Return, by intervention, of how many rows that it applies to it has no score, with the first reason."""
+    reasons: dict[str, list[str]] = {}
+    for failed in result.failed:
+        for name, reason in failed.items():
+            reasons.setdefault(name, []).append(reason)
+    scored = Counter(name for altered in result.altered for name in altered)
+    return {
+        name: of_rows[0] if not scored[name] else f"{len(of_rows)} of {len(of_rows) + scored[name]} rows: {of_rows[0]}"
+        for name, of_rows in reasons.items()
+    }
+
+
+def add_verdicts(frame: pd.DataFrame, result: ScoredComparisons) -> None:
+    """Add the columns `credit_first` and `credit_second` of a judge of pairs.
+
+    They are what the chosen answer got where it was shown first, and where second: 1, a half for a tie, 0.
+    """
+    if not any(result.verdicts):
+        return
+    counts = [len(comparison.judgement.pairs()) for comparison in result.comparisons]
+    owners = np.repeat(np.arange(len(counts)), counts)
+    credits = []
+    for owner, *pair in zip(owners, frame["chosen_branch"], frame["rejected_branch"], strict=True):
+        first, second = result.verdicts[owner].get((min(pair), max(pair)), (np.nan, np.nan))
+        credits.append((first, second) if pair[0] < pair[1] else (1 - second, 1 - first))
+    frame[["credit_first", "credit_second"]] = np.array(credits, dtype=np.float64)

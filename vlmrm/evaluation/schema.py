@@ -15,10 +15,11 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, 
 from typing_extensions import TypedDict, get_type_hints
 
 from vlmrm.errors import ConfigError
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS
 from vlmrm.settings import describe_errors
 
-SCHEMA_VERSION = 2  # raised whenever a field changes its name or meaning; a new metric is absent from older files
+SCHEMA_VERSION = 3  # raised whenever a field changes its name or meaning; a new metric is absent from older files
 
 # JSON has no NaN and no infinity: null stands for a figure that the pairs do not allow.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
@@ -58,7 +59,8 @@ class Statistics(TypedDict):
 class Origin(TypedDict):
     """What gave the scores: null stands for what is not known of a scorer that is no checkpoint.
 
-    `weights` is the checkpoint's digest, `checkpoint` the provenance in its reward_model.json.
+    `weights` is the digest of the checkpoint, or of what identifies another scorer, `checkpoint` the provenance in its
+    reward_model.json; `scorer` is what else is known of one that is no checkpoint of ours.
     """
 
     weights: str | None
@@ -67,6 +69,7 @@ class Origin(TypedDict):
     attention: str | None
     chat_template_sha256: str | None
     checkpoint: dict[str, Any]
+    scorer: NotRequired[dict[str, str]]
 
 
 @strict
@@ -78,20 +81,34 @@ class Provenance(Origin):
     versions: dict[str, str]
     data: str
     processes: int
-    bootstrap_draws: int
-    bootstrap_seed: int
+
+
+if TYPE_CHECKING:
+    BenchmarkFigure = dict[str, Any]
+else:
+    # Older files have the value alone.
+    BenchmarkFigure = Annotated[
+        json_type(Estimate),
+        BeforeValidator(
+            lambda it: it if isinstance(it, dict) else Estimate(it, *[math.nan] * 3, n=0, prompts=0)._asdict()
+        ),
+    ]
 
 
 class _Row(TypedDict, extra_items=Number):
-    """A checkpoint. One with an `error` has no figures."""
+    """A checkpoint or another scorer. One with an `error` has no figures.
+
+    `limits` are the interventions that it could not do, with the reason.
+    """
 
     model: str
     checkpoint: str
     path: str
     error: str | None
     dropped_rows: NotRequired[int]
+    limits: NotRequired[dict[str, str]]
     seconds: float
-    benchmark: NotRequired[dict[str, Number]]
+    benchmark: NotRequired[dict[str, BenchmarkFigure]]
     statistics: NotRequired[Statistics]
     provenance: NotRequired[Provenance]
 
@@ -120,12 +137,14 @@ class Best(TypedDict):
 class ResultsFile(TypedDict):
     """The content of a results file.
 
-    `settings` are all that figures depend on besides the checkpoint, the same for all rows. `leakage` is the
+    `set_name` is the name of the data in a suite. `settings` are all that figures depend on besides the checkpoint,
+    the same for all rows. `leakage` is the
     result of `vlmrm.evaluation.leakage`, None without `train_data`; `best` is None where no row has the figure to
     choose by.
     """
 
     schema_version: int
+    set_name: NotRequired[str]
     settings: dict[str, Any]
     leakage: dict[str, Any] | None
     best: Best | None

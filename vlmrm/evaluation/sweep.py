@@ -39,6 +39,7 @@ from vlmrm.evaluation.keeping import SweepResult, conclude
 from vlmrm.evaluation.leakage import Leakage, leakage, open_rows, verdict
 from vlmrm.evaluation.public import Benchmark, benchmark, load_benchmark
 from vlmrm.evaluation.results import Results, beside_published, describe, write_rewardbench
+from vlmrm.evaluation.scorers import scorer_entries
 from vlmrm.evaluation.scorers.checkpoint import CheckpointEntry
 from vlmrm.files import exclusive_lock
 from vlmrm.logs import start_log
@@ -134,7 +135,8 @@ def entries_to_evaluate(args: EvaluationArguments) -> Iterable[Entry]:
     """Return the entries of the table; with `watch`, an iterator that waits for new checkpoints."""
     if args.watch:
         return map(CheckpointEntry, watch(args.model_dirs, args.checkpoint_pattern, timeout=60 * args.watch_timeout))
-    return [CheckpointEntry(folder) for model_dir in args.model_dirs for folder in checkpoints_of(model_dir, args)]
+    folders = [folder for model_dir in args.model_dirs for folder in checkpoints_of(model_dir, args)]
+    return [*map(CheckpointEntry, folders), *scorer_entries(args.scorer)]
 
 
 def evaluate_all(
@@ -234,6 +236,7 @@ def settings(args: EvaluationArguments, data_args: DataArguments) -> dict[str, A
         "data": data_fingerprint(data_args.dataset_path or hub),
         "train_data": data_fingerprint(args.train_data) if args.train_data else None,
         **{k: getattr(args, k) for k in keys},
+        **({"scorer_drops_media": True} if args.scorer_drops_media else {}),
         "reading": asdict(data_args),
     }
 

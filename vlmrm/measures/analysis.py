@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from vlmrm.errors import ConfigError
-from vlmrm.measures.intervals import Correlation, Mean, bootstrap
+from vlmrm.measures.intervals import Figure
 from vlmrm.measures.metrics import METRIC, METRICS, PairArrays
 from vlmrm.measures.pairs import check_pairs
 
@@ -42,10 +42,8 @@ def figures(frame: pd.DataFrame) -> dict[str, Any]:
     An estimate is {value, low, high, standard_error, n, prompts}.
     """
     pairs = PairArrays(frame)
-    computed = {metric.name: metric.compute(pairs) for metric in METRICS}
-    over_rows = {name: value for name, value in computed.items() if isinstance(value, (Mean, Correlation))}
-    computed |= bootstrap(over_rows, frame["prompt_id"].to_numpy())
-    return {name: _plain(value) for name, value in computed.items()}
+    computed = ((metric.name, metric.compute(pairs)) for metric in METRICS)
+    return {n: _plain(v.estimate(pairs.prompts) if isinstance(v, Figure) else v) for n, v in computed}
 
 
 def point_figures(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, float]:
@@ -89,7 +87,7 @@ def _plain(value: Any) -> Any:
     """Return a figure with dictionaries for named tuples."""
     if isinstance(value, list):
         return list(map(_plain, value))
-    return value._asdict() if isinstance(value, tuple) else value
+    return {name: _plain(part) for name, part in value._asdict().items()} if isinstance(value, tuple) else value
 
 
 def _by_value(frame: pd.DataFrame, column: str) -> dict[str, dict[str, Any]]:

@@ -1,23 +1,26 @@
-"""Intervals of figures: Wilson intervals of shares, and a bootstrap that resamples prompts.
+"""Figures with 95 % intervals that hold for a few prompts, of which each may have many pairs.
 
-Pairs of one prompt are correlated, so whole prompts are drawn with replacement, never single pairs. All figures of a
-data set share the draws: a prompt enters a draw as the sums of its rows, times the number of times it was drawn.
+Pairs of one prompt are correlated, so prompts are the units. Each figure says by how much each row moves it, its
+influence; the influences of a prompt's rows are added up, and from them follow the standard error of the jackknife
+that leaves out one prompt at a time, and an interval with Student's t of as many degrees of freedom as there are
+prompts but one (Cameron and Miller, A Practitioner's Guide to Cluster-Robust Inference, 2015). Figures that cannot
+leave a range have an interval that cannot either: see `SCALES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.stats import binomtest, rankdata
+from scipy.stats import binomtest, rankdata, t
 
-DRAWS = 1000
-SEED = 0
 LEVEL = 0.95
-CELLS = 1 << 22  # draws x clusters held at a time: 32 MiB
+NAN = float("nan")
+
+Scale = Literal["plain", "share", "difference", "positive", "correlation"]
 
 
 class Estimate(NamedTuple):
@@ -41,123 +44,288 @@ class Interval(NamedTuple):
     high: float
 
 
+class Influence(NamedTuple):
+    """A figure, how much each row moves it, rows[N], which add up to zero, and each row's share[N] of its weight."""
+
+    value: float
+    rows: np.ndarray
+    shares: np.ndarray
+    n: int
+
+
 @dataclass(frozen=True)
-class Mean:
-    """The mean of values[N], weighted by weights[N]; rows where either is NaN do not count."""
+class Figure:
+    """A figure of N rows, with the scale on which its interval is made."""
+
+    def influence(self) -> Influence:
+        """Return its value and the influence of each row."""
+        raise NotImplementedError
+
+    @property
+    def on(self) -> Scale:
+        return "plain"
+
+    def estimate(self, prompts: np.ndarray) -> Estimate:
+        """Return the figure with its interval; prompts[N] numbers the prompt of each row from 0 on."""
+        return estimate(self.influence(), prompts, self.on)
+
+
+@dataclass(frozen=True)
+class Mean(Figure):
+    """The mean of values[N], weighted by weights[N]; rows where either is NaN do not count.
+
+    `scale` is "share" for values from 0 to 1, "difference" for values from -1 to 1, "positive" for values above 0.
+    """
 
     values: np.ndarray
     weights: np.ndarray | None = None
+    scale: Scale = "plain"
 
-    def sums(self) -> tuple[np.ndarray, int]:
-        """Return the sums that each row adds, weighted value and weight [N, 2], and the number of rows that count."""
+    @property
+    def on(self) -> Scale:
+        return self.scale
+
+    def influence(self) -> Influence:
         weights = np.ones(len(self.values)) if self.weights is None else np.asarray(self.weights, dtype=np.float64)
         product = weights * self.values
         counts = ~np.isnan(product)
-        added = np.stack([np.where(counts, product, 0.0), np.where(counts, weights, 0.0)], axis=1)
-        return added, int(counts.sum())
-
-    @staticmethod
-    def of(sums: np.ndarray) -> np.ndarray:
-        """Return the figure of sums [..., 2]."""
-        total, weight = np.moveaxis(sums, -1, 0)
-        return _divide(total, weight)
+        weights = np.where(counts, weights, 0.0)
+        total = weights.sum()
+        if not total > 0:
+            return Influence(NAN, np.zeros(len(weights)), np.zeros(len(weights)), int(counts.sum()))
+        shares = weights / total
+        value = float(np.where(counts, product, 0.0).sum() / total)
+        return Influence(value, shares * (np.where(counts, self.values, value) - value), shares, int(counts.sum()))
 
 
 @dataclass(frozen=True)
-class Correlation:
-    """Spearman's rank correlation of x and y, [N] or, with B values a row, [N, B]; positions with a NaN do not count.
+class Contrast(Figure):
+    """The mean of values[N], from 0 to 1, where `first` [N] is true, minus that where `second` [N] is."""
 
-    Values are ranked once, among all of them, and keep their ranks when rows are drawn.
-    """
+    values: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+
+    @property
+    def on(self) -> Scale:
+        return "difference"
+
+    def influence(self) -> Influence:
+        a, b = (Mean(np.where(rows, self.values, np.nan)).influence() for rows in (self.first, self.second))
+        return Influence(a.value - b.value, a.rows - b.rows, (a.shares + b.shares) / 2, a.n + b.n)
+
+
+@dataclass(frozen=True)
+class Correlation(Figure):
+    """Spearman's rank correlation of x and y, [N] or, with B values a row, [N, B]; a NaN does not count."""
 
     x: np.ndarray
     y: np.ndarray
 
-    def sums(self) -> tuple[np.ndarray, int]:
-        """Return the sums that each row adds, moments of the ranks [N, 6], and the number of values that count."""
+    @property
+    def on(self) -> Scale:
+        return "correlation"
+
+    def influence(self) -> Influence:
+        """Return it; a row moves it by its own ranks, and by what it adds to the ranks of the others."""
         x, y = (np.reshape(values, (len(values), -1)).astype(np.float64) for values in (self.x, self.y))
         counts = ~np.isnan(x) & ~np.isnan(y)
-        a, b = _ranks(x, counts), _ranks(y, counts)
-        return np.stack([a, b, a * a, b * b, a * b, counts], axis=-1).sum(axis=1), int(counts.sum())
+        n = int(counts.sum())
+        rows, shares = np.zeros(counts.shape), counts / max(n, 1)
+        a, b = _centred_ranks(x[counts]), _centred_ranks(y[counts])
+        aa, bb, ab = (float(np.mean(product)) if n else 0.0 for product in (a * a, b * b, a * b))
+        if not (aa > 0 and bb > 0):
+            return Influence(NAN, rows.sum(axis=1), shares.sum(axis=1), n)
+        value = ab / np.sqrt(aa * bb)
+        by_x, by_y = _Order(x[counts]), _Order(y[counts])
+        moved = (a * b + by_x.above_less_below(b) + by_y.above_less_below(a) - 3 * ab) / np.sqrt(aa * bb)
+        for centred, order, spread in ((a, by_x, aa), (b, by_y, bb)):
+            moved -= value * (centred**2 + 2 * order.above_less_below(centred) - 3 * spread) / (2 * spread)
+        rows[counts] = moved / n
+        return Influence(float(value), rows.sum(axis=1), shares.sum(axis=1), n)
 
-    @staticmethod
-    def of(sums: np.ndarray) -> np.ndarray:
-        """Return the figure of sums [..., 6]; NaN where x or y is constant."""
-        a, b, aa, bb, ab, count = np.moveaxis(sums, -1, 0)
-        a, b, aa, bb, ab = (_divide(total, count) for total in (a, b, aa, bb, ab))
-        spread = np.sqrt(np.maximum(aa - a * a, 0) * np.maximum(bb - b * b, 0))
-        return _divide(ab - a * b, spread)
+
+@dataclass(frozen=True)
+class Concordance(Figure):
+    """Kendall's tau-b of x[N] and y[N]."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+    @property
+    def on(self) -> Scale:
+        return "correlation"
+
+    def influence(self) -> Influence:
+        n = len(self.x)
+        shares = np.full(n, 1 / max(n, 1))
+        agreeing = (
+            _below(self.x, self.y) + _below(-self.x, -self.y) - _below(self.x, -self.y) - _below(-self.x, self.y)
+        )
+        untied = [n - _Order(values).equal for values in (self.x, self.y)]
+        of_x, of_y = (float(counts.sum()) for counts in untied)
+        if not (of_x > 0 and of_y > 0):
+            return Influence(NAN, np.zeros(n), shares, n)
+        norm = np.sqrt(of_x * of_y)
+        value = float(agreeing.sum() / norm)
+        rows = 2 * agreeing / norm - value * (untied[0] / of_x + untied[1] / of_y)
+        return Influence(value, rows, shares, n)
+
+
+@dataclass(frozen=True)
+class AtRows(Figure):
+    """A figure of B values of which several belong to one of N rows: rows[B] says to which."""
+
+    figure: Figure
+    rows: np.ndarray
+    count: int
+
+    @property
+    def on(self) -> Scale:
+        return self.figure.on
+
+    def influence(self) -> Influence:
+        inner = self.figure.influence()
+        rows, shares = (np.bincount(self.rows, part, self.count) for part in (inner.rows, inner.shares))
+        return inner._replace(rows=rows, shares=shares)
+
+
+class Spread(NamedTuple):
+    """What an interval is made of: standard error, degrees of freedom, and how many independent values it is worth."""
+
+    error: float
+    freedom: int
+    effective: float
+
+
+def spread(influence: Influence, prompts: np.ndarray) -> tuple[Spread, int]:
+    """Return the spread of a figure, NaN for fewer than two prompts, and the number of its prompts."""
+    rows, shares = (np.bincount(prompts, part) for part in (influence.rows, influence.shares))
+    counted = shares > 0
+    rows, shares = rows[counted], shares[counted]
+    count = len(rows)
+    if count < 2 or not (np.isfinite(influence.value) and np.isfinite(rows).all()):
+        return Spread(NAN, 0, NAN), count
+    left_out = rows / (1 - shares)  # what the figure changes by without the prompt
+    error = float(np.sqrt((count - 1) / count * ((left_out - left_out.mean()) ** 2).sum()))
+    alone = float((influence.rows**2).sum())  # the variance if all rows were independent
+    effective = influence.n * min(alone / error**2, 1.0) if alone and error > 1e-12 else float(count)
+    return Spread(error, count - 1, max(effective, 1.0)), count
+
+
+def estimate(influence: Influence, prompts: np.ndarray, scale: Scale) -> Estimate:
+    """Return the figure with the interval of its scale, NaN without two prompts that have a row that counts."""
+    of, count = spread(influence, prompts)
+    if np.isnan(of.error):
+        return Estimate(influence.value, NAN, NAN, NAN, influence.n, count)
+    low, high = SCALES[scale](influence.value, of, float(t.ppf((1 + LEVEL) / 2, of.freedom)))
+    return Estimate(influence.value, float(low), float(high), of.error, influence.n, count)
+
+
+def plain(value: float, of: Spread, quantile: float) -> Interval:
+    """Return value ± quantile standard errors."""
+    return Interval(value - quantile * of.error, value + quantile * of.error)
+
+
+def share(value: float, of: Spread, quantile: float) -> Interval:
+    """Return Wilson's interval of as many independent values as the prompts are worth (Korn and Graubard, 1998)."""
+    square = quantile**2 / of.effective
+    centre = (value + square / 2) / (1 + square)
+    half = np.sqrt(square) * np.sqrt(max(value * (1 - value), 0) + square / 4) / (1 + square)
+    return Interval(max(centre - half, 0.0), min(centre + half, 1.0))
+
+
+def difference(value: float, of: Spread, quantile: float) -> Interval:
+    """Return the interval with one more loss and one more gain (Bonett and Price, 2012), which few changes need."""
+    centre, error = with_both_signs(value, of)
+    return Interval(max(centre - quantile * error, -1.0), min(centre + quantile * error, 1.0))
+
+
+def with_both_signs(value: float, of: Spread) -> tuple[float, float]:
+    """Return a mean of differences and its standard error after a value of 1 and one of -1 are added."""
+    kept = of.effective / (of.effective + 2)
+    added = (2 * (1 + kept * value**2)) / (of.effective + 2) ** 2
+    return kept * value, float(np.sqrt((kept * of.error) ** 2 + added))
+
+
+def positive(value: float, of: Spread, quantile: float) -> Interval:
+    """Return the interval on the scale of logarithms; of zero the plain one."""
+    if not value > 0:
+        return plain(value, of, quantile)
+    factor = np.exp(quantile * of.error / value)
+    return Interval(value / factor, value * factor)
+
+
+def correlation(value: float, of: Spread, quantile: float) -> Interval:
+    """Return the interval on Fisher's scale; of ±1 that of the differences, since Fisher's has no end."""
+    if 1 - value**2 < 1e-12:
+        return difference(value, of, quantile)
+    centre, half = np.arctanh(value), quantile * of.error / (1 - value**2)
+    return Interval(np.tanh(centre - half), np.tanh(centre + half))
+
+
+SCALES: dict[Scale, Callable[[float, Spread, float], Interval]] = {
+    "plain": plain,
+    "share": share,
+    "difference": difference,
+    "positive": positive,
+    "correlation": correlation,
+}
+
+
+def numbered(prompts: Sequence | np.ndarray) -> np.ndarray:
+    """Return the number of each row's prompt, in order of appearance: [N]."""
+    return pd.factorize(np.asarray(prompts, dtype=object))[0]
 
 
 def wilson(right: int, count: int) -> Interval:
     """Return the 95 % Wilson interval of the share right / count; NaN for a count of zero."""
     if not count:
-        return Interval(float("nan"), float("nan"))
+        return Interval(NAN, NAN)
     interval = binomtest(right, count).proportion_ci(LEVEL, method="wilson")
     return Interval(float(interval.low), float(interval.high))
 
 
-def bootstrap(
-    figures: Mapping[str, Mean | Correlation], clusters: Sequence | np.ndarray, *, draws: int = DRAWS, seed: int = SEED
-) -> dict[str, Estimate]:
-    """Estimate each figure with its percentile interval; clusters[N] names the cluster of every row.
+class _Order:
+    """The order of values[n]: for each of them sums over those above it and below it, in n log n."""
 
-    An interval needs two clusters with a row that counts; without them its ends and the standard error are NaN.
+    def __init__(self, values: np.ndarray):
+        self.order = np.argsort(values, kind="stable")
+        ascending = values[self.order]
+        self.below = np.searchsorted(ascending, values, "left")  # how many are below each
+        self.up_to = np.searchsorted(ascending, values, "right")
+
+    @property
+    def equal(self) -> np.ndarray:
+        return self.up_to - self.below
+
+    def above_less_below(self, weights: np.ndarray) -> np.ndarray:
+        """Return for each value half the mean weight of those above it, less that of those below: [n]."""
+        sums = np.concatenate([[0.0], np.cumsum(weights[self.order])])
+        return (sums[-1] - sums[self.up_to] - sums[self.below]) / (2 * len(weights))
+
+
+def _centred_ranks(values: np.ndarray) -> np.ndarray:
+    """Return mid-ranks around zero, between -0.5 and 0.5."""
+    return (rankdata(values) - 0.5) / max(len(values), 1) - 0.5
+
+
+def _below(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return for each i how many j have both x[j] < x[i] and y[j] < y[i], in n log² n.
+
+    Two numbers differ first in one bit: those of the ranks of y are gone through, and for each bit the values that
+    share all higher ones are counted in the order of x.
     """
-    if not figures:
-        return {}
-    columns, sizes = zip(*(figure.sums() for figure in figures.values()), strict=True)
-    sums = sums_by_cluster(np.concatenate(columns, axis=1), clusters)
-    drawn = resample(sums, draws=draws, seed=seed)
-    total = sums.sum(axis=0)
-    estimates, end = {}, 0
-    for (name, figure), added, size in zip(figures.items(), columns, sizes, strict=True):
-        start, end = end, end + added.shape[1]
-        clusters_counted = np.count_nonzero(sums[:, end - 1])  # the last sum is the count
-        samples = figure.of(drawn[:, start:end]) if clusters_counted > 1 else np.full(draws, np.nan)
-        estimates[name] = estimate(float(figure.of(total[start:end])), samples, size, int(clusters_counted))
-    return estimates
-
-
-def sums_by_cluster(columns: np.ndarray, clusters: Sequence | np.ndarray) -> np.ndarray:
-    """Sum columns [N, S] over the rows of each cluster: [C, S]."""
-    codes, names = pd.factorize(np.asarray(clusters, dtype=object))
-    summed = [np.bincount(codes, weights=column, minlength=len(names)) for column in columns.T]
-    return np.stack(summed, axis=1)
-
-
-def resample(sums: np.ndarray, *, draws: int = DRAWS, seed: int = SEED) -> np.ndarray:
-    """Draw as many clusters as there are, with replacement, and add up their sums [C, S]: [draws, S]."""
-    rng = np.random.default_rng(seed)
-    count = len(sums)
-    drawn = np.zeros((draws, sums.shape[1]))
-    if not count:
-        return drawn
-    step = max(CELLS // count, 1)
-    for start in range(0, draws, step):
-        rows = range(start, min(start + step, draws))
-        times = np.array([np.bincount(rng.integers(count, size=count), minlength=count) for _ in rows], dtype=float)
-        drawn[rows.start : rows.stop] = times @ sums
-    return drawn
-
-
-def estimate(value: float, samples: np.ndarray, n: int, prompts: int) -> Estimate:
-    """Return `value` with the spread of its bootstrap samples [draws], without draws in which it has no value."""
-    samples = samples[~np.isnan(samples)]
-    if len(samples) < 2:
-        return Estimate(value, float("nan"), float("nan"), float("nan"), n, prompts)
-    low, high = np.quantile(samples, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(value, float(low), float(high), float(samples.std(ddof=1)), n, prompts)
-
-
-def _ranks(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return mid-ranks of the values that count, around zero between -0.5 and 0.5; zero for the rest."""
-    ranks = np.zeros(values.shape)
-    if counts.any():
-        ranks[counts] = (rankdata(values[counts]) - 0.5) / counts.sum() - 0.5
-    return ranks
-
-
-def _divide(total: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """Divide, with NaN where `by` is zero."""
-    return np.divide(total, by, out=np.full(np.shape(by), np.nan), where=np.asarray(by) > 0)
+    xs, ys = (np.unique(values, return_inverse=True)[1] for values in (x, y))
+    if not len(xs):
+        return np.zeros(0)
+    wide = int(xs.max()) + 1
+    counts = np.zeros(len(xs))
+    for bit in range(int(ys.max()).bit_length()):
+        group, high = (ys >> (bit + 1)) * wide, (ys >> bit) & 1
+        keys = group + xs
+        order = np.argsort(keys, kind="stable")
+        lower = np.concatenate([[0], np.cumsum(1 - high[order])])
+        sorted_keys = keys[order]
+        counts += high * (lower[np.searchsorted(sorted_keys, keys)] - lower[np.searchsorted(sorted_keys, group)])
+    return counts

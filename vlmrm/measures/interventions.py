@@ -14,13 +14,21 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any, Literal, TypeAlias
 
-from PIL import Image
-
-from vlmrm.conversation import Comparison, Message, Messages, Part, Reference, media_of
-from vlmrm.conversation import Image as ImagePart
-from vlmrm.data.media import image_size
+from vlmrm.conversation import (
+    Comparison,
+    Image,
+    Medium,
+    Message,
+    Messages,
+    Text,
+    Video,
+    media_of,
+    text_of,
+)
 from vlmrm.errors import ConfigError, RowError
-from vlmrm.settings import nearest
+from vlmrm.measures import pictures, rewrites
+from vlmrm.measures.rewrites import Rewrite
+from vlmrm.settings import did_you_mean
 
 logger = logging.getLogger("vlmrm")
 
@@ -38,6 +46,7 @@ FAMILIES: Mapping[Family, str] = {
     "style": "texts reworded or decorated, with the same meaning",
     "order": "the answers in another order, for scorers that see all of them at once",
 }
+REFRAMING: tuple[Family, ...] = ("image", "frames")  # video files then become lists of frames
 REMOVING: tuple[Family, ...] = ("image", "question", "prompt", "frames")
 
 
@@ -81,28 +90,28 @@ class Intervention:
         """Return the changed comparison, None where the change does not apply."""
         return self.change(comparison, donors)
 
+    def __reduce__(self):
+        return _declared, (self.name,)  # by name, to the workers of a DataLoader: its function may be a closure
+
     def in_branches(self, scores: Sequence[float]) -> list[float]:
         """Return scores of the changed comparison's answers in the order of the original ones."""
         return list(reversed(scores)) if self.family == "order" else list(scores)
 
 
-def blank_image(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
-    """Paint every image grey at its own size: a model that looks loses its preference."""
-    if not any(map(_images, (comparison.prompt, *comparison.answers))):
-        return None
-    return replace(
-        comparison,
-        prompt=_with_images(comparison.prompt, _grey),
-        answers=tuple(_with_images(answer, _grey) for answer in comparison.answers),
-    )
-
-
 def swapped_image(comparison: Comparison, donors: Donors, number: int = 0) -> Comparison | None:
-    """Ask the question about the donor's images: a model that looks should find neither answer better."""
-    if len(donors) <= number or not _images(comparison.prompt) or not _images(donors[number].prompt):
+    """Ask the question about the donor's images and videos: a model that looks should find neither answer better.
+
+    Answers that are images stay as they are: they are what is judged.
+    """
+    if len(donors) <= number:
         return None
-    images = cycle(_images(donors[number].prompt))
-    return replace(comparison, prompt=_with_images(comparison.prompt, lambda image: next(images)))
+    kinds = {medium.kind for medium in media_of(comparison.prompt)}
+    media = media_of(donors[number].prompt)
+    of_kind = {kind: [medium for medium in media if medium.kind == kind] for kind in kinds}
+    if not kinds or not all(of_kind.values()):
+        return None
+    next_of = {kind: cycle(of_one_kind) for kind, of_one_kind in of_kind.items()}
+    return replace(comparison, prompt=_with_media(comparison.prompt, lambda medium: next(next_of[medium.kind])))
 
 
 def swapped_prompt(comparison: Comparison, donors: Donors) -> Comparison | None:
@@ -117,38 +126,158 @@ def response_only(comparison: Comparison, donors: Donors = ()) -> Comparison | N
     return replace(comparison, prompt=()) if comparison.prompt else None
 
 
-def _grey(reference: Reference) -> Image.Image:
-    return Image.new("RGB", image_size(reference), GREY)
+def swapped_question(comparison: Comparison, donors: Donors) -> Comparison | None:
+    """Ask a donor's last question about the same images; of a prompt without media, `swapped_prompt` does that."""
+    question = question_of(comparison)
+    questions = [text for donor in donors if (text := question_of(donor)) not in ("", question)]
+    if not question or not questions or not media_of(comparison.prompt):
+        return None
+    return _asking(comparison, lambda text: questions[0])
 
 
-def _images(messages: Messages) -> list[Reference | None]:
-    return [medium.reference for medium in media_of(messages) if isinstance(medium, ImagePart)]
+def no_question(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
+    """Show the images and videos alone, in one turn; of a prompt without media, `response_only` does that."""
+    media = media_of(comparison.prompt)
+    if not media or not any(message.text.strip() for message in comparison.prompt if message.role != "system"):
+        return None
+    system = [message for message in comparison.prompt if message.role == "system"]
+    return replace(comparison, prompt=(*system, Message("user", tuple(media))))
 
 
-def _with_images(messages: Messages, change: Callable[[Any], Any]) -> Messages:
-    def changed(part: Part) -> Part:
-        return ImagePart(change(part.reference)) if isinstance(part, ImagePart) else part
-
-    return tuple(Message(message.role, tuple(map(changed, message.content))) for message in messages)
+def paraphrased_question(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
+    """Ask the last question in other words."""
+    return _asking(comparison, rewrites.paraphrased) if question_of(comparison) else None
 
 
-GREY = (128, 128, 128)
+def question_of(comparison: Comparison) -> str:
+    """Return the text of the last message of the user, which answers are to; empty if it has none."""
+    asked = [message.text for message in comparison.prompt if message.role == "user"]
+    return asked[-1].strip() if asked else ""
 
 
-def _second_donor(comparison: Comparison, donors: Donors) -> Comparison | None:
-    return swapped_image(comparison, donors, 1)
+def matched_lengths(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
+    """Lengthen the shorter answers up to the longest by sentences that say nothing."""
+    return _restyled(comparison, rewrites.of_length(max(len(text_of(answer)) for answer in comparison.answers)))
 
 
+def repeated_question(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
+    """Begin each answer with the question."""
+    return _restyled(comparison, rewrites.repeating(question_of(comparison)))
+
+
+def reversed_answers(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
+    """Give the answers in reversed order, with their judgements."""
+    last = len(comparison.answers) - 1
+    judgements = tuple(
+        replace(judgement, answers=tuple(last - answer for answer in judgement.answers))
+        for judgement in comparison.judgements
+    )
+    return replace(comparison, answers=comparison.answers[::-1], judgements=judgements) if last else None
+
+
+def _asking(comparison: Comparison, rewrite: Rewrite) -> Comparison:
+    """Return the comparison with the text of the user's last message rewritten as one, where its first text stands."""
+    prompt = list(comparison.prompt)
+    last = max(i for i, message in enumerate(prompt) if message.role == "user")
+    message = prompt[last]
+    first = next(i for i, part in enumerate(message.content) if isinstance(part, Text))
+    before, after = message.content[:first], [part for part in message.content[first:] if not isinstance(part, Text)]
+    prompt[last] = Message(message.role, (*before, Text(rewrite(message.text)), *after))
+    return replace(comparison, prompt=tuple(prompt))
+
+
+def _restyled(comparison: Comparison, rewrite: Rewrite) -> Comparison | None:
+    """Return the comparison with the text of each answer rewritten; None where that leaves all as they are."""
+    answers = tuple(_restyled_answer(answer, rewrite) for answer in comparison.answers)
+    return None if answers == comparison.answers else replace(comparison, answers=answers)
+
+
+def _restyled_answer(answer: Messages, rewrite: Rewrite) -> Messages:
+    """Return the answer with the longest of its texts rewritten: of one with pictures between, most are captions."""
+    texts = [
+        (len(part.text), part.text, i, j)
+        for i, message in enumerate(answer)
+        for j, part in enumerate(message.content)
+        if message.role == "assistant" and isinstance(part, Text) and part.text.strip()
+    ]
+    if not texts:
+        return answer
+    _, text, i, j = max(texts)
+    content = (*answer[i].content[:j], Text(rewrite(text)), *answer[i].content[j + 1 :])
+    return (*answer[:i], Message(answer[i].role, content), *answer[i + 1 :])
+
+
+def _painted(paint: Callable[[Any], Any], videos: bool = True) -> Change:
+    """Return the change of every image, in prompt and answers, and of every frame if it is of `videos` too."""
+
+    def change(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
+        def painted(medium: Medium) -> Medium:
+            if isinstance(medium, Video):
+                return pictures.painted(medium, paint) if videos else medium
+            return Image(paint(medium.reference))
+
+        kinds = ("image", "video") if videos else ("image",)
+        return _with_all_media(comparison, painted, kinds)
+
+    return change
+
+
+def _reframed(edit: Callable[[Video], Video]) -> Change:
+    """Return the change of every video, in prompt and answers."""
+
+    def change(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
+        return _with_all_media(comparison, lambda m: edit(m) if isinstance(m, Video) else m, ("video",))
+
+    return change
+
+
+def _with_all_media(
+    comparison: Comparison, change: Callable[[Medium], Medium], kinds: Sequence[str]
+) -> Comparison | None:
+    pieces = (comparison.prompt, *comparison.answers)
+    if not any(medium.kind in kinds for messages in pieces for medium in media_of(messages)):
+        return None
+    prompt, *answers = (_with_media(messages, change) for messages in pieces)
+    return replace(comparison, prompt=prompt, answers=tuple(answers))
+
+
+def _with_media(messages: Messages, change: Callable[[Medium], Medium]) -> Messages:
+    return tuple(
+        Message(message.role, tuple(part if isinstance(part, Text) else change(part) for part in message.content))
+        for message in messages
+    )
+
+
+def _picture(
+    name: str, paint: Callable[[Any], Any], done: str, *, repeats: str | None = None, **options: Any
+) -> Intervention:
+    change = _painted(paint)
+    return Intervention(
+        name, change, "image", f"images {done}", f"with every image {done}", repeats=repeats, **options
+    )
+
+
+def _quality(name: str, paint: Callable[[Any], Any], done: str) -> Intervention:
+    change = _painted(paint, videos=False)
+    return Intervention(name, change, "quality", f"images {done}", f"with every image {done}")
+
+
+def _style(name: str, change: Change, done: str, *, attack: bool = False, standard: bool = False) -> Intervention:
+    whose = "the rejected answer" if attack else "the answers"
+    condition = f"with {whose} {done}"
+    return Intervention(name, change, "style", f"answers {done}", condition, attack=attack, standard=standard)
+
+
+def _rewriting(rewrite: Rewrite) -> Change:
+    return lambda comparison, donors=(): _restyled(comparison, rewrite)
+
+
+# Declared here and nowhere else; the guide has the table of them.
 _DECLARED = (
-    Intervention(
-        "blank_image",
-        blank_image,
-        "image",
-        "images painted grey",
-        "with every image painted grey",
-        standard=True,
-        loss="image_reliance",
-    ),
+    _picture("blank_image", pictures.grey, "painted grey", standard=True, loss="image_reliance"),
+    _picture("mean_image", pictures.mean_colour, "painted in its mean colour", repeats="blank_image"),
+    _picture("noise_image", pictures.noise, "replaced by noise", repeats="blank_image", standard=True),
+    _picture("blurred_image", pictures.blurred, "blurred beyond recognition", repeats="blank_image"),
     Intervention(
         "swapped_image",
         swapped_image,
@@ -159,12 +288,23 @@ _DECLARED = (
     ),
     Intervention(
         "swapped_image_again",
-        _second_donor,
+        lambda comparison, donors=(): swapped_image(comparison, donors, 1),
         "image",
         "a third row's image",
         "with the images of a third row",
         repeats="swapped_image",
         standard=True,
+    ),
+    Intervention(
+        "swapped_question",
+        swapped_question,
+        "question",
+        "another row's question",
+        "with the question of another row about its own images",
+        standard=True,
+    ),
+    Intervention(
+        "no_question", no_question, "question", "images without a question", "without the question", standard=True
     ),
     Intervention(
         "swapped_prompt",
@@ -183,10 +323,67 @@ _DECLARED = (
         sampled=False,
         standard=True,
     ),
+    Intervention(
+        "shuffled_frames",
+        _reframed(pictures.shuffled),
+        "frames",
+        "frames shuffled",
+        "with the frames of videos shuffled",
+        standard=True,
+    ),
+    Intervention(
+        "frozen_frames",
+        _reframed(pictures.frozen),
+        "frames",
+        "the first frame alone",
+        "with the first frame of videos in place of all",
+    ),
+    _quality("compressed_image", pictures.compressed, "compressed as a JPEG of low quality"),
+    _quality("cropped_image", pictures.cropped, "cropped by 7 %"),
+    _quality("smaller_image", pictures.smaller, "reduced to half of the pixels"),
+    Intervention(
+        "paraphrased_question",
+        paraphrased_question,
+        "style",
+        "question in other words",
+        "with the question in other words",
+    ),
+    _style("padded_answers", _rewriting(rewrites.padded), "padded with empty sentences", attack=True, standard=True),
+    _style("matched_lengths", matched_lengths, "padded to one length"),
+    _style("added_markdown", _rewriting(rewrites.with_markdown), "set in markdown", attack=True, standard=True),
+    _style("stripped_markdown", _rewriting(rewrites.without_markdown), "without markdown"),
+    _style("hedged_answers", _rewriting(rewrites.hedged), "hedged"),
+    _style("agreeing_answers", _rewriting(rewrites.agreeing), "flattering the user", attack=True, standard=True),
+    _style("confident_answers", _rewriting(rewrites.confident), "claiming to be certain", attack=True),
+    _style("greeting_answers", _rewriting(rewrites.greeting), "opening with a greeting", attack=True),
+    _style("disclaiming_answers", _rewriting(rewrites.disclaiming), "with a disclaimer", attack=True),
+    _style("smiling_answers", _rewriting(rewrites.with_emoji), "with emoji", attack=True),
+    _style("repeated_question", repeated_question, "repeating the question", attack=True),
+    _style("translated_answers", _rewriting(rewrites.translated), "with common words in German"),
+    _style("lower_case", _rewriting(rewrites.lower), "in lower case"),
+    _style("upper_case", _rewriting(rewrites.upper), "in upper case"),
+    _style("misspelt_answers", _rewriting(rewrites.misspelt), "with typos"),
+    _style("spaced_answers", _rewriting(rewrites.spaced), "with doubled spaces"),
+    _style("no_punctuation", _rewriting(rewrites.without_punctuation), "without punctuation"),
+    _style("quoted_answers", _rewriting(rewrites.quoted), "in quotation marks"),
+    _style("bulleted_answers", _rewriting(rewrites.bulleted), "as a list with bullets"),
+    _style("numbered_answers", _rewriting(rewrites.numbered), "as a numbered list"),
+    Intervention(
+        "reversed_answers",
+        reversed_answers,
+        "order",
+        "answers in reversed order",
+        "with the answers in reversed order",
+        standard=True,
+    ),
 )
 # By name. Plain, so that a test can add one.
 INTERVENTIONS: dict[str, Intervention] = {intervention.name: intervention for intervention in _DECLARED}
 GROUPS = ("standard", "all", "none", *FAMILIES)  # words of the key `interventions` beside the names
+
+
+def _declared(name: str) -> Intervention:
+    return INTERVENTIONS[name]
 
 
 def named(words: Iterable[str]) -> list[str]:
@@ -195,20 +392,18 @@ def named(words: Iterable[str]) -> list[str]:
     Raises:
         ConfigError: for another word, with the nearest name.
     """
-    wanted: set[str] = set()
+    chosen: set[str] = set()
     for word in words:
         if word not in INTERVENTIONS and word not in GROUPS:
-            near = nearest(word, [*INTERVENTIONS, *GROUPS])
-            mean = f"did you mean {near}? Choose" if near else "choose"
-            raise ConfigError(
-                f"interventions names {word!r}: {mean} from {', '.join(GROUPS)}, {', '.join(INTERVENTIONS)}."
-            )
-        wanted |= {
+            names = [*GROUPS, *INTERVENTIONS]
+            advice = did_you_mean(word, names, f": choose from {', '.join(names)}.")
+            raise ConfigError(f"interventions names {word!r}, which there is not{advice}")
+        chosen |= {
             name
             for name, intervention in INTERVENTIONS.items()
             if word in (name, intervention.family, "all") or (word == "standard" and intervention.standard)
         }
-    return [name for name in INTERVENTIONS if name in wanted]
+    return [name for name in INTERVENTIONS if name in chosen]
 
 
 def alterations(
@@ -218,20 +413,38 @@ def alterations(
     *,
     sampled: bool = True,
     together: bool = False,
+    frames: tuple[float, int] = (2.0, 768),
 ) -> Iterator[tuple[Intervention, Comparison]]:
     """Yield the interventions that apply to a comparison, with the changed comparison.
 
     Args:
         sampled: whether the comparison is in the sample of those that run on one alone.
         together: whether the scorer sees all answers at once, so that their order may matter to it.
+        frames: how video files are sampled, unless they say it themselves: frames per second, and at most so many.
     """
+    sampling = _with_sampling(comparison, *frames)
     for intervention in interventions:
         if (intervention.sampled and not sampled) or (intervention.family == "order" and not together):
             continue
         try:
-            changed = intervention(comparison, donors)
+            changed = intervention(sampling if intervention.family in REFRAMING else comparison, donors)
         except RowError as error:  # an image of the donor, or of the row, whose own scoring says so
             logger.debug("row %s has no %s: %s", comparison.id, intervention.name, error)
             continue
         if changed is not None:
             yield intervention, changed
+
+
+def _with_sampling(comparison: Comparison, fps: float, max_frames: int) -> Comparison:
+    """Return the comparison with this sampling on the video files that have none of their own."""
+
+    def with_options(medium: Medium) -> Medium:
+        if not isinstance(medium, Video) or isinstance(medium.reference, tuple) or medium.options.nframes:
+            return medium
+        options = medium.options
+        return replace(
+            medium,
+            options=replace(options, fps=options.fps or fps, max_frames=options.max_frames or max_frames),
+        )
+
+    return _with_all_media(comparison, with_options, ("video",)) or comparison

@@ -19,19 +19,27 @@ import numpy as np
 import pandas as pd
 
 from vlmrm.errors import DataError
-from vlmrm.measures.intervals import Correlation, Estimate, Interval, Mean, wilson
+from vlmrm.measures.intervals import (
+    AtRows,
+    Concordance,
+    Correlation,
+    Estimate,
+    Figure,
+    Mean,
+    numbered,
+)
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.pairs import Candidates, candidates_of, comparison_numbers, credits_of, margins_of
 from vlmrm.measures.statistics import (
     BestOfN,
-    RankCorrelations,
+    CalibrationError,
     ReliabilityBin,
+    Temperature,
     best_of_n,
-    expected_calibration_error,
-    fitted_temperature,
+    kendall_within,
     log_losses,
-    rank_correlations,
     reliability,
+    spearman_within,
     squared_errors,
 )
 
@@ -98,14 +106,37 @@ class PairArrays:
         return reliability(self.decided)
 
     @cached_property
-    def rank_correlations(self) -> RankCorrelations:
-        return rank_correlations(*self.candidates)
+    def prompts(self) -> np.ndarray:
+        """Return the number of each row's prompt: [N]."""
+        return numbered(self.frame["prompt_id"].to_numpy())
+
+    @cached_property
+    def first_rows(self) -> np.ndarray:
+        """Return the first row of each comparison, in the order of the candidates' groups."""
+        return np.unique(comparison_numbers(self.frame), return_index=True)[1]
+
+    def of_lists(self, values: np.ndarray) -> Mean:
+        """Return the mean of a value for each comparison, NaN for some, at its first row."""
+        at_rows = np.full(len(self.frame), np.nan)
+        at_rows[self.first_rows] = values
+        return Mean(at_rows)
+
+    def of_candidates(self, figure: Figure) -> AtRows:
+        """Return a figure of all candidates, each at the first row of its comparison."""
+        return AtRows(figure, self.first_rows[self.candidates.groups], len(self.frame))
 
     @cached_property
     def best_of_n(self) -> list[BestOfN]:
         """Return the curve over the comparisons of `LIST` candidates and more."""
-        listed = np.bincount(self.candidates.groups)[self.candidates.groups] >= LIST
-        return best_of_n(*(column[listed] for column in self.candidates))
+        curves = best_of_n(*self.candidates)
+        curves[np.bincount(self.candidates.groups, minlength=1)[: len(curves)] < LIST] = np.nan
+        rows = []
+        for n in range(1, curves.shape[2] + 1):
+            long_enough = int((~np.isnan(curves[:, 0, n - 1])).sum())
+            if long_enough:
+                kinds = (self.of_lists(curves[:, kind, n - 1]).estimate(self.prompts) for kind in range(3))
+                rows.append(BestOfN(n, long_enough, *kinds))
+        return rows
 
     @cached_property
     def longer(self) -> np.ndarray:
@@ -127,6 +158,11 @@ class PairArrays:
     def sides(self, name: str) -> np.ndarray:
         """Return a column of the chosen and that of the rejected: [N, 2]."""
         return np.stack([self.column(f"chosen_{name}"), self.column(f"rejected_{name}")], axis=1)
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """Return what a judge gave the chosen answer where it was shown first, and where second: [N, 2]."""
+        return np.stack([self.column("credit_first"), self.column("credit_second")], axis=1)
 
     def altered_margins(self, name: str) -> np.ndarray:
         """Return the margins under an intervention, NaN where people tied or it was not scored: [N].
@@ -153,8 +189,8 @@ class PairArrays:
 class Metric:
     """A figure of scored pairs: how it is computed, what it means, and where it is shown.
 
-    `compute` returns a `Mean` or `Correlation` over the pairs, of which a bootstrap over prompts makes an `Estimate`.
-    Where `kind` is another type, it returns the figure itself, which has no interval.
+    `compute` returns a `Figure` of the pairs, of which follow an `Estimate` with its interval, and what each prompt
+    adds. Where `kind` is another type, it returns what is shown.
 
     Attributes:
         meaning: a definition, for docs/evaluation.md.
@@ -180,9 +216,7 @@ class Metric:
     def point(self, pairs: PairArrays) -> float:
         """Return the figure of the pairs alone, without its interval."""
         computed = self.compute(pairs)
-        if isinstance(computed, (Mean, Correlation)):
-            return float(computed.of(computed.sums()[0].sum(axis=0)))
-        return computed
+        return computed.influence().value if isinstance(computed, Figure) else computed
 
     def value(self, figures: dict[str, Any]) -> float:
         """Return the number in `vlmrm.measures.analysis.figures`: of an estimate its value."""
@@ -210,7 +244,7 @@ def _altered() -> Iterator[Metric]:
         yield Metric(
             f"{name}_accuracy",
             f"accuracy {intervention.condition}, equal scores as half right",
-            lambda p, name=name: Mean(credits_of(p.altered_margins(name))),
+            lambda p, name=name: share_of(credits_of(p.altered_margins(name))),
             needs=f"{name}_chosen",
             column=True,
             label=name.replace("_", " "),
@@ -223,20 +257,15 @@ def _losses() -> Iterator[Metric]:
         yield Metric(
             intervention.loss,
             f"accuracy that `{name}` takes away",
-            lambda p, name=name: Mean(p.credits - credits_of(p.altered_margins(name))),
+            lambda p, name=name: Mean(p.credits - credits_of(p.altered_margins(name)), scale="difference"),
             better="higher" if intervention.removes else "lower",
             needs=f"{name}_chosen",
         )
 
 
-def _rank_correlations() -> Iterator[Metric]:
-    for name, meaning in {
-        "kendall_within": "Kendall's tau-b of scores and ratings, mean over lists",
-        "spearman_within": "Spearman's rho of scores and ratings, mean over lists",
-        "kendall_pooled": "Kendall's tau-b over the candidates of all lists",
-        "spearman_pooled": "Spearman's rho over the candidates of all lists",
-    }.items():
-        yield Metric(name, meaning, lambda p, name=name: getattr(p.rank_correlations, name), float, better="higher")
+def share_of(values: np.ndarray, weights: np.ndarray | None = None) -> Mean:
+    """Return the mean of values [N] from 0 to 1, with an interval that stays between them."""
+    return Mean(values, weights, "share")
 
 
 # In the order in which the table, the details and the guide have them.
@@ -244,7 +273,7 @@ METRICS = (
     Metric(
         "preference_accuracy",
         "share of pairs with the chosen answer above the rejected; equal scores count as wrong",
-        lambda p: Mean(p.right),
+        lambda p: share_of(p.right),
         better="higher",
         column=True,
         percent=True,
@@ -292,84 +321,102 @@ METRICS = (
     Metric(
         "loss",
         "mean `-log σ(margin)`, the Bradley-Terry loss",
-        lambda p: Mean(log_losses(p.margins)),
+        lambda p: Mean(log_losses(p.margins), scale="positive"),
         better="lower",
         column=True,
         label="loss",
         logged="loss",
     ),
     *_altered(),
+    Metric(
+        "position_consistency",
+        "share of pairs of which a judge gives the same verdict in both orders",
+        lambda p: Mean(np.where(np.isnan(p.positions[:, 0]), np.nan, p.positions[:, 0] == p.positions[:, 1])),
+        better="higher",
+        needs="credit_first",
+        column=True,
+        label="position consistency",
+        percent=True,
+    ),
+    Metric(
+        "first_shown_credit",
+        "mean credit that a judge gives to the answer shown first: a half without a preference for a position",
+        lambda p: Mean((p.positions[:, 0] + 1 - p.positions[:, 1]) / 2),
+        needs="credit_first",
+        column=True,
+        label="credit of the answer shown first",
+        percent=True,
+    ),
     Metric("comparison_count", "comparisons", lambda p: len(np.bincount(p.candidates.groups)), int),
     Metric("prompt_count", "different prompts", lambda p: int(p.frame["prompt_id"].nunique()), int),
     Metric(
         "accuracy_half_ties",
         "preference accuracy with equal scores as half right",
-        lambda p: Mean(p.credits),
+        lambda p: share_of(p.credits),
         better="higher",
-    ),
-    Metric(
-        "preference_accuracy_wilson",
-        "the Wilson interval of the preference accuracy, which takes pairs as independent",
-        lambda p: wilson(int((p.decided > 0).sum()), len(p.decided)),
-        Interval,
     ),
     Metric(
         "weighted_accuracy",
         "preference accuracy of pairs weighted by their `weight`",
-        lambda p: Mean(p.right, p.column("weight")),
+        lambda p: share_of(p.right, p.column("weight")),
         better="higher",
     ),
     Metric(
         "agreement_accuracy",
         "preference accuracy of pairs weighted by the raters' agreement",
-        lambda p: Mean(p.right, p.column("agreement")),
+        lambda p: share_of(p.right, p.column("agreement")),
         better="higher",
         needs="agreement",
     ),
     Metric(
         "groupwise_accuracy",
         "acc+: comparisons of which every pair is right",
-        lambda p: Mean(p.groups_right),
+        lambda p: share_of(p.groups_right),
         better="higher",
     ),
     Metric(
         "tied_margin",
         "mean absolute margin of pairs that people tied",
-        lambda p: Mean(np.where(np.isnan(p.margins), np.abs(np.diff(p.sides("score"))[:, 0]), np.nan)),
+        lambda p: Mean(
+            np.where(np.isnan(p.margins), np.abs(np.diff(p.sides("score"))[:, 0]), np.nan), None, "positive"
+        ),
         better="lower",
     ),
-    Metric("brier", "mean `(1 - σ(margin))²`", lambda p: Mean(squared_errors(p.margins)), better="lower"),
+    Metric(
+        "brier",
+        "mean `(1 - σ(margin))²`",
+        lambda p: Mean(squared_errors(p.margins), scale="positive"),
+        better="lower",
+    ),
     Metric(
         "ece",
         "expected calibration error of `σ(margin)`",
-        lambda p: expected_calibration_error(p.reliability),
-        float,
+        lambda p: CalibrationError(p.margins),
         better="lower",
     ),
     Metric(
         "temperature",
         "the T for which `σ(margin / T)` is likeliest",
-        lambda p: fitted_temperature(p.decided),
-        float,
+        lambda p: Temperature(p.margins),
     ),
     Metric(
         "length_baseline_accuracy",
         "how often the longer answer is the chosen one, equal lengths as half",
-        lambda p: Mean(credits_of(p.longer)),
+        lambda p: share_of(credits_of(p.longer)),
         needs="chosen_length",
         percent=True,
     ),
     Metric(
         "accuracy_chosen_longer",
         "accuracy where the chosen answer is the longer one",
-        lambda p: Mean(np.where(p.longer > 0, p.credits, np.nan)),
+        lambda p: share_of(np.where(p.longer > 0, p.credits, np.nan)),
         better="higher",
         needs="chosen_length",
     ),
     Metric(
         "accuracy_chosen_shorter",
         "accuracy where the chosen answer is the shorter one",
-        lambda p: Mean(np.where(p.longer < 0, p.credits, np.nan)),
+        lambda p: share_of(np.where(p.longer < 0, p.credits, np.nan)),
         better="higher",
         needs="chosen_length",
     ),
@@ -432,7 +479,30 @@ METRICS = (
         lambda p: p.reliability,
         list[ReliabilityBin],
     ),
-    *_rank_correlations(),
+    Metric(
+        "kendall_within",
+        "Kendall's tau-b of scores and ratings, mean over lists",
+        lambda p: p.of_lists(kendall_within(*p.candidates)),
+        better="higher",
+    ),
+    Metric(
+        "spearman_within",
+        "Spearman's rho of scores and ratings, mean over lists",
+        lambda p: p.of_lists(spearman_within(*p.candidates)),
+        better="higher",
+    ),
+    Metric(
+        "kendall_pooled",
+        "Kendall's tau-b over the candidates of all lists",
+        lambda p: p.of_candidates(Concordance(p.candidates.scores, p.candidates.ratings)),
+        better="higher",
+    ),
+    Metric(
+        "spearman_pooled",
+        "Spearman's rho over the candidates of all lists",
+        lambda p: p.of_candidates(Correlation(p.candidates.scores, p.candidates.ratings)),
+        better="higher",
+    ),
     Metric(
         "best_of_n",
         "for lists of three and more: `n`, `lists` with so many, and the expected rating of the best by `model`, by "

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +21,10 @@ from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.measures.donors import prompt_id
 from vlmrm.measures.interventions import INTERVENTIONS
 
+SIDES = ("chosen", "rejected")
 COLUMNS = (
     *("comparison_id", "pair", "prompt_id", "tie", "weight"),
-    *(f"{side}_{name}" for side in ("chosen", "rejected") for name in ("branch", "rating", "score")),
+    *(f"{side}_{name}" for side in SIDES for name in ("branch", "rating", "score")),
 )
 TEXT = 2000  # characters kept of a text, for the report
 
@@ -32,12 +34,15 @@ class ScoredComparisons:
     """Comparisons with the score of each branch, and the errors of the rows that could not be scored.
 
     `altered[i]` has, by name of the intervention, the scores of the branches of comparison i as it was changed.
+    `failed[i]` and `verdicts[i]` are those of `ScoredRow`, of scorers that have any.
     """
 
     comparisons: Sequence[Comparison] = ()
     scores: list[list[float]] = field(default_factory=list)
     altered: list[dict[str, list[float]]] = field(default_factory=list)
     dropped: list[RowError] = field(default_factory=list)
+    failed: list[dict[str, str]] = field(default_factory=list)
+    verdicts: list[Mapping[tuple[int, int], tuple[float, float]]] = field(default_factory=list)
 
 
 class Candidates(NamedTuple):
@@ -54,8 +59,54 @@ def scored_pairs(comparisons: Sequence[Comparison], scores: Sequence[Sequence[fl
     Columns: comparison_id, pair, prompt_id (a hash of the prompt, the cluster of the bootstrap), category, tie,
     weight; chosen_ and rejected_ branch, rating, score.
     """
-    rows = [row for scored in zip(comparisons, scores, strict=True) for row in _pairs_of(*scored)]
+    rows: list[dict[str, Any]] = []
+    for comparison, branch_scores in zip(comparisons, scores, strict=True):
+        for row in _pairs_of(comparison):
+            rows.append(row | {f"{side}_score": branch_scores[row[f"{side}_branch"]] for side in SIDES})
     return pd.DataFrame(rows, columns=pd.Index(["category", *COLUMNS]))
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """The pairs of comparisons before they are scored.
+
+    `frame` has all columns of `scored_frame` that are not of a model; `chosen` and `rejected` [N] are the numbers of a
+    pair's branches among those of all comparisons.
+    """
+
+    frame: pd.DataFrame
+    chosen: np.ndarray
+    rejected: np.ndarray
+
+
+def pair_table(comparisons: Iterable[Comparison], group_by: Sequence[str] = ()) -> PairTable:
+    """Return the pairs of comparisons, which all models that score them share.
+
+    Raises:
+        ConfigError: when no comparison has a column named in `group_by`.
+    """
+    absent = set(group_by)
+    rows: list[dict[str, Any]] = []
+    branches: list[tuple[int, int]] = []
+    count = 0
+    for comparison in comparisons:
+        absent -= set(comparison.columns)
+        shared = _of_comparison(comparison, group_by)
+        answers = list(map(_of_answer, comparison.answers))
+        for row in _pairs_of(comparison):
+            for side in SIDES:
+                row |= {f"{side}_{name}": value for name, value in answers[row[f"{side}_branch"]].items()}
+            rows.append({**shared, **row})
+            branches.append((count + row["chosen_branch"], count + row["rejected_branch"]))
+        count += len(answers)
+    if absent:
+        raise unknown_column(min(absent, key=list(group_by).index))
+    frame = pd.DataFrame(rows)
+    for name in ("margin_label", "agreement"):
+        if name in frame:
+            frame[name] = frame[name].astype("float64")
+    chosen, rejected = np.array(branches, dtype=np.int64).reshape(-1, 2).T
+    return PairTable(frame, chosen, rejected)
 
 
 def scored_frame(
@@ -65,33 +116,35 @@ def scored_frame(
     checkpoint: str = "",
     step: int | None = None,
     group_by: Sequence[str] = (),
+    table: PairTable | None = None,
 ) -> pd.DataFrame:
     """Return `scored_pairs` with the further columns that interventions and the report need.
 
     Further columns: model, checkpoint, step; by/NAME for each of `group_by`; chosen_ and rejected_ length
     (characters), pixels, text, image_paths; margin_label, agreement; images (their number), pixels, prompt_text,
-    image_paths of the prompt; and for each intervention its _chosen and _rejected score, NaN where it does not apply.
+    image_paths of the prompt; and for each intervention that was scored its _chosen and _rejected score, NaN where it
+    does not apply.
+
+    Args:
+        table: `pair_table` of the comparisons, which is made by default.
 
     Raises:
         ConfigError: when no row has a column named in `group_by`.
     """
-    check_columns(result.comparisons, group_by)
-    rows: list[dict[str, Any]] = []
-    for comparison, scores, altered in zip(result.comparisons, result.scores, result.altered, strict=True):
-        shared = {"model": model, "checkpoint": checkpoint, "step": step, **_of_comparison(comparison, group_by)}
-        answers = list(map(_of_answer, comparison.answers))
-        for row in _pairs_of(comparison, scores):
-            for side in ("chosen", "rejected"):
-                i = row[f"{side}_branch"]
-                row |= {f"{side}_{name}": value for name, value in answers[i].items()}
-                row |= {f"{name}_{side}": altered[name][i] if name in altered else None for name in INTERVENTIONS}
-            rows.append({**shared, **row})
-    frame = pd.DataFrame(rows)
-    numbers = [f"{name}_{side}" for name in INTERVENTIONS for side in ("chosen", "rejected")]
-    for name in ("step", "margin_label", "agreement", *numbers):
-        if name in frame:
-            frame[name] = frame[name].astype("float64")
-    return frame
+    table = pair_table(result.comparisons, group_by) if table is None else table
+    named = {"model": model, "checkpoint": checkpoint, "step": np.nan if step is None else float(step)}
+    scores = {"": np.array([*chain.from_iterable(result.scores)], dtype=np.float64)}
+    for name in INTERVENTIONS:
+        if any(name in altered for altered in result.altered):
+            of_rows = zip(result.scores, result.altered, strict=True)
+            values = (altered.get(name, [np.nan] * len(plain)) for plain, altered in of_rows)
+            scores[f"{name}_"] = np.array([*chain.from_iterable(values)], dtype=np.float64)
+    columns = {}
+    for name, values in scores.items():
+        suffix = "" if name else "_score"
+        columns |= {f"{name}chosen{suffix}": values[table.chosen], f"{name}rejected{suffix}": values[table.rejected]}
+    head = pd.DataFrame(named, index=table.frame.index)
+    return pd.concat([head, table.frame, pd.DataFrame(columns, index=table.frame.index)], axis=1)
 
 
 def check_columns(comparisons: Iterable[Comparison], group_by: Sequence[str]) -> None:
@@ -106,13 +159,17 @@ def check_columns(comparisons: Iterable[Comparison], group_by: Sequence[str]) ->
         if not absent:
             return
     if absent:
-        raise ConfigError(
-            f"group_by names {absent[0]}, which no row of the evaluation data has as a further column (category has "
-            "figures anyway): check its name."
-        )
+        raise unknown_column(absent[0])
 
 
-def _pairs_of(comparison: Comparison, scores: Sequence[float]) -> Iterator[dict[str, Any]]:
+def unknown_column(name: str) -> ConfigError:
+    return ConfigError(
+        f"group_by names {name}, which no row of the evaluation data has as a further column (category has figures "
+        "anyway): check its name."
+    )
+
+
+def _pairs_of(comparison: Comparison) -> Iterator[dict[str, Any]]:
     shared = {
         "comparison_id": comparison.id,
         "prompt_id": prompt_id(comparison),
@@ -122,8 +179,8 @@ def _pairs_of(comparison: Comparison, scores: Sequence[float]) -> Iterator[dict[
     ratings = comparison.ratings
     for number, (chosen, rejected, tie) in enumerate(comparison.judgement.pairs()):
         row = {**shared, "pair": number, "tie": tie}
-        for side, i in (("chosen", chosen), ("rejected", rejected)):
-            row |= {f"{side}_branch": i, f"{side}_rating": ratings[i], f"{side}_score": scores[i]}
+        for side, i in zip(SIDES, (chosen, rejected), strict=True):
+            row |= {f"{side}_branch": i, f"{side}_rating": ratings[i]}
         yield row
 
 

@@ -280,11 +280,12 @@ def best_of_n(curve: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw rows of `ranking.best_of_n`: the expected rating of what the model, an oracle and chance pick."""
     figure, axes = canvas()
     sizes = [row["n"] for row in curve]
-    axes.plot(sizes, [row["oracle"] for row in curve], color=MUTED, linestyle="--", marker=".", label="best there is")
-    axes.plot(sizes, [row["model"] for row in curve], color=CHOSEN, marker="o", ms=4, label="picked by this model")
-    axes.plot(
-        sizes, [row["random"] for row in curve], color=REJECTED, linestyle=":", marker=".", label="picked at random"
-    )
+    oracle, model, random = ([row[kind]["value"] for row in curve] for kind in ("oracle", "model", "random"))
+    lows, highs = ([row["model"][end] for row in curve] for end in ("low", "high"))
+    axes.plot(sizes, oracle, color=MUTED, linestyle="--", marker=".", label="best there is")
+    axes.fill_between(sizes, lows, highs, color=CHOSEN, alpha=0.16, linewidth=0)
+    axes.plot(sizes, model, color=CHOSEN, marker="o", ms=4, label="picked by this model")
+    axes.plot(sizes, random, color=REJECTED, linestyle=":", marker=".", label="picked at random")
     axes.set(xlabel="candidates N", ylabel="people's rating of the pick")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()

@@ -7,15 +7,19 @@ directions: as σ(margin) for an event that happened, and as σ(-margin) for one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import root_scalar
 from scipy.special import comb, expit, log_expit
-from scipy.stats import kendalltau, rankdata, spearmanr
+from scipy.stats import rankdata
+
+from vlmrm.measures.intervals import LEVEL, NAN, Estimate, Figure, Influence, Scale
 
 BINS = 10
+DRAWS, SEED = 1000, 0  # of the interval of the calibration error
 
 
 class ReliabilityBin(NamedTuple):
@@ -51,7 +55,7 @@ def reliability(margins: np.ndarray) -> list[ReliabilityBin]:
     probabilities = np.concatenate([expit(margins), expit(-margins)])
     happened = np.repeat([1.0, 0.0], len(margins))
     edges = np.linspace(0.0, 1.0, BINS + 1)
-    codes = np.digitize(probabilities, edges[1:-1])
+    codes = _bin_of(probabilities)
     counts = np.bincount(codes, minlength=BINS)
     with np.errstate(invalid="ignore"):
         means = np.bincount(codes, weights=probabilities, minlength=BINS) / counts
@@ -96,18 +100,101 @@ def fitted_temperature(margins: np.ndarray) -> float:
     return scale / root_scalar(slope, bracket=(0.0, high)).root
 
 
+@dataclass(frozen=True)
+class CalibrationError(Figure):
+    """The expected calibration error of margins[N]: mean |probability - frequency| of the bins; NaN does not count.
+
+    What chance adds to each bin makes it too large in small samples. Its interval therefore holds every error under
+    which the one that was measured is likely: those of the same shape over the bins, larger or smaller, with draws of
+    what the prompts' own spread adds.
+    """
+
+    margins: np.ndarray
+
+    def _excess(self) -> np.ndarray:
+        """Return by how much each row, in both directions, raises probability over frequency: [N, BINS]."""
+        counts = ~np.isnan(self.margins)
+        margins, rows = self.margins[counts], np.flatnonzero(counts)
+        excess = np.zeros((len(counts), BINS))
+        for happened, probabilities in ((1.0, expit(margins)), (0.0, expit(-margins))):
+            excess[rows, _bin_of(probabilities)] += (probabilities - happened) / (2 * max(len(rows), 1))
+        return excess
+
+    def influence(self) -> Influence:
+        counts = ~np.isnan(self.margins)
+        n = int(counts.sum())
+        excess, shares = self._excess(), counts / max(n, 1)
+        total = excess.sum(axis=0)
+        value = float(np.abs(total).sum()) if n else NAN
+        return Influence(value, excess @ np.sign(total) - np.where(counts, value, 0.0) / max(n, 1), shares, n)
+
+    def estimate(self, prompts: np.ndarray) -> Estimate:
+        found = super().estimate(prompts)
+        if np.isnan(found.low):
+            return found
+        excess, counts = self._excess(), ~np.isnan(self.margins)
+        by_prompt = np.stack([np.bincount(prompts, column) for column in excess.T], axis=1)
+        sizes = np.bincount(prompts, counts)
+        by_prompt, sizes = by_prompt[sizes > 0], sizes[sizes > 0]
+        total = by_prompt.sum(axis=0)
+        left_out = (by_prompt - total * (sizes / sizes.sum())[:, None]) / (1 - sizes / sizes.sum())[:, None]
+        values, vectors = np.linalg.eigh(np.cov(left_out.T) * (len(sizes) - 1))
+        rng, freedom = np.random.default_rng(SEED), len(sizes) - 1
+        drawn = rng.normal(size=(DRAWS, BINS)) @ (vectors * np.sqrt(np.maximum(values, 0))).T
+        drawn *= np.sqrt(freedom / rng.chisquare(freedom, DRAWS))[:, None]
+
+        def above(scale: float) -> float:
+            """Return how often an error of `scale` times the measured one shows as much as was measured."""
+            return float(np.mean(np.abs(scale * total + drawn).sum(axis=1) >= found.value))
+
+        tail = (1 - LEVEL) / 2
+        return found._replace(low=found.value * _first(above, tail), high=found.value * _first(above, 1 - tail))
+
+
+@dataclass(frozen=True)
+class Temperature(Figure):
+    """`fitted_temperature` of margins[N]; NaN does not count."""
+
+    margins: np.ndarray
+
+    @property
+    def on(self) -> Scale:
+        return "positive"
+
+    def influence(self) -> Influence:
+        """Return it; its rows are NaN where it is at an end of its range, and has no interval."""
+        counts = ~np.isnan(self.margins)
+        n, margins = int(counts.sum()), self.margins[counts]
+        value = fitted_temperature(margins)
+        rows, shares = np.zeros(len(counts)), counts / max(n, 1)
+        if not 0 < value < np.inf:
+            return Influence(value, np.where(counts, NAN, 0.0), shares, n)
+        slopes = margins * expit(-margins / value)
+        curvature = float((margins**2 * expit(margins / value) * expit(-margins / value)).sum())
+        rows[counts] = -(value**2) * slopes / curvature
+        return Influence(value, rows, shares, n)
+
+
+def _bin_of(probabilities: np.ndarray) -> np.ndarray:
+    return np.digitize(probabilities, np.linspace(0.0, 1.0, BINS + 1)[1:-1])
+
+
+def _first(share: Callable[[float], float], least: float) -> float:
+    """Return the smallest scale from 0 on whose share, which grows with it, reaches `least`."""
+    low, high = 0.0, 1.0
+    if share(low) >= least:
+        return low
+    while share(high) < least and high < 1e6:
+        high *= 2
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if share(middle) >= least else (middle, high)
+    return high
+
+
 # Rank correlations of scores and ratings, and the expected rating of the best-scored of N candidates.
 #
 # Every function takes scores[B], ratings[B] and groups[B] over the candidates of all lists; `groups` numbers them.
-
-
-class RankCorrelations(NamedTuple):
-    """Kendall's tau-b and Spearman's rho: mean over lists, and over the candidates of all lists together."""
-
-    kendall_within: float
-    spearman_within: float
-    kendall_pooled: float
-    spearman_pooled: float
 
 
 class BestOfN(NamedTuple):
@@ -118,50 +205,55 @@ class BestOfN(NamedTuple):
 
     n: int
     lists: int
-    model: float
-    oracle: float
-    random: float
+    model: Estimate
+    oracle: Estimate
+    random: Estimate
 
 
-def rank_correlations(scores: np.ndarray, ratings: np.ndarray, groups: np.ndarray) -> RankCorrelations:
-    """Return the correlations of scores and ratings.
+def kendall_within(scores: np.ndarray, ratings: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return Kendall's tau-b of each list, [G] by number.
 
-    A list whose ratings are all equal has no order and is left out; one whose scores are all equal correlates 0. NaN
-    where nothing is left, or where all scores or all ratings together are equal.
+    It is NaN for a list whose ratings are all equal, which has no order, and 0 for one whose scores are.
     """
-    kendall, spearman = [], []
-    for list_scores, list_ratings in _by_size(groups, scores, ratings):
-        ordered = np.ptp(list_ratings, axis=1) > 0
-        s, r = list_scores[ordered], list_ratings[ordered]
-        first, second = np.triu_indices(s.shape[1], k=1)
+
+    def tau(scores: np.ndarray, ratings: np.ndarray) -> np.ndarray:
+        first, second = np.triu_indices(scores.shape[1], k=1)
         # Tau-b is the cosine of the signs of all differences; scipy's own takes 80 µs a list.
-        kendall.append(_cosine(np.sign(s[:, first] - s[:, second]), np.sign(r[:, first] - r[:, second])))
-        spearman.append(_cosine(_centred_ranks(s), _centred_ranks(r)))
-    constant = len(scores) < 2 or np.ptp(scores) == 0 or np.ptp(ratings) == 0
-    return RankCorrelations(
-        _mean(kendall),
-        _mean(spearman),
-        float("nan") if constant else float(kendalltau(scores, ratings).statistic),
-        float("nan") if constant else float(spearmanr(scores, ratings).statistic),
-    )
+        return _cosine(np.sign(scores[:, first] - scores[:, second]), np.sign(ratings[:, first] - ratings[:, second]))
+
+    return _of_lists(tau, scores, ratings, groups)
 
 
-def best_of_n(scores: np.ndarray, ratings: np.ndarray, groups: np.ndarray) -> list[BestOfN]:
-    """Return the curve for n from 1 to the longest list, exact over all ways to draw n candidates without replacement.
+def spearman_within(scores: np.ndarray, ratings: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return Spearman's rho of each list, [G] by number; NaN and 0 as in `kendall_within`."""
+    return _of_lists(lambda s, r: _cosine(_centred_ranks(s), _centred_ranks(r)), scores, ratings, groups)
 
-    Of candidates that tie for the best score, any is as likely to be taken.
+
+def best_of_n(scores: np.ndarray, ratings: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return each list's curve for n from 1 to the longest list, exact over all ways to draw n without replacement.
+
+    It is [G, 3, K], for the model, the oracle and a random pick; NaN beyond a list's length, and for one candidate. Of
+    candidates that tie for the best score, any is as likely to be taken.
     """
-    curves = [
-        tuple(_expected(by, list_ratings) for by in (list_scores, list_ratings, np.zeros_like(list_ratings)))
-        for list_scores, list_ratings in _by_size(groups, scores, ratings)
-    ]
-    longest = max((curve[0].shape[1] for curve in curves), default=0)
-    rows = []
-    for n in range(1, longest + 1):
-        enough = [curve for curve in curves if curve[0].shape[1] >= n]
-        model, oracle, random = (np.concatenate([curve[kind][:, n - 1] for curve in enough]) for kind in range(3))
-        rows.append(BestOfN(n, len(model), float(model.mean()), float(oracle.mean()), float(random.mean())))
-    return rows
+    sizes = np.bincount(groups) if len(groups) else np.zeros(0, dtype=int)
+    curves = np.full((len(sizes), 3, int(sizes.max(initial=0))), np.nan)
+    for number, s, r in _by_size(groups, scores, ratings):
+        for kind, by in enumerate((s, r, np.zeros_like(r))):
+            curves[number, kind, : s.shape[1]] = _expected(by, r)
+    return curves
+
+
+def _of_lists(
+    correlation: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    scores: np.ndarray,
+    ratings: np.ndarray,
+    groups: np.ndarray,
+) -> np.ndarray:
+    values = np.full(int(groups.max()) + 1 if len(groups) else 0, np.nan)
+    for number, s, r in _by_size(groups, scores, ratings):
+        ordered = np.ptp(r, axis=1) > 0
+        values[number[ordered]] = correlation(s[ordered], r[ordered])
+    return values
 
 
 def _expected(scores: np.ndarray, ratings: np.ndarray) -> np.ndarray:
@@ -187,13 +279,13 @@ def _mean_over_ties(ranked: np.ndarray, ratings: np.ndarray) -> np.ndarray:
 
 
 def _by_size(groups: np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield the columns of all lists of one size, stacked: a tuple of [G, K] for each size K of 2 or more."""
-    _, codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    order = np.argsort(codes, kind="stable")
+    """Yield for each size K of 2 or more the lists' numbers [G], and the columns of all of them stacked: [G, K]."""
+    sizes = np.bincount(groups) if len(groups) else np.zeros(0, dtype=int)
+    order = np.argsort(groups, kind="stable")
     starts = np.cumsum(sizes) - sizes
     for size in np.unique(sizes[sizes > 1]):
         indices = order[starts[sizes == size][:, None] + np.arange(size)]
-        yield tuple(column[indices] for column in columns)
+        yield np.flatnonzero(sizes == size), *(column[indices] for column in columns)
 
 
 def _centred_ranks(values: np.ndarray) -> np.ndarray:
@@ -204,8 +296,3 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the cosine of each row of a[G, M] with that of b; 0 where one of them is zero."""
     norm = np.sqrt((a * a).sum(axis=1) * (b * b).sum(axis=1))
     return np.divide((a * b).sum(axis=1), norm, out=np.zeros(len(a)), where=norm > 0)
-
-
-def _mean(parts: list[np.ndarray]) -> float:
-    values = np.concatenate([np.zeros(0), *parts])
-    return float(values.mean()) if len(values) else float("nan")

@@ -13,6 +13,7 @@ import logging
 import re
 import subprocess
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -402,8 +403,9 @@ def _versions() -> dict[str, str]:
     return {library: version for library, version in versions.items() if version}  # a server has no trainer
 
 
+@cache
 def _git_commit() -> str | None:
-    """Return the commit of this source tree; None where vlmrm is installed without one."""
+    """Return the commit of this source tree when it was first asked for; None where vlmrm is installed without one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

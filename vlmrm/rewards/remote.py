@@ -143,10 +143,11 @@ class Endpoints:
         timeout: seconds to connect, and of silence while a server works.
         attempts: how often all of them are tried; the wait between two attempts grows, or is what a server asks for
             (`Retry-After`).
+        token: sent as `Authorization: Bearer`.
     """
 
-    def __init__(self, urls: Sequence[str], *, timeout: float, attempts: int):
-        self.endpoints = [Endpoint(url, timeout) for url in urls]
+    def __init__(self, urls: Sequence[str], *, timeout: float, attempts: int, token: str | None = None):
+        self.endpoints = [Endpoint(url, timeout, token) for url in urls]
         self.attempts = attempts
         self._lock = threading.Lock()
         self._calls = itertools.count(1)
@@ -229,8 +230,8 @@ def _retry(ask: Callable[[], Any], attempts: int | None, timeout: float | None, 
 class Endpoint:
     """One address; `name` is it without credentials."""
 
-    def __init__(self, url: str, timeout: float):
-        server = ServerAddress(url, "server_url")
+    def __init__(self, url: str, timeout: float, token: str | None = None):
+        server = ServerAddress(url, "server_url", token)
         self.name = server.name
         self.busy = 0
         self.last_used = 0

@@ -109,6 +109,12 @@ class AsyncRemoteScorer:
         numbered = [[(next(counter), conversation) for conversation in group] for group in conversations]
         return regrouped(all_scores(await self._score(numbered, grouped=True)), conversations)
 
+    async def score_each_group(self, groups: Sequence[Sequence[ConversationLike]]) -> list[list[float | RowError]]:
+        """Return, for the answers of each prompt as conversations, the raw logit of each, or its error."""
+        counter = count()
+        numbered = [[(next(counter), conversation) for conversation in group] for group in groups]
+        return regrouped(await self._score(numbered, grouped=True), groups)
+
     async def aclose(self) -> None:
         """Close the connections."""
         await self._client.aclose()
@@ -218,6 +224,11 @@ class RemoteScorer:
         """Return the raw logit of each candidate of each (prompt, candidates); a group is one request."""
         running = self._start()
         return running.run(running.scorer.score_groups(groups))
+
+    def score_each_group(self, groups: Sequence[Sequence[ConversationLike]]) -> list[list[float | RowError]]:
+        """Return, for the answers of each prompt as conversations, the raw logit of each, or its error."""
+        running = self._start()
+        return running.run(running.scorer.score_each_group(groups))
 
     def close(self) -> None:
         """Close the connections; the next call opens them again."""

@@ -16,17 +16,15 @@ from vlmrm.errors import CheckpointError, RowError
 from vlmrm.formats.flow_factory import (
     PROMPT_SLOT,
     PromptTemplate,
-    conversation_to_sample,
     sample_to_conversation,
-    write_sample,
 )
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.wire import Item, WireOutcome, read_item, write_outcome
 from vlmrm.libraries import needs, parse_dtype
-from vlmrm.rewards.contract import GroupwiseRewardModel
+from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import reward_arguments
 from vlmrm.rewards.reward_set import Models
-from vlmrm.rewards.samples import MEDIA, CallResult, Samples, accepted_fields, as_pil, batched, call, required_columns
+from vlmrm.rewards.samples import MEDIA, CallResult, as_pil, required_columns
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.serving.media import read_npy
 
@@ -80,45 +78,16 @@ class RewardEngine:
         }
 
     def __call__(self, items: Sequence[Item]) -> list[WireOutcome]:
-        result = CallResult()
-        rows: list[Mapping[str, Any]] = []
-        for index, item in enumerate(items):
-            try:
-                row = _columns(item)
-                for names in required_columns(self.model):
-                    if all(row.get(name) is None for name in names):
-                        raise RowError(f"it has no {' or '.join(names)}, which this reward needs")
-                rows.append(row)
-            except RowError as error:
-                result.failures[index] = error.reason
-                rows.append({})
-        samples = _samples(rows, [item.get("group") for item in items])
-        if "response" not in accepted_fields(self.model, samples):
-            for index, item in enumerate(items):
-                # A sample may have columns for other rewards, but a conversation is about its answer.
-                if "messages" in item and rows[index].get("response") is not None:
-                    result.failures[index] = "its answer is no image or video alone, and this reward reads no response"
-        valid = [index for index in range(len(items)) if index not in result.failures]
-        if isinstance(self.model, GroupwiseRewardModel):
-            batches = [[index for index in group if index in valid] for group in samples.by_group().values()]
-        else:
-            batches = list(batched(self.model, samples, valid, self.model.config.batch_size))
-        for batch in filter(None, batches):
-            result.update(call(self.model, samples.take(batch)))
+        groups = [("alone", index) if item.get("group") is None else item["group"] for index, item in enumerate(items)]
+        result = reward_items(self.model, list(map(_content, items)), groups)
         return [_outcome(result, index) for index in range(len(items))]
 
 
-def _columns(item: Item) -> Mapping[str, Any]:
-    """Return the columns of a sample; raises RowError for a conversation without an answer."""
-    if "messages" in item:
-        return write_sample(conversation_to_sample(read_conversation(item["messages"])))
-    return _with_arrays(item)
-
-
-def _samples(rows: Sequence[Mapping[str, Any]], groups: Sequence[Any]) -> Samples:
-    names = dict.fromkeys(["prompt", *(name for row in rows for name in row if name != "group")])
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    return Samples(columns, [("alone", index) if group is None else group for index, group in enumerate(groups)])
+def _content(item: Item) -> Conversation | Mapping[str, Any] | RowError:
+    try:
+        return read_conversation(item["messages"]) if "messages" in item else _with_arrays(item)
+    except RowError as error:
+        return error
 
 
 def _outcome(result: CallResult, index: int) -> WireOutcome:

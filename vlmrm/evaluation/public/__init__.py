@@ -1,12 +1,14 @@
 """Public benchmarks: read in their published formats, scored by their authors' rules, beside published figures.
 
-A benchmark is a YAML file in this folder with the keys of `Benchmark`; code that its rows or its scoring need is a
-function in `rules.py`. All figures are shares from 0 to 1; published ones are percentages in the file.
+A benchmark is a YAML file in this folder with the keys of `Benchmark`; code that its rows need is a function in
+`rows.py`, that of its scoring in `rules.py`. All figures are shares from 0 to 1; published ones are percentages in the
+file.
 """
 
 from __future__ import annotations
 
 import glob
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,27 +25,30 @@ from vlmrm.data.comparisons import index_rows, sample, with_path_rules
 from vlmrm.data.rows import read_row, with_row_id
 from vlmrm.data.tables import KINDS, Source, open_tables
 from vlmrm.errors import ConfigError, DataError, RowError
-from vlmrm.evaluation.public.rules import (
-    ADAPTERS,
-    GROUPED,
-    RULES,
-    Groups,
-    frames_of,
-    labelled,
-    ratings_of,
-    video_answer,
-)
-from vlmrm.formats.layout import image_turn
+from vlmrm.evaluation.public.estimates import rows_of, with_intervals
+from vlmrm.evaluation.public.rows import ADAPTERS, frames_of, labelled, ratings_of
+from vlmrm.evaluation.public.rules import GROUPED, RULES, Groups
+from vlmrm.formats.layout import image_turn, video_turn
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.pairs import not_finite
 from vlmrm.settings import Strict, did_you_mean, load_file, validate
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+logger = logging.getLogger("vlmrm")
+
 FOLDER = Path(__file__).parent
 BENCHMARKS = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 THIS_EVALUATION = "this evaluation"
-ANSWERS: Mapping[str, Callable[[Any], Any]] = {"text": lambda text: text, "image": image_turn, "video": video_answer}
+ABSENT = {
+    "videorewardbench": "the columns of its rows (Dragonriser/VideoRewardBench) are published with the data alone",
+    "vurb": "neither its rows nor its scoring code were published where they could be read",
+    "mr2bench": "the columns of its rows (yinuoy/MR2Bench) and its scoring code are published with the data alone",
+    "visualprocessbench": "it asks for a verdict on each step of a solution, scored by the F1 of correct and of "
+    "incorrect steps, and a reward of whole answers has no such verdict",
+}
+ANSWERS: Mapping[str, Callable[[Any], Any]] = {"text": lambda text: text, "image": image_turn, "video": video_turn}
 
 
 def _known(functions: Mapping[str, Any], name: str) -> str:
@@ -54,15 +59,16 @@ def _known(functions: Mapping[str, Any], name: str) -> str:
 
 
 class HubData(Strict):
-    """Where the rows are: a hub data set and its splits.
+    """Where the rows are: a hub data set, its splits and configurations.
 
     Where the hub's table does not hold the pictures or videos, `fetch` says how to get a folder with both; `file` is
-    the table's path in it, where its name is not that of its split.
+    the table's path in it, where its name is not that of its split. A row's split and configuration are columns
+    `split` and `config` for `columns`.
     """
 
     hub: str
     splits: list[str] = Field(min_length=1)
-    config: str | None = None
+    configs: list[str] = Field(default_factory=list)
     file: str | None = None
     fetch: str = ""
 
@@ -106,8 +112,9 @@ class Benchmark(Strict):
         answers: the kind of `responses`; images and videos are files in `folder`.
         labels: the values of the column of `scores`, and of those of `by`, and the ratings that each stands for.
         by: keys that the rule reads as columns by/NAME of the scored pairs.
+        unit: which of `by` names what intervals take as independent; by default the prompt.
         frames: the number of frames to take of a video that is a folder of frames.
-        adapt: a function in `rules.py` that finishes a row.
+        adapt: a function in `rows.py` that finishes a row.
         groups: categories by group, for the rule or `adapt`, with their weights if they have any.
         rule: the authors' scoring of scored pairs, a function in `rules.py`.
         verified: how the schema and the rule were checked, and what could not be checked.
@@ -123,6 +130,7 @@ class Benchmark(Strict):
     folder: str = ""
     labels: dict[str, list[float]] = Field(default_factory=dict)
     by: tuple[str, ...] = ()
+    unit: str | None = None
     frames: int | None = None
     adapt: Annotated[str, AfterValidator(partial(_known, ADAPTERS))] | None = None
     groups: Groups = Field(default_factory=dict)
@@ -133,8 +141,11 @@ class Benchmark(Strict):
 
     @model_validator(mode="after")
     def _keys_fit(self) -> Benchmark:
-        if absent := [key for key in (*self.by, *(["scores"] if self.labels else [])) if key not in self.columns]:
+        keys = (*(() if self.adapt else self.by), *(("scores",) if self.labels else ()))
+        if absent := [key for key in keys if key not in self.columns]:
             raise ValueError(f"columns: {absent[0]} is missing, which `by` or `labels` needs")
+        if self.unit is not None and self.unit not in self.by:
+            raise ValueError(f"unit: {self.unit} is not among `by`")
         if self.rule in GROUPED and not self.groups:
             raise ValueError(f"groups is missing, which the rule {self.rule} needs")
         return self
@@ -175,8 +186,8 @@ class Benchmark(Strict):
         if "ranks" in row:
             row["scores"] = ratings_of(row.pop("ranks"), str(self.columns["ranks"]))
         if self.labels:
-            ratings = {key: labelled(row[key], str(self.columns[key]), self.labels) for key in ("scores", *self.by)}
-            row["scores"] = ratings["scores"]
+            keys = [key for key in ("scores", *self.by) if key in self.columns]
+            row["scores"] = {key: labelled(row[key], str(self.columns[key]), self.labels) for key in keys}["scores"]
         if "responses" in row:
             answer = ANSWERS[self.answers]
             row["responses"] = [
@@ -215,6 +226,17 @@ class Benchmark(Strict):
             raise DataError(f"{self.title} cannot be scored: the model's score of {first} is not finite")
         return {name: float(value) for name, value in RULES[self.rule](frame, self.groups).items()}
 
+    def estimate(self, frame: pd.DataFrame) -> dict[str, Estimate]:
+        """Return `score` with intervals for prompts as units (see `with_intervals`), and what each figure rests on.
+
+        Raises:
+            DataError: as `score` does.
+        """
+        figures = self.score(frame)
+        units = frame[f"by/{self.unit}" if self.unit else "prompt_id"].to_numpy()
+        rows = {name: rows_of(name, frame, self.groups) for name in figures}
+        return with_intervals(lambda part: RULES[self.rule](part, self.groups), frame, figures, units, rows)
+
 
 def read_benchmark(path: Path) -> Benchmark:
     """Return the benchmark of a file; keys that it lacks come from the file that its key `like` names.
@@ -237,21 +259,25 @@ def benchmark(name: str) -> Benchmark:
     Raises:
         ConfigError: naming the nearest one and all there are.
     """
+    if reason := ABSENT.get(name):
+        raise ConfigError(f"the benchmark {name} is not offered: {reason} (there are {', '.join(BENCHMARKS)})")
     if name not in BENCHMARKS:
         hint = did_you_mean(name, BENCHMARKS, "")
         raise ConfigError(f"there is no benchmark {name}{hint} (there are {', '.join(BENCHMARKS)})")
     return read_benchmark(FOLDER / f"{name}.yaml")
 
 
-def published_table(name: str, measured: Mapping[str, float], model: str) -> list[dict[str, Any]]:
-    """Return our figures and the published ones: `model`, `source`, then a column a metric.
+def published_table(
+    name: str, measured: Mapping[str, float | Estimate], model: str
+) -> list[dict[str, str | float | Estimate | None]]:
+    """Return our figures, as they are given, and the published ones: `model`, `source`, then a column a metric.
 
     One row for each model and source, ours first; published metrics come before further ones. A figure that was not
     reported for a model is None.
     """
     figures = benchmark(name).published_figures
     metrics = list(dict.fromkeys([*(figure.metric for figure in figures), *measured]))
-    rows = {(model, THIS_EVALUATION): dict(measured)}
+    rows: dict[tuple[str, str], dict[str, float | Estimate]] = {(model, THIS_EVALUATION): dict(measured)}
     for figure in figures:
         rows.setdefault((figure.model, figure.source), {})[figure.metric] = figure.value
     return [
@@ -272,26 +298,46 @@ def load_benchmark(name: str, path: str | None = None, arguments: DataArguments 
         DataError: when there are no data (saying where to get them), or they lack the benchmark's columns.
     """
     chosen, arguments = benchmark(name), arguments or DataArguments()
-    location = _location(chosen, path)
-    # A table without a folder has no splits: it counts as the last one, the test.
-    splits = chosen.source.splits[-1:] if os.path.isfile(location) else chosen.source.splits
-    sources = [source for split in splits for source in _open(chosen, location, split)]
+    sources = [
+        source
+        for config, location in _locations(chosen, path).items()
+        # A table without a folder has no splits: it counts as the last one, the test.
+        for split in (chosen.source.splits[-1:] if os.path.isfile(location) else chosen.source.splits)
+        for source in _open(chosen, location, split, config)
+    ]
     rows = index_rows([with_path_rules(sources, arguments)], chosen.read)
     return sample(rows, None, arguments.max_eval_samples, arguments.split_seed)
 
 
-def _location(chosen: Benchmark, path: str | None) -> str:
-    """Return the folder, table or hub id to open."""
+def _locations(chosen: Benchmark, path: str | None) -> dict[str | None, str]:
+    """Return the folder, table or hub id to open by configuration, None for a benchmark that has none."""
     source = chosen.source
+    configs: list[str | None] = [*source.configs] or [None]
     if path is None:
         if source.fetch:
             raise DataError(
                 f"{chosen.title} needs a local copy, as its table lacks its pictures or videos: {source.how_to_get()}"
             )
-        return source.hub
+        return dict.fromkeys(configs, source.hub)
     if not os.path.exists(path):
         raise DataError(f"{path} does not exist: for {chosen.title}, {source.how_to_get()}")
-    for part in (source.file, source.config):
+    if len(configs) == 1:
+        return {configs[0]: _inside(chosen, path)}
+    present = {config: os.path.join(path, config) for config in source.configs if os.path.isdir(f"{path}/{config}")}
+    missing = [config for config in source.configs if config not in present]
+    if not present:
+        raise DataError(
+            f"{path} holds none of the folders {', '.join(missing)}: for {chosen.title}, {source.how_to_get()}"
+        )
+    if missing:
+        logger.warning("%s: %s lacks %s, so its figures over all are left out", path, chosen.title, ", ".join(missing))
+    return {**present}
+
+
+def _inside(chosen: Benchmark, path: str) -> str:
+    """Return the table or the folder of the one configuration in a local copy."""
+    source = chosen.source
+    for part in (source.file, *source.configs):
         inside = os.path.join(path, part or "")
         if part and os.path.exists(inside):
             return inside
@@ -300,21 +346,26 @@ def _location(chosen: Benchmark, path: str | None) -> str:
     return path
 
 
-def _open(chosen: Benchmark, location: str, split: str) -> list[Source]:
-    sources = open_tables(_files_of(location, split) or location, split, config=chosen.source.config)
+def _open(chosen: Benchmark, location: str, split: str, config: str | None) -> list[Source]:
+    sources = open_tables(_files_of(location, split) or location, split, config=config)
+    origin = {"split": split, "config": config}
     for source in sources:
         columns = source.table.column_names or []
-        if missing := [name for name in chosen.required if name not in {*columns, "split"}]:
+        if missing := [name for name in chosen.required if name not in {*columns, *origin}]:
             raise DataError(
                 f"{source.path} is no copy of {chosen.title}: it lacks the columns {', '.join(missing)} and has "
                 f"{', '.join(columns)}"
             )
-    if "split" not in chosen.required:
-        return sources
-    return [
-        replace(s, table=(table := cast("Dataset", s.table)).add_column("split", [split] * len(table)))
-        for s in sources
-    ]
+    return [replace(source, table=_with_origin(source, origin, chosen.required)) for source in sources]
+
+
+def _with_origin(source: Source, origin: Mapping[str, str | None], required: list[str]) -> Dataset:
+    """Return the table with the split and the configuration as columns, where the benchmark reads them."""
+    table = cast("Dataset", source.table)
+    for name, value in origin.items():
+        if name in required and name not in (table.column_names or []):
+            table = table.add_column(name, [value] * len(table))
+    return table
 
 
 def _files_of(folder: str, split: str) -> str | None:

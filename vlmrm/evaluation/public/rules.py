@@ -1,30 +1,28 @@
-"""The code of public benchmarks: the authors' scoring of scored pairs, and adapters of rows.
+"""The rules of public benchmarks: their authors' scoring of scored pairs.
 
-A rule takes scored pairs (columns: see `scored_frame`) and the benchmark's groups, and returns its figures by name.
-An adapter takes the cells of a published row and the groups, and returns the columns to set in the translated row.
+A rule takes scored pairs (columns: see `scored_frame`) and the benchmark's groups, and returns its figures by name. A
+figure of a part is called PART or PART/..., where PART is a category, the first part of categories such as
+`safety/bias`, or a group: `estimates.py` counts its rows by that.
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from vlmrm.conversation import Message, Video
-from vlmrm.errors import RowError
-from vlmrm.formats.openai import read_reference
-
 Groups = Mapping[str, list[str] | dict[str, float]]
-MM_RLHF_CATEGORIES = ("mcq", "long", "short", "safety", "video")  # the first that is part of the path
 # Pick-a-Pic's authors let a model tie: where both probabilities are within a threshold. The threshold is the best of
 # eleven on the validation rows, which are therefore scored too.
 VALIDATION, TEST = "validation_unique", "test_unique"
 THRESHOLDS = np.arange(11) / 10
 SIGN = {"A": 1, "B": -1, "same": 0}
+STYLES = (
+    "hard",
+    "normal",
+    "easy",
+)  # of RM-Bench: the chosen answer has less style than the rejected, as much, or more
 
 # Parts of rules ------------------------------------------------------------------------------------------------------
 
@@ -54,13 +52,18 @@ def accuracy_with_ties(label: np.ndarray, margin: np.ndarray) -> float:
 
     Thresholds are the absolute margins [N] themselves; equal ones stay together (arXiv 2305.14324).
     """
+    return float(np.max(by_threshold(label, margin)[1]))
+
+
+def by_threshold(label: np.ndarray, margin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each absolute margin [T], ascending, and the three-way accuracy [T] if margins up to it are ties."""
     order = np.argsort(np.abs(margin), kind="stable")
     size, label, sign = np.abs(margin)[order], label[order], np.sign(margin)[order]
     ties_within = np.cumsum(label == 0)
     right = (label != 0) & (label == sign)
     right_beyond = right.sum() - np.cumsum(right)
     last_of_its_size = np.append(size[1:] > size[:-1], True)
-    return float(np.max((ties_within + right_beyond)[last_of_its_size]) / len(label))
+    return size[last_of_its_size], (ties_within + right_beyond)[last_of_its_size] / len(label)
 
 
 def accuracy_at(frame: pd.DataFrame, threshold: float) -> float:
@@ -84,8 +87,14 @@ def pairs(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
 
 
 def overall(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
-    """Return the accuracy of all rows, and of each category."""
-    return {"overall": accuracy(frame), **by_category(frame)}
+    """Return the accuracy of all rows, of each category, and of all rows of categories such as `safety/...`."""
+    first = frame["category"].astype(str).str.partition("/")
+    parts = {str(name): accuracy(frame[first[0] == name]) for name in sorted(first[0][first[1] == "/"].unique())}
+    return {"overall": accuracy(frame), **parts, **by_category(frame)}
+
+
+def categories(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
+    return by_category(frame)
 
 
 def macro(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
@@ -98,14 +107,31 @@ def macro(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
 def sections(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
     """Return each section, a weighted mean of its categories, and the mean of the sections."""
     subsets = by_category(frame)
+    shares = section_shares(subsets, groups)
+    mean = {"overall": sum(shares.values()) / len(groups)} if len(shares) == len(groups) else {}
+    return {**mean, **shares, **subsets}
+
+
+def section_shares(subsets: Mapping[str, float], groups: Groups) -> dict[str, float]:
     shares = {}
     for section, weights in groups.items():
         weights = weights if isinstance(weights, dict) else dict.fromkeys(weights, 1.0)
         scored = {name: weight for name, weight in weights.items() if name in subsets}
         if scored:
             shares[section] = sum(subsets[name] * weight for name, weight in scored.items()) / sum(scored.values())
-    mean = {"overall": sum(shares.values()) / len(groups)} if len(shares) == len(groups) else {}
-    return {**mean, **shares, **subsets}
+    return shares
+
+
+def languages(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
+    """Return each language (the category), the mean of its sections, and the mean of the languages."""
+    decided = preferences(frame)
+    right = (margins(decided) > 0).groupby([decided["category"], decided["by/subset"]]).mean()
+    figures = {}
+    for language, subsets in right.groupby(level=0):
+        shares = section_shares(subsets.droplevel(0).to_dict(), groups)
+        if len(shares) == len(groups):
+            figures[str(language)] = sum(shares.values()) / len(groups)
+    return {"overall": float(np.mean([*figures.values()])), **figures} if figures else {}
 
 
 def questions(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
@@ -167,64 +193,115 @@ def dimensions(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
     }
 
 
-# Rows ----------------------------------------------------------------------------------------------------------------
+def best_of_n(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
+    """Return for each subset the share of prompts whose chosen answer is the best, `ties` by a rule of its own.
+
+    A prompt whose chosen answer shares the highest score with k - 1 others counts 1/k.
+    """
+    figures: dict[str, float] = {}
+    for name, rows in preferences(frame).groupby("category"):
+        least = margins(rows).groupby(rows["comparison_id"]).min()
+        equal = (margins(rows) == 0).groupby(rows["comparison_id"]).sum()
+        credit = np.where(least < 0, 0.0, 1 / (1 + equal))
+        figures[str(name)] = several_right(rows) if name == "ties" else float(credit.mean())
+    whole = {"overall": float(np.mean([figures[name] for name in groups]))} if set(groups) <= set(figures) else {}
+    return {**whole, **figures}
 
 
-def ratings_of(ranks: Any, column: str) -> list[float]:
-    """Return ranks, 0 or 1 for the best, as ratings, higher for better."""
-    if not isinstance(ranks, (list, tuple)) or not all(isinstance(rank, (int, float)) for rank in ranks):
-        raise RowError(f"`{column}` must be a list of numbers, got {ranks!r:.60}")
-    return [-float(rank) for rank in ranks]
+def several_right(rows: pd.DataFrame) -> float:
+    """Return RewardBench 2's score of prompts with several right answers, and their references with one.
 
-
-def labelled(label: Any, column: str, labels: Mapping[str, list[float]]) -> list[float]:
-    """Return the ratings that a label stands for."""
-    if label not in labels:
-        raise RowError(f"`{column}` is {label!r}: it must be one of {', '.join(labels)}")
-    return labels[label]
-
-
-def video_answer(reference: Any) -> Message:
-    return Message.of("assistant", Video(read_reference(reference)))
-
-
-def frames_of(reference: Any, count: int | None) -> Any:
-    """Return a folder of frames as `count` of them, evenly spaced, in order of name; anything else as it is."""
-    if count is None or not isinstance(reference, str) or not os.path.isdir(reference):
-        return reference
-    names = sorted(entry.name for entry in os.scandir(reference) if entry.is_file())
-    numbers = np.linspace(0, len(names) - 1, count, dtype=int) if names else []
-    return [os.path.join(reference, names[number]) for number in numbers]
-
-
-def vl_rewardbench(row: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
-    prefix = re.split("[_-]", str(row["id"]), maxsplit=1)[0].lower()
-    return {
-        "prompt": row["query"].replace("<image>\n", "").replace("<image>", ""),
-        "category": next((name for name, prefixes in groups.items() if prefix in prefixes), "general"),
+    Of 1.01: 0.3 for each of both kinds whose right answers all score above the wrong ones; 0.2 where the right answers
+    differ by less than they are above the wrong ones, 0.2 where they also differ by less than in the reference, and
+    0.01 for by how much.
+    """
+    best, worst = (rows.groupby("by/row")["chosen_score"].agg(name) for name in ("max", "min"))
+    gap, spread = worst - rows.groupby("by/row")["rejected_score"].max(), best - worst
+    kind = gap.index.to_series().str.partition(":")
+    of = {
+        name: pd.DataFrame(
+            {"gap": gap[kind[0] == name].to_numpy(), "spread": spread[kind[0] == name].to_numpy()}
+        ).set_axis(kind[2][kind[0] == name].to_numpy())
+        for name in ("tied", "ref")
     }
+    both = of["tied"].join(of["ref"][["gap"]].rename(columns={"gap": "reference"}), how="inner")
+    if both.empty:
+        return float("nan")
+    least = np.minimum(both["gap"], both["reference"])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        excess = np.nan_to_num(np.tanh(least.to_numpy() / both["spread"].to_numpy() - 1), nan=0.0)
+    return float(
+        0.3 * (of["tied"]["gap"] > 0).mean()
+        + 0.3 * (of["ref"]["gap"] > 0).mean()
+        + 0.2 * (both["gap"] > both["spread"]).mean()
+        + 0.2 * (least > both["spread"]).mean()
+        + 0.01 * excess.mean()
+    )
 
 
-def multimodal_rewardbench(row: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
-    category, row_id = str(row["Category"]), str(row["ID"]).lower()
-    if category == "safety":
-        return {"category": "safety/bias" if row_id.startswith("pairs") else "safety/toxicity"}
-    if category == "reasoning":
-        return {"category": "reasoning/math" if row_id.startswith("math") else "reasoning/coding"}
-    return {"category": category.removeprefix("open_generation/").removesuffix("_task")}
+def styles(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
+    """Return RM-Bench's means over domains: of all nine pairs of styles of a prompt, and of the three kinds of pair.
+
+    Answers 0, 1, 2 are chosen, 3, 4, 5 rejected, each in order of style: concise, detailed, with Markdown.
+    """
+    decided = preferences(frame)
+    kind = np.sign(decided["chosen_branch"] - (decided["rejected_branch"] - len(STYLES)))
+    right = (margins(decided) > 0).groupby([decided["category"], kind.map(dict(zip((-1, 0, 1), STYLES, strict=True)))])
+    table = right.mean().unstack()
+    domains = table.mean(axis=1, skipna=False)
+    figures = {str(name): float(value) for name, value in domains.items()}
+    if set(figures) != set(groups):
+        return figures
+    return {"overall": float(domains.mean()), **{name: float(table[name].mean()) for name in STYLES}, **figures}
 
 
-def mm_rlhf(row: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
-    kind = "image" if row.get("image") else "video"
-    path = row.get(kind)
-    if not path:
-        raise RowError("it has neither `image` nor `video`: check the copy")
-    return {
-        "prompt": row["prompt"].replace("<image>", "").strip(),
-        f"{kind}s": [path],
-        "category": next((name for name in MM_RLHF_CATEGORIES if name in path), None),
-        "question_id": str(row["id"]),
-    }
+def rankings(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
+    """Return the share of EditReward-Bench's sources whose images are all in the right order; in pairs, with ties.
+
+    A tie is right if its margin is within the threshold that is best on the pairs of sources with two images.
+    """
+    label, margin = (~frame["tie"].astype(bool)).to_numpy(int), margins(frame).to_numpy()
+    two = (frame["category"] == "2pair").to_numpy()
+    threshold = best_threshold(label[two], margin[two])[0] if two.any() else 0.0
+    right = pd.Series(np.where(label == 1, margin > 0, np.abs(margin) <= threshold), frame.index)
+    whole = right.groupby([frame["category"], frame["by/source"]]).all()
+    parts = {str(name): float(share) for name, share in whole.groupby(level=0).mean().items()}
+    return {"overall": float(whole.mean()), **parts, "pairs_with_ties": best_threshold(label, margin)[1]}
+
+
+def best_threshold(label: np.ndarray, margin: np.ndarray) -> tuple[float, float]:
+    """Return the lowest of the best thresholds of ties, zero included, and its accuracy."""
+    sizes, accuracies = by_threshold(label, margin)
+    at_zero = float(np.mean(np.where(label == 0, margin == 0, label * margin > 0)))
+    if at_zero >= accuracies.max():
+        return 0.0, at_zero
+    return float(sizes[accuracies.argmax()]), float(accuracies.max())
+
+
+def tasks(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
+    """Return for each dimension (the category) the mean of its tasks, and of those of `overall` by group."""
+    decided = preferences(frame)
+    table = (margins(decided) > 0).groupby([decided["category"], decided["by/task"]]).mean().unstack()
+    every = [task for group in groups.values() for task in group]
+    whole = table.reindex(columns=every).mean(axis=1, skipna=False).dropna()
+    figures = {str(name): float(value) for name, value in whole.items()}
+    if "overall" in figures:
+        figures |= {f"overall/{name}": float(table.loc["overall", [*group]].mean()) for name, group in groups.items()}
+    return figures
+
+
+def tasks_with_ties(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
+    """Return each task's accuracy and their mean, without ties and with those up to the task's best threshold."""
+    names = sorted(frame["category"].unique())
+    figures: dict[str, dict[str, float]] = {"": {}, "/with_ties": {}}
+    for name in names:
+        rows = frame[frame["category"] == name]
+        label = (~rows["tie"].astype(bool)).to_numpy(int)
+        figures[""][name] = accuracy(rows)
+        figures["/with_ties"][name] = accuracy_with_ties(label, margins(rows).to_numpy())
+    whole = set(groups["tasks"]) == set(names)
+    means = {f"overall{end.replace('/', '_')}": float(np.mean([*of.values()])) for end, of in figures.items() if whole}
+    return {**means, **{f"{name}{end}": value for end, of in figures.items() for name, value in of.items()}}
 
 
 Rule = Callable[[pd.DataFrame, Groups], dict[str, float]]
@@ -232,11 +309,9 @@ RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
         *(pairs, overall, macro, sections, questions, inversions),
-        *(pairs_and_prompts, thresholds, votes, dimensions),
+        *(pairs_and_prompts, thresholds, votes, dimensions, categories, languages, best_of_n, styles),
+        *(rankings, tasks, tasks_with_ties),
     )
 }
-GROUPED = (macro.__name__, sections.__name__)  # rules that need groups
-Adapter = Callable[[Mapping[str, Any], Groups], dict[str, Any]]
-ADAPTERS: dict[str, Adapter] = {
-    adapter.__name__: adapter for adapter in (vl_rewardbench, multimodal_rewardbench, mm_rlhf)
-}
+# Rules that need groups.
+GROUPED = tuple(rule.__name__ for rule in (macro, sections, languages, best_of_n, styles, tasks, tasks_with_ties))

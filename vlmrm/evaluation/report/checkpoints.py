@@ -16,7 +16,6 @@ import pandas as pd
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.schema import Best, ResultsFile, load_results
 from vlmrm.measures.analysis import GROUP, analyse, figures
-from vlmrm.measures.intervals import wilson
 from vlmrm.measures.pairs import COLUMNS, margins_of, not_finite, read_pairs
 from vlmrm.measures.plots import Share
 
@@ -27,17 +26,9 @@ NEEDED = ("model", "checkpoint", *COLUMNS)
 
 
 def accuracy_share(figures: Mapping[str, Any]) -> Share:
-    """Return the accuracy in `vlmrm.measures.analysis.figures`, with its bootstrap interval over prompts.
-
-    Where all pairs are right, or all wrong, every draw is the same, and Wilson's interval replaces it, as if each
-    prompt had one pair. A single prompt has no interval.
-    """
+    """Return the accuracy in `vlmrm.measures.analysis.figures`; a single prompt has no interval."""
     estimate = figures["preference_accuracy"]
-    prompts = estimate["prompts"]  # without those with ties alone
-    low, high = estimate["low"], estimate["high"]
-    if low == high:
-        low, high = wilson(round(estimate["value"] * prompts), prompts)
-    return Share(estimate["value"], low, high, figures["sample_count"])
+    return Share(estimate["value"], estimate["low"], estimate["high"], figures["sample_count"])
 
 
 @dataclass(frozen=True)
@@ -172,7 +163,7 @@ class Choice:
     best: Checkpoint
     reason: str
     leakage: dict[str, Any] | None
-    benchmark: tuple[str, Mapping[str, float]] | None
+    benchmark: tuple[str, Mapping[str, Mapping[str, Any]]] | None
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:

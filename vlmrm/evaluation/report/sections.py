@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vlmrm.errors import DataError
-from vlmrm.evaluation.choosing import PairedTest, compare
 from vlmrm.evaluation.public import benchmark, published_table
 from vlmrm.evaluation.report.checkpoints import (
     Checkpoint,
@@ -26,6 +25,8 @@ from vlmrm.evaluation.report.checkpoints import (
 from vlmrm.evaluation.report.verdict import verdict
 from vlmrm.measures import plots
 from vlmrm.measures.analysis import GROUP
+from vlmrm.measures.differences import PairedTest, compare
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRIC, METRICS, Metric
 from vlmrm.measures.plots import Share
@@ -140,9 +141,9 @@ def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Secti
     ]
     head = ["checkpoint", "accuracy", "95% interval", "pairs", *[metric.label for metric in columns]]
     tables = [Table("Every checkpoint", head, rows), *_altered_accuracies(checkpoints)]
-    text = "Where bands or intervals overlap widely, the difference between checkpoints may be noise."
-    if not drawn:
-        text = "One checkpoint a model: there is no curve over steps to draw."
+    text = "" if drawn else "One checkpoint a model: there is no curve over steps to draw."
+    if len(checkpoints) > 1:
+        text = f"{text} Bands and intervals are each checkpoint's own; whether two differ is tested below.".strip()
     return Section("checkpoints", "Checkpoints", text, drawings, tables)
 
 
@@ -188,21 +189,25 @@ def of_training(logs: Mapping[str, TrainingLog]) -> Section:
     return Section("training", "Training", text, drawings)
 
 
-def of_published(best: Checkpoint, name: str, measured: Mapping[str, float]) -> Section:
+def of_published(best: Checkpoint, name: str, measured: Mapping[str, Mapping[str, Any]]) -> Section:
     """Show the checkpoint's figures on a public benchmark beside the published ones."""
     public = benchmark(name)
     metrics = list(dict.fromkeys(figure.metric for figure in public.published_figures))
     rows = [
-        [
-            line["model"],
-            *["–" if line[metric] is None else percent(line[metric]) for metric in metrics],
-            line["source"],
-        ]
-        for line in published_table(name, measured, best.label)
+        [str(line["model"]), *[_published(line[metric]) for metric in metrics], str(line["source"])]
+        for line in published_table(name, {name: Estimate(**parts) for name, parts in measured.items()}, best.label)
     ]
     head = ["model", *[metric.replace("_", " ") for metric in metrics], "source"]
-    text = f"On {public.title}, by its authors' rule. {public.verified}"
+    text = f"On {public.title}, by its authors' rule, in percent with 95% intervals. {public.verified}"
     return Section("published", "Beside published models", text, tables=[Table(public.title, head, rows)])
+
+
+def _published(figure: Estimate | str | float | None) -> str:
+    """Write a figure in percent, an estimate with its interval: 79.1 (75.0-82.6)."""
+    if isinstance(figure, Estimate):
+        ends = "" if np.isnan(figure.low) else f" ({100 * figure.low:.1f}-{100 * figure.high:.1f})"
+        return f"{100 * figure.value:.1f}{ends}"
+    return f"{100 * figure:.1f}" if isinstance(figure, float) else "–"
 
 
 def of_reliance(best: Checkpoint) -> Section:
@@ -248,7 +253,7 @@ def of_categories(best: Checkpoint) -> Section:
                 [value, f"{share.n:,}", percent(share.value), interval(share)] for value, share in best_first.items()
             ]
             tables.append(Table(f"Accuracy by {name}", [name, "pairs", "accuracy", "95% interval"], rows))
-    text = "Where intervals overlap, the order is no ranking."
+    text = "Intervals take pairs of one prompt together."
     return Section("categories", "By category", text if drawings else "No row has a category.", drawings, tables)
 
 
@@ -285,7 +290,7 @@ def of_scores(best: Checkpoint) -> Section:
 def of_calibration(best: Checkpoint) -> Section:
     figures = best.figures
     bins = [row for row in figures["reliability"] if row["count"]]
-    error, temperature, brier = figures["ece"], figures["temperature"], figures["brier"]["value"]
+    error, temperature, brier = (figures[name]["value"] for name in ("ece", "temperature", "brier"))
     drawing = Drawing(
         "reliability",
         plots.reliability(bins),
@@ -416,12 +421,22 @@ def of_comparison(checkpoints: Sequence[Checkpoint]) -> Section:
         f"{tests[0].pairs:,} common pairs"
     )
     text = (
-        "A small p (McNemar's, exact, adjusted for the number of comparisons) says that a difference is hardly "
-        "chance. It takes pairs as independent; the intervals draw whole prompts."
+        "A difference is more than chance where its interval is without zero, and there p is below 0.05. Both are "
+        f"from flips of the signs of whole prompts and hold for all {len(tests)} comparisons together. "
+        f"{_detectable(tests)}"
     )
     if len(checkpoints) > COMPARED:
         text += f" The {COMPARED} best of {len(checkpoints)}."
     return Section("comparison", title, text, tables=[Table(caption, ["checkpoint", *numbers], rows)])
+
+
+def _detectable(tests: Sequence[PairedTest]) -> str:
+    """Say how large a difference between two checkpoints has to be for these pairs to show it."""
+    sizes = sorted(test.detectable for test in tests if not np.isnan(test.detectable))
+    if not sizes:
+        return "One prompt shows no difference."
+    between = points(sizes[0]) if len(sizes) == 1 else f"{points(sizes[0])} to {points(sizes[-1])}"
+    return f"These prompts show a difference of {between} points four times in five; a smaller one may stay unseen."
 
 
 def of_best_of_n(best: Checkpoint) -> Section:
@@ -430,7 +445,7 @@ def of_best_of_n(best: Checkpoint) -> Section:
     if not curve:
         return Section("best_of_n", title, "The data have no ranked lists of three or more answers.")
     least, most = curve[0], curve[-1]
-    ends = f"{least['model']:.2f} for one candidate to {most['model']:.2f} for {most['n']}"
+    ends = f"{least['model']['value']:.2f} for one candidate to {most['model']['value']:.2f} for {most['n']}"
     alt = f"The pick's rating goes from {ends}."
     caption = (
         f"Expected rating of the pick from N candidates, over {least['lists']:,} lists; {most['lists']:,} of them "
@@ -441,7 +456,7 @@ def of_best_of_n(best: Checkpoint) -> Section:
 
 
 def _compared(test: PairedTest, sign: int) -> str:
-    p = test.adjusted_p_value
+    p = test.p_value
     ahead, low, high = (sign * end for end in test.difference[:3])
     lines = [points(ahead), "p < 0.001" if p < 0.001 else f"p = {p:.3f}"]
     if not np.isnan(low):

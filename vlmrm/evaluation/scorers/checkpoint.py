@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from vlmrm.batching import ComparisonCollator
 from vlmrm.engine import Engine, ScoredRow
+from vlmrm.errors import CheckpointError, first_line
+from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.choosing import step_of
 from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.schema import Origin
+from vlmrm.evaluation.scorers.conversations import limits_of
+from vlmrm.evaluation.scorers.kept_batches import KeptBatches
+from vlmrm.http import hub_answers
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.modeling import LoadedReward, batcher_for, load_checkpoint, sequence_limit, template_hash
+from vlmrm.modeling import LoadedReward, batcher_for, load_checkpoint, load_weights, sequence_limit, template_hash
 from vlmrm.modeling.attention import attention_of
 from vlmrm.modeling.manifest import checkpoint_digest
 from vlmrm.rendering import MediaLimits, Renderer
+
+KEPT_BYTES = 2 << 30  # of batches in memory
 
 
 class CheckpointEntry(Entry):
@@ -36,8 +46,24 @@ class CheckpointEntry(Entry):
         return checkpoint_digest(self.folder)
 
     def open(self, run: SweepRun) -> OpenCheckpoint:
+        """Put its weights into the model of the checkpoint before, or open it by itself where they differ in more."""
         args = run.args
-        loaded = load_checkpoint(
+        before: OpenCheckpoint | None = run.closed.pop() if run.closed else None
+        loaded = None if before is None else load_weights(before.loaded, self.folder, check_files=args.check_files)
+        if before is not None and loaded is not None:
+            opened = replace(before, loaded=loaded)
+        else:
+            before = None  # its memory is free before another model is opened
+            loaded = self._load(args)
+            limits = limits_of(args.interventions, compares=False)
+            opened = OpenCheckpoint(loaded, engine_for(loaded, run), run, limits)
+        if args.vision_cache_dir is not None:
+            loaded.model.requires_grad_(False)
+            loaded.model.use_vision_cache(args.vision_cache_dir, args.vision_cache_gb)
+        return opened
+
+    def _load(self, args: EvaluationArguments) -> LoadedReward:
+        return load_checkpoint(
             self.folder,
             dtype=args.dtype,
             attn_implementation=args.attn_implementation,
@@ -47,26 +73,54 @@ class CheckpointEntry(Entry):
             check_sight=args.check_sight,
             check_files=args.check_files,
         )
-        if args.vision_cache_dir is not None:
-            loaded.model.requires_grad_(False)
-            loaded.model.use_vision_cache(args.vision_cache_dir, args.vision_cache_gb)
-        return OpenCheckpoint(loaded, engine_for(loaded, run))
+
+
+class HubEntry(CheckpointEntry):
+    """A checkpoint of ours on the hub, named by its id."""
+
+    def __init__(self, hub_id: str):
+        super().__init__(Path(hub_id))
+
+    def digest(self) -> str:
+        return checkpoint_digest(snapshot(self.path))
+
+    def open(self, run: SweepRun) -> OpenCheckpoint:
+        return CheckpointEntry(snapshot(self.path)).open(run)
+
+
+def snapshot(hub_id: str) -> Path:
+    """Return the folder of all files of a repository, which are downloaded once.
+
+    Raises:
+        CheckpointError: when they cannot be.
+    """
+    try:
+        return Path(snapshot_download(hub_id, local_files_only=not hub_answers()))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"{hub_id} is no folder here, and cannot be downloaded from the hub ({first_line(error)}): check the name."
+        ) from error
 
 
 @dataclass
 class OpenCheckpoint:
-    """A loaded checkpoint and the engine that scores with it; every intervention can be done."""
+    """A loaded checkpoint and the engine that scores with it."""
 
     loaded: LoadedReward
     engine: Engine
-    limits: Mapping[str, str] = field(default_factory=dict)
+    run: SweepRun
+    limits: Mapping[str, str]
+    kept: KeptBatches = field(default_factory=lambda: KeptBatches(KEPT_BYTES))
 
     @property
     def interventions(self) -> Mapping[str, Any]:
         return self.engine.interventions
 
+    @torch.inference_mode()
     def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
-        return self.engine.rows(dataset, batch_size=batch_size, num_workers=num_workers)
+        collate = partial(self.engine.batches, batch_size=batch_size, num_workers=num_workers)
+        for batch in self.kept.batches(dataset, batch_size, collate):
+            yield from self.engine.score_batch(batch)
 
     def origin(self) -> Origin:
         model = self.loaded.model
@@ -80,7 +134,8 @@ class OpenCheckpoint:
         }
 
     def close(self) -> None:
-        """Do nothing: the weights are freed with the object."""
+        """Leave it to the next checkpoint of the run."""
+        self.run.closed[:] = [self]
 
 
 def engine_for(loaded: LoadedReward, run: SweepRun) -> Engine:

@@ -13,8 +13,8 @@ from typing import Any
 
 from accelerate import Accelerator, PartialState
 
-from vlmrm.conversation import Conversation, Part, Text
-from vlmrm.data.media import media_key
+from vlmrm.conversation import Conversation
+from vlmrm.data.media import conversation_key
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate, read_sample, sample_to_conversation
 from vlmrm.modeling.manifest import read_reward_file
@@ -103,7 +103,7 @@ class _TrainedReward(BaseRewardModel):
             try:
                 sample = read_sample(dict(zip(named, values, strict=True)))
                 conversation = sample_to_conversation(sample, self.template)
-                keys[index] = _key(conversation)
+                keys[index] = conversation_key(conversation)
                 distinct[keys[index]] = conversation
             except RowError as error:
                 failures[index] = error.reason
@@ -141,14 +141,3 @@ class VlmRewardGroup(_TrainedReward, GroupwiseRewardModel):
     """
 
     transforms = ("win_rate", "zscore", "rank")
-
-
-def _key(conversation: Conversation) -> str:
-    """Return a key that is equal for conversations with the same text and media."""
-    return repr([(message.role, list(map(_part_key, message.content))) for message in conversation.messages])
-
-
-def _part_key(part: Part) -> tuple[object, ...]:
-    if isinstance(part, Text):
-        return part.kind, part.text
-    return part.kind, media_key(part.reference), getattr(part, "options", None)

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -186,3 +187,15 @@ def read_score(text: str, best: float) -> float | str | None:
 def without_thinking(text: str) -> str:
     """Return the reply without the reasoning before `</think>`, which may hold scores that were then revised."""
     return text.rpartition("</think>")[2]
+
+
+def json_objects(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in a text, in order, without those inside others."""
+    decoder, start = json.JSONDecoder(), 0
+    while (start := text.find("{", start)) >= 0:
+        try:
+            value, start = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            start += 1
+            continue
+        yield value

@@ -17,7 +17,7 @@ from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.judges.client import JudgeSettings
 from vlmrm.rewards.judges.judge import Judge, JudgeSample, Verdict, fence, image_part, text_part
-from vlmrm.rewards.judges.replies import NOT_APPLICABLE, Reply, read_score, without_thinking
+from vlmrm.rewards.judges.replies import NOT_APPLICABLE, Reply, json_objects, read_score, without_thinking
 from vlmrm.settings import Strict, describe_errors, first_error, load_file
 
 if TYPE_CHECKING:
@@ -128,13 +128,8 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 def _json_values(text: str, rubric: Rubric) -> dict[str, Any]:
     """Return the scores in the last JSON object of `text` that names an aspect; `{aspect: 3}` counts too."""
-    decoder, values, start = json.JSONDecoder(), {}, 0
-    while (start := text.find("{", start)) >= 0:
-        try:
-            value, start = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            start += 1
-            continue
+    values: dict[str, Any] = {}
+    for value in json_objects(text):
         by_name = {str(key).lower(): score for key, score in value.items()}
         scores = {aspect.name: by_name.get(aspect.name.lower()) for aspect in rubric.aspects}
         if any(score is not None for score in scores.values()):

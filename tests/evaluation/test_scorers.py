@@ -1,0 +1,477 @@
+"""`--scorer`: whatever gives scores is one command, and the command's scores are those of asking it directly."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from answer_length import score as served_score
+from judge_server import JudgeServer, completion, error
+from PIL import Image
+from runs import colour_pairs, text_pairs, words, write_rows
+from services import fake, served
+from tiny_clip import save_checkpoint
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Qwen3_5Config,
+    Qwen3_5ForSequenceClassification,
+)
+
+from vlmrm import cli, load_scorer
+from vlmrm.conversation import Comparison, Conversation, text_of
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.comparisons import load_comparisons
+from vlmrm.data.media import open_image
+from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.evaluation.evaluate import _Share
+from vlmrm.evaluation.report import build_report
+from vlmrm.evaluation.schema import load_results
+from vlmrm.evaluation.sweep import sweep
+from vlmrm.formats.openai import write_messages
+from vlmrm.measures.interventions import INTERVENTIONS, alterations
+from vlmrm.modeling.tiny import make_tiny
+from vlmrm.rewards import RewardSet
+
+ASKED = ["blank_image", "swapped_prompt", "response_only"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return colour_pairs(tmp_path_factory.mktemp("colours"), 6)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    return text_pairs(tmp_path_factory.mktemp("texts"), 5)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tiny_reward_model) -> Path:
+    """Random classifiers of transformers: `text` and `pair` (two labels, no chat template), and `visual`."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_reward_model)
+    torch.manual_seed(0)
+    for name, labels in {"text": ["score"], "pair": ["bad", "good"], "three": ["a", "b", "c"]}.items():
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            pad_token_id=tokenizer.pad_token_id,
+            initializer_range=0.3,
+            id2label=dict(enumerate(labels)),
+            label2id={label: number for number, label in enumerate(labels)},
+        )
+        LlamaForSequenceClassification(config).save_pretrained(folder / name)
+        tokenizer.chat_template = tokenizer.chat_template if name == "text" else None
+        tokenizer.save_pretrained(folder / name)
+    _visual(folder / "visual", make_tiny(folder / "generative", "qwen3_vl"))
+    return folder
+
+
+def _visual(folder: Path, generative: Path) -> None:
+    processor = AutoProcessor.from_pretrained(generative)
+    ids = processor.tokenizer.convert_tokens_to_ids
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": len(processor.tokenizer) + 16,
+        "layer_types": ["full_attention"],
+        "pad_token_id": ids("<|endoftext|>"),
+        "initializer_range": 0.3,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [2, 3, 3],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": 1.0,
+        },
+    }
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 32}
+    model = Qwen3_5ForSequenceClassification(
+        Qwen3_5Config(
+            text_config=text,
+            vision_config={**vision, "num_position_embeddings": 64},
+            image_token_id=ids("<|image_pad|>"),
+            video_token_id=ids("<|video_pad|>"),
+            vision_start_token_id=ids("<|vision_start|>"),
+            vision_end_token_id=ids("<|vision_end|>"),
+            num_labels=1,
+        )
+    )
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def asked(data, *scorers, **keys) -> list[str]:
+    keys = {"interventions": ASKED, "output_file": "results.csv", **keys}
+    return words(scorer=scorers, dataset_path=data, **keys)
+
+
+def rows_of(data) -> list[tuple[Comparison, dict[str, Comparison]]]:
+    """Each row of the data, and it altered."""
+    rows = load_comparisons([str(data)], arguments=DataArguments())
+    share = _Share(rows, 8, 0, 1, len(rows))
+    changes = [INTERVENTIONS[name] for name in ASKED]
+    return [
+        (row["comparison"], {i.name: c for i, c in alterations(row["comparison"], row["donors"], changes)})
+        for row in (share[number] for number in range(len(share)))
+    ]
+
+
+def check_scores(frame: pd.DataFrame, data, score, without=()) -> None:
+    """Compares the scores of a sweep's pairs with those of `score(conversation)`."""
+    frame = frame.set_index("comparison_id")
+    for comparison, altered in rows_of(data):
+        for name, changed in {"": comparison, **altered}.items():
+            if name in without:
+                continue
+            scores = [score(conversation) for conversation in changed.conversations()]
+            columns = [f"{name}_chosen", f"{name}_rejected"] if name else ["chosen_score", "rejected_score"]
+            assert frame.loc[comparison.id, columns].tolist() == pytest.approx(scores, abs=1e-5), (comparison.id, name)
+    both = pd.concat([frame["chosen_score"], frame["rejected_score"]])
+    assert both.round(6).nunique() > 1, "scores that are all equal test nothing"
+
+
+def frames(path: str = "results.scores.parquet") -> list[pd.DataFrame]:
+    return [frame for _, frame in pd.read_parquet(path).groupby(["model", "checkpoint"], sort=False)]
+
+
+# Each kind is one command --------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_beside_its_training_and_as_a_classifier(here, data, tiny_reward_model, models):
+    local = load_scorer(tiny_reward_model)
+    result = sweep(asked(data, tiny_reward_model, f"hf:{tiny_reward_model}", f"hf:{models / 'visual'}"))
+    assert [row["error"] for row in result.rows] == [None] * 3
+    ours, as_classifier, visual = frames()
+    for frame in (ours, as_classifier):
+        check_scores(frame, data, lambda conversation: local.score([conversation])[0])
+    processor = AutoProcessor.from_pretrained(models / "visual")
+    model = AutoModelForSequenceClassification.from_pretrained(models / "visual").eval()
+
+    @torch.inference_mode()
+    def direct(conversation: Conversation) -> float:
+        images = [open_image(medium.reference) for m in conversation.messages for medium in m.media]
+        text = processor.apply_chat_template(write_messages(conversation.messages), tokenize=False)
+        return float(model(**processor(text=[text], images=images or None, return_tensors="pt")).logits)
+
+    check_scores(visual, data, direct)
+
+
+def test_a_text_classifier_says_that_it_cannot_see(here, data, texts, models, capfd):
+    tokenizer = AutoTokenizer.from_pretrained(models / "text")
+    model = AutoModelForSequenceClassification.from_pretrained(models / "text").eval()
+
+    @torch.inference_mode()
+    def direct(conversation: Conversation) -> float:
+        messages = [{"role": m.role, "content": m.text} for m in conversation.messages]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        return float(model(**tokenizer(rendered, return_tensors="pt", add_special_tokens=False)).logits)
+
+    spec = f"hf:{models / 'text'}"
+    sweep(asked(texts, spec, output_file="texts.csv"))
+    check_scores(*frames("texts.scores.parquet"), texts, direct)
+    [row] = sweep(asked(data, spec, output_file="refused.csv")).rows
+    assert "cannot see what row pair-0 shows, an image: " in (row["error"] or "")
+    assert "scorer_drops_media: true" in (row["error"] or "")
+    [row] = sweep(asked(data, spec, scorer_drops_media=True)).rows
+    check_scores(*frames(), data, direct, without=["blank_image"])
+    assert row["limits"] == {"blank_image": "it changes nothing that this scorer is shown"}
+    assert "blank_image_chosen" not in frames()[0] and "blank_image_accuracy" not in row
+    assert f"{spec}: no blank_image: it changes nothing that this scorer is shown\n" in capfd.readouterr().err
+    assert load_results("results.json")["results"][0]["limits"] == row["limits"]
+    assert pd.read_csv("results.csv")["limits"].tolist() == ["blank_image"]
+
+
+def test_of_two_labels_the_score_is_their_difference(here, texts, models):
+    specs = [f"hf:{models / 'pair'}{label}" for label in ("", "?label=bad", "?label=good")]
+    rows = sweep(asked(texts, *specs, f"hf:{models / 'three'}")).rows
+    whole, bad, good = (frame["chosen_score"].to_numpy() for frame in frames())
+    assert whole == pytest.approx(good - bad, abs=1e-5)
+    said = [row["provenance"]["scorer"]["score"] for row in rows[:3]]
+    assert said == ["the logit of good minus that of bad", "the logit of bad", "the logit of good"]
+    assert "has 3 labels (a, b, c): choose one as hf:" in (rows[3]["error"] or "")
+    tokenizer = AutoTokenizer.from_pretrained(models / "pair")
+    model = AutoModelForSequenceClassification.from_pretrained(models / "pair").eval()
+    first, _ = rows_of(texts)[0]
+    pair = tokenizer(text_of(first.prompt), text_of(first.answers[0]), return_tensors="pt")
+    with torch.inference_mode():
+        assert good[0] == pytest.approx(float(model(**pair).logits[0, 1]), abs=1e-5)
+
+
+def test_a_tiny_clip_reward_and_a_reward_of_groups(here):
+    save_checkpoint(here / "clip")
+    colours = ["red", "green", "blue", "black", "white", "yellow"]
+    for colour in colours:
+        Image.new("RGB", (40, 40), colour).save(f"{colour}.png")
+    rows = [
+        {"id": c, "prompt": f"a {c} square", "chosen_image": f"{c}.png", "rejected_image": f"{other}.png"}
+        for c, other in zip(colours, [*colours[1:], "red"], strict=True)
+    ]
+    data = write_rows(here / "squares.jsonl", rows)
+    options = "model_name_or_path=clip&device=cpu&dtype=float32"
+    Path("rank.yaml").write_text(
+        "rewards:\n- {name: rank, reward_model: pickscore_rank, model_name_or_path: clip, "
+        "processor_name_or_path: clip, device: cpu, dtype: float32}\n"
+    )
+    clip, rank = sweep(asked(data, f"reward:clip?{options}", "reward:rank.yaml")).rows
+    assert clip["error"] is None and rank["error"] is None
+    rewards = RewardSet({"rewards": {"reward_model": "clip", **dict(o.split("=") for o in options.split("&"))}})
+
+    def direct(conversation: Conversation) -> float:
+        [image] = conversation.answer.media
+        return rewards(prompt=[text_of(conversation.prompt)], image=[image.reference]).rewards["default"][0]
+
+    by_clip, by_rank = frames()
+    check_scores(by_clip, data, direct, without=["response_only"])
+    assert "prompt" in clip["limits"]["response_only"] and "response_only_chosen" not in by_clip
+    better = by_clip["chosen_score"].to_numpy() > by_clip["rejected_score"].to_numpy()
+    assert (by_rank["chosen_score"].to_numpy() == better / 2).all(), "the share of the pair with a lower score"
+
+
+def test_a_python_function_is_asked_for_nothing_twice(here, data, monkeypatch):
+    Path("my_scorer.py").write_text(
+        "asked = []\n"
+        "def length(conversations):\n"
+        "    asked.extend(conversations)\n"
+        "    return [len(c.answer.text) + 0.1 * len(c.messages) for c in conversations]\n"
+        "def short(conversations):\n    return [1.0]\n"
+        "def broken(conversations):\n    raise KeyError('reward')\n"
+    )
+    repeated = Path("repeated.jsonl")
+    repeated.write_text(data.read_text() + data.read_text())
+    one, short, broken = sweep(
+        asked(
+            repeated,
+            *(f"python:my_scorer.{name}" for name in ("length", "short", "broken")),
+            image_root=data.parent,
+            eval_batch_size=4,
+        )
+    ).rows
+    check_scores(
+        frames()[0].drop_duplicates("comparison_id"), data, lambda c: len(c.answer.text) + 0.1 * len(c.messages)
+    )
+    import my_scorer
+
+    seen = [repr(conversation.messages) for conversation in my_scorer.asked if not conversation.messages[0].media]
+    assert len(seen) == len({*seen}) > 0
+    assert one["error"] is None and "returned 1 scores of" in (short["error"] or "")
+    assert "failed on" in (broken["error"] or "") and "KeyError: 'reward'" in (broken["error"] or "")
+
+
+# Judges --------------------------------------------------------------------------------------------------------------
+
+
+def answers_of(body: dict) -> list[str]:
+    """The two answers that a judge is shown, A first."""
+    parts = [part.get("text", "") for part in body["messages"][-1]["content"]]
+    return [re.sub(r"</?data-.*?>", "", parts[parts.index(f"Answer {name}:") + 1]).strip() for name in "AB"]
+
+
+def biased(body: dict, number: int):
+    """Prefers the longer answer, but to short questions the one that it is shown first."""
+    first, second = answers_of(body)
+    question = " ".join(part.get("text", "") for part in body["messages"][-1]["content"][:8])
+    if "Which colour is this?" in question:
+        verdict = "A"
+    else:
+        verdict = "tie" if len(first) == len(second) else "A" if len(first) > len(second) else "B"
+    return completion(f"thinking: {{odd</think>```json\n{json.dumps({'verdict': verdict})}\n```")
+
+
+@pytest.fixture
+def judge():
+    with JudgeServer().running() as server:
+        server.behave = biased
+        yield server
+
+
+def test_a_judge_of_pairs_is_asked_in_both_orders_and_its_bias_is_found(here, data, judge, capfd):
+    spec = f"judge:org/model-7b@{judge.url}"
+    [row] = sweep(asked(data, spec, interventions="none")).rows
+    [frame] = frames()
+    assert len(judge.bodies) == 2 * len(frame) == 12 and all(len(judge.images(n)) == 1 for n in range(12))
+    by_position = (frame["prompt_text"] == "Which colour is this?").to_numpy()
+    longer = (frame["chosen_length"] - frame["rejected_length"]).to_numpy()
+    assert by_position.sum() == 3 and (longer != 0).all()
+    credit = (longer > 0).astype(float)
+    assert frame["credit_first"].tolist() == [*np.where(by_position, 1.0, credit)]
+    assert frame["credit_second"].tolist() == [*np.where(by_position, 0.0, credit)]
+    margins = frame["chosen_score"] - frame["rejected_score"]
+    assert margins.tolist() == [*np.where(by_position, 0.0, 2 * credit - 1)]
+    assert row["position_consistency"] == 0.5 and row["first_shown_credit"] == 0.75
+    assert row["score_ties"] == 3 and "the same in both orders 0.500" in capfd.readouterr().err
+    estimate = row["statistics"]["overall"]["position_consistency"]
+    assert estimate["prompts"] == 6 and estimate["low"] <= 0.5 <= estimate["high"]
+    page = build_report(["results.csv"], here / "report").read_text()
+    assert "org/model-7b" in page
+
+
+def test_lists_are_judged_by_win_rates_and_attacks_are_left_out(here, judge):
+    answers = ["a", "bbbb", "cc", "dd"]
+    rows = [{"id": "list", "prompt": "Say much", "responses": answers, "scores": [0, 3, 2, 1]}]
+    data = write_rows(here / "lists.jsonl", rows)
+    attacks = [name for name, intervention in INTERVENTIONS.items() if intervention.attack]
+    [row] = sweep(asked(data, f"judge:m@{judge.url}", interventions=["response_only", *attacks])).rows
+    [frame] = frames()
+    scores = {row["chosen_text"]: row["chosen_score"] for _, row in frame.iterrows()}
+    assert scores == {"bbbb": 1.0, "cc": 0.5, "dd": 0.5}
+    assert row["position_consistency"] == 1.0
+    assert {*attacks} <= {*row.get("limits", {})}
+
+
+def test_what_a_judge_does_not_say_is_an_error_and_no_zero(here, data, judge):
+    spec = f"judge:m@{judge.url}?max_retries=0&breaker_failures=100"
+    judge.behave = lambda body, number: completion("Both are fine.")
+    [row] = sweep(asked(data, spec, interventions="none", output_file="prose.csv")).rows
+    assert "no verdict in the form that was asked for; it begins 'Both are fine.'" in (row["error"] or "")
+    judge.behave = lambda body, number: error(503, "overloaded")
+    [row] = sweep(asked(data, spec, interventions="none", output_file="down.csv")).rows
+    assert "has no score for row pair-0: the judge m at" in (row["error"] or "") and "503" in (row["error"] or "")
+    judge.behave = lambda body, number: completion("no") if "black" in answers_of(body)[0] else biased(body, number)
+    [row] = sweep(asked(data, spec, interventions="none", bad_rows="skip", output_file="some.csv")).rows
+    assert row["error"] is None and row["dropped_rows"] == 2
+    assert not Path("prose.scores.parquet").exists()
+    with pytest.raises(CheckpointError, match="1 of 1 checkpoints could not be evaluated"):
+        judge.behave = lambda body, number: completion('{"verdict": "A"}', "length")
+        cli.evaluate(*asked(data, spec, interventions="none", output_file="cut.csv"))
+
+
+def test_a_pointwise_judge_scores_each_answer_alone(here, data, judge):
+    def behave(body, number):
+        text = " ".join(part.get("text", "") for part in body["messages"][-1]["content"])
+        return completion(json.dumps({"justification": "so", "score": 3.5 if "It is" in text else 2}))
+
+    judge.behave = behave
+    [row] = sweep(asked(data, f"judge:m@{judge.url}?mode=pointwise", interventions="response_only")).rows
+    [frame] = frames()
+    assert {*frame["chosen_score"]} == {*frame["response_only_chosen"]} == {3.5} and {*frame["rejected_score"]} == {
+        2.0
+    }
+    assert "position_consistency" not in row and row["provenance"]["scorer"]["mode"] == "pointwise"
+    assert len({body["messages"][-1]["content"].__repr__() for body in judge.bodies}) == len(judge.bodies)
+
+
+# Services ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_service_by_each_protocol(here, data, texts):
+    def direct(conversation: Conversation) -> float:
+        return served_score(write_messages(conversation.messages))
+
+    with served(fake("length", "answer_length.AnswerLength")) as url:
+        sweep(asked(data, url, f"{url}/classify", output_file="images.csv"))
+        for frame in frames("images.scores.parquet"):
+            check_scores(frame, data, direct)
+        rows = sweep(asked(texts, f"{url}/score", f"{url}/get_reward")).rows
+        for frame, row in zip(frames(), rows, strict=True):
+            check_scores(frame, texts, direct, without=row.get("limits", ()))
+        assert {*rows[0]["limits"]} == {"response_only"} and "takes one" in rows[0]["limits"]["response_only"]
+        [row] = sweep(asked(data, f"{url}/get_reward", output_file="blind.csv")).rows
+        assert "cannot see what row pair-0 shows" in (row["error"] or "")
+        [row] = sweep(asked(texts, f"{url}?model=lenght", output_file="typo.csv")).rows
+        assert "has no reward lenght: did you mean length?" in (row["error"] or "")
+    [native, _] = load_results("images.json")["results"]
+    known = native["provenance"]["scorer"]
+    assert known["url"] == url and known["reward"] == "length"
+    assert (native["model"], native["checkpoint"]) == (url, "rewards")
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("hf:", "scorer hf: names nothing: write hf:ID"),
+        ("jugde:m@http://localhost:1/v1", "begins with jugde:, which is no kind of scorer: did you mean judge:?"),
+        ("judge:http://localhost:1/v1", "lacks a model or an address: write judge:MODEL@http://host:port/v1"),
+        ("judge:m@http://localhost:1/v1?mood=pairwise", "has no option mood: did you mean mode?"),
+        ("judge:m@http://localhost:1/v1?mode=pairwyse", "there is no mode pairwyse: did you mean pairwise?"),
+        ("judge:m@http://localhost:1/v1?api_key=s3cret", "api_key would be written into the results: name the"),
+        ("judge:m@http://u:s3cret@localhost:1/v1", "api_base_url holds more than an address"),
+        ("python:length", "names no module: write python:module.function"),
+        ("python:json.dumbs", "json has no function dumbs: did you mean dumps?"),
+        ("python:no_such_module.score", "there is no module no_such_module"),
+        ("reward:clipp", "there is no reward clipp: did you mean clip?"),
+        ("reward:clip?model_name=x", "unknown key 'model_name'"),
+        ("outputs/absent", "outputs/absent"),
+        ("./absent", "scorer ./absent does not exist"),
+        ("http://localhost:1?tmeout=3", "has no option tmeout: did you mean timeout?"),
+        ("hf:a/b?label", "write its options as ?key=value&key=value"),
+    ],
+)
+def test_a_mistyped_scorer_is_one_sentence(here, texts, spec, sentence):
+    if spec == "outputs/absent":  # as the id of a repository might be
+        [row] = sweep(asked(texts, spec)).rows
+        assert "is no folder here, and cannot be downloaded from the hub" in (row["error"] or "")
+        return
+    with pytest.raises(ConfigError) as refused:
+        sweep(asked(texts, spec))
+    assert sentence in str(refused.value) and "s3cret" not in str(refused.value)
+    assert not Path("results.json").exists()
+
+
+def test_what_cannot_be_opened_is_a_row_and_the_others_go_on(here, texts, models, tiny_checkpoint):
+    Path("scorer_of_texts.py").write_text("def one(conversations): return [len(repr(c)) for c in conversations]\n")
+    rows = sweep(
+        asked(
+            texts,
+            "http://user:s3cret@127.0.0.1:1",
+            f"hf:{tiny_checkpoint}",
+            "hf:org/absent",
+            "python:scorer_of_texts.one",
+        )
+    ).rows
+    errors = [row["error"] or "" for row in rows]
+    assert "http://127.0.0.1:1/v1/models cannot be reached" in errors[0]
+    assert "score.weight: it is no trained sequence classifier" in errors[1]
+    assert "hf:org/absent is no sequence classifier that can be opened" in errors[2] and errors[3] == ""
+    assert "s3cret" not in Path("results.json").read_text() + Path("results.csv").read_text()
+    assert all("\n" not in line for line in errors)
+
+
+def test_scorers_are_not_scored_again_unless_they_changed(here, texts, monkeypatch):
+    path = Path("scorer_that_changes.py")
+    path.write_text("calls = []\ndef one(cs):\n    calls.append(len(cs))\n    return [len(repr(c)) for c in cs]\n")
+    sweep(asked(texts, "python:scorer_that_changes.one"))
+    import scorer_that_changes
+
+    before = len(scorer_that_changes.calls)
+    assert before and len(sweep(asked(texts, "python:scorer_that_changes.one")).rows) == 1
+    assert len(scorer_that_changes.calls) == before
+    path.write_text(path.read_text() + "\n# another\n")
+    import linecache
+
+    linecache.checkcache()
+    sweep(asked(texts, "python:scorer_that_changes.one"))
+    assert len(scorer_that_changes.calls) > before
+
+
+@pytest.mark.parametrize("key", ["watch", "one_standard_error", "keep_best"])
+def test_keys_about_trainings_do_not_go_with_scorers(here, texts, key):
+    with pytest.raises(ConfigError, match=f"{key} is about the checkpoints of a training"):
+        sweep(asked(texts, "python:json.dumps", **{key: 1 if key == "keep_best" else True}))

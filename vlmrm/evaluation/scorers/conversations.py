@@ -1,0 +1,234 @@
+"""Rows scored by anything that answers conversations: interventions are applied here, and nothing is asked twice."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cachetools import LRUCache
+from torch.utils.data import DataLoader
+
+from vlmrm.batching.collator import OverlongError, plain_worker_errors
+from vlmrm.conversation import Comparison, Conversation, Message, Part, Text
+from vlmrm.data.media import conversation_key
+from vlmrm.engine import ScoredRow, checked
+from vlmrm.errors import MediaError, RewardError, RowError
+from vlmrm.evaluation.entry import SweepRun
+from vlmrm.evaluation.schema import Origin
+from vlmrm.measures.interventions import INTERVENTIONS, alterations
+
+KEPT = 2**20  # scores
+
+
+class Compared(NamedTuple):
+    """The scores of the answers of one comparison, with the `verdicts` of `ScoredRow` if pairs were judged."""
+
+    scores: list[float]
+    verdicts: Mapping[tuple[int, int], tuple[float, float]] = {}
+
+
+class ConversationScorer(ABC):
+    """An open entry that is asked for the scores of conversations; a subclass says how.
+
+    A row that it cannot score is left out with `bad_rows: skip` (`overlong: drop` for one that is too long), and is
+    its error otherwise. An altered row that it cannot score is counted under its intervention.
+
+    Attributes:
+        sees: the kinds of media that it is shown.
+        compares: a score depends on the other answers of the comparison.
+    """
+
+    sees: frozenset[str] = frozenset({"image", "video"})
+    compares: bool = False
+
+    def __init__(self, name: str, run: SweepRun):
+        self.name, self.args, self.reading = name, run.args, run.data_args
+        run.closed.clear()  # the memory of the checkpoint before is free
+        self.limits = limits_of(run.args.interventions, compares=self.compares)
+        self._outcomes: LRUCache[Any, Any] = LRUCache(KEPT)  # by key of a conversation, or of a group if it compares
+
+    @property
+    def interventions(self) -> list[str]:
+        return [name for name in self.args.interventions if name not in self.limits]
+
+    def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
+        """Return the score of each conversation, or why it has none.
+
+        Raises:
+            RewardError: when scoring cannot go on.
+        """
+        raise NotImplementedError
+
+    def score_groups(self, groups: Sequence[Sequence[Conversation]]) -> list[Compared | RowError]:
+        """Return the scores of each group, the answers of one comparison; asked for where it `compares`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def origin(self) -> Origin: ...
+
+    def close(self) -> None:
+        """Forget the scores; a subclass closes its connections."""
+        self._outcomes.clear()
+
+    def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
+        """Yield the scores of the rows, and of each row altered; `num_workers` processes read rows ahead."""
+        with plain_worker_errors():
+            for rows in DataLoader(dataset, batch_size=batch_size, collate_fn=list, num_workers=num_workers):
+                units = [self._unit(row) for row in rows]
+                self._ask([group for unit in units for group in unit.groups.values()])
+                yield from map(self._scored, units)
+
+    def _unit(self, row: Mapping[str, Any]) -> _Unit:
+        comparison = row["comparison"]
+        if isinstance(comparison, RowError):
+            if self.reading.bad_rows == "error":
+                raise comparison
+            return _Unit(row["index"], comparison.row_id or "", error=comparison)
+        unit = _Unit(row["index"], comparison.id)
+        try:
+            unit.groups[None], blind = self._shown(comparison)
+        except RowError as error:
+            unit.error = self._dropped(error, comparison.id)
+            return unit
+        if "sampled" not in row:
+            return unit
+        asked = [INTERVENTIONS[name] for name in self.interventions]
+        donors, sampled = row.get("donors", ()), row["sampled"]
+        for intervention, changed in alterations(comparison, donors, asked, sampled=sampled, together=self.compares):
+            name = intervention.name
+            try:
+                group, _ = self._shown(changed)
+            except RowError as error:
+                unit.failed[name] = error.reason
+                continue
+            if blind and group.keys == unit.groups[None].keys:
+                unit.failed[name] = "it changes nothing that this scorer is shown"
+            else:
+                unit.groups[name] = group
+        return unit
+
+    def _shown(self, comparison: Comparison) -> tuple[_Group, bool]:
+        """Return the conversations as the scorer is shown them, and whether media are left out.
+
+        Raises:
+            RewardError: when there are media that it cannot see and that may not be left out.
+            RowError: when a medium is no reference.
+        """
+        conversations = comparison.conversations()
+        media = [medium for c in conversations for message in c.messages for medium in message.media]
+        unseen = next((medium.kind for medium in media if medium.kind not in self.sees), None)
+        if unseen is None:
+            return _Group.of(conversations), False
+        kind = f"{'an image' if unseen == 'image' else 'a video'}"
+        if not self.args.scorer_drops_media:
+            raise RewardError(
+                f"{self.name} cannot see what row {comparison.id} shows, {kind}: evaluate it on rows without, or "
+                "score the texts alone with scorer_drops_media: true."
+            )
+        conversations = [self._without_unseen(conversation) for conversation in conversations]
+        if not all(conversation.answer.content for conversation in conversations):
+            raise RewardError(f"{self.name} cannot see an answer of row {comparison.id}, which is {kind} alone.")
+        return _Group.of(conversations), True
+
+    def _without_unseen(self, conversation: Conversation) -> Conversation:
+        def parts(message: Message) -> Iterator[Part]:
+            return (part for part in message.content if isinstance(part, Text) or part.kind in self.sees)
+
+        return Conversation(tuple(Message(message.role, tuple(parts(message))) for message in conversation.messages))
+
+    def _ask(self, groups: Sequence[_Group]) -> None:
+        """Ask for what has not been asked yet."""
+        if self.compares:
+            missing = {group.keys: group for group in groups if group.keys not in self._outcomes}
+            answers: Sequence[Any] = self.score_groups([group.conversations for group in missing.values()])
+        else:
+            pairs = (pair for group in groups for pair in zip(group.keys, group.conversations, strict=True))
+            missing = {key: conversation for key, conversation in pairs if key not in self._outcomes}
+            answers = self.score_each(list(missing.values()))
+        self._outcomes.update(zip(missing, answers, strict=True))
+
+    def _answer(self, group: _Group) -> Compared | RowError:
+        if self.compares:
+            return self._outcomes[group.keys]
+        return compared([self._outcomes[key] for key in group.keys])
+
+    def _scored(self, unit: _Unit) -> ScoredRow:
+        if unit.error is not None:
+            return ScoredRow(unit.index, unit.id, error=unit.error)
+        answers = {name: self._answer(group) for name, group in unit.groups.items()}
+        plain = answers.pop(None)
+        if isinstance(plain, RowError):
+            return ScoredRow(unit.index, unit.id, error=self._dropped(plain, unit.id))
+        row = ScoredRow(unit.index, unit.id, plain.scores, verdicts=plain.verdicts, failed=unit.failed)
+        for name, answer in answers.items():
+            if isinstance(answer, Compared):
+                row.altered[str(name)] = INTERVENTIONS[str(name)].in_branches(answer.scores)
+            else:
+                row.failed[str(name)] = answer.reason
+        return checked(row)
+
+    def _dropped(self, error: RowError, row_id: str) -> RowError:
+        """Return the error of a row that may be left out.
+
+        Raises:
+            RowError: when it may not, and its media are at fault.
+            RewardError: when it may not, and the scorer is.
+        """
+        named = type(error)(error.reason, row_id)
+        if (self.reading.overlong if isinstance(error, OverlongError) else self.reading.bad_rows) in ("skip", "drop"):
+            return named
+        if isinstance(error, MediaError):
+            raise named
+        raise RewardError(f"{self.name} has no score for row {row_id}: {error.reason}.")
+
+
+def compared(scores: Sequence[float | RowError]) -> Compared | RowError:
+    """Return the scores of a comparison's answers, or the error of the first that has none."""
+    failure = next((score for score in scores if isinstance(score, RowError)), None)
+    return failure or Compared([score for score in scores if not isinstance(score, RowError)])
+
+
+def limits_of(interventions: Iterable[str], *, compares: bool) -> dict[str, str]:
+    """Return why a scorer that compares answers, or scores each alone, cannot do some of the interventions."""
+    if compares:
+        attacks = [name for name in interventions if INTERVENTIONS[name].attack]
+        return dict.fromkeys(attacks, "it compares answers, and this needs a score of each alone")
+    orders = [name for name in interventions if INTERVENTIONS[name].family == "order"]
+    return dict.fromkeys(orders, "it scores each answer alone, whatever their order")
+
+
+class _Group(NamedTuple):
+    """The conversations of one comparison, and their keys."""
+
+    conversations: list[Conversation]
+    keys: tuple[str, ...]
+
+    @classmethod
+    def of(cls, conversations: list[Conversation]) -> _Group:
+        return cls(conversations, tuple(map(conversation_key, conversations)))
+
+
+@dataclass
+class _Unit:
+    """A row: its conversations as they are, under None, and under the name of each intervention."""
+
+    index: int
+    id: str
+    groups: dict[str | None, _Group] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    error: RowError | None = None
+
+
+def origin_of(digest: str | None, *, device: str | None = None, dtype: str | None = None, **known: str) -> Origin:
+    """Return the origin of the scores of something that is no checkpoint of ours."""
+    return {
+        "weights": digest,
+        "device": device,
+        "dtype": dtype,
+        "attention": None,
+        "chat_template_sha256": None,
+        "checkpoint": {},
+        "scorer": known,
+    }

@@ -1,0 +1,217 @@
+"""`http://...`: a reward service: vlmrm's own, vLLM's `/classify` and `/score`, or OpenRLHF's `/get_reward`.
+
+The last part of the path names the protocol; without one of these it is `vlmrm serve`'s `/v1/rewards`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from vlmrm.conversation import Conversation, Image, Message, Text
+from vlmrm.data.media import open_image, png_of
+from vlmrm.errors import CheckpointError, ConfigError, RewardError, RowError
+from vlmrm.evaluation.entry import Entry, OpenEntry, SweepRun
+from vlmrm.evaluation.schema import Origin
+from vlmrm.evaluation.scorers.conversations import Compared, ConversationScorer, compared, origin_of
+from vlmrm.evaluation.scorers.spec import Spec
+from vlmrm.formats.texts import write_text
+from vlmrm.http import Refused, ServerAddress, read_json_response, translate_http_errors
+from vlmrm.rewards.remote import Endpoints
+from vlmrm.scoring.remote import RemoteScorer
+from vlmrm.settings import did_you_mean
+
+ROUTES = ("classify", "score", "get_reward")
+OPTIONS = ("model", "token_env", "timeout", "concurrency")
+TIMEOUT = 600.0
+
+
+class ServiceEntry(Entry):
+    """A service by its address.
+
+    Options: `model`, the reward's or the model's name on the server; `token_env`, the environment variable with the
+    token (VLMRM_TOKEN for `vlmrm serve`); `timeout` in seconds for a request; `concurrency`, requests at a time.
+
+    Raises:
+        ConfigError: when it is no address, or an option is of no use.
+    """
+
+    def __init__(self, spec: Spec):
+        spec.take(OPTIONS)
+        options = spec.typed()
+        self.model_name = None if "model" not in options else str(options["model"])
+        self.timeout, self.concurrency = options.get("timeout", TIMEOUT), options.get("concurrency", 8)
+        for name, value in {"timeout": self.timeout, "concurrency": self.concurrency}.items():
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+                raise ConfigError(f"scorer {spec.text}: {name} is {value!r}: it must be a number above 0.")
+        variable = options.get("token_env", "VLMRM_TOKEN")
+        self.token = os.environ.get(str(variable))
+        if self.token is None and "token_env" in options:
+            raise ConfigError(
+                f"scorer {spec.text}: there is no environment variable {variable}: export the token in it."
+            )
+        base, _, last = spec.body.rstrip("/").rpartition("/")
+        self.route = last if last in ROUTES else None
+        self.url = base if self.route else spec.body
+        self.address = ServerAddress(self.url, "scorer", self.token)
+        super().__init__(self.address.name, (self.route or "rewards") + spec.suffix, spec.text)
+
+    def info(self) -> dict[str, Any]:
+        """Return what `vlmrm serve` says about the reward.
+
+        Raises:
+            CheckpointError: when it cannot be reached, has no such reward, or needs to be told which.
+        """
+        where = f"{self.address.name}/v1/models"
+        try:
+            with (
+                translate_http_errors(where, RewardError(f"{where} did not answer")),
+                self.address.client(10.0) as client,
+            ):
+                data = read_json_response(client.get("/v1/models"), where)["data"]
+            served = {str(info["id"]): info for info in data}
+        except (RewardError, KeyError, TypeError) as error:
+            reason = str(error) if isinstance(error, RewardError) else f"{where} is none of a vlmrm service"
+            raise CheckpointError(
+                f"{reason}: start vlmrm serve, or name one of {', '.join(ROUTES)} in the path."
+            ) from None
+        if self.model_name is None and len(served) == 1:
+            return next(iter(served.values()))
+        if self.model_name not in served:
+            choose = f": add ?model=NAME with one of {', '.join(served) or 'none'}."
+            hint = did_you_mean(self.model_name, served, choose) if self.model_name else choose
+            raise CheckpointError(f"{self.address.name} has no reward {self.model_name or 'by default'}{hint}")
+        return served[self.model_name]
+
+    def digest(self) -> str:
+        """Return the digest of the address, and of the revision that `vlmrm serve` says it serves."""
+        revision = None if self.route else self.info().get("revision")
+        return hashlib.sha256(json.dumps([self.path, revision]).encode()).hexdigest()
+
+    def open(self, run: SweepRun) -> OpenEntry:
+        return _Service(self, run) if self.route is None else _OtherService(self, run)
+
+
+class _Service(ConversationScorer):
+    """`vlmrm serve`, by its own protocol; the answers of a comparison are one group."""
+
+    def __init__(self, entry: ServiceEntry, run: SweepRun):
+        self.entry, self.info = entry, entry.info()
+        self.compares = self.info.get("kind") != "conversations"  # a reward may be one of groups
+        super().__init__(entry.path, run)
+        self.scorer = RemoteScorer(
+            entry.url,
+            model=entry.model_name,
+            token=entry.token,
+            timeout=float(entry.timeout),
+            concurrency=int(entry.concurrency),
+        )
+
+    def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
+        return self.scorer.score_each(conversations)
+
+    def score_groups(self, groups: Sequence[Sequence[Conversation]]) -> list[Compared | RowError]:
+        return list(map(compared, self.scorer.score_each_group(groups)))
+
+    def close(self) -> None:
+        self.scorer.close()
+
+    def origin(self) -> Origin:
+        known = {"url": self.entry.address.name, "reward": str(self.info["id"])}
+        known |= {name: str(self.info[name]) for name in ("model", "revision") if self.info.get(name)}
+        return origin_of(self.entry.digest(), **known)
+
+
+class _OtherService(ConversationScorer):
+    """Another server, asked for one conversation a request."""
+
+    def __init__(self, entry: ServiceEntry, run: SweepRun):
+        # A query of OpenRLHF is a text; vLLM takes images as data URIs.
+        self.sees = frozenset() if entry.route == "get_reward" else frozenset({"image"})
+        super().__init__(entry.path, run)
+        self.entry = entry
+        self.servers = Endpoints([entry.url], timeout=float(entry.timeout), attempts=3, token=entry.token)
+
+    def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
+        with ThreadPoolExecutor(int(self.entry.concurrency)) as threads:
+            return list(threads.map(self._score, conversations))
+
+    def _score(self, conversation: Conversation) -> float | RowError:
+        body, read = _PROTOCOLS[str(self.entry.route)]
+        try:
+            written = body(conversation)
+        except RowError as error:
+            return error
+        if self.entry.model_name is not None:
+            written["model"] = self.entry.model_name
+        try:
+            answer = self.servers.post(f"/{self.entry.route}", json.dumps(written).encode())
+        except Refused as error:
+            return RowError(str(error))
+        try:
+            score = read(answer)
+        except (LookupError, TypeError, ValueError):
+            raise RewardError(f"{self.name} answered {json.dumps(answer)[:200]}, without a score.") from None
+        if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+            raise RewardError(f"{self.name} answered {score!r} as a score.")
+        return float(score)
+
+    def origin(self) -> Origin:
+        known = {"url": self.entry.address.name, "route": f"/{self.entry.route}"}
+        known |= {"model": self.entry.model_name} if self.entry.model_name else {}
+        return origin_of(self.entry.digest(), **known)
+
+
+def _classify(conversation: Conversation) -> dict[str, Any]:
+    """Return a request for the logit of a conversation, without the sigmoid that is vLLM's default."""
+    messages = [{"role": m.role, "content": _content(m)} for m in conversation.messages]
+    return {"messages": messages, "use_activation": False, "add_generation_prompt": False}
+
+
+def _score(conversation: Conversation) -> dict[str, Any]:
+    """Return a request for the score of a prompt of one turn and an answer."""
+    if len(conversation.prompt) != 1:
+        raise RowError(f"its prompt has {len(conversation.prompt)} turns, and /score takes one: use /classify")
+    first, second = (_content(message) for message in (conversation.prompt[0], conversation.answer))
+    sides = [side if isinstance(side, str) else {"content": side} for side in (first, second)]
+    return {"text_1": sides[0], "text_2": sides[1], "use_activation": False}
+
+
+def _query(conversation: Conversation) -> dict[str, Any]:
+    """Return a request for the reward of a conversation in ChatML."""
+    text, _, _ = write_text(conversation)
+    return {"query": [text]}
+
+
+def _one_class(answer: Any) -> float:
+    [data] = answer["data"]
+    if len(data["probs"]) != 1:
+        raise RewardError(f"/classify answered {len(data['probs'])} classes, and a reward model has one.")
+    return data["probs"][0]
+
+
+_PROTOCOLS: dict[str, tuple[Callable[[Conversation], dict[str, Any]], Callable[[Any], Any]]] = {
+    "classify": (_classify, _one_class),
+    "score": (_score, lambda answer: answer["data"][0]["score"]),
+    "get_reward": (_query, lambda answer: answer["rewards"][0]),
+}
+
+
+def _content(message: Message) -> str | list[dict[str, Any]]:
+    """Return a message's content as OpenAI's clients write it, images as data URIs."""
+    if all(isinstance(part, Text) for part in message.content):
+        return message.text
+    parts: list[dict[str, Any]] = []
+    for part in message.content:
+        if isinstance(part, Image):
+            png = base64.b64encode(png_of(open_image(part.reference))).decode("ascii")
+            parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}})
+        elif isinstance(part, Text):
+            parts.append({"type": "text", "text": part.text})
+    return parts
