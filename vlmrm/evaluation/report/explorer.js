@@ -450,7 +450,8 @@ class Explorer {
   /** Return the table of a pair's scores, as it is and under each intervention, by each model. */
   scores(row, titles) {
     const { models, views } = this.pairs;
-    const scored = this.models.flatMap((model) => models[model].interventions);
+    const named = [...new Set(this.models.flatMap((model) => models[model].interventions))];
+    const scored = named.filter((name) => this.models.some((model) => this.pairs.margins(model, name)?.[row] > -Infinity));
     const cells = (model, name) => {
       const margins = this.pairs.margins(model, name);
       if (!margins) return [make("td", { colspan: 3 }, "not scored")];
@@ -460,7 +461,7 @@ class Explorer {
       const numbers = [rejected + margins[row], rejected].map((value) => make("td", {}, number(value)));
       return [...numbers, make("td", {}, make("b", {}, number(margins[row])), verdict)];
     };
-    const lines = ["", ...new Set(scored)].map((name) => {
+    const lines = ["", ...scored].map((name) => {
       const view = make("th", { scope: "row" }, name ? views[name] : "as it is");
       return make("tr", {}, view, ...this.models.flatMap((model) => cells(model, name)));
     });
@@ -468,7 +469,9 @@ class Explorer {
     const names = this.models.length > 1 ? ["A", "B"] : [models[this.models[0]].label];
     const labels = names.map((name) => make("th", { colspan: 3, scope: "colgroup" }, name));
     head.prepend(make("tr", {}, make("td", {}), ...labels));
-    return make("table", {}, make("caption", {}, "Scores"), head, make("tbody", {}, ...lines));
+    const absent = named.length - scored.length;
+    const caption = absent ? `Scores; ${absent} further interventions were not scored for this pair` : "Scores";
+    return make("table", {}, make("caption", {}, caption), head, make("tbody", {}, ...lines));
   }
 
   head(titles) {
