@@ -120,6 +120,8 @@ EVALUATION = {
         "checkpoint_pattern",
         "base_model_path",
         "benchmark",
+        "data",
+        "suite",
         "output_file",
     ),
     "What to measure": ("interventions", "intervention_sample", "group_by", "train_data"),

@@ -22,6 +22,12 @@ def step_of(checkpoint: str) -> int | None:
     return int(number) if number.isdigit() else None
 
 
+def split_metric(metric: str) -> tuple[str | None, str]:
+    """Return the set and the figure of `metric_for_best`, SET:FIGURE; no set for a figure alone."""
+    name, colon, figure = metric.partition(":")
+    return (name, figure) if colon and "/" not in name else (None, metric)
+
+
 @dataclass(frozen=True)
 class Criterion:
     """The criterion by which the checkpoints of a sweep are compared.
@@ -47,6 +53,11 @@ class Criterion:
             )
 
     @property
+    def label(self) -> str:
+        """Return the metric as results name it."""
+        return self.metric
+
+    @property
     def higher_is_better(self) -> bool:
         return self.metric not in METRIC or METRIC[self.metric].better == "higher"
 
@@ -63,12 +74,12 @@ class Criterion:
 
         Empty where no row has it, or its standard error is needed and unknown: `require` raises the reason.
         """
-        having = [row for row in rows if not row["error"] and not math.isnan(self._number(row, "value"))]
+        having = [row for row in rows if not row["error"] and not math.isnan(self.number(row, "value"))]
         ranked = sorted(having, key=lambda row: (self._loss(row), _steps(row)))
         if not self.one_standard_error or not ranked:
             return ranked
         best = ranked[0]
-        error = self._number(best, "standard_error")
+        error = self.number(best, "standard_error")
         if math.isnan(error):
             return []
         close = [r for r in ranked if r["model"] == best["model"] and self._loss(r) <= self._loss(best) + error]
@@ -82,7 +93,7 @@ class Criterion:
             return None
         row = ranked[0]
         return {
-            "metric": self.metric,
+            "metric": self.label,
             "one_standard_error": self.one_standard_error,
             "value": self.value(row),
             "model": row["model"],
@@ -115,13 +126,15 @@ class Criterion:
             return {f"{BENCHMARK}{name}": figure for name, figure in row.get("benchmark", {}).items()}
         return cast(Mapping[str, Any], row["statistics"]["overall"])
 
-    def _number(self, row: Row, part: str) -> float:
-        """Return `value` or `standard_error` of the row's figure, NaN where there is none."""
+    def number(self, row: Row, part: str) -> float:
+        """Return `value`, `low`, `high` or `standard_error` of the row's figure, NaN where there is none."""
         figure = self._figures(row).get(self.metric, math.nan)
-        return float(figure[part] if isinstance(figure, Mapping) else figure)
+        if isinstance(figure, Mapping):
+            return float(figure[part])
+        return float(figure) if part == "value" else math.nan
 
     def _loss(self, row: Row) -> float:
-        value = self._number(row, "value")
+        value = self.number(row, "value")
         return -value if self.higher_is_better else value
 
 

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, 
 from typing_extensions import TypedDict, get_type_hints
 
 from vlmrm.errors import ConfigError
+from vlmrm.measures.audit import Finding
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS
 from vlmrm.settings import describe_errors
@@ -48,11 +49,12 @@ else:
 
 @strict
 class Statistics(TypedDict):
-    """Figures of all pairs, by category, and by column of `group_by` and value."""
+    """Figures of all pairs, by category, and by column of `group_by` and value; what the preference rests on."""
 
     overall: Figures
     category: dict[str, Figures]
     by: dict[str, dict[str, Figures]]
+    audit: NotRequired[list[json_type(Finding)]]  # ty: ignore[invalid-type-form]
 
 
 @strict
