@@ -166,15 +166,20 @@ def _groups(rows: pd.DataFrame, arrays: dict[str, np.ndarray]) -> Iterable[dict[
 
 def _texts(rows: pd.DataFrame, arrays: dict[str, np.ndarray], notes: list[str]) -> list[str]:
     """Return every text of the pairs once, all cut to the same length if they are too long for the page together."""
-    columns = [rows[text].fillna("") if text in rows else pd.Series("", rows.index) for text, _ in ROLES.values()]
-    codes, texts = pd.factorize(pd.concat(columns, ignore_index=True))
-    for role, part in zip(ROLES, np.split(codes, len(ROLES)), strict=True):
-        arrays[f"text/{role}"] = part.astype(np.uint32)
-    most = _length(np.fromiter(map(len, texts), np.int64, len(texts)))
-    if most is None:
-        return list(texts)
-    notes.append(f"Texts are cut to {most:,} characters here, and searched as far.")
-    return [text if len(text) <= most else text[:most] + "…" for text in texts]
+    roles = {}
+    for role, (column, _) in ROLES.items():
+        codes, texts = pd.factorize(rows[column].fillna("") if column in rows else np.full(len(rows), ""))
+        roles[role] = codes, pd.Series(texts, dtype="str")
+    most = _length(np.concatenate([texts.str.len() for _, texts in roles.values()]))
+    if most is not None:
+        notes.append(f"Texts are cut to {most:,} characters here, and searched as far.")
+    numbers: dict[str, int] = {}
+    for role, (codes, texts) in roles.items():
+        if most is not None:
+            texts = texts.where(texts.str.len() <= most, texts.str.slice(0, most) + "…")
+        places = [numbers.setdefault(text, len(numbers)) for text in texts]
+        arrays[f"text/{role}"] = np.array(places, np.uint32)[codes]
+    return list(numbers)
 
 
 def _length(lengths: np.ndarray) -> int | None:
