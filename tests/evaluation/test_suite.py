@@ -137,8 +137,8 @@ def test_keep_best_goes_by_the_mean_and_models_are_loaded_once(here, tiny_reward
 
 
 def test_nothing_is_deleted_where_a_set_failed(here, tiny_reward_model):
-    for step in (1, 2):
-        shutil.copytree(tiny_reward_model, here / "run" / f"checkpoint-{step}")
+    for name in ("checkpoint-1", "checkpoint-2", "final"):
+        shutil.copytree(tiny_reward_model, here / "run" / name)
     keys = {"model_dirs": "run", "interventions": "none", "keep_best": 1, "yes": True, "output_file": "out.csv"}
     assert sweep(words(**keys, data=["short.jsonl", "absent.jsonl"])).unread
     assert len(list(Path("run").glob("checkpoint-*"))) == 2
