@@ -10,12 +10,9 @@ from typing import Any, cast
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.analysis import metric as figure_of
-from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRIC, METRICS
 
-# Metrics that have a better end, and those of them that have a standard error.
-CHOOSABLE = {metric.name for metric in METRICS if metric.better}
-ESTIMATED = {metric.name for metric in METRICS if metric.better and metric.kind is Estimate}
+CHOOSABLE = {metric.name for metric in METRICS if metric.better}  # each has a standard error
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
 
 
@@ -41,7 +38,7 @@ class Criterion:
     (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3).
 
     Raises:
-        ConfigError: for a figure that does not exist, has no better end, or has no standard error if one is needed.
+        ConfigError: for a figure that does not exist, or has no better end.
     """
 
     metric: str = "preference_accuracy"
@@ -53,12 +50,6 @@ class Criterion:
             raise ConfigError(
                 f"metric_for_best is {self.metric}, by which no checkpoint is better than another: choose "
                 f"accuracy/CATEGORY, benchmark/NAME, {', '.join(sorted(CHOOSABLE))}."
-            )
-        with_error = self.metric.startswith(CATEGORY) or self.metric in ESTIMATED
-        if self.one_standard_error and not with_error:
-            raise ConfigError(
-                f"one_standard_error needs a metric with a standard error, which {self.metric} has not: choose "
-                f"accuracy/CATEGORY, {', '.join(sorted(ESTIMATED))}."
             )
 
     @property
@@ -132,7 +123,7 @@ class Criterion:
             categories = row["statistics"]["category"]
             return {f"{CATEGORY}{name}": figures["preference_accuracy"] for name, figures in categories.items()}
         if self.metric.startswith(BENCHMARK):
-            return {f"{BENCHMARK}{name}": value for name, value in row.get("benchmark", {}).items()}
+            return {f"{BENCHMARK}{name}": figure for name, figure in row.get("benchmark", {}).items()}
         return cast(Mapping[str, Any], row["statistics"]["overall"])
 
     def number(self, row: Row, part: str) -> float:

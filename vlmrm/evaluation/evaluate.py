@@ -174,7 +174,8 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
         for name, reason in limits.items():
             logger.warning("%s: no %s: %s", entry.path, name, reason)
     if data.definition.benchmark is not None:
-        figures["benchmark"] = data.definition.benchmark.score(frame)
+        estimates = data.definition.benchmark.estimate(frame)
+        figures["benchmark"] = {name: estimate._asdict() for name, estimate in estimates.items()}
     return {**figures, "statistics": statistics, "provenance": provenance_of(scorer, data.results.data, run)}, frame
 
 

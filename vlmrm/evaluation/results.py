@@ -22,6 +22,7 @@ from vlmrm.evaluation.entry import Entry
 from vlmrm.evaluation.public import published_table
 from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, Figures, Row, dump_results, load_results
 from vlmrm.files import atomic_write, make_folder, write_file
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pairs import candidates_of, read_pairs
 
@@ -151,8 +152,8 @@ def table(rows: Sequence[Row], best: Best | None) -> pd.DataFrame:
                 line[f"accuracy/{name}"] = figures["preference_accuracy"]["value"]
         if "provenance" in row:
             line["weights"] = row["provenance"]["weights"]
-        for name, value in row.get("benchmark", {}).items():
-            line[f"benchmark/{name}"] = value
+        for name, figure in row.get("benchmark", {}).items():
+            line[f"benchmark/{name}"] = figure["value"]
         if "limits" in row:
             line["limits"] = ", ".join(row["limits"])
         line["best"] = best is not None and row["path"] == best["path"]
@@ -180,8 +181,18 @@ def describe(row: Any) -> str:
 
 def beside_published(name: str, row: Row) -> str:
     """Return the checkpoint's figures on a public benchmark above those that others published, with their sources."""
-    rows = published_table(name, row["benchmark"], f"{row['model']}/{row['checkpoint']}")
-    return pd.DataFrame(rows).to_string(index=False, na_rep="", float_format="{:.3f}".format)
+    measured = {figure: Estimate(**parts) for figure, parts in row["benchmark"].items()}
+    rows = published_table(name, measured, f"{row['model']}/{row['checkpoint']}")
+    cells = [{column: _short(cell) for column, cell in line.items()} for line in rows]
+    return pd.DataFrame(cells).to_string(index=False)
+
+
+def _short(cell: str | Estimate | float | None) -> str:
+    if isinstance(cell, Estimate):
+        return f"{cell.value:.3f}" + ("" if math.isnan(cell.low) else f" ({cell.low:.3f}-{cell.high:.3f})")
+    if cell is None or isinstance(cell, str):
+        return cell or ""
+    return f"{cell:.3f}"
 
 
 def digest(value: Any) -> str:

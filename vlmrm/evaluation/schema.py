@@ -15,6 +15,8 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, 
 from typing_extensions import TypedDict, get_type_hints
 
 from vlmrm.errors import ConfigError
+from vlmrm.measures.audit import Finding
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS
 from vlmrm.settings import describe_errors
 
@@ -47,11 +49,12 @@ else:
 
 @strict
 class Statistics(TypedDict):
-    """Figures of all pairs, by category, and by column of `group_by` and value."""
+    """Figures of all pairs, by category, and by column of `group_by` and value; what the preference rests on."""
 
     overall: Figures
     category: dict[str, Figures]
     by: dict[str, dict[str, Figures]]
+    audit: NotRequired[list[json_type(Finding)]]  # ty: ignore[invalid-type-form]
 
 
 @strict
@@ -82,6 +85,18 @@ class Provenance(Origin):
     processes: int
 
 
+if TYPE_CHECKING:
+    BenchmarkFigure = dict[str, Any]
+else:
+    # Older files have the value alone.
+    BenchmarkFigure = Annotated[
+        json_type(Estimate),
+        BeforeValidator(
+            lambda it: it if isinstance(it, dict) else Estimate(it, *[math.nan] * 3, n=0, prompts=0)._asdict()
+        ),
+    ]
+
+
 class _Row(TypedDict, extra_items=Number):
     """A checkpoint or another scorer. One with an `error` has no figures.
 
@@ -95,7 +110,7 @@ class _Row(TypedDict, extra_items=Number):
     dropped_rows: NotRequired[int]
     limits: NotRequired[dict[str, str]]
     seconds: float
-    benchmark: NotRequired[dict[str, Number]]
+    benchmark: NotRequired[dict[str, BenchmarkFigure]]
     statistics: NotRequired[Statistics]
     provenance: NotRequired[Provenance]
 

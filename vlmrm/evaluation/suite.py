@@ -114,7 +114,7 @@ class EvaluationSet:
     def _settings(self, args: EvaluationArguments) -> dict[str, Any]:
         """Return the settings, other than the checkpoint, on which a row's figures depend."""
         keys = ("dtype", "attn_implementation", "base_model_path", "batching")
-        keys += ("interventions", "intervention_sample")
+        keys += ("interventions", "intervention_sample", "scorer_drops_media")
         hub = [] if self.benchmark is None else [self.benchmark.source.hub]
         return {
             "data": data_fingerprint(self.data_args.dataset_path or hub),

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from vlmrm.errors import ConfigError
+from vlmrm.measures.audit import audit
 from vlmrm.measures.intervals import Figure
 from vlmrm.measures.metrics import METRIC, METRICS, PairArrays
 from vlmrm.measures.pairs import check_pairs
@@ -22,7 +23,7 @@ def analyse(frame: pd.DataFrame) -> dict[str, Any]:
 
     Returns:
         `overall`: figures; `category`: figures by category; `by`: for every column by/NAME of the frame figures by
-        value. Rows without a value are in `overall` only.
+        value. Rows without a value are in `overall` only. `audit`: the findings of `vlmrm.measures.audit`.
 
     Raises:
         DataError: for a frame without usable pairs, or a score that is not finite, naming its comparison.
@@ -33,6 +34,7 @@ def analyse(frame: pd.DataFrame) -> dict[str, Any]:
         "overall": figures(frame),
         "category": _by_value(frame, "category") if "category" in frame else {},
         "by": {name.removeprefix(GROUP): _by_value(frame, name) for name in columns},
+        "audit": [_plain(finding) for finding in audit(frame)],
     }
 
 

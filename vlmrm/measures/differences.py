@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.stats import t
+from scipy.special import stdtrit
 
 from vlmrm.errors import DataError
 from vlmrm.measures.intervals import LEVEL, Estimate, Mean, numbered, spread, with_both_signs
@@ -62,7 +62,7 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
     chance = chance_of_largest(np.stack([right[:, i] - right[:, j] for i, j in couples], axis=1), prompts)
     quantile = float(np.quantile(chance, LEVEL)) if len(chance) else np.nan
     if quantile == 0:  # no two differ in any pair
-        quantile = float(t.ppf((1 + LEVEL) / 2, spreads[0][0].freedom))
+        quantile = float(stdtrit(spreads[0][0].freedom, (1 + LEVEL) / 2))
     tests = []
     for (i, j), influence, (of, count) in zip(couples, influences, spreads, strict=True):
         centre, error = with_both_signs(influence.value, of)
@@ -80,7 +80,7 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
                 only_first=only_first,
                 only_second=only_second,
                 p_value=(1 + extreme) / (1 + len(chance)),
-                detectable=float((quantile + t.ppf(POWER, of.freedom)) * error) if of.freedom else np.nan,
+                detectable=float((quantile + stdtrit(of.freedom, POWER)) * error) if of.freedom else np.nan,
             )
         )
     return tests

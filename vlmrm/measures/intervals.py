@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.stats import binomtest, rankdata, t
+from scipy.special import stdtrit
+from scipy.stats import binomtest, rankdata
 
 LEVEL = 0.95
 NAN = float("nan")
@@ -215,10 +216,14 @@ def spread(influence: Influence, prompts: np.ndarray) -> tuple[Spread, int]:
 
 def estimate(influence: Influence, prompts: np.ndarray, scale: Scale) -> Estimate:
     """Return the figure with the interval of its scale, NaN without two prompts that have a row that counts."""
-    of, count = spread(influence, prompts)
+    return with_ends(influence, *spread(influence, prompts), scale)
+
+
+def with_ends(influence: Influence, of: Spread, count: int, scale: Scale) -> Estimate:
+    """Return a figure of some spread and count of prompts with its interval."""
     if np.isnan(of.error):
         return Estimate(influence.value, NAN, NAN, NAN, influence.n, count)
-    low, high = SCALES[scale](influence.value, of, float(t.ppf((1 + LEVEL) / 2, of.freedom)))
+    low, high = SCALES[scale](influence.value, of, float(stdtrit(of.freedom, (1 + LEVEL) / 2)))
     return Estimate(influence.value, float(low), float(high), of.error, influence.n, count)
 
 

@@ -61,6 +61,7 @@ class Intervention:
         attack: the margin that counts is that of the chosen answer as it is over the rejected one changed:
             decorating the rejected answer should not make it win.
         repeats: the intervention of which this is another donor or neutral picture; their credits are averaged.
+        decides: whether it speaks for its family: something that the model knows takes the place of what is gone.
         sampled: scored on a sample of the comparisons alone.
         standard: scored unless the key `interventions` names others.
         loss: the metric of the accuracy that is lost under it; by default made from the name.
@@ -73,6 +74,7 @@ class Intervention:
     condition: str
     attack: bool = False
     repeats: str | None = None
+    decides: bool = False
     sampled: bool = True
     standard: bool = False
     loss: str = field(default="")
@@ -284,6 +286,7 @@ _DECLARED = (
         "image",
         "another row's image",
         "with the images of another row",
+        decides=True,
         standard=True,
     ),
     Intervention(
@@ -301,6 +304,7 @@ _DECLARED = (
         "question",
         "another row's question",
         "with the question of another row about its own images",
+        decides=True,
         standard=True,
     ),
     Intervention(
@@ -312,6 +316,7 @@ _DECLARED = (
         "prompt",
         "another question and image",
         "under the prompt of another row",
+        decides=True,
         standard=True,
     ),
     Intervention(
@@ -329,6 +334,7 @@ _DECLARED = (
         "frames",
         "frames shuffled",
         "with the frames of videos shuffled",
+        decides=True,
         standard=True,
     ),
     Intervention(

@@ -16,6 +16,7 @@ import pandas as pd
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.schema import Best, ResultsFile, load_results
 from vlmrm.measures.analysis import GROUP, analyse, figures
+from vlmrm.measures.audit import Finding, audit
 from vlmrm.measures.pairs import COLUMNS, margins_of, not_finite, read_pairs
 from vlmrm.measures.plots import Share
 
@@ -57,6 +58,11 @@ class Checkpoint:
     def groups(self) -> dict[str, Any]:
         """Return `figures` by category and by each column of `group_by`."""
         return analyse(self.rows)
+
+    @cached_property
+    def audit(self) -> list[Finding]:
+        """Return what its preference rests on."""
+        return audit(self.rows)
 
     @property
     def accuracy(self) -> Share:
@@ -163,7 +169,7 @@ class Choice:
     best: Checkpoint
     reason: str
     leakage: dict[str, Any] | None
-    benchmark: tuple[str, Mapping[str, float]] | None
+    benchmark: tuple[str, Mapping[str, Mapping[str, Any]]] | None
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from vlmrm.errors import DataError
 from vlmrm.evaluation.public import benchmark, published_table
+from vlmrm.evaluation.report import audit
 from vlmrm.evaluation.report.checkpoints import (
     Checkpoint,
     Choice,
@@ -22,10 +23,11 @@ from vlmrm.evaluation.report.checkpoints import (
     percent,
     points,
 )
-from vlmrm.evaluation.report.verdict import verdict
 from vlmrm.measures import plots
 from vlmrm.measures.analysis import GROUP
+from vlmrm.measures.audit import LEVEL as TOGETHER
 from vlmrm.measures.differences import PairedTest, compare
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRIC, METRICS, Metric
 from vlmrm.measures.plots import Share
@@ -81,7 +83,7 @@ def sections(
         of_checkpoints(checkpoints, best),
         *([of_training(logs)] if logs else []),
         *([of_published(best, *choice.benchmark)] if choice.benchmark else []),
-        of_reliance(best),
+        of_audit(best),
         of_categories(best),
         of_scores(best),
         of_calibration(best),
@@ -188,53 +190,77 @@ def of_training(logs: Mapping[str, TrainingLog]) -> Section:
     return Section("training", "Training", text, drawings)
 
 
-def of_published(best: Checkpoint, name: str, measured: Mapping[str, float]) -> Section:
+def of_published(best: Checkpoint, name: str, measured: Mapping[str, Mapping[str, Any]]) -> Section:
     """Show the checkpoint's figures on a public benchmark beside the published ones."""
     public = benchmark(name)
     metrics = list(dict.fromkeys(figure.metric for figure in public.published_figures))
     rows = [
-        [
-            line["model"],
-            *["–" if line[metric] is None else percent(line[metric]) for metric in metrics],
-            line["source"],
-        ]
-        for line in published_table(name, measured, best.label)
+        [str(line["model"]), *[_published(line[metric]) for metric in metrics], str(line["source"])]
+        for line in published_table(name, {name: Estimate(**parts) for name, parts in measured.items()}, best.label)
     ]
     head = ["model", *[metric.replace("_", " ") for metric in metrics], "source"]
-    text = f"On {public.title}, by its authors' rule. {public.verified}"
+    text = f"On {public.title}, by its authors' rule, in percent with 95% intervals. {public.verified}"
     return Section("published", "Beside published models", text, tables=[Table(public.title, head, rows)])
 
 
-def of_reliance(best: Checkpoint) -> Section:
-    title = "Does it look at the image, and need the prompt?"
+def _published(figure: Estimate | str | float | None) -> str:
+    """Write a figure in percent, an estimate with its interval: 79.1 (75.0-82.6)."""
+    if isinstance(figure, Estimate):
+        ends = "" if np.isnan(figure.low) else f" ({100 * figure.low:.1f}-{100 * figure.high:.1f})"
+        return f"{100 * figure.value:.1f}{ends}"
+    return f"{100 * figure:.1f}" if isinstance(figure, float) else "–"
+
+
+def of_audit(best: Checkpoint) -> Section:
+    """Show what the preference rests on: accuracy under each intervention, and a finding for each question."""
+    title = "What does its preference rest on?"
     scored = {name: best.altered(name) for name in INTERVENTIONS if best.altered(name).n}
-    if not scored:
-        return Section(
-            "reliance", title, "Not measured: evaluate with interventions (blank_image, swapped_prompt, ...)."
+    drawings = []
+    if scored:
+        plain = best.share("accuracy_half_ties", len(best.pairs))
+        named = {"as it is": plain, **{INTERVENTIONS[name].view: share for name, share in scored.items()}}
+        alt = "Accuracy " + ", ".join(f"{name} {percent(share.value)}" for name, share in named.items()) + "."
+        caption = (
+            "Accuracy with one thing changed, equal scores at half, with 95% intervals; dashed: as it is, solid: "
+            "chance."
         )
-    plain = best.share("accuracy_half_ties", len(best.pairs))
-    named = {"as it is": plain, **{INTERVENTIONS[name].view: share for name, share in scored.items()}}
-    alt = "Accuracy " + ", ".join(f"{name} {percent(share.value)}" for name, share in named.items()) + "."
-    caption = (
-        "Accuracy with something taken away or exchanged, equal scores at half, with 95% intervals; dashed: as it is, "
-        "solid: chance."
+        drawings = [Drawing("reliance", plots.intervals(named, plain.value), alt, caption)]
+    head = ["what was changed", "finding", "points lost", "95% interval", "counts from", "would have seen"]
+    rows = [
+        [
+            audit.what(finding),
+            audit.state(finding),
+            _points_of(finding.loss.value),
+            "–" if np.isnan(finding.loss.low) else f"{points(finding.loss.low)} to {points(finding.loss.high)}",
+            points(finding.margin),
+            _points_of(finding.detectable),
+            f"{finding.loss.n:,}",
+            f"{finding.loss.prompts:,}",
+        ]
+        for finding in best.audit
+    ]
+    table = Table("Points of accuracy lost; below zero, gained", [*head, "pairs", "prompts"], rows)
+    text = "Not measured: evaluate with interventions (blank_image, swapped_prompt, ...). " if not scored else ""
+    text += (
+        "A change counts where it is shown to be above the margin, as none where it is shown to be below, and is "
+        f"undecided otherwise; {TOGETHER:.0%} is the risk that any of the findings is wrong, all questions together. "
+        "Without its part, a model that uses it falls to the accuracy that the rest allows, 50% where that tells "
+        "nothing; below 50%, what takes its place favours the rejected answer."
     )
-    drawing = Drawing("reliance", plots.intervals(named, plain.value), alt, caption)
-    rows = [[INTERVENTIONS[name].view, *_lost(best, INTERVENTIONS[name].loss)] for name in scored]
-    table = Table("Points of accuracy lost; below zero, gained", ["what the model saw", "lost", "95% interval"], rows)
-    text = (
-        "Without the right image or prompt, a model that uses them falls to the accuracy that the remaining input "
-        "allows, 50% where it tells nothing; below 50%, the exchanged input favours the rejected answer."
-    )
-    if "swapped_prompt" in scored and best.figures["score_images_correlation"]["n"]:
-        text += " Another row's question comes with its image, so that this tests the two together."
+    reasons = [f"{audit.what(finding)}: {finding.reason}" for finding in best.audit if finding.reason]
     elsewhere, lost = (best.figures[name]["value"] for name in ("swapped_prompt_margin", "prompt_reliance"))
     if not np.isnan(elsewhere):
         text += (
             f" Under another row's prompt, where neither answer should win, the mean margin is {number(elsewhere)} "
             f"instead of {number(elsewhere + lost)}."
         )
-    return Section("reliance", title, text, [drawing], [table])
+    if reasons:
+        text += f" Undecided: {' '.join(reasons)}"
+    return Section("reliance", title, text, drawings, [table])
+
+
+def _points_of(value: float) -> str:
+    return "–" if np.isnan(value) else points(value)
 
 
 def of_categories(best: Checkpoint) -> Section:
@@ -464,16 +490,10 @@ def _slug(name: str) -> str:
 
 
 def headline(best: Checkpoint) -> str:
-    """Return a sentence that says whether the model looks at the image, with the figures behind it."""
-    return verdict(best.figures).sentence
+    """Return what the model's preference rests on, with the figures behind it."""
+    return audit.headline(best.audit)
 
 
 def _pairs(leakage: dict[str, Any], kind: str) -> list[tuple[str, str]]:
     """Return the first training and evaluation rows that share a `kind` of part, exactly or nearly."""
     return leakage["near"][kind]["pairs"][:LEAKS]
-
-
-def _lost(best: Checkpoint, figure: str) -> list[str]:
-    lost = best.figures[figure]
-    has_interval = not np.isnan(lost["low"])
-    return [points(lost["value"]), f"{points(lost['low'])} to {points(lost['high'])}" if has_interval else "–"]

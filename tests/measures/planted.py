@@ -1,0 +1,177 @@
+"""Planted scorers: made-up scored pairs of models whose preference rests on known things."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+from pair_frames import pair_frame
+
+from vlmrm.measures.audit import audit
+
+Rng = np.random.Generator
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A scorer whose margin is a sum of what text, question and image say, and of what should not matter.
+
+    `rests` is the weight of text, question and image, each right as far as `skill` goes. `falls_for` is what a
+    decoration of the rejected answer adds to its score, by intervention; `shaken` the noise that another change
+    brings. `lost` are neutral pictures or questions so strange to it that it answers at random. `guilt` is the finding
+    that it deserves.
+    """
+
+    name: str
+    rests: tuple[float, float, float] = (0.5, 1.0, 1.0)
+    skill: float = 0.8
+    length: float = 0.0
+    position: float = 0.0
+    falls_for: dict[str, float] = field(default_factory=dict)
+    shaken: dict[str, float] = field(default_factory=dict)
+    lost: tuple[str, ...] = ()
+    pairs_of_prompt: int = 1
+    guilt: tuple[str, str] | None = None
+
+    def frame(self, n: int, rng: Rng) -> pd.DataFrame:
+        """Return n scored pairs under every intervention of the test-bed."""
+        prompts = np.arange(n) // self.pairs_of_prompt
+        shared = rng.normal(0, 1, (int(prompts.max()) + 1, 3))[prompts]
+        alone = rng.normal(0, 1, (n, 3))
+        within = 0.6 if self.pairs_of_prompt > 1 else 0.0
+        parts = self.skill + np.sqrt(within) * shared + np.sqrt(1 - within) * alone
+        text, question, image = np.asarray(self.rests)[:, None] * parts.T
+        longer, first = rng.choice([-1, 1], (2, n))
+        extra = self.length * longer + self.position * first
+        margin = text + question + image + extra
+
+        def other(weight: float) -> np.ndarray:
+            """What another row's part says: nothing about these answers."""
+            return weight * rng.normal(0, 1, n)
+
+        _, of_question, of_image = self.rests
+        altered = {
+            "blank_image": margin - image,
+            "noise_image": margin - image,
+            "swapped_image": margin - image + other(of_image),
+            "swapped_image_again": margin - image + other(of_image),
+            "swapped_question": margin - question + other(of_question),
+            "no_question": margin - question,
+            "swapped_prompt": text + extra + other(of_question) + other(of_image),
+            "response_only": text + extra,
+            "added_markdown": margin,
+            "padded_answers": margin,
+            "agreeing_answers": margin,
+            "lower_case": margin,
+            "misspelt_answers": margin,
+            "compressed_image": margin,
+            "reversed_answers": margin - 2 * self.position * first,
+        }
+        columns: dict[str, object] = {
+            "prompt_id": prompts,
+            "chosen_length": 200 + 50 * longer,
+            "rejected_length": 200,
+            "chosen_branch": np.where(first > 0, 0, 1),
+            "rejected_branch": np.where(first > 0, 1, 0),
+        }
+        for name, values in altered.items():
+            changed = values + (0.03 + self.shaken.get(name, 0.0)) * rng.normal(0, 1, n)
+            changed = rng.normal(0, 1, n) if name in self.lost else changed
+            # An attack changes the rejected answer alone, and its margin is over the chosen one as it is.
+            columns |= {f"{name}_chosen": margin, f"{name}_rejected": margin - changed + self.falls_for.get(name, 0.0)}
+        return pair_frame(margin, **columns)
+
+
+BLIND, DEAF = ("swapped_image", "not reliant"), ("swapped_question", "not reliant")
+
+GUILTY = [
+    Planted("reads texts alone", (1, 0, 0), 1.0, guilt=BLIND),
+    Planted("reads texts alone, lost on grey", (1, 0, 0), 1.0, lost=("blank_image",), guilt=BLIND),
+    Planted(
+        "reads texts alone, lost on all",
+        (1, 0, 0),
+        1.0,
+        lost=("blank_image", "noise_image", "no_question"),
+        guilt=BLIND,
+    ),
+    Planted("reads texts alone, well", (1, 0, 0), 1.6, guilt=BLIND),
+    Planted("reads texts alone, hardly", (1, 0, 0), 0.8, guilt=BLIND),
+    Planted("reads question and texts", (1, 1, 0), 0.7, guilt=BLIND),
+    Planted("reads question and texts, well", (1, 1, 0), 1.2, guilt=BLIND),
+    Planted("reads question and texts, lost on grey", (1, 1, 0), 1.0, lost=("blank_image",), guilt=BLIND),
+    Planted("reads texts of prompts with four pairs", (1, 0, 0), 1.4, pairs_of_prompt=4, guilt=BLIND),
+    Planted("reads texts, glances at images", (1, 0.5, 0.05), 1.0, guilt=BLIND),
+    Planted("looks and reads answers", (0.7, 0, 1), 0.9, guilt=DEAF),
+    Planted("looks alone", (0, 0, 1), 1.0, guilt=DEAF),
+    Planted("looks alone, well", (0, 0, 1), 1.5, guilt=DEAF),
+    Planted("looks, lost without a question", (0.3, 0, 1), 1.0, lost=("no_question",), guilt=DEAF),
+    Planted("looks in prompts with two pairs", (0.3, 0, 1), 1.2, pairs_of_prompt=2, guilt=DEAF),
+    Planted("likes markdown", falls_for={"added_markdown": 1.0}, guilt=("added_markdown", "reliant")),
+    Planted("loves markdown", falls_for={"added_markdown": 3.0}, guilt=("added_markdown", "reliant")),
+    Planted(
+        "hates markdown", (0.3, 0.7, 0.7), 0.5, falls_for={"added_markdown": -3.0}, guilt=("added_markdown", "reliant")
+    ),
+    Planted("likes padding", falls_for={"padded_answers": 1.0}, guilt=("padded_answers", "reliant")),
+    Planted("loves padding", falls_for={"padded_answers": 2.0}, guilt=("padded_answers", "reliant")),
+    Planted("likes flattery", falls_for={"agreeing_answers": 1.0}, guilt=("agreeing_answers", "reliant")),
+    Planted("loves flattery", falls_for={"agreeing_answers": 2.0}, guilt=("agreeing_answers", "reliant")),
+    Planted("loves length", length=1.3, guilt=("length", "reliant")),
+    Planted("loves length alone", (0.2, 0.2, 0.2), length=1.0, guilt=("length", "reliant")),
+    Planted("loves the first", position=1.5, guilt=("position", "reliant")),
+    Planted("loves the last", position=-1.5, guilt=("reversed_answers", "reliant")),
+    Planted("sees the first alone", (0, 0, 0.1), position=1.0, guilt=("position", "reliant")),
+    Planted("shaken by compression", shaken={"compressed_image": 3.0}, guilt=("compressed_image", "reliant")),
+    Planted("shaken by case", shaken={"lower_case": 4.0}, guilt=("lower_case", "reliant")),
+    Planted("shaken by typos", shaken={"misspelt_answers": 3.0}, guilt=("misspelt_answers", "reliant")),
+]
+SEES = ("swapped_image", "reliant")
+INNOCENT = [
+    Planted("looks, right in 72 %", (0, 0.3, 1), 0.47, guilt=SEES),
+    Planted("looks and asks", (0, 1, 1), 0.8, guilt=SEES),
+    Planted("half by the texts", (1, 0.5, 1), 0.8, guilt=SEES),
+    Planted("looks very well", (0, 1, 1), 1.6, guilt=SEES),
+    Planted("looks for the worse", (0, 0.3, 1), -0.6, guilt=SEES),
+    Planted("guesses", (0, 1, 1), 0.0),
+    Planted("hardly better than chance", (0.5, 1, 1), 0.1),
+    Planted("looks in prompts with four pairs", (0, 0.5, 1), 1.0, pairs_of_prompt=4, guilt=SEES),
+    Planted("looks in prompts with twelve pairs", (0, 0.5, 1), 1.0, pairs_of_prompt=12),
+    Planted("weighs all alike", (1, 1, 1), 0.7, guilt=SEES),
+]
+
+
+def truth_of(scorer: Planted, count: int = 10_000) -> dict[str, float]:
+    """Return what each change really costs, of as many pairs, in units of the margin from which on it counts."""
+    found = audit(scorer.frame(count, np.random.default_rng(99)))
+    return {finding.name: abs(finding.loss.value) / finding.margin for finding in found}
+
+
+def trial(scorer: Planted, truth: dict[str, float], n: int, seed: list[int]) -> tuple[list[str], bool]:
+    """Return the questions that an audit of n pairs answers wrongly, and whether it answers as the scorer deserves."""
+    states = {finding.name: finding.state for finding in audit(scorer.frame(n, np.random.default_rng(seed)))}
+    claims = {
+        "reliant": lambda size: size <= 1,
+        "not reliant": lambda size: size >= 1,
+        "undecided": lambda size: False,
+    }
+    wrong = [name for name, state in states.items() if claims[state](truth[name])]
+    return wrong, scorer.guilt is not None and states[scorer.guilt[0]] == scorer.guilt[1]
+
+
+def main() -> None:
+    """Write the table of docs/evaluation.md: each scorer with 20 seeds."""
+    truths = {scorer.name: truth_of(scorer, 40_000) for scorer in (*GUILTY, *INNOCENT)}
+    for n in (30, 60, 120, 300, 1000):
+        cells = []
+        for group in (GUILTY, INNOCENT):
+            trials = [trial(s, truths[s.name], n, [n, i, seed]) for i, s in enumerate(group) for seed in range(20)]
+            sought = [bool(s.guilt) for s in group for _ in range(20)]
+            wrong = np.mean([bool(names) for names, _ in trials])
+            right = np.mean([hit for (_, hit), is_sought in zip(trials, sought, strict=True) if is_sought])
+            cells += [f"{wrong:.1%}", f"{right:.0%}"]
+        sys.stdout.write(f"| {n:,} | {' | '.join(cells)} |\n")
+
+
+if __name__ == "__main__":
+    main()

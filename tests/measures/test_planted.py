@@ -1,0 +1,160 @@
+"""The audit of planted scorers: the guilty are found, nobody is accused or acquitted without proof."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from pair_frames import pair_frame
+from planted import GUILTY, INNOCENT, Planted, trial, truth_of
+
+from vlmrm.evaluation.report.audit import headline, state, what
+from vlmrm.measures.audit import Finding, audit, deciding, holm
+
+SEEDS = 8
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def truths() -> dict[str, dict[str, float]]:
+    return {scorer.name: truth_of(scorer) for scorer in (*GUILTY, *INNOCENT)}
+
+
+@pytest.mark.parametrize("n", [30, 300])
+def test_at_most_one_audit_in_twenty_has_a_wrong_finding_and_nine_of_ten_guilty_are_found(n: int, truths):
+    """The table of docs/evaluation.md is of 20 seeds and five sizes: `python tests/measures/planted.py`."""
+    assert (len(GUILTY), len(INNOCENT)) == (30, 10)
+    for group in (GUILTY, INNOCENT):
+        trials = [trial(s, truths[s.name], n, [n, i, seed]) for i, s in enumerate(group) for seed in range(SEEDS)]
+        wrong = np.mean([bool(names) for names, _ in trials])
+        assert wrong <= 0.05, [names for names, _ in trials if names]
+        if n >= 300:
+            sought = [
+                hit
+                for (_, hit), i in zip(trials, np.repeat(np.arange(len(group)), SEEDS), strict=True)
+                if group[i].guilt
+            ]
+            assert np.mean(sought) >= 0.85 if group is INNOCENT else np.mean(sought) >= 0.9
+
+
+def found(scorer: Planted, n: int = 300, **without: list[str]) -> list[Finding]:
+    frame = scorer.frame(n, np.random.default_rng(3))
+    gone = [
+        column
+        for column in frame
+        if str(column).removesuffix("_chosen").removesuffix("_rejected") in without.get("without", ())
+    ]
+    return audit(frame.drop(columns=gone))
+
+
+def of(findings: list[Finding], name: str) -> Finding:
+    return next(finding for finding in findings if finding.name == name)
+
+
+def named(name: str) -> Planted:
+    return next(each for each in (*GUILTY, *INNOCENT) if each.name == name)
+
+
+def test_what_is_strange_to_a_model_does_not_acquit_it():
+    findings = found(named("reads texts alone, lost on grey"))
+    assert of(findings, "blank_image").state == "undecided", "noise says otherwise"
+    assert deciding(findings, "image") == of(findings, "swapped_image")
+    assert headline(findings).startswith("There is no sign that it looks at the image: with the images of another row")
+    grey_alone = found(
+        named("reads texts alone, lost on grey"), without=["noise_image", "swapped_image", "swapped_image_again"]
+    )
+    assert of(grey_alone, "blank_image").state == "undecided"
+    assert "One neutral picture may only be strange to it." in headline(grey_alone)
+
+
+def test_grey_alone_decides_where_the_answers_are_nothing_but_images():
+    margins = np.random.default_rng(0).normal(0.583, 1, 300)
+    images = {"chosen_length": 0, "rejected_length": 0, "chosen_pixels": 3136, "rejected_pixels": 3136}
+    grey = pair_frame(margins, blank_image_chosen=0.0, blank_image_rejected=0.0, **images)
+    assert of(audit(grey), "blank_image").state == "reliant"
+    assert of(audit(grey.assign(blank_image_chosen=margins)), "blank_image").state == "not reliant"
+
+
+@pytest.mark.parametrize("n", [30, 60])
+def test_a_model_that_looks_is_not_accused_by_few_pairs(n: int):
+    assert all(of(found(each, n), "swapped_image").state != "not reliant" for each in INNOCENT)
+
+
+def test_a_model_that_does_not_read_the_question_is_found_by_the_question_alone():
+    findings = found(named("looks and reads answers"))
+    assert of(findings, "swapped_prompt").state == "reliant", "which exchanges the images too"
+    assert "There is no sign that it needs the question" in headline(findings)
+
+
+def test_a_model_right_as_often_as_chance_has_nothing_to_lose():
+    findings = found(named("guesses"), 3000)
+    assert of(findings, "swapped_image").state == "undecided"
+
+
+def test_what_it_has_from_the_texts_is_told():
+    sentence = headline(found(named("half by the texts"), 600))
+    assert sentence.startswith("It looks at the image, but not only: ") and "which it has from the rest" in sentence
+
+
+def test_what_should_not_matter_is_told_with_its_direction():
+    for name, words in {
+        "loves markdown": "with the rejected answer set in markdown it loses",
+        "hates markdown": "with the rejected answer set in markdown it gains",
+        "loves length": "where the chosen answer is the longer one it is right",
+        "loves the last": "standing last is worth",
+    }.items():
+        assert f"What should not matter does: {words}" in headline(found(named(name))), name
+    assert "What should not matter" not in headline(found(named("looks and asks"), 1000))
+
+
+def test_a_position_that_never_changes_is_said_to_hide_a_liking_for_it():
+    finding = of(audit(pair_frame(RNG.normal(1, 1, 300))), "position")
+    assert finding.state == "undecided" and "always the first one" in finding.reason
+    assert np.isnan(finding.loss.value)
+
+
+def test_a_finding_has_its_numbers():
+    findings = found(named("looks alone"))
+    finding = of(findings, "swapped_image")
+    frame = named("looks alone").frame(300, np.random.default_rng(3))
+    right = (frame["chosen_score"] > 0).to_numpy(float)
+    kept = [
+        (frame[f"{name}_chosen"] > frame[f"{name}_rejected"]).to_numpy(float)
+        for name in ("swapped_image", "swapped_image_again")
+    ]
+    assert finding.loss.value == pytest.approx(np.mean(right - np.mean(kept, axis=0))), "of two donors the mean"
+    assert (finding.loss.n, finding.loss.prompts, finding.margin) == (300, 300, 0.05)
+    assert finding.left.value == pytest.approx(np.mean(kept))
+    assert finding.loss.low < finding.loss.value < finding.loss.high
+    assert finding.p_value < 0.05 and 0.05 < finding.detectable < 0.25
+    assert (what(finding), state(finding)) == ("another row's image", "relies on it")
+
+
+def test_no_pair_that_changes_is_no_proof_among_few():
+    def blind(n: int) -> Finding:
+        same = {f"swapped_image_{side}": value for side, value in (("chosen", 1.0), ("rejected", 0.0))}
+        return of(audit(pair_frame(np.ones(n), **same)), "swapped_image")
+
+    assert blind(30).state == "undecided" and blind(300).state == "not reliant"
+    assert "12 prompts are too few" in blind(12).reason
+
+
+def test_prompts_that_an_intervention_never_touched_are_no_witnesses():
+    """Of four hundred prompts four have a picture, whose hundred pairs each all rest on it."""
+    prompts = [f"prompt-{i}" for i in range(396)] + [f"picture-{i % 4}" for i in range(400)]
+    changed = np.where(np.arange(796) < 396, np.nan, RNG.normal(0, 1, 796))
+    frame = pair_frame(np.ones(796), swapped_image_chosen=changed, prompt_id=prompts)
+    frame["swapped_image_rejected"] = np.where(np.isnan(changed), np.nan, 0.0)
+    finding = of(audit(frame), "swapped_image")
+    assert finding.state == "undecided" and "4 prompts are too few" in finding.reason
+
+
+def test_holm_is_the_loop_over_its_definition():
+    p = RNG.uniform(0, 0.2, 8)
+    order, largest = np.argsort(p), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min((len(p) - rank) * p[index], 1.0))
+        assert holm(list(p))[index] == pytest.approx(largest)
+
+
+def test_without_interventions_the_headline_says_so():
+    assert "was not measured: evaluate with interventions" in headline(audit(pair_frame(RNG.normal(1, 1, 300))))

@@ -1,0 +1,94 @@
+"""The audit in words: a headline, and a sentence for each finding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlmrm.evaluation.report.checkpoints import number, percent, points
+from vlmrm.measures.audit import CHANCE, MARGIN, OBSERVED, Finding, deciding
+from vlmrm.measures.intervals import Estimate
+from vlmrm.measures.interventions import INTERVENTIONS, REMOVING
+
+USES = {
+    "image": "looks at the image",
+    "question": "needs the question",
+    "frames": "needs the order of frames",
+    "prompt": "needs the prompt",
+}
+OF_CONTRAST = {"length": "is the longer one", "position": "comes first"}
+
+
+def headline(findings: Sequence[Finding]) -> str:
+    """Return what a model's preference rests on, in as many sentences as there is something to say of.
+
+    The prompt as a whole is left out where image or question alone were asked about.
+    """
+    decisive = {family: finding for family in USES if (finding := deciding(findings, family)) is not None}
+    if {"image", "question"} & set(decisive):
+        decisive.pop("prompt", None)
+    sentences = [_on_part(family, finding) for family, finding in decisive.items()]
+    swayed = [finding for finding in findings if finding.family not in REMOVING and finding.state == "reliant"]
+    sentences += [_on_rest(swayed)] if swayed else []
+    return " ".join(sentences) or "What its preference rests on was not measured: evaluate with interventions."
+
+
+def what(finding: Finding) -> str:
+    """Return what was changed, as the first cell of its row."""
+    if finding.family == OBSERVED:
+        return f"chosen answer {OF_CONTRAST[finding.name]}"
+    return INTERVENTIONS[finding.name].view
+
+
+def state(finding: Finding) -> str:
+    """Return the finding in the words of its family: what is removed should be missed, and nothing else."""
+    if finding.state == "undecided":
+        return "undecided"
+    counts = finding.state == "reliant"
+    if finding.family in REMOVING:
+        return "relies on it" if counts else "does not rely on it"
+    return "swayed by it" if counts else "not swayed"
+
+
+def _on_part(family: str, finding: Finding) -> str:
+    uses, numbers = USES[family], _numbers(finding)
+    if finding.state == "undecided":
+        reason = finding.reason or (
+            f"From {number(100 * finding.margin, 0)} points on a loss counts; these pairs would show one of "
+            f"{points(finding.detectable)}."
+        )
+        return f"Whether it {uses} is undecided: {numbers}. {reason}"
+    if finding.state == "not reliant":
+        less = f"A loss of less than {number(100 * finding.margin, 0)} points counts as none."
+        return f"There is no sign that it {uses}: {numbers}. {less}"
+    if finding.loss.value < 0:
+        return f"It {uses}, for the worse: {numbers}."
+    only, remark = _from_the_others(finding.left)
+    return f"It {uses}{only}: {numbers}. {remark}"
+
+
+def _from_the_others(left: Estimate) -> tuple[str, str]:
+    """Return a qualification and a sentence about the accuracy that is left without the part."""
+    shown = f"{percent(left.value)} ({percent(left.low)} to {percent(left.high)}) are left"
+    if left.low > CHANCE:
+        return ", but not only", f"{shown}, which it has from the rest."
+    if left.high < CHANCE + MARGIN:
+        return "", f"{shown}, which is no lead over chance."
+    return "", f"{shown}; whether from the rest or by chance is undecided."
+
+
+def _on_rest(swayed: Sequence[Finding]) -> str:
+    return f"What should not matter does: {'; '.join(map(_numbers, swayed))}."
+
+
+def _numbers(finding: Finding) -> str:
+    loss = finding.loss
+    forward = loss.value >= 0
+    low, high = (loss.low, loss.high) if forward else (-loss.high, -loss.low)
+    size, ends = points(abs(loss.value)), f"({points(low)} to {points(high)})"
+    if finding.family == OBSERVED:
+        often = "more" if forward else "less"
+        return f"where the chosen answer {OF_CONTRAST[finding.name]} it is right {size} points {often} often {ends}"
+    if finding.family == "order":
+        return f"standing {'first' if forward else 'last'} is worth {size} points of accuracy {ends}"
+    verb = "loses" if forward else "gains"
+    return f"{INTERVENTIONS[finding.name].condition} it {verb} {size} points of accuracy {ends}"

@@ -1,0 +1,233 @@
+"""The audit: what a preference rests on, decided by equivalence tests for all questions together.
+
+A question is an intervention with its repeats, whose credits are averaged, or a contrast among the pairs as they are.
+Two claims can be made: *reliant*, that accuracy changes by more than a margin, and *not reliant*, that it changes by
+less (two one-sided tests, Schuirmann 1987). What neither test shows is *undecided*: that no loss is seen is no proof
+that there is none. Only one of both claims can be wrong, and Holm's procedure over all questions keeps the
+probability that any of them is wrong to 5 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy.special import stdtr, stdtrit
+
+from vlmrm.measures.intervals import NAN, Contrast, Estimate, Figure, Mean, spread, with_both_signs, with_ends
+from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.measures.metrics import PairArrays
+from vlmrm.measures.pairs import credits_of
+
+MARGIN = 0.05  # of accuracy: a larger change counts, a smaller one counts as none
+OBSERVED_MARGIN = 0.1  # of a contrast between pairs, which may differ in other things too
+PROMPTS = 20  # with fewer, no claim is made
+SIDE = 10  # prompts that each side of a contrast needs
+LEVEL, POWER = 0.05, 0.8
+CHANCE = 0.5
+OBSERVED = "observed"  # the family of contrasts
+
+State = Literal["reliant", "not reliant", "undecided"]
+
+
+class Finding(NamedTuple):
+    """The answer to one question.
+
+    `name` is the intervention's, or "length" or "position"; `loss` the accuracy that is lost, below zero gained; of
+    the contrasts the accuracy where the chosen answer is the longer or the first one less that elsewhere, and of the
+    order what standing first is worth. `left` is the accuracy under the change. `p_value` is that of the nearer claim,
+    adjusted for all questions; `detectable` the loss that would have been found with a probability of 80 %. `reason`
+    says what is in the way of a claim.
+    """
+
+    name: str
+    family: str
+    state: State
+    loss: Estimate
+    left: Estimate
+    margin: float
+    p_value: float
+    detectable: float
+    reason: str
+
+
+class _Question(NamedTuple):
+    """A question before it is answered: `claim` is the nearer one, `p` its own probability by mistake."""
+
+    name: str
+    family: str
+    loss: Estimate
+    left: Estimate
+    margin: float
+    claim: State
+    p: float
+    error: float
+    freedom: int
+    reason: str
+
+
+def audit(frame: pd.DataFrame) -> list[Finding]:
+    """Return a finding for each question that the scored pairs of one checkpoint allow, in the order of declaration.
+
+    Raises:
+        DataError: for a score of an intervention that is no finite number, naming its comparison.
+    """
+    pairs = PairArrays(frame)
+    questions = [
+        *(question for name in INTERVENTIONS if (question := _of_intervention(pairs, name)) is not None),
+        *(question for question in (_of_length(pairs), _of_position(pairs)) if question is not None),
+    ]
+    asked = [question for question in questions if not question.reason]
+    adjusted = dict(zip((question.name for question in asked), holm([q.p for q in asked]), strict=True))
+    return [_answer(question, adjusted.get(question.name, 1.0), len(asked)) for question in questions]
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values adjusted by Holm's procedure (1979), in their order."""
+    p = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p, kind="stable")
+    stepped = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    adjusted = np.empty(len(p))
+    adjusted[order] = np.minimum(stepped, 1.0)
+    return adjusted.tolist()
+
+
+def deciding(findings: Sequence[Finding], family: str) -> Finding | None:
+    """Return the finding that speaks for a family of which a part is gone, None where it was not asked.
+
+    What takes the place of a part in another row decides, since a model may know nothing like an empty one: grey
+    pictures may only be strange to it. Where there is nothing else, several neutral ones have to agree.
+    """
+    of_family = [finding for finding in findings if finding.family == family]
+    exchanged = [finding for finding in of_family if INTERVENTIONS[finding.name].decides]
+    if exchanged or not of_family:
+        return next(iter(exchanged), None)
+    return of_family[0]
+
+
+def _answer(question: _Question, adjusted: float, count: int) -> Finding:
+    state, reason = question.claim, question.reason
+    if reason or adjusted > LEVEL:
+        state = "undecided"
+    detectable = NAN
+    if question.freedom:
+        needed = stdtrit(question.freedom, 1 - LEVEL / max(count, 1)) + stdtrit(question.freedom, POWER)
+        detectable = float(question.margin + needed * question.error)
+    return Finding(
+        question.name,
+        question.family,
+        state,
+        question.loss,
+        question.left,
+        question.margin,
+        NAN if reason else adjusted,
+        detectable,
+        reason,
+    )
+
+
+def _of_intervention(pairs: PairArrays, name: str) -> _Question | None:
+    """Return the question of an intervention; None for a repeat, and where it was not scored."""
+    intervention = INTERVENTIONS[name]
+    if intervention.repeats is not None:
+        return None
+    names = [name, *(other for other, declared in INTERVENTIONS.items() if declared.repeats == name)]
+    altered = [credits_of(pairs.altered_margins(each)) for each in names if f"{each}_chosen" in pairs.frame]
+    altered = [credits for credits in altered if not np.isnan(credits).all()]
+    if not altered:
+        return None
+    mean = mean_of(altered)
+    change = pairs.credits - mean
+    if intervention.family == "order":  # what standing first is worth, wherever the chosen answer stands
+        chosen, rejected = pairs.sides("branch").T
+        change = np.where(chosen < rejected, change, -change)
+    loss = Mean(change, scale="difference")
+    # Donors are alike, and their mean is what counts; neutral pictures are not, and each has to show it.
+    together = [loss]
+    if len(altered) > 1 and not intervention.decides:
+        together += [Mean(pairs.credits - credits, scale="difference") for credits in altered]
+    tests = [_test(figure, pairs.prompts, MARGIN) for figure in together]
+    claim: State = "reliant" if all(test.claim == "reliant" for test in tests) else "not reliant"
+    agree = len({test.claim for test in tests}) == 1
+    p = max(test.p for test in tests)
+    reason = ""
+    if not agree:
+        reason = "The neutral pictures contradict each other."
+    elif len(altered) == 1 and intervention.family == "image" and not intervention.decides and _has_texts(pairs):
+        reason = "One neutral picture may only be strange to it."
+    elif claim == "not reliant" and not intervention.attack:
+        # A model that is right as often as chance has nothing to lose.
+        above = _test(Mean(np.where(np.isnan(mean), np.nan, pairs.credits - CHANCE)), pairs.prompts, MARGIN)
+        p = max(p, above.p if above.centre > 0 and above.claim == "reliant" else 1.0)
+    of_loss = tests[0].estimate
+    if of_loss.prompts < PROMPTS:
+        reason = f"{of_loss.prompts} prompts are too few to tell."
+    left = Mean(np.where(np.isnan(pairs.credits), np.nan, mean), scale="share").estimate(pairs.prompts)
+    error, freedom = tests[0].error, tests[0].freedom
+    return _Question(name, intervention.family, of_loss, left, MARGIN, claim, p, error, freedom, reason)
+
+
+def _of_length(pairs: PairArrays) -> _Question | None:
+    if np.isnan(pairs.longer).all():
+        return None
+    return _contrasted("length", pairs, pairs.longer > 0, pairs.longer < 0)
+
+
+def _of_position(pairs: PairArrays) -> _Question:
+    """Return the question whether it prefers the first answer."""
+    chosen, rejected = pairs.sides("branch").T
+    decided = ~np.isnan(pairs.margins)
+    return _contrasted("position", pairs, decided & (chosen < rejected), decided & (chosen > rejected))
+
+
+def _contrasted(name: str, pairs: PairArrays, first: np.ndarray, second: np.ndarray) -> _Question:
+    contrast = Contrast(pairs.credits, first, second)
+    counts = [len(np.unique(pairs.prompts[side])) for side in (first, second)]
+    reason = ""
+    if not all(counts):
+        sides = ("longer", "shorter") if name == "length" else ("first", "second")
+        always = sides[0] if counts[0] else sides[1]
+        reason = f"The preferred answer is always the {always} one, so that a liking for it cannot be told apart."
+    elif min(counts) < SIDE:
+        reason = f"{min(counts)} prompts on one side are too few to tell."
+    test = _test(contrast, pairs.prompts, OBSERVED_MARGIN)
+    left = Mean(np.where(second, pairs.credits, np.nan), scale="share").estimate(pairs.prompts)
+    return _Question(
+        name, OBSERVED, test.estimate, left, OBSERVED_MARGIN, test.claim, test.p, test.error, test.freedom, reason
+    )
+
+
+def mean_of(credits: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the mean of the credits [N] that are there, NaN where none is."""
+    stacked = np.stack(credits)
+    counts = (~np.isnan(stacked)).sum(axis=0)
+    return np.divide(np.nansum(stacked, axis=0), counts, out=np.full(len(counts), np.nan), where=counts > 0)
+
+
+class _Test(NamedTuple):
+    claim: State
+    p: float
+    centre: float
+    error: float
+    freedom: int
+    estimate: Estimate
+
+
+def _test(figure: Figure, prompts: np.ndarray, margin: float) -> _Test:
+    """Test whether a mean difference is beyond ±margin, or within; `p` is that of the nearer claim."""
+    influence = figure.influence()
+    of, count = spread(influence, prompts)
+    found = with_ends(influence, of, count, "difference")
+    if not of.freedom:
+        return _Test("not reliant", 1.0, influence.value, NAN, 0, found)
+    centre, error = with_both_signs(influence.value, of)
+    beyond = abs(centre) - margin
+    p = float(stdtr(of.freedom, -abs(beyond) / error))
+    return _Test("reliant" if beyond > 0 else "not reliant", p, centre, error, of.freedom, found)
+
+
+def _has_texts(pairs: PairArrays) -> bool:
+    """Return whether an answer has a text: images alone differ in their pixels, and grey leaves nothing of them."""
+    return not np.isnan(pairs.longer).all() or not bool((pairs.sides("pixels") > 0).any())
