@@ -17,6 +17,7 @@ from vlmrm.errors import BelowThreshold, ConfigError, DataError
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.leaderboard import leaderboard
 from vlmrm.evaluation.public import BENCHMARKS
+from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.scorers.function import FunctionEntry
 from vlmrm.evaluation.suite import SUITES, evaluation_sets
@@ -73,7 +74,11 @@ def test_each_set_has_the_results_of_a_sweep_of_its_own(here, monkeypatch):
     opened.clear()
     again = run(data=["short.jsonl", "other=long.jsonl", "third=long.jsonl"])
     assert len(opened) == 2 and len(again.sets) == 3, "what has figures is not scored again"
-    assert [it.name for it in leaderboard(["out/all"]).sets] == ["other", "short"]
+    assert [it.name for it in leaderboard(["out/all.csv"]).sets] == ["other", "short"]
+    with pytest.raises(ConfigError, match=r"out/all\.csv is the table of 3 data sets: give one of them, such as out/"):
+        build_report(["out/all.csv"], "report")
+    with pytest.raises(ConfigError, match=r"is in two of the results: .* with vlmrm leaderboard"):
+        build_report(["out/all/short.csv", "out/all/other.csv"], "report")
 
 
 def test_the_best_is_that_of_the_mean_or_of_the_set_that_is_named(here):

@@ -113,7 +113,9 @@ def read_runs(sources: Sequence[str | Path], *, best_only: bool = False) -> list
 
 
 def _details(source: Path) -> list[Path]:
-    """Return the .json of each result behind a path."""
+    """Return the .json of each result behind a path; the table of a suite stands for the folder of that name."""
+    if not source.is_dir() and not _beside(source).is_file() and source.with_suffix("").is_dir():
+        source = source.with_suffix("")
     if source.is_dir():
         found = sorted(path for path in source.glob("*.scores.parquet") if _beside(path).is_file())
         if not found:
@@ -193,9 +195,7 @@ class Column:
         row: Any = self.measured[model].row
         overall = row["statistics"]["overall"]
         figures = overall if self.metric == ACCURACY else row.get("benchmark", {})
-        figure = figures.get(self.metric, math.nan)
-        if not isinstance(figure, Mapping):
-            figure = {"value": figure, "low": math.nan, "high": math.nan}
+        figure = figures.get(self.metric, {"value": math.nan})
         if math.isnan(figure["value"]):
             return None
         return SetFigure(figure["value"], figure["low"], figure["high"], overall["sample_count"])
