@@ -85,7 +85,7 @@ def conclude(
     if not rows:
         raise ConfigError(f"watch saw no checkpoint in {', '.join(args.model_dirs)}: check the path, or wait longer.")
     criterion = Criterion(args.metric_for_best, args.one_standard_error)
-    best = results.best = criterion.best(results.rows)
+    best = results.best = criterion.best(results.rows, results.frame)
     if best is not None and args.keep_best is not None:
         best["kept"] = [row["path"] for row in criterion.ranked(rows)[: args.keep_best]]
     if main:

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict, get_type_hints
 
 from vlmrm.errors import ConfigError
 from vlmrm.measures.audit import Finding
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS
 from vlmrm.settings import describe_errors
 
@@ -111,11 +112,15 @@ else:
 
 @strict
 class Best(TypedDict):
-    """The checkpoint that `metric` chooses, with its value there; `kept` are the paths that `keep_best` keeps."""
+    """The checkpoint that `metric` chooses, with its value there; `kept` are the paths that `keep_best` keeps.
+
+    `without_luck` is its figure as new prompts would show it, None where it cannot be known.
+    """
 
     metric: str
     one_standard_error: bool
     value: Number
+    without_luck: json_type(Estimate) | None  # ty: ignore[invalid-type-form]
     model: str
     checkpoint: str
     path: str
