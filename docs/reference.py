@@ -19,6 +19,7 @@ from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.keys import FILE, TYPES
 from vlmrm.keys import KINDS as KINDS_OF_KEYS
 from vlmrm.measures.intervals import Estimate, Interval
+from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS, Distribution
 from vlmrm.modeling.arguments import ComputeArguments, ModelArguments
 from vlmrm.training.arguments import RewardTrainingArguments
@@ -119,6 +120,8 @@ EVALUATION = {
         "checkpoint_pattern",
         "base_model_path",
         "benchmark",
+        "data",
+        "suite",
         "output_file",
     ),
     "What to measure": ("interventions", "intervention_sample", "group_by", "train_data"),
@@ -187,6 +190,18 @@ INHERITED = {
         "trust_remote_code": "Run code that comes with the checkpoint. Leave it off for checkpoints of strangers.",
     },
 }
+
+
+# Figures that each intervention has.
+ACCURACY = (
+    "`INTERVENTION_accuracy`",
+    "accuracy under an [intervention](#what-the-preference-rests-on), where it was scored",
+)
+RELIANCE = (
+    "`INTERVENTION_reliance`",
+    "accuracy that is lost where a part is removed or exchanged; of `blank_image` it is `image_reliance`",
+)
+LOSS = ("`INTERVENTION_loss`", "accuracy that is lost under a change that should not matter")
 
 
 def page() -> str:
@@ -264,19 +279,36 @@ def topics(arguments: Any, groups: Mapping[str, Iterable[str]], left_out: Set[st
     return [f"### {topic}\n\n{table(arguments, dict.fromkeys(names))}" for topic, names in sections.items()]
 
 
-def with_metrics(guide: str) -> str:
-    """Return docs/evaluation.md with its two tables of metrics, between their markers, as METRICS declares them."""
-    for name, in_table in (("table", True), ("details", False)):
-        rows = [
-            f"| `{metric.name}` | {KINDS.get(metric.kind, 'list')} | {metric.better or ''} | {metric.meaning} |"
-            for metric in METRICS
-            if metric.column == in_table
-        ]
-        block = "\n".join(["| figure | kind | better | meaning |", "|---|---|---|---|", *rows])
-        begin, end = f"<!-- metrics of the {name} -->\n\n", "\n\n<!-- end of metrics -->"
+def with_tables(guide: str) -> str:
+    """Return docs/evaluation.md with its tables, between their markers, as METRICS and INTERVENTIONS declare them."""
+    tables = {"metrics of the table": metrics(in_table=True), "metrics of the details": metrics(in_table=False)}
+    for name, lines in (tables | {"interventions": interventions()}).items():
+        begin, end = f"<!-- {name} -->\n\n", "\n\n<!-- end -->"
         before, _, after = guide.partition(begin)
-        guide = before + begin + block + end + after.partition(end)[2]
+        guide = before + begin + "\n".join(lines) + end + after.partition(end)[2]
     return guide
+
+
+def metrics(in_table: bool) -> list[str]:
+    """Return the table of metrics; those of each intervention, which are alike, are one line of it."""
+    lines: dict[str, str] = {}
+    alike = {f"{name}_accuracy": ACCURACY for name in INTERVENTIONS}
+    alike |= {it.loss: RELIANCE if it.removes else LOSS for it in INTERVENTIONS.values()}
+    for metric in METRICS:
+        if metric.column == in_table:
+            name, meaning = alike.get(metric.name, (f"`{metric.name}`", metric.meaning))
+            lines[name] = f"| {name} | {KINDS.get(metric.kind, 'list')} | {metric.better or ''} | {meaning} |"
+    return ["| figure | kind | better | meaning |", "|---|---|---|---|", *lines.values()]
+
+
+def interventions() -> list[str]:
+    """Return the table of interventions."""
+    lines = ["| name | family | the accuracy is | |", "|---|---|---|---|"]
+    for it in INTERVENTIONS.values():
+        notes = ["standard"] * it.standard + ["attack"] * it.attack + ["on all rows"] * (not it.sampled)
+        notes += [f"repeats `{it.repeats}`"] if it.repeats else []
+        lines.append(f"| `{it.name}` | {it.family} | {it.condition} | {', '.join(notes)} |")
+    return lines
 
 
 def table(arguments: Any, meanings: Mapping[str, str | None]) -> str:
@@ -300,4 +332,4 @@ def default(field: dataclasses.Field) -> str:
 if __name__ == "__main__":
     FILE.write_text(keys(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
-    GUIDE.write_text(with_metrics(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")
+    GUIDE.write_text(with_tables(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -263,4 +263,4 @@ def test_every_configuration_passes_the_check_of_words():
 def test_the_guide_s_tables_of_metrics_are_those_that_are_declared():
     reference = runpy.run_path(str(REFERENCE))
     guide = reference["GUIDE"].read_text(encoding="utf-8")
-    assert guide == reference["with_metrics"](guide), "run python docs/reference.py"
+    assert guide == reference["with_tables"](guide), "run python docs/reference.py"

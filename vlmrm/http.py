@@ -17,6 +17,7 @@ from typing import Any
 
 from vlmrm.errors import ConfigError, RewardError
 
+REFUSED_STATUSES = (400, 413, 422)  # of an item
 RETRIED_STATUSES = (429, 502, 503, 504)  # any other will be the same next time
 CONNECT_TIMEOUT = 10.0  # seconds
 LONGEST_WAIT = 60.0  # seconds; if a server asks for more, the request fails
@@ -33,6 +34,10 @@ class Unavailable(RewardError):
 
 class Unreachable(Unavailable):
     """A server that refused or broke the connection."""
+
+
+class Refused(RewardError):
+    """An item that a server refuses; the server itself works."""
 
 
 class ServerAddress:
@@ -110,6 +115,7 @@ def read_json_response(response: Any, where: str) -> Any:
 
     Raises:
         Unavailable: when the status says that a retry can help.
+        Refused: when the server refuses this request, but may take another.
         RewardError: for any other error status, or a body that is not JSON.
     """
     status = response.status_code
@@ -119,7 +125,8 @@ def read_json_response(response: Any, where: str) -> Any:
     if response.is_redirect:
         raise RewardError(f"{where} answered {status}, a redirect: give the address it leads to")
     if not response.is_success:
-        raise RewardError(f"{where} answered {status}: {error_text(response)}")
+        kind = Refused if status in REFUSED_STATUSES else RewardError
+        raise kind(f"{where} answered {status}: {error_text(response)}")
     try:
         return json.loads(response.content, parse_int=float)
     except (ValueError, RecursionError):

@@ -11,7 +11,7 @@ from pair_frames import list_frame
 
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.arguments import EvaluationArguments
-from vlmrm.evaluation.choosing import CHOOSABLE, ESTIMATED, Criterion
+from vlmrm.evaluation.choosing import CHOOSABLE, Criterion
 from vlmrm.measures.analysis import figures
 
 
@@ -34,7 +34,7 @@ def names(rows) -> list[str]:
 def test_every_figure_that_can_be_chosen_by_is_there_with_the_error_it_is_said_to_have():
     found = figures(list_frame([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]], [[3, 1, 2], [3, 1, 2]]))
     for name in CHOOSABLE:
-        assert "standard_error" in found[name] if name in ESTIMATED else isinstance(found[name], float), name
+        assert "standard_error" in found[name], name
 
 
 def test_more_is_better_or_less_is():
@@ -98,7 +98,6 @@ def test_an_unknown_standard_error_chooses_nothing():
     [
         ({"metric_for_best": "acuracy"}, "metric_for_best is acuracy, .* choose .*preference_accuracy"),
         ({"metric_for_best": "temperature"}, "by which no checkpoint is better"),
-        ({"metric_for_best": "benchmark/macro", "one_standard_error": True, "benchmark": "hpdv3"}, "which benchmark"),
         ({"metric_for_best": "benchmark/macro"}, "needs a benchmark: name one"),
         ({"metric_for_best": "image_reliance", "interventions": "none"}, "needs blank_image: add it to interventions"),
         ({"metric_for_best": "loss", "fail_under": 0.5}, "of loss less is"),

@@ -25,7 +25,7 @@ from vlmrm.evaluation.report.sections import of_categories
 from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, ResultsFile, Row, dump_results
 from vlmrm.measures.analysis import analyse, figures
 from vlmrm.measures.differences import compare
-from vlmrm.measures.intervals import wilson
+from vlmrm.measures.intervals import Estimate, wilson
 
 VOID = {"meta", "link", "img", "br", "wbr", "input"}
 
@@ -167,7 +167,7 @@ def results_beside(
     name: str,
     frames: list[pd.DataFrame],
     best: int | None,
-    benchmark: dict[str, float] | None = None,
+    benchmark: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Path:
     """What a sweep leaves: the pairs of `frames`, and results that choose one of them; returns the table's path."""
@@ -298,12 +298,13 @@ def test_what_was_trained_on_is_counted_and_its_accuracy_set_apart(tmp_path):
 
 
 def test_figures_of_a_public_benchmark_stand_above_those_of_others(tmp_path):
-    ours = {"accuracy": 0.5125, "threshold": 0.1}
+    measured = Estimate(0.5125, 0.4462, 0.5784, 0.033, 240, 60)
+    ours = {"accuracy": measured._asdict(), "threshold": 0.1}
     fields = {"settings": {"benchmark": "hpdv3"}}
     table = results_beside(tmp_path, "mine", [scored(30)], best=0, benchmark=ours, **fields)
     page = page_of(build_report([table], tmp_path))
     assert "Beside published models" in page.headings
-    assert "checkpoint-100 51.2% this evaluation HPSv3 76.9% HPSv3 paper" in page.text
+    assert "checkpoint-100 51.2 (44.6-57.8) this evaluation HPSv3 76.9 HPSv3 paper" in page.text
     assert "threshold" not in page.text, "nobody published it"
 
 

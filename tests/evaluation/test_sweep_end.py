@@ -288,9 +288,10 @@ def test_an_intervention_whose_scores_are_no_numbers_is_a_row(run_folder, data, 
             return output
 
     def evaluated(scorer, *args, description, **keys):
-        if description == "checkpoint-2":
-            scorer.engine.model = Broken(scorer.engine.model)
-        return evaluate(scorer, *args, description=description, **keys)
+        with monkeypatch.context() as patch:  # the next checkpoint has the same engine
+            if description == "checkpoint-2":
+                patch.setattr(scorer.engine, "model", Broken(scorer.engine.model))
+            return evaluate(scorer, *args, description=description, **keys)
 
     monkeypatch.setattr(evaluate_module, "evaluate", evaluated)
     errors = [row["error"] for row in sweep(asked(run_folder, data, interventions="blank_image")).rows]
@@ -305,9 +306,10 @@ def test_a_checkpoint_without_enough_memory_is_a_row(run_folder, data, monkeypat
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
 
     def evaluated(scorer, *args, description, **keys):
-        if description == "checkpoint-2":
-            scorer.engine.model = Full()
-        return evaluate(scorer, *args, description=description, **keys)
+        with monkeypatch.context() as patch:  # the next checkpoint has the same engine
+            if description == "checkpoint-2":
+                patch.setattr(scorer.engine, "model", Full())
+            return evaluate(scorer, *args, description=description, **keys)
 
     monkeypatch.setattr(evaluate_module, "evaluate", evaluated)
     errors = [row["error"] for row in sweep(asked(run_folder, data)).rows]

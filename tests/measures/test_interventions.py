@@ -141,3 +141,28 @@ def test_donors_are_drawn_anew_for_each_eight_rows_and_the_same_in_every_run():
         assert len({place ^ other for place, other in enumerate(places)}) > 4
     again = [donors_of(dataset[i]["comparison"], i, dataset) for i in range(8)]
     assert [[donor.id for donor in drawn] for drawn in donors[:8]] == [[donor.id for donor in d] for d in again]
+
+
+def test_donors_are_of_the_row_s_category_with_as_many_images_where_some_are_near():
+    """Sixteen rows in turn of three categories, with one image or two; the three others of each kind are all there."""
+    dataset = [
+        {"index": i, "comparison": replace(row["comparison"], category=f"category {i % 3}")}
+        for i, row in enumerate(rows_of([question(i, [f"{i}.png", f"{i}_.png"][: 1 + i % 2]) for i in range(48)]))
+    ]
+    for place, row in enumerate(dataset):
+        drawn = donors_of(row["comparison"], place, dataset)
+        kinds = {(donor.category, len(references(donor.prompt))) for donor in (row["comparison"], *drawn)}
+        assert len(drawn) == 2 and len(kinds) == 1
+    alone = replace(dataset[5]["comparison"], category="its own")
+    assert len(donors_of(alone, 5, dataset)) == 2, "else any"
+
+
+def test_a_mirror_is_no_donor_even_where_it_is_the_only_row_of_the_category():
+    first, mirror = (question(0, [f"{i}.png"], "It is red.", "It is blue.") for i in range(2))
+    mirror |= {"chosen": first["rejected"], "rejected": first["chosen"]}
+    dataset = rows_of([first, mirror, *(question(i, [f"{i}.png"], f"It is {i}.", prompt="Why?") for i in range(2, 6))])
+    for place in (0, 1):
+        dataset[place]["comparison"] = replace(dataset[place]["comparison"], category="both")
+    for place in (0, 1):
+        drawn = donors_of(dataset[place]["comparison"], place, dataset)
+        assert len(drawn) == 2 and not {donor.id for donor in drawn} & {"row-0", "row-1"}

@@ -22,17 +22,26 @@ Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 
 @needs("train", "evaluating")
 def evaluate(*words: Words) -> None:
-    """Evaluate checkpoints of trainings, or any other scorer: CONFIG.yaml [--key value ...]; --help lists its keys."""
+    """Evaluate checkpoints of trainings, or any other scorer, on any number of data sets: CONFIG.yaml [--key ...]."""
     if answered("eval", "Evaluate checkpoints of trainings, or any other scorer.", words):
         return
     from vlmrm.evaluation.sweep import sweep
 
     result = sweep(words)
-    say(f"{len(result.rows)} checkpoints in {result.csv} and {result.csv.with_suffix('.json')}")
+    if result.sets:
+        folder = result.csv.with_suffix("")
+        say(f"{len(result.rows)} checkpoints on {len(result.sets)} data sets in {result.csv}, and of each in {folder}")
+        say(f"rank them: vlmrm leaderboard {folder}; see one set: vlmrm report {next(iter(result.sets.values())).csv}")
+    else:
+        say(f"{len(result.rows)} checkpoints in {result.csv} and {result.csv.with_suffix('.json')}")
     if result.scores.is_file():
         say(f"see them: vlmrm report {result.scores}")
     if result.choice is not None:
         say(f"best: {result.choice['path']} with {result.choice['metric']} {result.choice['value']:.4f}")
+    if result.unread:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in result.unread.items())
+        count = len(result.unread) + len(result.sets)
+        raise DataError(f"{len(result.unread)} of {count} data sets could not be evaluated: {reasons}")
     failed = [row for row in result.rows if row["error"]]
     if failed:
         raise CheckpointError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation.choosing import BENCHMARK, Criterion
+from vlmrm.evaluation.choosing import BENCHMARK, Criterion, split_metric
 from vlmrm.libraries import parse_dtype
 from vlmrm.measures.interventions import GROUPS, INTERVENTIONS, named
 from vlmrm.measures.metrics import METRIC
@@ -24,8 +25,8 @@ NOT_EVALUATED = {
 NOT_OF_A_BENCHMARK = ("dataset_split", "dataset_weights", "eval_fraction", "columns", "images")
 
 
-def check_data_keys(args: EvaluationArguments, data_args: DataArguments) -> None:
-    """Refuse keys of the data that this evaluation would not use.
+def check_data_keys(data_args: DataArguments) -> None:
+    """Refuse keys of the data that no evaluation uses.
 
     Raises:
         ConfigError: naming the key and what to do.
@@ -34,7 +35,16 @@ def check_data_keys(args: EvaluationArguments, data_args: DataArguments) -> None
     for name, instead in NOT_EVALUATED.items():
         if getattr(data_args, name) != getattr(unset, name):
             raise ConfigError(f"{name} is a key of training, which evaluation does not use: {instead}.")
-    if args.benchmark is not None:
+
+
+def check_set_keys(data_args: DataArguments, train_data: Sequence[str], *, is_benchmark: bool) -> None:
+    """Refuse keys of one data set that do not go together.
+
+    Raises:
+        ConfigError: naming the key and what to do.
+    """
+    unset = DataArguments()
+    if is_benchmark:
         for name in NOT_OF_A_BENCHMARK:
             if getattr(data_args, name) != getattr(unset, name):
                 raise ConfigError(f"{name} does not go with benchmark, which says what is scored: remove it.")
@@ -46,7 +56,7 @@ def check_data_keys(args: EvaluationArguments, data_args: DataArguments) -> None
                 "dataset_weights are of the rows that are trained on, not of those that eval_fraction holds out: "
                 "remove it."
             )
-        if both := sorted({*args.train_data} & {*data_args.dataset_path}):
+        if both := sorted({*train_data} & {*data_args.dataset_path}):
             raise ConfigError(
                 f"train_data names {both[0]} as a whole, with the rows that eval_fraction holds out of it: remove one."
             )
@@ -101,11 +111,25 @@ class EvaluationArguments(ComputeArguments):
             "smaller data set all."
         },
     )
-    benchmark: str | None = field(
+    benchmark: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Public benchmarks by name, scored by their authors' rules: vl-rewardbench, hpdv3, ...; "
+            "`dataset_path` may name a local copy, of several a folder with a copy of each by its name."
+        },
+    )
+    data: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Several data sets, as PATH or NAME=PATH, each with results of its own; those of `dataset_path` "
+            "are mixed into one."
+        },
+    )
+    suite: str | None = field(
         default=None,
         metadata={
-            "help": "A public benchmark by name, scored by its authors' rule: vl-rewardbench, hpdv3, ...; "
-            "`dataset_path` may name a local copy of it."
+            "help": "A YAML file of data sets by name, each with its keys, or a list of public benchmarks by name: "
+            "image-understanding, image-generation, image-editing, video, text."
         },
     )
     group_by: list[str] = field(
@@ -122,7 +146,8 @@ class EvaluationArguments(ComputeArguments):
         default="preference_accuracy",
         metadata={
             "help": "The figure that chooses the best checkpoint: one of `statistics`, such as `loss`, "
-            "`image_reliance` or `groupwise_accuracy`; `accuracy/CATEGORY`; or `benchmark/NAME`."
+            "`image_reliance` or `groupwise_accuracy`; `accuracy/CATEGORY`; or `benchmark/NAME`. Of several data "
+            "sets it is the mean, or with SET:FIGURE the figure of one."
         },
     )
     one_standard_error: bool = field(
@@ -159,7 +184,7 @@ class EvaluationArguments(ComputeArguments):
     def __post_init__(self):
         super().__post_init__()
         self.dtype = parse_dtype(self.dtype, auto=True)
-        for name in ("model_dirs", "scorer", "interventions", "group_by", "train_data"):
+        for name in ("model_dirs", "scorer", "benchmark", "data", "interventions", "group_by", "train_data"):
             if isinstance(getattr(self, name), str):
                 setattr(self, name, [getattr(self, name)])
         self.interventions = named(self.interventions)
@@ -182,7 +207,8 @@ class EvaluationArguments(ComputeArguments):
 
     def _check_choice(self) -> None:
         """Check the keys by which the best checkpoint is chosen and kept, before anything is scored."""
-        criterion = Criterion(self.metric_for_best, self.one_standard_error)
+        figure = split_metric(self.metric_for_best)[1]
+        criterion = Criterion(figure, self.one_standard_error)
         if self.fail_under is not None:
             if not criterion.higher_is_better:
                 raise ConfigError(
@@ -191,17 +217,15 @@ class EvaluationArguments(ComputeArguments):
                 )
             if "accuracy" in criterion.metric and not 0 <= self.fail_under <= 1:
                 raise ConfigError(f"fail_under is {self.fail_under}: it is an accuracy, from 0 to 1.")
-        metric = METRIC.get(self.metric_for_best)
+        metric = METRIC.get(figure)
         needed = "" if metric is None else (metric.needs or "").removesuffix("_chosen")
         if needed in INTERVENTIONS and needed not in self.interventions:
-            raise ConfigError(
-                f"metric_for_best is {self.metric_for_best}, which needs {needed}: add it to interventions."
-            )
+            raise ConfigError(f"metric_for_best is {figure}, which needs {needed}: add it to interventions.")
         if self.keep_best is not None and self.keep_best < 1:
             raise ConfigError(f"keep_best is {self.keep_best}: it must be at least 1.")
         if self.yes and self.keep_best is None:
             raise ConfigError("yes answers keep_best, which is not given: add it, or leave yes out.")
         if self.watch_timeout <= 0:
             raise ConfigError(f"watch_timeout is {self.watch_timeout} minutes: it must be more than 0.")
-        if self.metric_for_best.startswith(BENCHMARK) and self.benchmark is None:
-            raise ConfigError(f"metric_for_best is {self.metric_for_best}, which needs a benchmark: name one.")
+        if figure.startswith(BENCHMARK) and not self.benchmark and self.suite is None:
+            raise ConfigError(f"metric_for_best is {figure}, which needs a benchmark: name one.")

@@ -17,9 +17,7 @@ from vlmrm.measures.intervals import Estimate, Figure
 from vlmrm.measures.metrics import METRIC, METRICS, PairArrays
 from vlmrm.measures.selection import contributions, without_luck
 
-# Metrics that have a better end, and those of them that have a standard error.
-CHOOSABLE = {metric.name for metric in METRICS if metric.better}
-ESTIMATED = {metric.name for metric in METRICS if metric.better and metric.kind is Estimate}
+CHOOSABLE = {metric.name for metric in METRICS if metric.better}  # each has a standard error
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
 
 
@@ -27,6 +25,12 @@ def step_of(checkpoint: str) -> int | None:
     """Return the training step in a checkpoint's name, such as checkpoint-500."""
     number = checkpoint.rpartition("-")[2]
     return int(number) if number.isdigit() else None
+
+
+def split_metric(metric: str) -> tuple[str | None, str]:
+    """Return the set and the figure of `metric_for_best`, SET:FIGURE; no set for a figure alone."""
+    name, colon, figure = metric.partition(":")
+    return (name, figure) if colon and "/" not in name else (None, metric)
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Criterion:
     (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3).
 
     Raises:
-        ConfigError: for a figure that does not exist, has no better end, or has no standard error if one is needed.
+        ConfigError: for a figure that does not exist, or has no better end.
     """
 
     metric: str = "preference_accuracy"
@@ -52,12 +56,11 @@ class Criterion:
                 f"metric_for_best is {self.metric}, by which no checkpoint is better than another: choose "
                 f"accuracy/CATEGORY, benchmark/NAME, {', '.join(sorted(CHOOSABLE))}."
             )
-        with_error = self.metric.startswith(CATEGORY) or self.metric in ESTIMATED
-        if self.one_standard_error and not with_error:
-            raise ConfigError(
-                f"one_standard_error needs a metric with a standard error, which {self.metric} has not: choose "
-                f"accuracy/CATEGORY, {', '.join(sorted(ESTIMATED))}."
-            )
+
+    @property
+    def label(self) -> str:
+        """Return the metric as results name it."""
+        return self.metric
 
     @property
     def higher_is_better(self) -> bool:
@@ -76,12 +79,12 @@ class Criterion:
 
         Empty where no row has it, or its standard error is needed and unknown: `require` raises the reason.
         """
-        having = [row for row in rows if not row["error"] and not math.isnan(self._number(row, "value"))]
+        having = [row for row in rows if not row["error"] and not math.isnan(self.number(row, "value"))]
         ranked = sorted(having, key=lambda row: (self._loss(row), _steps(row)))
         if not self.one_standard_error or not ranked:
             return ranked
         best = ranked[0]
-        error = self._number(best, "standard_error")
+        error = self.number(best, "standard_error")
         if math.isnan(error):
             return []
         close = [r for r in ranked if r["model"] == best["model"] and self._loss(r) <= self._loss(best) + error]
@@ -99,7 +102,7 @@ class Criterion:
             return None
         row = ranked[0]
         return {
-            "metric": self.metric,
+            "metric": self.label,
             "one_standard_error": self.one_standard_error,
             "value": self.value(row),
             "without_luck": self._without_luck(ranked, frame),
@@ -185,16 +188,18 @@ class Criterion:
             categories = row["statistics"]["category"]
             return {f"{CATEGORY}{name}": figures["preference_accuracy"] for name, figures in categories.items()}
         if self.metric.startswith(BENCHMARK):
-            return {f"{BENCHMARK}{name}": value for name, value in row.get("benchmark", {}).items()}
+            return {f"{BENCHMARK}{name}": figure for name, figure in row.get("benchmark", {}).items()}
         return cast(Mapping[str, Any], row["statistics"]["overall"])
 
-    def _number(self, row: Row, part: str) -> float:
-        """Return `value` or `standard_error` of the row's figure, NaN where there is none."""
+    def number(self, row: Row, part: str) -> float:
+        """Return `value`, `low`, `high` or `standard_error` of the row's figure, NaN where there is none."""
         figure = self._figures(row).get(self.metric, math.nan)
-        return float(figure[part] if isinstance(figure, Mapping) else figure)
+        if isinstance(figure, Mapping):
+            return float(figure[part])
+        return float(figure) if part == "value" else math.nan
 
     def _loss(self, row: Row) -> float:
-        value = self._number(row, "value")
+        value = self.number(row, "value")
         return -value if self.higher_is_better else value
 
 

@@ -13,9 +13,7 @@ from accelerate import PartialState
 from vlmrm.data.arguments import DataArguments
 from vlmrm.engine import ScoredRow
 from vlmrm.evaluation.arguments import EvaluationArguments
-from vlmrm.evaluation.leakage import Leakage
 from vlmrm.evaluation.schema import Origin, Row
-from vlmrm.measures.pairs import PairTable
 from vlmrm.rendering import MediaLimits, MediaStore
 
 IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a sweep
@@ -25,19 +23,15 @@ IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a swe
 class SweepRun:
     """The arguments and state that all evaluations of a sweep share.
 
-    `images` is a folder for processed images, `data` the fingerprint of the evaluation data. `closed` is the
-    checkpoint that was closed last, which the next of its training takes over: at most one. `tables` are the pairs of
-    the comparisons that were scored.
+    `images` is a folder for processed images. Of `data_args` the keys count that all data sets share. `closed` is the
+    checkpoint that was closed last, which the next of its training takes over: at most one.
     """
 
     args: EvaluationArguments
     data_args: DataArguments
     processes: PartialState
     images: Path
-    data: str
-    leakage: Leakage | None = None
     closed: list[Any] = field(default_factory=list)
-    tables: dict[Any, PairTable] = field(default_factory=dict)
 
     def store(self, processor: Any, limits: MediaLimits) -> MediaStore:
         """Return the store of processed images, which checkpoints with an equal processor and limits share."""

@@ -24,9 +24,9 @@ from vlmrm.data.comparisons import iterate_comparisons
 from vlmrm.engine import ScoredRow
 from vlmrm.errors import CheckpointError, ConfigError, DataError, RewardError, RowError, ScoreError, VlmrmError
 from vlmrm.evaluation.entry import Entry, OpenEntry, RowScorer, SweepRun
-from vlmrm.evaluation.public import benchmark
 from vlmrm.evaluation.results import table_figures
 from vlmrm.evaluation.schema import Provenance, Row, Statistics
+from vlmrm.evaluation.suite import OpenSet
 from vlmrm.logs import progress
 from vlmrm.measures.analysis import analyse
 from vlmrm.measures.donors import BLOCKS, Traits, donors_of, is_sampled, traits_of
@@ -120,7 +120,7 @@ def opened(entry: Entry, run: SweepRun) -> Generator[OpenEntry | str]:
 
 
 def evaluate_entry(
-    entry: Entry, scorer: OpenEntry | str, dataset: Any, run: SweepRun
+    entry: Entry, scorer: OpenEntry | str, data: OpenSet, run: SweepRun
 ) -> tuple[Row, pd.DataFrame | None]:
     """Return an opened entry's row of the table and its scored pairs; of one that fails the row has the error."""
     if isinstance(scorer, str):
@@ -129,7 +129,7 @@ def evaluate_entry(
     frame = None
     started = time.perf_counter()
     try:
-        figures, frame = measure(entry, scorer, dataset, run)
+        figures, frame = measure(entry, scorer, data, run)
         row |= figures
     except RowError:
         raise  # the data are at fault, for every entry alike
@@ -145,12 +145,12 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def measure(entry: Entry, scorer: OpenEntry, dataset: Any, run: SweepRun) -> tuple[dict[str, Any], pd.DataFrame]:
+def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tuple[dict[str, Any], pd.DataFrame]:
     """Return the figures of one open entry on one data set, and the scored pairs."""
     args, processes = run.args, run.processes
     result = evaluate(
         scorer,
-        dataset,
+        data.dataset,
         batch_size=args.eval_batch_size,
         num_workers=args.dataloader_num_workers,
         rank=processes.process_index,
@@ -159,33 +159,34 @@ def measure(entry: Entry, scorer: OpenEntry, dataset: Any, run: SweepRun) -> tup
         sample=args.intervention_sample,
     )
     if not result.comparisons:
-        raise DataError(f"none of the {len(dataset)} rows could be scored: the first was {result.dropped[0]}.")
-    if result.comparisons not in run.tables:
-        run.tables[result.comparisons] = pair_table(result.comparisons, args.group_by)
-    table = run.tables[result.comparisons]
+        raise DataError(f"none of the {len(data.dataset)} rows could be scored: the first was {result.dropped[0]}.")
+    if result.comparisons not in data.tables:
+        data.tables[result.comparisons] = pair_table(result.comparisons, data.definition.group_by)
+    table = data.tables[result.comparisons]
     frame = scored_frame(result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, table=table)
     add_verdicts(frame, result)
-    if run.leakage is not None:
-        frame["by/leaked"] = np.where(frame["comparison_id"].isin(run.leakage.leaked), "yes", "no")
+    if data.leakage is not None:
+        frame["by/leaked"] = np.where(frame["comparison_id"].isin(data.leakage.leaked), "yes", "no")
     statistics = cast(Statistics, analyse(frame))
     figures: dict[str, Any] = {**table_figures(statistics["overall"]), "dropped_rows": len(result.dropped)}
     if limits := {**scorer.limits, **limits_met(result)}:
         figures["limits"] = limits
         for name, reason in limits.items():
             logger.warning("%s: no %s: %s", entry.path, name, reason)
-    if args.benchmark is not None:
-        figures["benchmark"] = benchmark(args.benchmark).score(frame)
-    return {**figures, "statistics": statistics, "provenance": provenance_of(scorer, run)}, frame
+    if data.definition.benchmark is not None:
+        estimates = data.definition.benchmark.estimate(frame)
+        figures["benchmark"] = {name: estimate._asdict() for name, estimate in estimates.items()}
+    return {**figures, "statistics": statistics, "provenance": provenance_of(scorer, data.results.data, run)}, frame
 
 
-def provenance_of(scorer: OpenEntry, run: SweepRun) -> Provenance:
+def provenance_of(scorer: OpenEntry, data: str, run: SweepRun) -> Provenance:
     """Return the provenance of one entry's figures."""
     made = provenance({})
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "git_commit": made["git_commit"],
         "versions": made["versions"],
-        "data": run.data,
+        "data": data,
         "processes": run.processes.num_processes,
         **scorer.origin(),
     }

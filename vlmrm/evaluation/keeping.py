@@ -9,10 +9,11 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError
 from vlmrm.evaluation.arguments import EvaluationArguments
@@ -20,7 +21,7 @@ from vlmrm.evaluation.choosing import Criterion
 from vlmrm.evaluation.entry import Entry
 from vlmrm.evaluation.results import Results
 from vlmrm.evaluation.schema import Best, Row
-from vlmrm.measures.pairs import candidates_of
+from vlmrm.evaluation.suite_table import SuiteTable
 from vlmrm.modeling.manifest import (
     BEST,
     COMPLETE,
@@ -36,12 +37,18 @@ logger = logging.getLogger("vlmrm")
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The table's rows, in the order of evaluation, and the one that `metric_for_best` chose."""
+    """The table's rows, in the order of evaluation, and the one that `metric_for_best` chose.
+
+    Of a suite, `sets` has the result of each set by name, and `unread` why a set could not be evaluated; rows are
+    those of `SuiteTable`, and there is no such file as `scores`.
+    """
 
     rows: list[Row]
     choice: Best | None
     csv: Path
     scores: Path  # every pair, as parquet
+    sets: Mapping[str, SweepResult] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def best(self) -> Row | None:
@@ -51,10 +58,12 @@ class SweepResult:
     def _repr_html_(self) -> str:
         """Return the sweep as a notebook shows it: a row for each checkpoint, the best one in bold."""
         figures = ("preference_accuracy", "blank_image_accuracy", "average_margin", "sample_count")
-        columns = ("checkpoint", *figures, "error")
+        columns = ("checkpoint", *(self.sets or figures), "error")
         lines = []
         for row in self.rows:
-            values = [row.get(name) for name in columns]
+            of_sets: Any = row.get("sets", {})
+            on_sets = {name: of_set.get(figures[0]) for name, of_set in of_sets.items()}
+            values = [{**row, **on_sets}.get(name) for name in columns]
             cells = [f"{it:.3f}" if isinstance(it, float) else escape(str("" if it is None else it)) for it in values]
             bold = " style='font-weight:bold'" if row is self.best else ""
             lines.append(f"<tr{bold}><td>{'<td>'.join(cells)}")
@@ -70,9 +79,15 @@ class Plan:
 
 
 def conclude(
-    results: Results, looked_at: Sequence[Entry], args: EvaluationArguments, *, main: bool, stopped: bool
-) -> SweepResult:
-    """Choose the best of all rows, and apply `keep_best` to `looked_at`, the entries of this sweep.
+    results: Results | SuiteTable,
+    criterion: Criterion,
+    looked_at: Sequence[Entry],
+    args: EvaluationArguments,
+    *,
+    main: bool,
+    stopped: bool,
+) -> Best | None:
+    """Choose the best of all rows, and apply `keep_best` to `looked_at`, the entries of this sweep; return the best.
 
     The `main` process alone writes and deletes; nothing is deleted of a sweep that was `stopped`.
 
@@ -84,8 +99,9 @@ def conclude(
     rows = [row for row in results.rows if row["path"] in paths]
     if not rows:
         raise ConfigError(f"watch saw no checkpoint in {', '.join(args.model_dirs)}: check the path, or wait longer.")
-    criterion = Criterion(args.metric_for_best, args.one_standard_error)
-    best = results.best = criterion.best(results.rows, results.frame)
+    # Of the mean of several sets the luck of the choice is not known.
+    frame = results.frame if isinstance(results, Results) else None
+    best = results.best = criterion.best(results.rows, frame)
     if best is not None and args.keep_best is not None:
         best["kept"] = [row["path"] for row in criterion.ranked(rows)[: args.keep_best]]
     if main:
@@ -103,7 +119,7 @@ def conclude(
         else:
             evaluated = [Path(entry.path) for entry in looked_at]
             keep_best(evaluated, [Path(path) for path in best["kept"]], yes=args.yes)
-    return SweepResult(results.rows, best, results.csv, results.parquet)
+    return best
 
 
 def check_threshold(best: Best | None, args: EvaluationArguments, csv: Path) -> None:
@@ -118,20 +134,18 @@ def check_threshold(best: Best | None, args: EvaluationArguments, csv: Path) -> 
     raise BelowThreshold(f"{reached}: {args.metric_for_best} is below the {args.fail_under} of fail_under: see {csv}.")
 
 
-def save_scale(best: Best, results: Results) -> None:
+def save_scale(best: Best, results: Results | SuiteTable) -> None:
     """Save mean and standard deviation of the best checkpoint's scores, each branch once, with it.
 
     Where they cannot be saved, a warning is logged.
     """
-    assert results.frame is not None, "the best checkpoint has scored pairs"
-    of_best = (results.frame["model"] == best["model"]) & (results.frame["checkpoint"] == best["checkpoint"])
-    scores = candidates_of(results.frame[of_best]).scores
+    scores = results.scores_of(best)
     mean, std = float(scores.mean()), float(scores.std())
     if std == 0:
         logger.warning("All %d scores of %s are equal: nothing is saved to normalise by", len(scores), best["path"])
         return
     try:
-        saved = save_normalization(best["path"], mean=mean, std=std, count=len(scores), data=results.settings["data"])
+        saved = save_normalization(best["path"], mean=mean, std=std, count=len(scores), data=results.data)
     except (ConfigError, CheckpointError) as error:
         logger.warning("The mean and spread of the scores are not saved with the best checkpoint: %s", error)
         return

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from vlmrm.errors import CheckpointError, ConfigError
@@ -21,8 +22,9 @@ from vlmrm.evaluation.entry import Entry
 from vlmrm.evaluation.public import published_table
 from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, Figures, Row, dump_results, load_results
 from vlmrm.files import atomic_write, make_folder, write_file
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS
-from vlmrm.measures.pairs import read_pairs
+from vlmrm.measures.pairs import candidates_of, read_pairs
 
 IN_TABLE = [metric for metric in METRICS if metric.column]
 FIRST = [
@@ -49,9 +51,9 @@ class Results:
         DataError: when existing scored pairs cannot be read.
     """
 
-    def __init__(self, csv: Path, settings: dict[str, Any]):
+    def __init__(self, csv: Path, settings: dict[str, Any], set_name: str | None = None):
         self.csv, self.json, self.parquet = csv, csv.with_suffix(".json"), csv.with_suffix(".scores.parquet")
-        self.settings = settings
+        self.settings, self.set_name = settings, set_name
         self.leakage: dict[str, Any] | None = None
         self.rows: list[Row] = []
         self.best: Best | None = None
@@ -59,6 +61,16 @@ class Results:
         make_folder(csv.parent)
         if self.json.exists():
             self._continue()
+
+    @property
+    def data(self) -> str:
+        """Return the fingerprint of the data."""
+        return self.settings["data"]
+
+    def scores_of(self, best: Best) -> np.ndarray:
+        """Return the scores of all branches by a checkpoint, each once."""
+        assert self.frame is not None, "the best checkpoint has scored pairs"
+        return candidates_of(self.frame[_of(self.frame, best)]).scores
 
     def _continue(self) -> None:
         saved = load_results(self.json)
@@ -114,6 +126,7 @@ class Results:
             dump_results(
                 {
                     "schema_version": SCHEMA_VERSION,
+                    **({} if self.set_name is None else {"set_name": self.set_name}),
                     "settings": self.settings,
                     "leakage": self.leakage,
                     "best": self.best,
@@ -124,7 +137,7 @@ class Results:
         write_file(self.csv, table(self.rows, self.best).to_csv(index=False))
 
 
-def _of(frame: pd.DataFrame, row: Row) -> pd.Series:
+def _of(frame: pd.DataFrame, row: Row | Best) -> pd.Series:
     """Return whether each pair is one of the row's checkpoint: bool [N]."""
     return (frame["model"] == row["model"]) & (frame["checkpoint"] == row["checkpoint"])
 
@@ -139,8 +152,8 @@ def table(rows: Sequence[Row], best: Best | None) -> pd.DataFrame:
                 line[f"accuracy/{name}"] = figures["preference_accuracy"]["value"]
         if "provenance" in row:
             line["weights"] = row["provenance"]["weights"]
-        for name, value in row.get("benchmark", {}).items():
-            line[f"benchmark/{name}"] = value
+        for name, figure in row.get("benchmark", {}).items():
+            line[f"benchmark/{name}"] = figure["value"]
         if "limits" in row:
             line["limits"] = ", ".join(row["limits"])
         line["best"] = best is not None and row["path"] == best["path"]
@@ -168,8 +181,18 @@ def describe(row: Any) -> str:
 
 def beside_published(name: str, row: Row) -> str:
     """Return the checkpoint's figures on a public benchmark above those that others published, with their sources."""
-    rows = published_table(name, row["benchmark"], f"{row['model']}/{row['checkpoint']}")
-    return pd.DataFrame(rows).to_string(index=False, na_rep="", float_format="{:.3f}".format)
+    measured = {figure: Estimate(**parts) for figure, parts in row["benchmark"].items()}
+    rows = published_table(name, measured, f"{row['model']}/{row['checkpoint']}")
+    cells = [{column: _short(cell) for column, cell in line.items()} for line in rows]
+    return pd.DataFrame(cells).to_string(index=False)
+
+
+def _short(cell: str | Estimate | float | None) -> str:
+    if isinstance(cell, Estimate):
+        return f"{cell.value:.3f}" + ("" if math.isnan(cell.low) else f" ({cell.low:.3f}-{cell.high:.3f})")
+    if cell is None or isinstance(cell, str):
+        return cell or ""
+    return f"{cell:.3f}"
 
 
 def digest(value: Any) -> str:

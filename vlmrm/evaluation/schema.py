@@ -85,6 +85,18 @@ class Provenance(Origin):
     processes: int
 
 
+if TYPE_CHECKING:
+    BenchmarkFigure = dict[str, Any]
+else:
+    # Older files have the value alone.
+    BenchmarkFigure = Annotated[
+        json_type(Estimate),
+        BeforeValidator(
+            lambda it: it if isinstance(it, dict) else Estimate(it, *[math.nan] * 3, n=0, prompts=0)._asdict()
+        ),
+    ]
+
+
 class _Row(TypedDict, extra_items=Number):
     """A checkpoint or another scorer. One with an `error` has no figures.
 
@@ -98,7 +110,7 @@ class _Row(TypedDict, extra_items=Number):
     dropped_rows: NotRequired[int]
     limits: NotRequired[dict[str, str]]
     seconds: float
-    benchmark: NotRequired[dict[str, Number]]
+    benchmark: NotRequired[dict[str, BenchmarkFigure]]
     statistics: NotRequired[Statistics]
     provenance: NotRequired[Provenance]
 

@@ -1,6 +1,7 @@
-"""`vlmrm eval` and eval_rm.py: evaluate every checkpoint of every training on one data set, a row of the table each.
+"""`vlmrm eval` and eval_rm.py: evaluate every checkpoint of every training, or other scorers, on one data set or more.
 
-With `watch`, checkpoints of running trainings are evaluated as soon as each is complete.
+Each data set has a table of its own with a row for each of them. With `watch`, checkpoints of running trainings are
+evaluated as soon as each is complete.
 """
 
 from __future__ import annotations
@@ -10,40 +11,33 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 
 from vlmrm.config import Configuration, parse
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.comparisons import (
-    data_fingerprint,
-    iterate_comparisons,
-    iterate_readable,
-    load_comparisons,
-    load_train_and_eval,
-)
+from vlmrm.data.comparisons import iterate_comparisons
 from vlmrm.data.tables import name_tables
-from vlmrm.errors import ConfigError, DataError
+from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.evaluation.arguments import EvaluationArguments, check_data_keys
-from vlmrm.evaluation.choosing import Criterion
+from vlmrm.evaluation.choosing import Criterion, split_metric
 from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.evaluate import evaluate_entry, opened
 from vlmrm.evaluation.keeping import SweepResult, conclude
 from vlmrm.evaluation.leakage import Leakage, leakage, open_rows, verdict
-from vlmrm.evaluation.public import Benchmark, benchmark, load_benchmark
-from vlmrm.evaluation.results import Results, beside_published, describe, write_rewardbench
+from vlmrm.evaluation.results import beside_published, describe, write_rewardbench
 from vlmrm.evaluation.scorers import scorer_entries
 from vlmrm.evaluation.scorers.checkpoint import CheckpointEntry
+from vlmrm.evaluation.suite import EvaluationSet, OpenSet, evaluation_sets, is_suite
+from vlmrm.evaluation.suite_table import SuiteTable, mean_criterion
 from vlmrm.files import exclusive_lock
 from vlmrm.logs import start_log
-from vlmrm.measures.pairs import check_columns
 from vlmrm.modeling.manifest import COMPLETE, find_checkpoints, is_finished
 
 logger = logging.getLogger("vlmrm")
@@ -65,16 +59,17 @@ def sweep(config: Configuration = (), /, **keys: Any) -> SweepResult:
     """
     config = name_tables(config) if isinstance(config, Mapping) else config
     args, data_args = parse((EvaluationArguments, DataArguments), config, "eval_rm.py", **name_tables(keys))
-    check_data_keys(args, data_args)
+    check_data_keys(data_args)
+    sets = evaluation_sets(args, data_args)
     log_path = start_log("eval")
     processes = launched()
-    with sole_sweep(Path(args.output_file), processes):
-        return run_sweep(args, data_args, processes, log_path)
+    with sole_sweep([Path(args.output_file), *(it.csv for it in sets if it.name)], processes):
+        return run_sweep(sets, args, data_args, processes, log_path)
 
 
 @contextmanager
-def sole_sweep(csv: Path, processes: PartialState) -> Generator[None]:
-    """Hold the lock of the results in the first process of this sweep, and tell the others if it is taken.
+def sole_sweep(tables: Sequence[Path], processes: PartialState) -> Generator[None]:
+    """Hold the locks of the results in the first process of this sweep, and tell the others if one is taken.
 
     Raises:
         ConfigError: on every process, when another sweep is writing them.
@@ -82,7 +77,7 @@ def sole_sweep(csv: Path, processes: PartialState) -> Generator[None]:
     with ExitStack() as held:
         refused = None
         try:
-            if processes.is_main_process:
+            for csv in tables if processes.is_main_process else ():
                 refusal = f"{csv} is being written by another sweep: wait for its end, or choose another output_file."
                 held.enter_context(exclusive_lock(csv.with_name(f"{csv.name}.lock"), refusal))
         except ConfigError as error:
@@ -94,33 +89,81 @@ def sole_sweep(csv: Path, processes: PartialState) -> Generator[None]:
 
 
 def run_sweep(
-    args: EvaluationArguments, data_args: DataArguments, processes: PartialState, log_path: Path | None
+    sets: Sequence[EvaluationSet],
+    args: EvaluationArguments,
+    data_args: DataArguments,
+    processes: PartialState,
+    log_path: Path | None,
 ) -> SweepResult:
     """Evaluate with parsed arguments, with the results locked."""
-    public = None if args.benchmark is None else benchmark(args.benchmark)
-    if public is None and not data_args.dataset_path:
-        raise ConfigError("dataset_path is missing: give the preferences to evaluate on, or a benchmark by name.")
-    if public is not None:
-        args.group_by = [*dict.fromkeys([*args.group_by, *public.by])]
     entries = entries_to_evaluate(args)
-    try:
-        dataset = open_data(public, data_args)
-        if args.group_by:
-            check_columns(iterate_readable(dataset), args.group_by)
-    except (DataError, ConfigError) as error:
-        if processes.is_main_process and not args.watch:
-            write_failure(entries, error, args, data_args)
-        raise
-    results = Results(Path(args.output_file), settings(args, data_args))
-    leaked = find_leakage(dataset, args.train_data, data_args, processes) if args.train_data else None
-    results.leakage = None if leaked is None else leaked.block()
+    unread: dict[str, str] = {}
+    opened_sets = [it for definition in sets if (it := open_set(definition, entries, args, processes, unread))]
+    if not opened_sets:
+        raise DataError(f"none of the {len(sets)} data sets can be read: {_listed(unread)}")
     count = f"{len(entries)} entries" if isinstance(entries, list) else "checkpoints as they come"
-    logger.info("Evaluating %s on %d comparisons; log: %s", count, len(dataset), log_path)
+    rows = " and ".join(f"{len(it.dataset):,} comparisons{it.of}" for it in opened_sets)
+    logger.info("Evaluating %s on %s; log: %s", count, rows, log_path)
     # Images are opened and processed for the first checkpoint and kept for the others.
     with TemporaryDirectory(prefix="vlmrm-images-") as images:
-        run = SweepRun(args, data_args, processes, Path(images), results.settings["data"], leaked)
-        looked_at, stopped = evaluate_all(entries, dataset, run, results)
-    return conclude(results, looked_at, args, main=processes.is_main_process, stopped=stopped)
+        run = SweepRun(args, data_args, processes, Path(images))
+        looked_at, stopped = evaluate_all(entries, opened_sets, run, unread)
+    main = processes.is_main_process
+    if not is_suite(args):
+        [results] = (it.results for it in opened_sets)
+        best = conclude(results, criterion_of(args), looked_at, args, main=main, stopped=stopped)
+        return SweepResult(results.rows, best, results.csv, results.parquet)
+    read = {str(it.definition.name): it.results for it in opened_sets if it.definition.name not in unread}
+    if not read:
+        raise DataError(f"none of the {len(sets)} data sets can be scored: {_listed(unread)}")
+    criterion = mean_criterion(args.metric_for_best, args.one_standard_error, tuple(read))
+    table = SuiteTable(Path(args.output_file), read, criterion)
+    best = conclude(table, criterion, looked_at, args, main=main, stopped=stopped or bool(unread))
+    of_sets = {name: SweepResult(it.rows, it.best, it.csv, it.parquet) for name, it in read.items()}
+    return SweepResult(table.rows, best, table.csv, table.csv.with_suffix(".scores.parquet"), of_sets, unread)
+
+
+def _listed(unread: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in unread.items())
+
+
+def criterion_of(args: EvaluationArguments) -> Criterion:
+    """Return the criterion by which one set chooses."""
+    return Criterion(split_metric(args.metric_for_best)[1], args.one_standard_error)
+
+
+def open_set(
+    definition: EvaluationSet,
+    entries: Iterable[Entry],
+    args: EvaluationArguments,
+    processes: PartialState,
+    unread: dict[str, str],
+) -> OpenSet | None:
+    """Return a set with its results so far; the reason why one of a suite cannot be read goes into `unread`.
+
+    Raises:
+        ConfigError, DataError: when the only set cannot be read, or its results are of other data or settings.
+    """
+    failed: Exception | None = None
+    dataset: Any = None
+    try:
+        dataset = definition.open()
+        results = definition.results(args)
+    except (DataError, ConfigError) as error:
+        failed = error
+    # All ranks go on without a set that one of them cannot read.
+    failures = [error for error in gather_object([failed]) if error is not None]
+    if failures:
+        if processes.is_main_process and dataset is None and isinstance(entries, list):
+            write_failure(entries, failures[0], definition, args)
+        if definition.name is None:
+            raise failures[0]
+        logger.error("%s cannot be evaluated: %s", definition.name, failures[0])
+        unread[definition.name] = str(failures[0])
+        return None
+    leaked = find_leakage(dataset, args.train_data, definition.data_args, processes) if args.train_data else None
+    results.leakage = None if leaked is None else leaked.block()
+    return OpenSet(definition, dataset, results, leaked)
 
 
 def launched() -> PartialState:
@@ -140,30 +183,24 @@ def entries_to_evaluate(args: EvaluationArguments) -> Iterable[Entry]:
 
 
 def evaluate_all(
-    entries: Iterable[Entry], dataset: Dataset, run: SweepRun, results: Results
+    entries: Iterable[Entry], sets: Sequence[OpenSet], run: SweepRun, unread: dict[str, str]
 ) -> tuple[list[Entry], bool]:
-    """Evaluate the entries that the results lack; return all entries, and whether Ctrl-C ended a watch."""
-    criterion = Criterion(run.args.metric_for_best, run.args.one_standard_error)
+    """Evaluate the entries on the sets that lack them, each opened once.
+
+    Returns:
+        All entries, and whether Ctrl-C ended a watch. The reason why a set of a suite cannot be scored goes into
+        `unread`, and the sweep continues without it.
+    """
     looked_at: list[Entry] = []
     try:
         for entry in entries:
             looked_at.append(entry)
-            if results.holds(entry):
-                logger.info("%s: already in %s", entry.path, results.csv)
-                continue
-            started = time.perf_counter()
-            with opened(entry, run) as scorer:
-                row, frame = evaluate_entry(entry, scorer, dataset, run)
-            row["seconds"] = round(time.perf_counter() - started, 3)
-            results.add(row, frame)
-            results.best = criterion.best(results.rows)
-            if run.processes.is_main_process:
-                if frame is not None:
-                    write_rewardbench(results.csv.with_suffix(".rewardbench"), row, frame)
-                results.write()
-            logger.info("%s: %s", entry.path, describe(row))
-            if run.args.benchmark is not None and not row["error"]:
-                logger.info("%s", beside_published(run.args.benchmark, row))
+            lacking = [it for it in sets if it.definition.name not in unread and not it.results.holds(entry)]
+            for it in sets:
+                if it not in lacking:
+                    logger.info("%s: already in %s", entry.path, it.results.csv)
+            if lacking:
+                evaluate_on(lacking, entry, run, unread)
     except KeyboardInterrupt:
         if not run.args.watch:
             raise
@@ -172,30 +209,39 @@ def evaluate_all(
     return looked_at, False
 
 
-def open_data(public: Benchmark | None, data_args: DataArguments) -> Any:
-    """Return the comparisons to score: a public benchmark's, or those of dataset_path.
-
-    With `eval_fraction` these are the rows that a training of the same dataset_path and split_seed holds out.
-    """
-    if public is not None:
-        return load_benchmark(public.name, next(iter(data_args.dataset_path), None), data_args)
-    if data_args.eval_fraction:
-        return load_train_and_eval(data_args)[1]
-    return load_comparisons(
-        data_args.dataset_path,
-        arguments=data_args,
-        split=data_args.dataset_split,
-        weights=data_args.dataset_weights,
-        limit=data_args.max_eval_samples,
-    )
+def evaluate_on(sets: Sequence[OpenSet], entry: Entry, run: SweepRun, unread: dict[str, str]) -> None:
+    """Evaluate one entry on each of the sets, and write their results."""
+    started = time.perf_counter()
+    with opened(entry, run) as scorer:
+        for it in sets:
+            try:
+                row, frame = evaluate_entry(entry, scorer, it, run)
+            except RowError as error:
+                if it.definition.name is None:
+                    raise
+                logger.error("%s cannot be scored: %s", it.definition.name, error)
+                unread[it.definition.name] = str(error)
+                continue
+            row["seconds"] = round(time.perf_counter() - started, 3)
+            started = time.perf_counter()
+            results = it.results
+            results.add(row, frame)
+            results.best = criterion_of(run.args).best(results.rows)
+            if run.processes.is_main_process:
+                if frame is not None:
+                    write_rewardbench(results.csv.with_suffix(".rewardbench"), row, frame)
+                results.write()
+            logger.info("%s%s: %s", entry.path, it.of, describe(row))
+            if it.definition.benchmark is not None and not row["error"]:
+                logger.info("%s", beside_published(it.definition.benchmark.name, row))
 
 
 def write_failure(
-    entries: Iterable[Entry], error: Exception, args: EvaluationArguments, data_args: DataArguments
+    entries: Iterable[Entry], error: Exception, definition: EvaluationSet, args: EvaluationArguments
 ) -> None:
     """Write the error into the rows of entries without figures."""
     try:
-        results = Results(Path(args.output_file), settings(args, data_args))
+        results = definition.results(args)
     except (ConfigError, DataError):
         return  # the files cannot be written, or hold other results, which are kept
     for entry in entries:
@@ -225,19 +271,6 @@ def checkpoints_of(model_dir: str, args: EvaluationArguments) -> list[Path]:
         reason = "it does not exist" if not folder.is_dir() else f"nothing in it matches {args.checkpoint_pattern}"
         raise ConfigError(f"model_dirs: {folder} has no checkpoints ({reason}).")
     return folders
-
-
-def settings(args: EvaluationArguments, data_args: DataArguments) -> dict[str, Any]:
-    """Return the settings, other than the checkpoint, on which a row's figures depend."""
-    keys = ("dtype", "attn_implementation", "base_model_path", "batching", "benchmark", "group_by")
-    keys += ("interventions", "intervention_sample")
-    hub = [] if args.benchmark is None else [benchmark(args.benchmark).source.hub]
-    return {
-        "data": data_fingerprint(data_args.dataset_path or hub),
-        "train_data": data_fingerprint(args.train_data) if args.train_data else None,
-        **{k: getattr(args, k) for k in keys},
-        "reading": asdict(data_args),
-    }
 
 
 def watch(

@@ -21,6 +21,13 @@ BLOCK = re.compile(r"^\s*(?:```|(?:[-*+]|\d+\.|#+|>|\|)\s)", re.MULTILINE)  # a 
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
 LETTERS = re.compile(r"[A-Za-z]{4,}")  # of words that survive a typo
+# Of each mark of markdown, with what is left of it; bold before italics.
+MARKDOWN = {
+    r"^([-*_])(?: ?\1){2,} *(?:\n|\Z)": "",
+    r"^ {0,3}(?:#{1,6}|>|[-*+]|\d+\.)[ \t]+(?=\S)": "",
+    r"(\*\*|__)(?=\S)([^*_\n]+?)(?<=\S)\1": r"\2",
+    r"(?<![\w*])([*_])(?=\S)([^*_\n]+?)(?<=\S)\1(?![\w*])": r"\2",
+}
 TYPO_EVERY = 8  # words
 PRIVATE_USE = range(0xE000, 0xF8FF)  # characters without a meaning
 
@@ -111,11 +118,11 @@ def with_markdown(text: str) -> str:
 
 @prose
 def without_markdown(text: str) -> str:
-    """Remove headings, bullets, rules, bold and italics."""
-    text = re.sub(r"^(?:[-*_] ?){3,}\n?", "", text, flags=re.MULTILINE)
-    text = re.sub(r"^ {0,3}(?:#{1,6}|>|[-*+]|\d+\.)[ \t]+", "", text, flags=re.MULTILINE)
-    text = re.sub(r"(\*\*|__)(?=\S)(.+?)(?<=\S)\1", r"\2", text)
-    return re.sub(r"(?<![\w*])([*_])(?=\S)([^*_\n]+?)(?<=\S)\1(?![\w*])", r"\2", text)
+    """Remove headings, bullets, rules, bold and italics, also inside each other."""
+    stripped = text
+    for pattern, content in MARKDOWN.items():
+        stripped = re.sub(pattern, content, stripped, flags=re.MULTILINE)
+    return text if stripped == text else without_markdown(stripped)
 
 
 def opened_with(opening: str) -> Rewrite:

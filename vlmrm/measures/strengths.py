@@ -23,11 +23,11 @@ from scipy.sparse.csgraph import connected_components
 from scipy.special import expit
 from scipy.stats import t
 
+from vlmrm.measures.differences import chance_of_largest
 from vlmrm.measures.intervals import LEVEL, Estimate
 
-FLIPS = 1000
-CELLS = 1 << 22  # flips x prompts held at a time: 32 MiB
 PRIOR = 0.5  # wins each way that every compared couple begins with, so that no strength is infinite
+MOST = 1000.0  # of a studentised difference, which is infinite where all prompts say the same
 LARGEST_STEP = 2.0  # of Newton's method
 CLOSE = 1e-10
 
@@ -150,24 +150,17 @@ def ahead_of(influences: np.ndarray) -> np.ndarray:
 
     With a probability of 95 % no model is ahead of one that is as good.
     """
-    count, rng = len(influences), np.random.default_rng(0)
-    products = influences.T @ influences
-    power = np.diag(products)[:, None] + np.diag(products) - 2 * products  # sums of squared differences
-
-    def studentised(sums: np.ndarray) -> np.ndarray:
-        """Return the sums of differences [..., M, M] of sums [..., M] over their standard errors."""
-        difference = sums[..., :, None] - sums[..., None, :]
-        spread = np.maximum(power - difference**2 / count, 0)
-        alike = spread <= CLOSE * np.maximum(power, CLOSE)  # every prompt says the same
-        without = np.where(np.abs(difference) > CLOSE, np.copysign(np.inf, difference), 0.0)
-        return np.divide(difference, np.sqrt(spread), out=without, where=~alike)
-
-    largest = []
-    step = max(CELLS // count, 1)
-    for start in range(0, FLIPS, step):
-        signs = rng.integers(0, 2, (min(step, FLIPS - start), count)) * 2.0 - 1
-        largest.append(studentised(signs @ influences).max(axis=(1, 2)))
-    return studentised(influences.sum(axis=0)) > np.quantile(np.concatenate(largest), LEVEL, method="higher")
+    first, second = np.triu_indices(influences.shape[1], k=1)
+    differences = influences[:, first] - influences[:, second]
+    differences[:, np.abs(differences).max(axis=0) < CLOSE] = 0  # of models that are the same
+    chance = chance_of_largest(differences, np.arange(len(influences)))
+    ahead = np.zeros((influences.shape[1],) * 2, dtype=bool)
+    if len(chance):
+        least = np.quantile(np.minimum(chance, MOST), LEVEL)
+        means, errors = differences.mean(axis=0), differences.std(axis=0, ddof=1) / np.sqrt(len(differences))
+        bounds = least * np.maximum(errors, np.abs(means) / MOST)
+        ahead[first, second], ahead[second, first] = means > bounds, -means > bounds
+    return ahead
 
 
 def groups(strengths: np.ndarray, ahead: np.ndarray) -> list[str]:

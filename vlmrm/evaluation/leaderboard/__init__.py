@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import vlmrm
 from vlmrm.errors import DataError
-from vlmrm.evaluation.leaderboard.merging import Column, Figure, evaluation_sets, read_runs
+from vlmrm.evaluation.leaderboard.merging import Column, SetFigure, evaluation_sets, read_runs
 from vlmrm.files import make_folder, require_own_file, write_file, write_json
 from vlmrm.measures.plots import css_variables
 from vlmrm.measures.strengths import Standing, connected, standings
@@ -34,7 +34,7 @@ class Line(NamedTuple):
     """
 
     model: str
-    figures: list[Figure | None]
+    figures: list[SetFigure | None]
     standing: Standing | None
     source: str | None
 
@@ -191,7 +191,7 @@ def _ranked(
 
 def _published(sets: Sequence[Column]) -> list[Line]:
     """Return the figures of others under the same metric, a line for each model; two of one set have a line each."""
-    figures: dict[str, list[Figure | None]] = {}
+    figures: dict[str, list[SetFigure | None]] = {}
     sources: dict[str, list[str]] = {}
     for number, column in enumerate(sets):
         for it in column.published:
@@ -200,7 +200,7 @@ def _published(sets: Sequence[Column]) -> list[Line]:
             model = (
                 it.model if figures.get(it.model, [None] * len(sets))[number] is None else f"{it.model} ({it.source})"
             )
-            figures.setdefault(model, [None] * len(sets))[number] = Figure(it.value, math.nan, math.nan, 0)
+            figures.setdefault(model, [None] * len(sets))[number] = SetFigure(it.value, math.nan, math.nan, 0)
             sources.setdefault(model, []).append(it.source)
     return [Line(model, line, None, "; ".join(dict.fromkeys(sources[model]))) for model, line in figures.items()]
 

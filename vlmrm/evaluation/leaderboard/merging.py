@@ -36,7 +36,7 @@ ACCURACY = "preference_accuracy"
 CHECKPOINT = re.compile(r"checkpoint-\d+|best|final")  # names that say nothing without their folder
 
 
-class Figure(NamedTuple):
+class SetFigure(NamedTuple):
     """A model's figure on a set with the ends of its 95 % interval, NaN where they are not known."""
 
     value: float
@@ -185,7 +185,7 @@ class Column:
         """Return the name of the figure that stands for the set: of a benchmark the first that others published."""
         return next((it.metric for it in self.published), ACCURACY)
 
-    def figure(self, model: str) -> Figure | None:
+    def figure(self, model: str) -> SetFigure | None:
         """Return the model's figure; None where it was not measured, or lacks what the benchmark's rule needs."""
         if model not in self.measured:
             return None
@@ -197,7 +197,7 @@ class Column:
             figure = {"value": figure, "low": math.nan, "high": math.nan}
         if math.isnan(figure["value"]):
             return None
-        return Figure(figure["value"], figure["low"], figure["high"], overall["sample_count"])
+        return SetFigure(figure["value"], figure["low"], figure["high"], overall["sample_count"])
 
     @property
     def most_pairs(self) -> int:

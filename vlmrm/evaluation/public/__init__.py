@@ -267,15 +267,17 @@ def benchmark(name: str) -> Benchmark:
     return read_benchmark(FOLDER / f"{name}.yaml")
 
 
-def published_table(name: str, measured: Mapping[str, float], model: str) -> list[dict[str, Any]]:
-    """Return our figures and the published ones: `model`, `source`, then a column a metric.
+def published_table(
+    name: str, measured: Mapping[str, float | Estimate], model: str
+) -> list[dict[str, str | float | Estimate | None]]:
+    """Return our figures, as they are given, and the published ones: `model`, `source`, then a column a metric.
 
     One row for each model and source, ours first; published metrics come before further ones. A figure that was not
     reported for a model is None.
     """
     figures = benchmark(name).published_figures
     metrics = list(dict.fromkeys([*(figure.metric for figure in figures), *measured]))
-    rows = {(model, THIS_EVALUATION): dict(measured)}
+    rows: dict[tuple[str, str], dict[str, float | Estimate]] = {(model, THIS_EVALUATION): dict(measured)}
     for figure in figures:
         rows.setdefault((figure.model, figure.source), {})[figure.metric] = figure.value
     return [

@@ -16,7 +16,7 @@ from scipy.stats import t
 from vlmrm.evaluation.public.rules import Groups
 from vlmrm.measures.intervals import LEVEL, Estimate
 
-PARTS = 100
+PARTS = 50
 NAN = float("nan")
 TEXTS = ("text", "image_paths")  # columns that no rule reads
 

@@ -164,15 +164,15 @@ class Choice:
     """The checkpoint that the report is about, and the reason in words.
 
     `accuracy` is that of the checkpoint, without the luck of being chosen where it was. `leakage` is the overlap of
-    its data with the training data, None if unknown. `benchmark` is the name of a public benchmark and the checkpoint's
-    figures on it, None for other data.
+    its data with the training data, None if unknown. `benchmark` is the name of a public benchmark and the
+    checkpoint's figures on it, None for other data.
     """
 
     best: Checkpoint
     reason: str
     accuracy: Share
     leakage: dict[str, Any] | None
-    benchmark: tuple[str, Mapping[str, float]] | None
+    benchmark: tuple[str, Mapping[str, Mapping[str, Any]]] | None
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:

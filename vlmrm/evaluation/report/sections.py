@@ -27,6 +27,7 @@ from vlmrm.measures import plots
 from vlmrm.measures.analysis import GROUP
 from vlmrm.measures.audit import LEVEL as TOGETHER
 from vlmrm.measures.differences import PairedTest, compare
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRIC, METRICS, Metric
 from vlmrm.measures.plots import Share
@@ -189,21 +190,25 @@ def of_training(logs: Mapping[str, TrainingLog]) -> Section:
     return Section("training", "Training", text, drawings)
 
 
-def of_published(best: Checkpoint, name: str, measured: Mapping[str, float]) -> Section:
+def of_published(best: Checkpoint, name: str, measured: Mapping[str, Mapping[str, Any]]) -> Section:
     """Show the checkpoint's figures on a public benchmark beside the published ones."""
     public = benchmark(name)
     metrics = list(dict.fromkeys(figure.metric for figure in public.published_figures))
     rows = [
-        [
-            line["model"],
-            *["–" if line[metric] is None else percent(line[metric]) for metric in metrics],
-            line["source"],
-        ]
-        for line in published_table(name, measured, best.label)
+        [str(line["model"]), *[_published(line[metric]) for metric in metrics], str(line["source"])]
+        for line in published_table(name, {name: Estimate(**parts) for name, parts in measured.items()}, best.label)
     ]
     head = ["model", *[metric.replace("_", " ") for metric in metrics], "source"]
-    text = f"On {public.title}, by its authors' rule. {public.verified}"
+    text = f"On {public.title}, by its authors' rule, in percent with 95% intervals. {public.verified}"
     return Section("published", "Beside published models", text, tables=[Table(public.title, head, rows)])
+
+
+def _published(figure: Estimate | str | float | None) -> str:
+    """Write a figure in percent, an estimate with its interval: 79.1 (75.0-82.6)."""
+    if isinstance(figure, Estimate):
+        ends = "" if np.isnan(figure.low) else f" ({100 * figure.low:.1f}-{100 * figure.high:.1f})"
+        return f"{100 * figure.value:.1f}{ends}"
+    return f"{100 * figure:.1f}" if isinstance(figure, float) else "–"
 
 
 def of_audit(best: Checkpoint) -> Section:

@@ -19,6 +19,7 @@ from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.choosing import step_of
 from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.schema import Origin
+from vlmrm.evaluation.scorers.conversations import limits_of
 from vlmrm.evaluation.scorers.kept_batches import KeptBatches
 from vlmrm.http import hub_answers
 from vlmrm.measures.interventions import INTERVENTIONS
@@ -54,7 +55,8 @@ class CheckpointEntry(Entry):
         else:
             before = None  # its memory is free before another model is opened
             loaded = self._load(args)
-            opened = OpenCheckpoint(loaded, engine_for(loaded, run), run)
+            limits = limits_of(args.interventions, compares=False)
+            opened = OpenCheckpoint(loaded, engine_for(loaded, run), run, limits)
         if args.vision_cache_dir is not None:
             loaded.model.requires_grad_(False)
             loaded.model.use_vision_cache(args.vision_cache_dir, args.vision_cache_gb)
@@ -102,13 +104,13 @@ def snapshot(hub_id: str) -> Path:
 
 @dataclass
 class OpenCheckpoint:
-    """A loaded checkpoint and the engine that scores with it; every intervention can be done."""
+    """A loaded checkpoint and the engine that scores with it."""
 
     loaded: LoadedReward
     engine: Engine
     run: SweepRun
+    limits: Mapping[str, str]
     kept: KeptBatches = field(default_factory=lambda: KeptBatches(KEPT_BYTES))
-    limits: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def interventions(self) -> Mapping[str, Any]:

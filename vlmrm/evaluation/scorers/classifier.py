@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, ProcessorMixin
 
 from vlmrm.batching.collator import OverlongError
@@ -83,8 +84,9 @@ class _Classifier(ConversationScorer):
         self.model = model.eval().requires_grad_(False).to(parse_device(None))
         self.label, read = _label(entry, model.config)
         self.known = {"id": entry.id, "revision": entry.revision or "main", "score": read}
-        longest = sequence_limit(model.config, run.data_args.max_seq_length)
-        self.longest = min(longest, self.tokenizer.model_max_length)
+        self.longest = self.tokenizer.model_max_length
+        if hasattr(model.config.get_text_config(), "max_position_embeddings"):
+            self.longest = min(self.longest, sequence_limit(model.config, run.data_args.max_seq_length))
         logger.info("%s is scored by %s", entry.path, read)
 
     @torch.inference_mode()
@@ -110,9 +112,12 @@ class _Classifier(ConversationScorer):
         _ = conversation.answer  # raises where there is none
         if self.processor.chat_template is not None:
             written = [self._message(message) for message in conversation.messages]
-            rendered = self.processor.apply_chat_template(
-                written, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=False
-            )
+            try:
+                rendered = self.processor.apply_chat_template(
+                    written, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=False
+                )
+            except (TemplateError, ValueError) as error:  # a role that it does not know, or an image of one pixel
+                raise RowError(f"its processor refuses it: {first_line(error)}") from error
         elif len(conversation.prompt) <= 1 and not self.visual:
             texts = [text_of(messages) for messages in (conversation.prompt, [conversation.answer]) if messages]
             rendered = self.tokenizer(*texts, return_tensors="pt")  # a pair of texts, as encoders take

@@ -22,7 +22,7 @@ from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import Compared, ConversationScorer, compared, origin_of
 from vlmrm.evaluation.scorers.spec import Spec
 from vlmrm.formats.texts import write_text
-from vlmrm.http import ServerAddress, read_json_response, translate_http_errors
+from vlmrm.http import Refused, ServerAddress, read_json_response, translate_http_errors
 from vlmrm.rewards.remote import Endpoints
 from vlmrm.scoring.remote import RemoteScorer
 from vlmrm.settings import did_you_mean
@@ -150,7 +150,10 @@ class _OtherService(ConversationScorer):
             return error
         if self.entry.model_name is not None:
             written["model"] = self.entry.model_name
-        answer = self.servers.post(f"/{self.entry.route}", json.dumps(written).encode())
+        try:
+            answer = self.servers.post(f"/{self.entry.route}", json.dumps(written).encode())
+        except Refused as error:
+            return RowError(str(error))
         try:
             score = read(answer)
         except (LookupError, TypeError, ValueError):

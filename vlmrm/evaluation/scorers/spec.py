@@ -21,6 +21,7 @@ FORMS = {
     "python": "python:module.function",
 }
 SECRETS = ("api_key", "token", "password")
+CREDENTIALS = re.compile(rf"(?<=//)[^/?#@]*@|(?<=[?&])((?:{'|'.join(SECRETS)})=)[^&]*")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -77,12 +78,13 @@ def read_spec(text: str) -> Spec:
         return Spec("checkpoint", text, {}, text)
     head, mark, query = text.partition("?")
     kind, colon, body = head.partition(":")
+    text = CREDENTIALS.sub(lambda match: f"{match[1]}***" if match[1] else "", text)
     if kind in ("http", "https") and colon:
-        return Spec("http", head, _options(text, query), re.sub("//[^/?#]*@", "//", text))
+        return Spec("http", head, _options(text, query), text)
     if kind in FORMS and colon:
         if not body:
             raise ConfigError(f"scorer {text} names nothing: write {FORMS[kind]}.")
-        return Spec(kind, body, _options(text, query), re.sub("//[^/?#]*@", "//", text))
+        return Spec(kind, body, _options(text, query), text)
     if colon and re.fullmatch(r"\w+", kind):
         near = nearest(kind, (*FORMS, "http"), 0.5)
         hint = (

@@ -16,7 +16,15 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.http import ServerAddress, Unavailable, one_line, retry_after, translate_http_errors
+from vlmrm.http import (
+    REFUSED_STATUSES,
+    Refused,
+    ServerAddress,
+    Unavailable,
+    one_line,
+    retry_after,
+    translate_http_errors,
+)
 from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.judges.replies import Question, Reply, ReplyCache, read_completion
 from vlmrm.settings import validate
@@ -25,7 +33,6 @@ logger = logging.getLogger("vlmrm")
 
 NO_KEY = "EMPTY"  # sent to servers without keys
 TRANSIENT = (408, 409, 429)  # timeout, conflict, too many requests; and 500 or more
-OF_THE_ITEM = (400, 413, 422)  # the server works, but refuses this item
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds
 
 
@@ -268,16 +275,12 @@ class JudgeClient:
         return text if key == NO_KEY else text.replace(key, "<api key>")
 
 
-class Refused(RewardError):
-    """An item that the server refuses; the server itself works."""
-
-
 def call_error(status: int, detail: str, retry_after: float | None) -> RewardError:
     """Return the error of an HTTP status: Unavailable, Refused, or a RewardError that no retry mends."""
     reason = f"it answered {status}: {detail}"
     if status in TRANSIENT or status >= 500:
         return Unavailable(reason, retry_after)
-    return Refused(reason) if status in OF_THE_ITEM else RewardError(reason)
+    return Refused(reason) if status in REFUSED_STATUSES else RewardError(reason)
 
 
 def wait_seconds(error: Unavailable, tries: int, jitter: float) -> float:

@@ -1,0 +1,261 @@
+"""Each intervention changes one thing and nothing else, and is declared once."""
+
+from __future__ import annotations
+
+import pickle
+import runpy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conversations import references
+from PIL import Image as Pillow
+
+from vlmrm.conversation import Comparison, Image, Judgement, Message, Text, Video, VideoOptions, media_of, text_of
+from vlmrm.data.media import open_image, open_video
+from vlmrm.errors import ConfigError
+from vlmrm.evaluation import schema
+from vlmrm.evaluation.arguments import EvaluationArguments
+from vlmrm.measures import metrics, pictures
+from vlmrm.measures.donors import is_sampled, prompt_id
+from vlmrm.measures.interventions import FAMILIES, INTERVENTIONS, Intervention, alterations, named
+from vlmrm.measures.metrics import PairArrays
+from vlmrm.measures.pairs import ScoredComparisons, scored_frame
+
+RNG = np.random.default_rng(0)
+
+
+def picture(width=84, height=56) -> Pillow.Image:
+    """A picture in which no pixel is like the next, and the mean is not grey."""
+    return Pillow.fromarray(RNG.integers(0, 200, (height, width, 3), dtype=np.uint8))
+
+
+def answer(*parts) -> tuple[Message, ...]:
+    return (Message.of("assistant", *parts),)
+
+
+def asked(number: int, question: str, *media, **more) -> Comparison:
+    answers = (answer("It is **red**. It has two ears."), answer("It is blue, as far as one can see in this light."))
+    prompt = (Message.of("system", "Be brief."), Message.of("user", *media, question))
+    return Comparison(f"row-{number}", prompt, answers, (Judgement((0, 1), (1, 0)),), **more)
+
+
+CLIP = Video(tuple(picture() for _ in range(6)), VideoOptions(sample_fps=2.0))
+ROW = asked(0, "What is shown in the image?", Image(picture()), CLIP)
+DONORS = tuple(
+    asked(i, f"How many are there, {i}?", Image(picture(56, 56)), Video(tuple(picture() for _ in range(4))))
+    for i in (1, 2)
+)
+CHANGED = {name: intervention(ROW, DONORS) for name, intervention in INTERVENTIONS.items()}
+
+
+@pytest.mark.parametrize("name", INTERVENTIONS)
+def test_it_changes_its_part_alone_and_the_same_way_every_time(name):
+    before = pickle.dumps(ROW)
+    changed, again = CHANGED[name], INTERVENTIONS[name](ROW, DONORS)
+    assert pickle.dumps(ROW) == before, "the row itself is left as it is"
+    assert pickle.dumps(changed) == pickle.dumps(again)
+    assert changed is not None and changed != ROW
+    parts = {"prompt": changed.prompt != ROW.prompt, "answers": changed.answers != ROW.answers}
+    of_answers = INTERVENTIONS[name].family in ("style", "order") and name != "paraphrased_question"
+    assert parts == {"prompt": not of_answers, "answers": of_answers}
+    assert len(changed.answers) == 2 and changed.id == ROW.id
+
+
+@pytest.mark.parametrize("family", ["image", "frames", "quality"])
+def test_images_and_frames_keep_their_number_and_size_and_texts_stay(family):
+    for name in named([family]):
+        changed = CHANGED[name]
+        assert text_of(changed.prompt) == text_of(ROW.prompt)
+        before, after = media_of(ROW.prompt), media_of(changed.prompt)
+        assert [medium.kind for medium in before] == [medium.kind for medium in after]
+        if not name.startswith("swapped"):
+            assert len(after[1].reference) == 6 and after[1].options == CLIP.options
+            sizes = [open_image(reference).size for reference in (after[0].reference, *after[1].reference)]
+            assert sizes[1:] == [(84, 56)] * 6 and (sizes[0] == (84, 56) or name == "smaller_image")
+
+
+def test_neutral_pictures_keep_nothing_or_the_colours_alone():
+    pixels = {name: np.asarray(references(CHANGED[name].prompt)[0], float) for name in named(["image"])[:4]}
+    original = np.asarray(references(ROW.prompt)[0], float)
+    assert (pixels["blank_image"] == 128).all()
+    assert np.ptp(pixels["mean_image"], axis=(0, 1)).max() == 0
+    assert pixels["mean_image"][0, 0] == pytest.approx(original.mean((0, 1)), abs=1)
+    assert abs(np.corrcoef(pixels["noise_image"].ravel(), original.ravel())[0, 1]) < 0.05
+    assert pixels["blurred_image"].std() < 0.2 * original.std()
+    assert (np.asarray(pictures.noise(picture())) != np.asarray(pictures.noise(picture()))).any(), "by the content"
+
+
+def test_degraded_pictures_are_still_recognised():
+    """A cropped gradient is the same gradient, and so is its JPEG."""
+    original = Pillow.fromarray((np.add.outer(range(200), range(200)) // 2).astype(np.uint8))
+    for degrade in (pictures.compressed, pictures.cropped, pictures.smaller):
+        degraded = open_image(degrade(original)).resize(original.size).convert("L")
+        assert np.corrcoef(np.asarray(degraded, float).ravel(), np.asarray(original, float).ravel())[0, 1] > 0.95
+    assert pictures.smaller(original).size == (140, 140) and pictures.smaller(picture(40, 30)).size == (37, 28)
+    assert np.asarray(pictures.cropped(original))[0, 0, 0] > np.asarray(original)[0, 0], "the corner is cut off"
+
+
+def test_answers_that_are_images_are_painted_and_degraded_but_not_exchanged():
+    drawn = replace(ROW, answers=(answer(Image(picture())), answer(Image(picture()))))
+    for name in ("blank_image", "compressed_image"):
+        assert INTERVENTIONS[name](drawn, DONORS).answers != drawn.answers
+    for name in named(["swapped_image", "prompt", "question"]):
+        assert INTERVENTIONS[name](drawn, DONORS).answers == drawn.answers
+    for name in named(["style"]):
+        assert (INTERVENTIONS[name](drawn, DONORS) is None) == (name != "paraphrased_question")
+
+
+def test_frames_are_shuffled_or_all_the_first():
+    frames = CLIP.reference
+    shuffled, frozen = (references(CHANGED[name].prompt)[1] for name in ("shuffled_frames", "frozen_frames"))
+    assert list(shuffled) != list(frames) and {map(id, shuffled)} != {map(id, frames)}
+    assert sorted(map(id, shuffled)) == sorted(map(id, frames))
+    assert list(frozen) == [frames[0]] * 6
+    two = pictures.shuffled(Video(frames[:2]))
+    assert two.reference == frames[1::-1]
+
+
+def test_a_video_file_is_read_as_it_is_scored_and_then_painted(tmp_path):
+    import av
+
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 140, 112, "yuv420p"
+        for number in range(24):
+            pixels = np.full((112, 140, 3), 10 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    row = asked(0, "What happens?", Video(str(path)))
+    expected, described = open_video(Video(str(path)), 4.0, 768)
+    altered = {
+        intervention.name: changed
+        for intervention, changed in alterations(row, (), INTERVENTIONS.values(), frames=(4.0, 768))
+    }
+    for name in ("blank_image", "shuffled_frames", "frozen_frames"):
+        [video] = media_of(altered[name].prompt)
+        frames, metadata = open_video(video, 4.0, 768)
+        assert frames.shape == expected.shape and expected.shape[0] == 12
+        rate = described["fps"] * (11 / (described["frames_indices"][-1] - described["frames_indices"][0]))
+        assert metadata["fps"] == pytest.approx(rate)
+        if name == "shuffled_frames":
+            means = [round(frame.float().mean().item()) for frame in frames]
+            assert means != sorted(means)
+            assert sorted(means) == [round(frame.float().mean().item()) for frame in expected]
+    assert references(altered["padded_answers"].prompt) == [str(path)], "what is not about frames shares the file"
+
+
+def test_the_question_alone_is_exchanged_or_left_out():
+    swapped, without = CHANGED["swapped_question"], CHANGED["no_question"]
+    assert references(swapped.prompt) == references(without.prompt) == references(ROW.prompt)
+    assert text_of(swapped.prompt) == "Be brief.\nHow many are there, 1?"
+    assert text_of(without.prompt) == "Be brief.\n"
+    same = [replace(donor, prompt=ROW.prompt) for donor in DONORS]
+    assert INTERVENTIONS["swapped_question"](ROW, same) is None, "the same question is no other one"
+    assert INTERVENTIONS["swapped_question"](ROW, [same[0], DONORS[1]]) is not None
+    text = asked(3, "Why?")
+    assert all(INTERVENTIONS[name](text, DONORS) is None for name in ("swapped_question", "no_question"))
+
+
+def test_of_a_dialogue_the_last_question_is_exchanged_where_it_stands():
+    first = (Message.of("user", Image(picture()), "Hello."), Message.of("assistant", "Yes?"))
+    last = Message.of("user", "See ", Image(picture()), " and say why.")
+    row = replace(ROW, prompt=(*first, last))
+    swapped = INTERVENTIONS["swapped_question"](row, DONORS)
+    assert swapped.prompt[:2] == first
+    assert [part.kind for part in swapped.prompt[2].content] == ["text", "image"]
+    assert swapped.prompt[2].text == "How many are there, 1?"
+    without = INTERVENTIONS["no_question"](row, ())
+    assert text_of(without.prompt) == "" and references(without.prompt) == references(row.prompt)
+
+
+def test_two_donors_give_two_swaps_and_one_of_another_kind_none():
+    first, second = (references(CHANGED[name].prompt) for name in ("swapped_image", "swapped_image_again"))
+    assert first == references(DONORS[0].prompt) and second == references(DONORS[1].prompt)
+    assert INTERVENTIONS["swapped_image_again"](ROW, DONORS[:1]) is None
+    assert INTERVENTIONS["swapped_image"](ROW, [asked(3, "Why?", Image(picture()))]) is None, "it has no video"
+
+
+def test_only_the_longest_text_of_an_answer_is_rewritten_and_none_is_none():
+    interleaved = answer("A. ", Image(picture()), "This is the text itself.")
+    row = replace(ROW, answers=(interleaved, answer(Image(picture()))))
+    changed = INTERVENTIONS["upper_case"](row)
+    assert [part.text for part in changed.answers[0][0].content if isinstance(part, Text)] == [
+        "A. ",
+        "THIS IS THE TEXT ITSELF.",
+    ]
+    assert changed.answers[1] == row.answers[1]
+    plain = replace(ROW, answers=(answer("a"), answer("b")))
+    assert INTERVENTIONS["stripped_markdown"](plain) is None, "nothing would change"
+
+
+def test_lengths_are_matched():
+    lengths = [len(text_of(a)) for a in CHANGED["matched_lengths"].answers]
+    assert max(len(text_of(a)) for a in ROW.answers) == max(lengths) and max(lengths) - min(lengths) < 12
+
+
+def test_reversed_answers_carry_their_judgements_and_scores_go_back():
+    row = replace(ROW, answers=(*ROW.answers, answer("c")), judgements=(Judgement((0, 1, 2), (3, 2, 1)),))
+    changed = INTERVENTIONS["reversed_answers"](row)
+    assert changed.answers == row.answers[::-1] and changed.ratings == (1, 2, 3)
+    assert INTERVENTIONS["reversed_answers"].in_branches([1, 2, 3]) == [3, 2, 1]
+    assert INTERVENTIONS["upper_case"].in_branches([1, 2, 3]) == [1, 2, 3]
+    every = [i for i, _ in alterations(ROW, DONORS, INTERVENTIONS.values())]
+    together = [i for i, _ in alterations(ROW, DONORS, INTERVENTIONS.values(), together=True)]
+    assert {i.name for i in together} - {i.name for i in every} == {*named(["order"])}
+
+
+def test_the_margin_of_an_attack_is_over_the_rejected_answer_decorated():
+    result = ScoredComparisons([ROW], [[2.0, 1.0]], [{"padded_answers": [9.0, 5.0], "upper_case": [9.0, 5.0]}])
+    pairs = PairArrays(scored_frame(result))
+    assert pairs.altered_margins("padded_answers").tolist() == [2.0 - 5.0]
+    assert pairs.altered_margins("upper_case").tolist() == [9.0 - 5.0]
+
+
+def test_words_of_the_key_are_names_families_and_groups():
+    assert named(["all"]) == list(INTERVENTIONS) and named(["none"]) == []
+    assert named(["style", "blank_image"]) == ["blank_image", *named(["style"])]
+    assert set(named(["standard"])) == {i.name for i in INTERVENTIONS.values() if i.standard}
+    assert {i.family for i in INTERVENTIONS.values()} == FAMILIES.keys()
+    assert len(named(["style"])) >= 15 and not {*FAMILIES} & INTERVENTIONS.keys()
+    with pytest.raises(ConfigError, match=r"names 'blank_imgae', which there is not: did you mean blank_image\?$"):
+        named(["blank_imgae"])
+    with pytest.raises(ConfigError, match="which there is not: choose from standard, all, none, image, "):
+        named(["???"])
+
+
+def test_what_repeats_names_one_that_is_declared_and_of_its_family():
+    for intervention in INTERVENTIONS.values():
+        if intervention.repeats:
+            repeated = INTERVENTIONS[intervention.repeats]
+            assert repeated.family == intervention.family and not repeated.repeats
+
+
+def test_a_new_one_is_declared_once_and_appears_everywhere(monkeypatch):
+    new = Intervention("sung_answers", lambda comparison, donors: comparison, "style", "answers sung", "with songs")
+    monkeypatch.setitem(INTERVENTIONS, new.name, new)
+    frame = scored_frame(ScoredComparisons([ROW], [[2.0, 1.0]], [{"sung_answers": [0.0, 5.0]}]))
+    assert frame[["sung_answers_chosen", "sung_answers_rejected"]].to_numpy().tolist() == [[0.0, 5.0]]
+    made = {metric.name: metric for metric in runpy.run_path(metrics.__file__)["METRICS"]}
+    assert made["sung_answers_accuracy"].point(PairArrays(frame)) == 0
+    assert made["sung_answers_loss"].point(PairArrays(frame)) == 1
+    monkeypatch.setattr(metrics, "METRICS", tuple(made.values()))
+    assert "sung_answers_accuracy" in runpy.run_path(schema.__file__)["Row"].__annotations__
+    asked_for = EvaluationArguments(model_dirs=["m"], interventions=["style"])
+    assert "sung_answers" in asked_for.interventions
+    assert pickle.loads(pickle.dumps(new)) is new, "the workers of a DataLoader find it by its name"
+
+
+def test_a_sample_has_whole_prompts_and_about_its_size_and_grows_with_it():
+    rows = [asked(i, f"What is number {i // 2}?") for i in range(2000)]
+    drawn = {share: {row.id for row in rows if is_sampled(row, share)} for share in (0.1, 0.3, 1.0)}
+    assert len(drawn[1.0]) == 2000 and drawn[0.1] < drawn[0.3]
+    assert abs(len(drawn[0.1]) - 200) < 70 and abs(len(drawn[0.3]) - 600) < 110
+    by_prompt: dict[str, set[bool]] = {}
+    for row in rows:
+        by_prompt.setdefault(prompt_id(row), set()).add(row.id in drawn[0.1])
+    assert len(by_prompt) == 1000 and all(len(inside) == 1 for inside in by_prompt.values())
+    quarters = [sum(row.id in drawn[0.3] for row in rows[i : i + 500]) for i in range(0, 2000, 500)]
+    assert min(quarters) > 100, "from all over the data"
+    assert not is_sampled(asked(0, "?", Image()), 0.5), "an empty image: scoring the row reports it"
