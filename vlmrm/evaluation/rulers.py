@@ -23,6 +23,7 @@ from scipy.sparse import csr_matrix
 
 from vlmrm.conversation import Comparison, Image, Messages, media_of, text_of
 from vlmrm.data.media import open_image
+from vlmrm.data.rows import with_row_id
 from vlmrm.errors import DataError, RowError
 from vlmrm.evaluation.public import Benchmark
 from vlmrm.evaluation.public.estimates import with_intervals
@@ -127,7 +128,8 @@ def _answered(comparisons: Iterable[Comparison | RowError]) -> Answered:
         try:
             if isinstance(row, RowError):
                 raise row
-            measured = [_of_images(answer) for answer in row.answers]
+            with with_row_id(row.id):
+                measured = [_of_images(answer) for answer in row.answers]
         except RowError as error:
             errors.append(error)
             continue
@@ -135,7 +137,7 @@ def _answered(comparisons: Iterable[Comparison | RowError]) -> Answered:
             data.rows.append(row)
             data.images.append(measured)
     if errors:
-        logger.warning("%d rows are left out: the first, %s", len(errors), errors[0])
+        logger.warning("left out: %d of the rows, the first because of this: %s", len(errors), errors[0])
     return data
 
 
