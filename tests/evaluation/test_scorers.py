@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from answer_length import score as served_score
+from huggingface_hub import constants
 from judge_server import JudgeServer, completion, error
 from PIL import Image
 from runs import colour_pairs, text_pairs, words, write_rows
@@ -179,6 +181,26 @@ def test_a_checkpoint_beside_its_training_and_as_a_classifier(here, data, tiny_r
         return float(model(**processor(text=[text], images=images or None, return_tensors="pt")).logits)
 
     check_scores(visual, data, direct)
+
+
+def test_ids_of_the_hub_are_those_of_their_snapshots(here, texts, tiny_reward_model, models, monkeypatch):
+    """As downloaded before: the tests have no network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hub"))
+    folders = {"org/mine": tiny_reward_model, "org/classifier": models / "text"}
+    for name, folder in folders.items():
+        stored = here / "hub" / f"models--{name.replace('/', '--')}"
+        shutil.copytree(folder, stored / "snapshots" / "c0ffee")
+        (stored / "refs").mkdir()
+        (stored / "refs" / "main").write_text("c0ffee")
+    specs = ["org/mine", "hf:org/classifier", tiny_reward_model, f"hf:{models / 'text'}"]
+    rows = sweep(asked(texts, *specs, interventions="none")).rows
+    by_id, by_folder = (frames()[start : start + 2] for start in (0, 2))
+    for one, other in zip(by_id, by_folder, strict=True):
+        assert one["chosen_score"].tolist() == other["chosen_score"].tolist()
+    assert [(row["model"], row["checkpoint"]) for row in rows[:2]] == [("org", "mine"), ("hf:org", "classifier")]
+    assert [row["provenance"]["weights"] for row in rows[:2]] == [row["provenance"]["weights"] for row in rows[2:]]
+    again = sweep(asked(texts, *specs, interventions="none")).rows
+    assert [row["seconds"] for row in again] == [row["seconds"] for row in rows], "nothing is scored again"
 
 
 def test_a_text_classifier_says_that_it_cannot_see(here, data, texts, models, capfd):
