@@ -109,11 +109,9 @@ def test_answers_that_are_images_are_painted_and_degraded_but_not_exchanged():
 def test_frames_are_shuffled_or_all_the_first():
     frames = CLIP.reference
     shuffled, frozen = (references(CHANGED[name].prompt)[1] for name in ("shuffled_frames", "frozen_frames"))
-    assert list(shuffled) != list(frames) and {map(id, shuffled)} != {map(id, frames)}
     assert sorted(map(id, shuffled)) == sorted(map(id, frames))
     assert list(frozen) == [frames[0]] * 6
-    two = pictures.shuffled(Video(frames[:2]))
-    assert two.reference == frames[1::-1]
+    assert all(pictures.shuffled(Video(frames[:number])).reference != frames[:number] for number in range(2, 7))
 
 
 def test_a_video_file_is_read_as_it_is_scored_and_then_painted(tmp_path):
