@@ -116,6 +116,9 @@ def run_sweep(
     read = {str(it.definition.name): it.results for it in opened_sets if it.definition.name not in unread}
     if not read:
         raise DataError(f"none of the {len(sets)} data sets can be scored: {_listed(unread)}")
+    chosen_by = split_metric(args.metric_for_best)[0]
+    if chosen_by in unread:
+        raise DataError(f"{chosen_by}, by which metric_for_best chooses, cannot be evaluated: {unread[chosen_by]}")
     criterion = mean_criterion(args.metric_for_best, args.one_standard_error, tuple(read))
     table = SuiteTable(Path(args.output_file), read, criterion)
     best = conclude(table, criterion, looked_at, args, main=main, stopped=stopped or bool(unread))

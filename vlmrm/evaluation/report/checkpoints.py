@@ -111,6 +111,11 @@ def scores_path(path: Path) -> Path:
 def _read(path: Path) -> pd.DataFrame:
     file = scores_path(path)
     if not file.is_file():
+        if sets := sorted(path.with_suffix("").glob("*.scores.parquet")):
+            raise ConfigError(
+                f"{path} is the table of {len(sets)} data sets: give one of them, such as {sets[0]}, or rank the "
+                f"models with vlmrm leaderboard {path.with_suffix('')}."
+            )
         raise ConfigError(f"there is no {file}: give the output_file of an evaluation, or its .scores.parquet.")
     return read_pairs(file)
 
@@ -130,7 +135,10 @@ def split(frames: Sequence[pd.DataFrame]) -> tuple[list[Checkpoint], list[str]]:
         for (model, name), rows in frame.groupby(["model", "checkpoint"], sort=False):  # ty: ignore[not-iterable]
             key = (str(model), str(name))
             if key in rows_by_key:
-                raise ConfigError(f"{model}/{name} is in two of the results: give each checkpoint once.")
+                raise ConfigError(
+                    f"{model}/{name} is in two of the results: give each checkpoint once, or show "
+                    "what it has on several data sets with vlmrm leaderboard."
+                )
             rows_by_key[key] = rows
     labels = _labels(list(rows_by_key))
     checkpoints, left_out = [], []
