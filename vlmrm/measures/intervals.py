@@ -263,7 +263,8 @@ def positive(value: float, of: Spread, quantile: float) -> Interval:
     """Return the interval on the scale of logarithms; of zero the plain one."""
     if not value > 0:
         return plain(value, of, quantile)
-    factor = np.exp(quantile * of.error / value)
+    with np.errstate(over="ignore"):  # of an error that leaves everything open
+        factor = np.exp(quantile * of.error / value)
     return Interval(value / factor, value * factor)
 
 
