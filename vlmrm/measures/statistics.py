@@ -104,9 +104,9 @@ def fitted_temperature(margins: np.ndarray) -> float:
 class CalibrationError(Figure):
     """The expected calibration error of margins[N]: mean |probability - frequency| of the bins; NaN does not count.
 
-    What chance adds to each bin makes it too large in small samples. Its interval therefore holds every error under
-    which the one that was measured is likely: those of the same shape over the bins, larger or smaller, with draws of
-    what the prompts' own spread adds.
+    What chance adds to each bin makes it too large in small samples. The lower end of its interval is therefore the
+    smallest error under which so large a one is likely: of the same shape over the bins, with draws of what the
+    spread of the prompts adds.
     """
 
     margins: np.ndarray
@@ -147,10 +147,7 @@ class CalibrationError(Figure):
             """Return how often an error of `scale` times the measured one shows as much as was measured."""
             return float(np.mean(np.abs(scale * total + drawn).sum(axis=1) >= as_measured.value))
 
-        tail = (1 - LEVEL) / 2
-        return as_measured._replace(
-            low=as_measured.value * _first(above, tail), high=as_measured.value * _first(above, 1 - tail)
-        )
+        return as_measured._replace(low=as_measured.value * _first(above, (1 - LEVEL) / 2))
 
 
 @dataclass(frozen=True)
