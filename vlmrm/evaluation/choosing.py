@@ -117,8 +117,8 @@ class Criterion:
             return None
         parts = dict(iter(frame.groupby(["model", "checkpoint"], sort=False)))
         measured = [parts[key] for row in ranked if (key := (row["model"], row["checkpoint"])) in parts]
-        found = self.without_luck(measured) if len(measured) == len(ranked) else None
-        return None if found is None else found._asdict()
+        honest = self.without_luck(measured) if len(measured) == len(ranked) else None
+        return None if honest is None else honest._asdict()
 
     def without_luck(self, parts: Sequence[pd.DataFrame], of: str | None = None) -> Estimate | None:
         """Return a figure of the checkpoint that this criterion chooses, without the luck of the choice.
