@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 from fcntl import F_DUPFD, fcntl
@@ -14,6 +15,7 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium")
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe")
+SECONDS = 60  # without an answer, after which it hangs
 KEYS = {"Enter": "\r", " ": " "}  # keys with a text
 
 
@@ -68,6 +70,8 @@ class Browser:
     def _receive(self) -> dict[str, Any]:
         parts = [self._buffer]
         while b"\0" not in parts[-1]:
+            if not select.select([self._from], [], [], SECONDS)[0]:
+                raise TimeoutError(f"Chromium has not answered for {SECONDS} s: {self.complaints}")
             parts.append(os.read(self._from, 1 << 20))
             if not parts[-1]:
                 raise RuntimeError("Chromium has ended")

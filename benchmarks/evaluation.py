@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import pandas as pd
 from PIL import Image
 
 from benchmarks import flops, harness, runs
+from benchmarks.browser import CHROMIUM, Browser
 from benchmarks.harness import Row, row
 from benchmarks.shapes import configuration, reward_model
 from vlmrm.batching import ComparisonCollator
@@ -41,16 +43,27 @@ SIDE, TEXT, ANSWER = 336, 32, 32  # pixels: 12 x 12 tokens
 PAIRS, BATCH, ROUNDS = 24, 8, 3
 SHARE = 1 / 6  # of the pairs, in the sample
 LIMITS = {"standard": ("interventions", 2.0), "all": ("audit", 3.5)}
-REPORTED, SECONDS, GIBIBYTES = 100_000, 60.0, 2.0
+SAMPLE = 300  # comparisons, the default
+REPORTED, SECONDS, GIBIBYTES, FILTER_SECONDS = 100_000, 60.0, 2.0, 0.2
+# One after another, each with those before it. Orders and words are dear the first time.
+FILTERS = (
+    *(("order", order) for order in ("-margin", "near", "data", "margin")),
+    *(("words", words) for words in ("number 77", "picture", "e", "nothing of the kind", "")),
+    *(("flip", flip) for flip in ("any", "")),
+    *(("verdict", "1"), ("low", "-1"), ("group-0", "3"), ("group-0", ""), ("low", ""), ("verdict", "")),
+)
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
     with runs.workplace() as folder:
         rows = interventions(folder, options.quick)
     count = 200 if options.quick else REPORTED
-    seconds, peak = harness.in_new_process(report, count)
+    seconds, peak, filters = harness.in_new_process(report, count)
     rows.append(row("report_100k", seconds, "s", at_most=SECONDS, pairs=count))
     rows.append(row("report_100k_memory", peak / 1024, "GiB", at_most=GIBIBYTES, pairs=count))
+    if filters:
+        slowest = max(filters, key=lambda name: filters[name])
+        rows.append(row("page_filter", filters[slowest], "s", at_most=FILTER_SECONDS, pairs=count, slowest=slowest))
     return rows
 
 
@@ -160,21 +173,40 @@ def operations(model: RewardModel, run: Callable[[], Any]) -> tuple[float, int, 
     return sum(total), sum(tokens), sum(images)
 
 
-def report(count: int) -> tuple[float, float]:
-    """Return the seconds of a report of `count` scored pairs from their file, and the peak memory in MB."""
+def report(count: int) -> tuple[float, float, dict[str, float]]:
+    """Return the seconds of a report of `count` scored pairs from their file, the peak memory in MB, and `filters`."""
     from vlmrm.evaluation.report import build_report
 
     with runs.workplace() as folder:
         scored(count, folder).to_parquet(folder / "results.scores.parquet", index=False)
         harness.memory()
         started = time.perf_counter()
-        build_report([folder / "results.csv"], folder / "report")
-        return time.perf_counter() - started, harness.peak_memory()
+        page = build_report([folder / "results.csv"], folder / "report")
+        return time.perf_counter() - started, harness.peak_memory(), filters(page)
+
+
+def filters(page: Path) -> dict[str, float]:
+    """Return the seconds from an input to the listed pairs, in Chromium, by what was put in; none without Chromium."""
+    if CHROMIUM is None:
+        return {}
+    seconds = {}
+    with TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
+        browser.resize(1280, 900)
+        browser.open(page, "!document.getElementById('explorer').hidden")
+        for name, value in FILTERS:
+            milliseconds = browser.evaluate(
+                f"((field) => {{ field.value = '{value}'; const started = performance.now();"
+                "field.dispatchEvent(new Event('input', {bubbles: true})); document.body.offsetHeight;"
+                f"return performance.now() - started; }})(document.getElementById('pairs-form').elements['{name}'])"
+            )
+            seconds[f"{name} {value}"] = milliseconds / 1000
+    return seconds
 
 
 def scored(count: int, folder: Path) -> pd.DataFrame:
     """Return the scores of a checkpoint, as a sweep writes them: long texts, 30 categories, all interventions."""
     rng = np.random.default_rng(0)
+    sampled = rng.random(count) < SAMPLE / count
     picture = folder / "picture.png"
     Image.fromarray(rng.integers(0, 255, (480, 640, 3), dtype=np.uint8)).save(picture)
     prompts = np.arange(count) // 2
@@ -199,7 +231,9 @@ def scored(count: int, folder: Path) -> pd.DataFrame:
         columns |= {f"{side}_length": rng.integers(20, 900, count), f"{side}_pixels": 0}
         columns |= {f"{side}_text": [f"{side} answer number {i}. " * 20 for i in range(count)]}
         columns |= {f"{side}_image_paths": [[]] * count}
-        columns |= {f"{name}_{side}": sign * rng.normal(0.2, 1, count) for name in INTERVENTIONS}
+        for name, intervention in INTERVENTIONS.items():
+            scores = sign * rng.normal(0.2, 1, count)
+            columns[f"{name}_{side}"] = np.where(sampled | (not intervention.sampled), scores, np.nan)
     return pd.DataFrame(columns)
 
 

@@ -328,6 +328,7 @@ def unpacked(data: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     block = zlib.decompress(base64.b64decode(data))
     size = int.from_bytes(block[:4], "little")
     header = json.loads(block[4 : 4 + size])
+    header["texts"] = json.loads(block[4 + size + header["texts"] :])
     columns = {
         name: np.frombuffer(block, f"<{kind}", length, 4 + size + offset)
         for name, (kind, offset, length) in header["columns"].items()

@@ -191,6 +191,8 @@ def test_a_text_classifier_says_that_it_cannot_see(here, data, texts, models, ca
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
         return float(model(**tokenizer(rendered, return_tensors="pt", add_special_tokens=False)).logits)
 
+    with pytest.raises(ConfigError, match="is a classifier of texts and none of ours: write hf:"):
+        sweep(asked(texts, models / "text"))
     spec = f"hf:{models / 'text'}"
     sweep(asked(texts, spec, output_file="texts.csv"))
     check_scores(*frames("texts.scores.parquet"), texts, direct)
@@ -418,6 +420,7 @@ def test_a_service_by_each_protocol(here, data, texts):
         ("python:no_such_module.score", "there is no module no_such_module"),
         ("reward:clipp", "there is no reward clipp: did you mean clip?"),
         ("reward:clip?model_name=x", "unknown key 'model_name'"),
+        ("HF:org/name", "begins with HF:, which is no kind of scorer: did you mean hf:?"),
         ("outputs/absent", "outputs/absent"),
         ("./absent", "scorer ./absent does not exist"),
         ("http://localhost:1?tmeout=3", "has no option tmeout: did you mean timeout?"),

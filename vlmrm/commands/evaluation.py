@@ -1,4 +1,4 @@
-"""`vlmrm eval`, `report`, `leaderboard`, `card` and `leakage`.
+"""`vlmrm eval`, `report`, `leaderboard`, `card`, `leakage` and `rulers`.
 
 Heavy imports happen inside the verbs, so that help is instant.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from cyclopts import Parameter
 
-from vlmrm.errors import CheckpointError, DataError
+from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.keys import answered
 from vlmrm.libraries import needs
 from vlmrm.logs import say
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # `train`, `eval` and `check-data` hand their words to TRL's parser, which knows HF's hundred keys.
 Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
@@ -143,3 +146,46 @@ def leakage(
     result = leakage(open_rows(train, reading, train_split), open_rows(evaluation, reading, eval_split))
     say(json.dumps(result.block(), indent=2) if json_output else format_leakage(result))
     raise SystemExit(DataError.exit_code if result.leaked or result.unreadable else 0)
+
+
+@needs("train", "reading data sets")
+def rulers(
+    *data: str,
+    benchmark: str | None = None,
+    split: str = "train",
+    image_root: str | None = None,
+    columns: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    limit: int | None = None,
+    json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """Audit a set of preferences: what length, position, Markdown, size, and models without images or question score.
+
+    Args:
+        data: Preferences: files, folders or hub ids; with --benchmark its local copy.
+        benchmark: A public benchmark by name, also scored by its authors' rule.
+        split: Split of hub data sets and save_to_disk folders.
+        image_root: Folder of relative image paths. Default: the folder of the file that names them.
+        columns: Columns that have other names in the data, as NAME=COLUMN (images=file_name prompt=query).
+        limit: Take only so many rows, chosen at random.
+        json_output: Print one JSON object.
+    """
+    from vlmrm.data.arguments import DataArguments
+    from vlmrm.data.columns import parse_columns
+    from vlmrm.data.comparisons import iterate_comparisons, load_comparisons
+    from vlmrm.evaluation.public import benchmark as named
+    from vlmrm.evaluation.public import load_benchmark
+    from vlmrm.evaluation.rulers import block, format_rulers, read_rulers
+
+    reading = DataArguments(
+        image_root=image_root, columns=parse_columns(columns), max_eval_samples=limit, bad_rows="skip"
+    )
+    if benchmark is None:
+        if not data:
+            raise ConfigError("there is nothing to audit: name preferences, or a benchmark with --benchmark.")
+        public, rows = None, load_comparisons([*data], arguments=reading, split=split, limit=limit)
+    else:
+        if len(data) > 1 or columns or split != "train":
+            raise ConfigError("--benchmark says what is read: give at most its local copy, no columns and no split.")
+        public, rows = named(benchmark), load_benchmark(benchmark, next(iter(data), None), reading)
+    readings = read_rulers(iterate_comparisons(cast("Dataset", rows)), public)
+    say(json.dumps(block(readings), indent=2) if json_output else format_rulers(readings, public))

@@ -38,7 +38,7 @@ def with_intervals(
         units: what is independent, units[N].
         rows: by figure, whether it rests on each pair: [N].
     """
-    parts = dealt(units, frame["category"].astype(str).to_numpy())
+    parts = dealt(units, frame["category"].map(str).to_numpy())
     plain = frame[[name for name in frame if not str(name).endswith(TEXTS)]]
     without = [rule(plain[parts != part]) for part in range(parts.max() + 1)] if parts.max() else []
     estimates = {}
@@ -58,9 +58,8 @@ def dealt(units: np.ndarray, categories: np.ndarray) -> np.ndarray:
     """Return the number of each row's part, below `PARTS`: units in order of category and of appearance, dealt out."""
     codes = pd.factorize(units)[0]
     first = pd.Series(categories).groupby(codes).first().to_numpy()
-    places = np.empty(len(first), dtype=int)
-    places[np.argsort(first, kind="stable")] = np.arange(len(first))
-    return places[codes] % min(PARTS, len(first))
+    order = np.argsort(np.argsort(first, kind="stable"))
+    return order[codes] % min(PARTS, len(first))
 
 
 def wilson_of(value: float, error: float, freedom: int, count: int) -> tuple[float, float]:
@@ -75,7 +74,7 @@ def wilson_of(value: float, error: float, freedom: int, count: int) -> tuple[flo
 def rows_of(name: str, frame: pd.DataFrame, groups: Groups) -> np.ndarray:
     """Return whether each pair is of the part that a figure is named after, all where it is named after none: [N]."""
     part = name.partition("/")[0]
-    names = frame["category"].astype(str)
+    names = frame["category"].map(str)
     among = names.isin([name, *groups.get(name, ())]).to_numpy()
     if among.any():
         return among

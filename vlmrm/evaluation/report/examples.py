@@ -86,7 +86,8 @@ def galleries(best: Checkpoint) -> list[Gallery]:
 
 
 def _examples(best: Checkpoint, order: np.ndarray) -> list[Example]:
-    rows = best.pairs.iloc[order].drop_duplicates("prompt_id").head(COUNT)
+    repeated = best.pairs["prompt_id"].iloc[order].duplicated().to_numpy()
+    rows = best.pairs.iloc[order[~repeated][:COUNT]]
     return [_example(row) for row in rows.to_dict("records")]
 
 

@@ -1,7 +1,8 @@
 """All pairs of a report, packed for the page's script: columns of numbers, each text once, thumbnails for a budget.
 
-The block is deflated and in base64: the length of its header as an unsigned 32-bit number, the header as JSON (texts,
-paths, thumbnails, names, and where each column is), then the columns, little-endian, each at a multiple of 4 bytes.
+The block is deflated and in base64: the length of its header as an unsigned 32-bit number; the header as JSON (paths,
+thumbnails, names, and where each column is); the columns, little-endian, each at a multiple of 4 bytes; and, as JSON
+again, the texts.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ MODELS = 8  # checkpoints, the one that the report is about and the most accurat
 CHARACTERS = 48_000_000  # of texts
 IMAGE_BYTES = 6_000_000  # of thumbnails
 VALUES = 24_000_000  # scores under interventions
+TEXTS = 10_000  # packed at a time
 
 ROLES = {"prompt": ("prompt_text", "image_paths")} | {
     side: (f"{side}_text", f"{side}_image_paths") for side in ("chosen", "rejected")
@@ -62,30 +64,36 @@ def pack_pairs(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> PackedPai
     header["views"] = {name: intervention.view for name, intervention in INTERVENTIONS.items()}
     header["models"] = _models(models, rows, arrays, notes)
     header["groups"] = list(_groups(rows, arrays))
-    header["texts"] = _texts(rows, arrays, notes)
+    texts = _texts(rows, arrays, notes)
     paths, header["images"] = _paths(rows, arrays)
     header["paths"] = [str(Path(path).absolute()) for path in paths]
     header["thumbnails"] = _thumbnails(paths, header["images"], arrays, notes)
-    return PackedPairs(_pack(header, arrays), notes)
+    return PackedPairs(_pack(header, arrays, texts), notes)
 
 
-def _pack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+def _pack(header: dict[str, Any], arrays: dict[str, np.ndarray], texts: Sequence[str]) -> str:
     """Return the block. A column is [kind, offset from the end of the header, length]; kinds are numpy's."""
-    columns, parts, offset = {}, [], 0
+    columns, offset = {}, 0
     for name, array in arrays.items():
-        content = array.astype(array.dtype.newbyteorder("<")).tobytes()
         columns[name] = [array.dtype.str[1:], offset, len(array)]
-        parts.append(content + bytes(-len(content) % 4))
-        offset += len(parts[-1])
-    text = json.dumps(header | {"columns": columns}, ensure_ascii=False, separators=(",", ":")).encode(
-        "utf-8",
-        "replace",  # half of a surrogate pair is no text
-    )
-    text += b" " * (-len(text) % 4)
-    compressor = zlib.compressobj(6)
-    pieces = (len(text).to_bytes(4, "little"), text, *parts)
-    compressed = b"".join([*map(compressor.compress, pieces), compressor.flush()])
-    return base64.b64encode(compressed).decode()
+        offset += array.nbytes + -array.nbytes % 4
+    start = _json(header | {"columns": columns, "texts": offset})
+    start += b" " * (-len(start) % 4)
+    compressor, pieces = zlib.compressobj(6), []
+    pieces.append(compressor.compress(len(start).to_bytes(4, "little") + start))
+    for array in arrays.values():
+        content = array.astype(array.dtype.newbyteorder("<")).tobytes()
+        pieces.append(compressor.compress(content + bytes(-len(content) % 4)))
+    for first in range(0, len(texts), TEXTS):  # by parts, as all at once would be in memory three times
+        part = _json(texts[first : first + TEXTS])[1:-1]
+        pieces.append(compressor.compress((b"," if first else b"[") + part))
+    pieces.append(compressor.compress(b"]" if texts else b"[]") + compressor.flush())
+    return base64.b64encode(b"".join(pieces)).decode()
+
+
+def _json(content: Any) -> bytes:
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")  # half of a surrogate pair is no text
 
 
 def _names(rows: pd.DataFrame) -> list[str]:
@@ -158,15 +166,20 @@ def _groups(rows: pd.DataFrame, arrays: dict[str, np.ndarray]) -> Iterable[dict[
 
 def _texts(rows: pd.DataFrame, arrays: dict[str, np.ndarray], notes: list[str]) -> list[str]:
     """Return every text of the pairs once, all cut to the same length if they are too long for the page together."""
-    columns = [rows[text] if text in rows else pd.Series("", rows.index) for text, _ in ROLES.values()]
-    codes, texts = pd.factorize(pd.concat([column.fillna("").astype(str) for column in columns], ignore_index=True))
-    for role, part in zip(ROLES, np.split(codes, len(ROLES)), strict=True):
-        arrays[f"text/{role}"] = part.astype(np.uint32)
-    most = _length(np.fromiter(map(len, texts), np.int64, len(texts)))
-    if most is None:
-        return list(texts)
-    notes.append(f"Texts are cut to {most:,} characters here, and searched as far.")
-    return [text if len(text) <= most else text[:most] + "…" for text in texts]
+    roles = {}
+    for role, (column, _) in ROLES.items():
+        codes, texts = pd.factorize(rows[column].fillna("") if column in rows else np.full(len(rows), ""))
+        roles[role] = codes, pd.Series(texts, dtype="str")
+    most = _length(np.concatenate([texts.str.len() for _, texts in roles.values()]))
+    if most is not None:
+        notes.append(f"Texts are cut to {most:,} characters here, and searched as far.")
+    numbers: dict[str, int] = {}
+    for role, (codes, texts) in roles.items():
+        if most is not None:
+            texts = texts.where(texts.str.len() <= most, texts.str.slice(0, most) + "…")
+        places = [numbers.setdefault(text, len(numbers)) for text in texts]
+        arrays[f"text/{role}"] = np.array(places, np.uint32)[codes]
+    return list(numbers)
 
 
 def _length(lengths: np.ndarray) -> int | None:
