@@ -212,7 +212,12 @@ def test_a_name_tells_checkpoints_and_trainings_apart(tmp_path):
     path.with_suffix(".json").write_text(json.dumps(content))
     assert {line.model for line in leaderboard([path]).lines} == {f"{r}/checkpoint-{s}" for r in "ab" for s in (1, 2)}
     content["best"] = {"metric": "preference_accuracy", "one_standard_error": False, "value": 1.0, "model": "runs/b"}
-    content["best"] |= {"checkpoint": "checkpoint-2", "path": "runs/b/checkpoint-2", "kept": None}
+    content["best"] |= {
+        "checkpoint": "checkpoint-2",
+        "path": "runs/b/checkpoint-2",
+        "kept": None,
+        "without_luck": None,
+    }
     path.with_suffix(".json").write_text(json.dumps(content))
     assert [line.model for line in leaderboard([path], best_only=True).lines] == ["b/checkpoint-2"]
 
