@@ -109,7 +109,7 @@ def test_the_page_has_every_section_with_its_figures(sweep):
     page = page_of(sweep[1])
     assert page.headings == [
         "Checkpoints",
-        "Does it look at the image, and need the prompt?",
+        "What does its preference rest on?",
         "By category",
         "Scores and margins",
         "Is σ(margin) a probability?",
@@ -150,8 +150,8 @@ def test_the_headline_is_the_best_checkpoint_s(sweep):
 @pytest.mark.parametrize(
     ("looks", "sentence"),
     [
-        (1.0, "It looks at the image: under another row's image it loses"),
-        (0.0, "There is no sign that it looks at the image: under another row's image it loses"),
+        (1.0, "It looks at the image: with the images of another row it loses"),
+        (0.0, "There is no sign that it looks at the image: with the images of another row it loses"),
         (0.8, "It looks at the image, but not only"),
     ],
 )
@@ -382,7 +382,7 @@ def test_sections_without_data_say_why(tmp_path):
     bare = frame[keep][frame["comparison_id"].str.startswith("row")]
     text = page_of(build_report([bare], tmp_path)).text
     for sentence in (
-        "Whether it looks at the image was not measured",
+        "What its preference rests on was not measured",
         "Not measured: evaluate with interventions",
         "No row has a category.",
         "Nothing to show: no two answers are known to differ in length",
