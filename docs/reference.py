@@ -1,4 +1,4 @@
-"""Write docs/configuration.md, the metrics in docs/evaluation.md, and vlmrm/keys.json, from their declarations.
+"""Write docs/configuration.md, vlmrm/keys.json, and parts of docs/evaluation.md and benchmarks.md, as declared.
 
 python docs/reference.py
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Iterable, Mapping, Set
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +17,7 @@ from vlmrm.commands.check_data import CheckArguments
 from vlmrm.config import actions_of, kinds_of, parser_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.evaluation.arguments import EvaluationArguments
+from vlmrm.evaluation.public import BENCHMARKS, Benchmark, benchmark
 from vlmrm.keys import FILE, TYPES
 from vlmrm.keys import KINDS as KINDS_OF_KEYS
 from vlmrm.measures.intervals import Estimate, Interval
@@ -35,6 +37,7 @@ NOT_USED = ("max_length", "remove_unused_columns")  # TRL's and HF's, which are 
 
 PAGE = Path(__file__).parent / "configuration.md"
 GUIDE = PAGE.with_name("evaluation.md")
+PUBLIC = PAGE.with_name("benchmarks.md")
 # Names of the kinds of metrics; any other kind is a list.
 KINDS = {Estimate: "estimate", float: "number", int: "count", Interval: "interval", Distribution: "distribution"}
 
@@ -311,6 +314,31 @@ def interventions() -> list[str]:
     return lines
 
 
+def with_benchmarks(guide: str) -> str:
+    """Return the guide with a section for each public benchmark, which are its end."""
+    return guide[: guide.index("\n### ")] + "".join(map(section, map(benchmark, BENCHMARKS)))
+
+
+def section(public: Benchmark) -> str:
+    """Return where a benchmark is, what was published, and what was verified."""
+    source = public.source
+    parts = [f"`{source.hub}`"]
+    parts += [
+        f"configuration{'s' * (len(source.configs) > 1)} {' '.join(f'`{name}`' for name in source.configs)}"
+    ] * bool(source.configs)
+    splits = " and ".join(f"`{name}`" for name in source.splits)
+    parts.append(f"table `{source.file}`" if source.file else f"split{'s' * (len(source.splits) > 1)} {splits}")
+    where = f"{', '.join(parts)}."
+    where += f" Local copy: {' '.join(source.fetch.split())}." if source.fetch else ""
+    figures = "; ".join(f"{', '.join(it.percent)}, by {it.source} ({it.date})" for it in public.published)
+    paragraphs = [where, f"Published: {figures}.", public.verified]
+    wrapped = [
+        textwrap.fill(" ".join(text.split()), 119, break_long_words=False, break_on_hyphens=False)
+        for text in paragraphs
+    ]
+    return f"\n### {public.name}\n\n" + "\n\n".join(wrapped) + "\n"
+
+
 def table(arguments: Any, meanings: Mapping[str, str | None]) -> str:
     """Return a table of the keys of `meanings`, whose text replaces the key's own help."""
     fields = {field.name: field for field in dataclasses.fields(arguments)}
@@ -333,3 +361,4 @@ if __name__ == "__main__":
     FILE.write_text(keys(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     GUIDE.write_text(with_tables(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")
+    PUBLIC.write_text(with_benchmarks(PUBLIC.read_text(encoding="utf-8")), encoding="utf-8")

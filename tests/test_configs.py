@@ -264,3 +264,5 @@ def test_the_guide_s_tables_of_metrics_are_those_that_are_declared():
     reference = runpy.run_path(str(REFERENCE))
     guide = reference["GUIDE"].read_text(encoding="utf-8")
     assert guide == reference["with_tables"](guide), "run python docs/reference.py"
+    benchmarks = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert benchmarks == reference["with_benchmarks"](benchmarks), "run python docs/reference.py"

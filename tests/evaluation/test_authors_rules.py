@@ -11,14 +11,14 @@ import pandas as pd
 import pytest
 
 from vlmrm.evaluation.public import benchmark
-from vlmrm.evaluation.public.rules import accuracy_with_ties, accuracy_without_ties
+from vlmrm.evaluation.public.rules import accuracy_with_ties, accuracy_without_ties, best_threshold
 
 
 def frame_of(items):
     """Scored pairs of rows `{"id", "category", "scores", "ratings"}` with further columns `by/...`."""
     rows = []
     for item in items:
-        others = {name: value for name, value in item.items() if name.startswith("by/")}
+        further = {name: value for name, value in item.items() if name.startswith("by/")}
         scores, ratings = item["scores"], item["ratings"]
         for first, second in combinations(range(len(scores)), 2):
             better, worse = (second, first) if ratings[first] < ratings[second] else (first, second)
@@ -32,7 +32,7 @@ def frame_of(items):
                     "rejected_branch": worse,
                     "chosen_score": scores[better],
                     "rejected_score": scores[worse],
-                    **others,
+                    **further,
                 }
             )
     return pd.DataFrame(rows)
@@ -227,3 +227,10 @@ def test_videoalign_s_thresholds():
     label, margin = votes(repeated=True)
     assert accuracy_without_ties(label, margin) == pytest.approx(figures["repeated_without_ties"], abs=1e-12)
     assert accuracy_with_ties(label, margin) < figures["repeated_with_ties"]
+
+
+def test_editreward_s_threshold_may_be_zero():
+    """Where nobody tied, calc_accuracy_with_ties_for_edit_reward_bench has no ties; VideoAlign's has one at least."""
+    label, margin = np.array([1, 1, 1]), np.array([2.0, 1.0, 3.0])
+    assert best_threshold(label, margin) == (0.0, 1.0)
+    assert accuracy_with_ties(label, margin) == pytest.approx(2 / 3)

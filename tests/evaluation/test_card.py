@@ -62,7 +62,7 @@ def test_the_card_does_not_acquit_who_fails_on_grey_alone(checkpoint):
     frame = scored(300).assign(blank_image_chosen=np.random.default_rng(0).normal(0, 1, 300), blank_image_rejected=0.0)
     frame["swapped_image_chosen"] = frame["chosen_score"] - frame["rejected_score"]
     text = write_card(checkpoint, frame, data="pairs").read_text()
-    assert "Whether it looks at the image is undecided: under another row's image it loses 0.0 points" in text
+    assert "There is no sign that it looks at the image: with the images of another row it loses 0.0 points" in text
     assert "Another row's question comes with its\nimages." in text
 
 

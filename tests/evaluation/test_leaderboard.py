@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pandas as pd
 import pytest
 from pair_frames import pair_frame
 
+from benchmarks.browser import CHROMIUM, Browser
 from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.leaderboard import build_leaderboard, leaderboard, page
@@ -43,7 +43,8 @@ def write_results(path: Path, frames, *, data="1", benchmark=None, date="2026-11
         model, checkpoint = frame["model"].iloc[0], frame["checkpoint"].iloc[0]
         accuracy = float(np.nanmean(credits_of(frame["chosen_score"].to_numpy(float))))
         figure = {"value": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "standard_error": 0.02}
-        overall = {"preference_accuracy": {**figure, "n": len(frame), "prompts": 100}, "sample_count": len(frame)}
+        figure |= {"n": len(frame), "prompts": 100}
+        overall = {"preference_accuracy": figure, "sample_count": len(frame)}
         provenance = {"date": date, "git_commit": None, "versions": {}, "data": data, "weights": f"weights of {model}"}
         provenance |= {
             "device": "cpu",
@@ -52,7 +53,7 @@ def write_results(path: Path, frames, *, data="1", benchmark=None, date="2026-11
             "chat_template_sha256": "",
             "processes": 1,
         }
-        provenance |= {"bootstrap_draws": 1000, "bootstrap_seed": 0, "checkpoint": {}} | changed.get("provenance", {})
+        provenance |= {"checkpoint": {}} | changed.get("provenance", {})
         row = {
             "model": model,
             "checkpoint": checkpoint,
@@ -61,7 +62,7 @@ def write_results(path: Path, frames, *, data="1", benchmark=None, date="2026-11
             "seconds": 1.0,
         }
         row |= {"statistics": {"overall": overall, "category": {}, "by": {}}, "provenance": provenance}
-        rows.append(row | ({"benchmark": {"overall": accuracy, "macro": 0.5}} if benchmark else {}))
+        rows.append(row | ({"benchmark": {"overall": figure, "macro": figure | {"value": 0.5}}} if benchmark else {}))
     settings = {
         "data": data,
         "benchmark": benchmark,
@@ -177,6 +178,14 @@ def test_of_two_figures_of_a_model_the_newest_counts_with_a_word(tmp_path):
         assert any("new.json, of 2026-11-22T03:00:00Z, are taken" in note for note in board.notes)
 
 
+def test_two_functions_of_a_module_are_two_scorers(tmp_path):
+    frames = [frame_of(model, 1).assign(model="python:mine", checkpoint=model) for model in ("good", "poor")]
+    path = write_results(tmp_path / "a", frames, provenance={"weights": "of the module"})
+    content = path.with_suffix(".json").read_text().replace("python:mine/", "python:mine.")
+    path.with_suffix(".json").write_text(content)
+    assert [line.model for line in leaderboard([path]).lines] == ["python:mine.good", "python:mine.poor"]
+
+
 def test_equal_weights_are_one_model_whatever_their_folder(tmp_path):
     first = write_results(tmp_path / "a", [frame_of("good", 1)], provenance={"weights": "w"})
     moved = frame_of("good", 2).assign(model="elsewhere/good")
@@ -203,7 +212,12 @@ def test_a_name_tells_checkpoints_and_trainings_apart(tmp_path):
     path.with_suffix(".json").write_text(json.dumps(content))
     assert {line.model for line in leaderboard([path]).lines} == {f"{r}/checkpoint-{s}" for r in "ab" for s in (1, 2)}
     content["best"] = {"metric": "preference_accuracy", "one_standard_error": False, "value": 1.0, "model": "runs/b"}
-    content["best"] |= {"checkpoint": "checkpoint-2", "path": "runs/b/checkpoint-2", "kept": None}
+    content["best"] |= {
+        "checkpoint": "checkpoint-2",
+        "path": "runs/b/checkpoint-2",
+        "kept": None,
+        "without_luck": None,
+    }
     path.with_suffix(".json").write_text(json.dumps(content))
     assert [line.model for line in leaderboard([path], best_only=True).lines] == ["b/checkpoint-2"]
 
@@ -214,6 +228,7 @@ def test_published_figures_stand_under_their_own_metric_and_have_no_rank(results
     assert by_model["GPT-4o"].figures[1].value == pytest.approx(0.658)
     assert by_model["GPT-4o"].figures[0] is None and by_model["GPT-4o"].standing is None
     assert "BaseReward paper" in by_model["GPT-4o"].source
+    assert [model for model in by_model if model.startswith("GPT-4o")] == ["GPT-4o"]
 
 
 def test_the_page_runs_its_own_script_alone_and_loads_nothing(results, tmp_path):
@@ -225,24 +240,26 @@ def test_the_page_runs_its_own_script_alone_and_loads_nothing(results, tmp_path)
     assert not re.search(r"https?://", html)
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-def test_chromium_sorts_it(results, tmp_path):
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_readers_sort_it_and_hide_what_others_published(results, tmp_path):
     """Two clicks on the last set: the lowest first, and those without a figure last."""
-    html = build_leaderboard([results], tmp_path / "out").read_text()
-    clicks = "for (let i = 0; i < 2; i++) document.querySelector('thead th:last-child button').click();"
-    driven = re.sub(r"<meta http-equiv.*?>", "", html).replace("</body>", f"<script>{clicks}</script></body>")
-    (tmp_path / "driven.html").write_text(driven)
-    command = [
-        "chromium",
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'chromium'}",
-    ]
-    ran = subprocess.run([*command, "--dump-dom", f"file://{tmp_path}/driven.html"], capture_output=True, text=True)
-    names = re.findall(r'<th scope="row" class="name" data-value="([^"]*)"', ran.stdout)
-    assert names[-1] == "fair" and names[0] == "Qwen2.5-VL-7B-Instruct"
-    assert 'data-first="descending" aria-sort="ascending"' in ran.stdout
+    page = build_leaderboard([results], tmp_path / "out")
+    rows = "[...document.querySelectorAll('tbody tr')].filter((row) => row.checkVisibility())"
+    names = f"{rows}.map((row) => row.cells[0].dataset.value)"
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(page)
+        assert browser.evaluate(names)[:3] == ["good", "fair", "poor"]
+        for _ in range(2):
+            browser.click("thead th:last-child button")
+        order = browser.evaluate(names)
+        assert order[0] == "Qwen2.5-VL-7B-Instruct" and order[-1] == "fair"
+        assert browser.evaluate("document.querySelector('[aria-sort]').getAttribute('aria-sort')") == "ascending"
+        browser.click("#published")
+        assert browser.evaluate(names) == ["poor", "good", "fair"]
+        browser.evaluate("document.querySelector('thead button').focus()")
+        browser.press("Enter")
+        assert browser.evaluate(names) == ["fair", "good", "poor"]
+        assert browser.complaints == []
 
 
 def test_what_cannot_be_merged_is_said_in_a_sentence(results, tmp_path, capsys):

@@ -769,10 +769,6 @@ def test_published_figures_are_shares_of_metrics_that_are_measured(name):
     assert all(0 < figure.value < 1 for figure in benchmark(name).published_figures)
 
 
-def test_the_guide_has_every_benchmark_and_what_was_verified():
-    guide = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text()
+def test_the_guide_lists_every_benchmark():
+    guide = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text().partition("## What a")[0]
     assert sorted(re.findall(r"^\| `([\w-]+)` \|", guide, re.MULTILINE)) == list(BENCHMARKS)
-    flowing = " ".join(guide.split())
-    for one in map(benchmark, BENCHMARKS):
-        assert f"### {one.name} `{one.source.hub}`" in flowing
-        assert one.verified in flowing

@@ -7,7 +7,7 @@ import pytest
 from pair_frames import pair_frame
 from planted import GUILTY, INNOCENT, Planted, trial, truth_of
 
-from vlmrm.evaluation.report.audit import headline, state, what
+from vlmrm.evaluation.report.audit import changed, headline, state
 from vlmrm.measures.audit import Finding, audit, deciding, holm
 
 SEEDS = 8
@@ -126,7 +126,7 @@ def test_a_finding_has_its_numbers():
     assert finding.left.value == pytest.approx(np.mean(kept))
     assert finding.loss.low < finding.loss.value < finding.loss.high
     assert finding.p_value < 0.05 and 0.05 < finding.detectable < 0.25
-    assert (what(finding), state(finding)) == ("another row's image", "relies on it")
+    assert (changed(finding), state(finding)) == ("another row's image", "relies on it")
 
 
 def test_no_pair_that_changes_is_no_proof_among_few():

@@ -1,4 +1,4 @@
-"""`vlmrm eval`, `report`, `leaderboard`, `card` and `leakage`.
+"""`vlmrm eval`, `report`, `leaderboard`, `card`, `leakage` and `rulers`.
 
 Heavy imports happen inside the verbs, so that help is instant.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from cyclopts import Parameter
 
-from vlmrm.errors import CheckpointError, DataError
+from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.keys import answered
 from vlmrm.libraries import needs
 from vlmrm.logs import say
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 # `train`, `eval` and `check-data` hand their words to TRL's parser, which knows HF's hundred keys.
 Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
@@ -30,7 +33,8 @@ def evaluate(*words: Words) -> None:
     result = sweep(words)
     if result.sets:
         folder = result.csv.with_suffix("")
-        say(f"{len(result.rows)} checkpoints on {len(result.sets)} data sets in {result.csv}, and of each in {folder}")
+        count = f"{len(result.sets)} data set{'s' * (len(result.sets) > 1)}"
+        say(f"{len(result.rows)} checkpoints on {count} in {result.csv}, and of each in {folder}")
         say(f"rank them: vlmrm leaderboard {folder}; see one set: vlmrm report {next(iter(result.sets.values())).csv}")
     else:
         say(f"{len(result.rows)} checkpoints in {result.csv} and {result.csv.with_suffix('.json')}")
@@ -112,6 +116,43 @@ def card(model: Path, results: Path, *, data: str) -> None:
     say(f"the model card is {write_card(model, results, data=data)}")
 
 
+@needs("report", "planning")
+def power(
+    results: Path | None = None,
+    *,
+    difference: float | None = None,
+    pairs: int | None = None,
+    threshold: float | None = None,
+    discordance: float | None = None,
+    pairs_per_prompt: float | None = None,
+    correlation: float | None = None,
+    power: float = 0.8,
+) -> None:
+    """Say how many pairs show a difference in accuracy, or how small a difference a number of pairs shows.
+
+    Args:
+        results: Results from which the other figures are estimated: the output_file of an evaluation.
+        difference: The difference in accuracy to be shown, such as 0.02.
+        pairs: The number of pairs. Default: those of the results.
+        threshold: Compare one model with this accuracy, such as 0.5 for chance. Default: compare two models.
+        discordance: Share of pairs that only one of two models has right. Default: 0.2.
+        pairs_per_prompt: Pairs of each prompt. Default: 1.
+        correlation: Correlation between the pairs of one prompt, from 0 to 1. Default: 0.
+        power: Probability with which the difference should be found.
+    """
+    from vlmrm.measures.power import plan
+
+    options = {
+        "discordance": discordance,
+        "threshold": threshold,
+        "pairs_per_prompt": pairs_per_prompt,
+        "correlation": correlation,
+        "power": power,
+    }
+    stated = {name: value for name, value in options.items() if value is not None}
+    say(plan(results, difference, pairs, stated))
+
+
 @needs("train", "reading data sets")
 def leakage(
     *,
@@ -142,3 +183,46 @@ def leakage(
     result = leakage(open_rows(train, reading, train_split), open_rows(evaluation, reading, eval_split))
     say(json.dumps(result.block(), indent=2) if json_output else format_leakage(result))
     raise SystemExit(DataError.exit_code if result.leaked or result.unreadable else 0)
+
+
+@needs("train", "reading data sets")
+def rulers(
+    *data: str,
+    benchmark: str | None = None,
+    split: str = "train",
+    image_root: str | None = None,
+    columns: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    limit: int | None = None,
+    json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> None:
+    """Audit a set of preferences: what length, position, Markdown, size, and models without images or question score.
+
+    Args:
+        data: Preferences: files, folders or hub ids; with --benchmark its local copy.
+        benchmark: A public benchmark by name, also scored by its authors' rule.
+        split: Split of hub data sets and save_to_disk folders.
+        image_root: Folder of relative image paths. Default: the folder of the file that names them.
+        columns: Columns that have other names in the data, as NAME=COLUMN (images=file_name prompt=query).
+        limit: Take only so many rows, chosen at random.
+        json_output: Print one JSON object.
+    """
+    from vlmrm.data.arguments import DataArguments
+    from vlmrm.data.columns import parse_columns
+    from vlmrm.data.comparisons import iterate_comparisons, load_comparisons
+    from vlmrm.evaluation.public import benchmark as named
+    from vlmrm.evaluation.public import load_benchmark
+    from vlmrm.evaluation.rulers import block, format_rulers, read_rulers
+
+    reading = DataArguments(
+        image_root=image_root, columns=parse_columns(columns), max_eval_samples=limit, bad_rows="skip"
+    )
+    if benchmark is None:
+        if not data:
+            raise ConfigError("there is nothing to audit: name preferences, or a benchmark with --benchmark.")
+        public, rows = None, load_comparisons([*data], arguments=reading, split=split, limit=limit)
+    else:
+        if len(data) > 1 or columns or split != "train":
+            raise ConfigError("--benchmark says what is read: give at most its local copy, no columns and no split.")
+        public, rows = named(benchmark), load_benchmark(benchmark, next(iter(data), None), reading)
+    readings = read_rulers(iterate_comparisons(cast("Dataset", rows)), public)
+    say(json.dumps(block(readings), indent=2) if json_output else format_rulers(readings, public))

@@ -11,11 +11,21 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation.report.checkpoints import Checkpoint, interval, number, percent, read_frames, read_sweeps, split
+from vlmrm.evaluation.report.checkpoints import (
+    Checkpoint,
+    choose,
+    interval,
+    number,
+    percent,
+    read_frames,
+    read_sweeps,
+    split,
+)
 from vlmrm.evaluation.report.sections import headline
 from vlmrm.evaluation.schema import Provenance, ResultsFile
 from vlmrm.files import require_own_file, write_file
 from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.measures.plots import Share
 from vlmrm.modeling.manifest import read_reward_file, verify_complete, write_complete
 
 CARD = "README.md"
@@ -37,23 +47,27 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
     manifest = verify_complete(folder)
     require_own_file(folder / CARD, *CARDS)
     info = read_reward_file(folder) or {}
-    measured = _find(folder, *read_frames([results]))
+    [frame] = read_frames([results])
+    measured, sweeps = _find(folder, frame), read_sweeps([results])
+    accuracy, among = _accuracy(measured, frame, sweeps)
     base = info.get("provenance", {}).get("base_model")
     loader = PackageLoader("vlmrm.evaluation", ".")
     # Markdown, not HTML: texts of the data are cells of tables, which `cell` escapes.
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["cell"] = _cell
     text = environment.get_template("card.md.jinja").render(
-        metadata=_metadata(folder, base, measured, data).to_yaml(),
+        metadata=_metadata(folder, base, accuracy, data).to_yaml(),
         name=_name(folder),
         base=None if base is None else _public_name(base),
         data=data,
-        accuracy=percent(measured.accuracy.value),
-        rows=_rows(measured),
+        accuracy=percent(accuracy.value),
+        among=among,
+        on_these=percent(measured.accuracy.value),
+        rows=_rows(measured, accuracy),
         headline=headline(measured),
         length=percent(measured.figures["length_baseline_accuracy"]["value"]),
         correlation=number(measured.figures["margin_length_correlation"]["value"], 2),
-        scored=_provenance(measured, read_sweeps([results])),
+        scored=_provenance(measured, sweeps),
         info=info,
         provenance=info.get("provenance", {}),
     )
@@ -76,6 +90,14 @@ def _find(folder: Path, frame: pd.DataFrame) -> Checkpoint:
     return matching[0]
 
 
+def _accuracy(measured: Checkpoint, frame: pd.DataFrame, sweeps: Sequence[ResultsFile]) -> tuple[Share, int]:
+    """Return its accuracy, without the luck of the choice where it was chosen, and among how many it was; else 1."""
+    checkpoints = split([frame])[0]
+    choice = choose(checkpoints, sweeps)
+    chosen = (choice.best.model, choice.best.name) == (measured.model, measured.name)
+    return (choice.accuracy, len(checkpoints)) if chosen else (measured.accuracy, 1)
+
+
 def _provenance(measured: Checkpoint, sweeps: Sequence[ResultsFile]) -> Provenance | None:
     """Return the provenance of the figures, if the results have it: scored pairs alone do not."""
     rows = (row for sweep in sweeps for row in sweep["results"] if "provenance" in row)
@@ -83,16 +105,16 @@ def _provenance(measured: Checkpoint, sweeps: Sequence[ResultsFile]) -> Provenan
     return next((row["provenance"] for row in named), None)
 
 
-def _rows(measured: Checkpoint) -> list[tuple[str, str, str, str]]:
+def _rows(measured: Checkpoint, accuracy: Share) -> list[tuple[str, str, str, str]]:
     """Return the rows of the table of results: condition, accuracy, 95 % interval and number of pairs."""
-    shares = {"all pairs": measured.accuracy}
+    shares = {"all pairs": accuracy}
     for name, intervention in INTERVENTIONS.items():
         if measured.altered(name).n:
             shares[intervention.view] = measured.altered(name)
     return [(name, percent(share.value), interval(share), f"{share.n:,}") for name, share in shares.items()]
 
 
-def _metadata(folder: Path, base: str | None, measured: Checkpoint, data: str) -> ModelCardData:
+def _metadata(folder: Path, base: str | None, accuracy: Share, data: str) -> ModelCardData:
     """Return the metadata that the hub reads from a card, with the results."""
     result = EvalResult(
         task_type="preference-evaluation",
@@ -101,7 +123,7 @@ def _metadata(folder: Path, base: str | None, measured: Checkpoint, data: str) -
         dataset_name=data,
         metric_type="accuracy",
         metric_name="Preference accuracy",
-        metric_value=round(measured.accuracy.value, 6),
+        metric_value=round(accuracy.value, 6),
     )
     base_entry: dict[str, Any] = {} if base is None or Path(base).exists() else {"base_model": base}
     return ModelCardData(

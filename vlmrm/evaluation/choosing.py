@@ -7,10 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+import pandas as pd
+
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.analysis import metric as figure_of
-from vlmrm.measures.metrics import METRIC, METRICS
+from vlmrm.measures.intervals import Estimate, Figure
+from vlmrm.measures.metrics import METRIC, METRICS, PairArrays
+from vlmrm.measures.selection import contributions, without_luck
 
 CHOOSABLE = {metric.name for metric in METRICS if metric.better}  # each has a standard error
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
@@ -86,8 +91,12 @@ class Criterion:
         first = min(close, key=_steps)
         return [first, *(row for row in ranked if row is not first)]
 
-    def best(self, rows: Sequence[Row]) -> Best | None:
-        """Return the first of `ranked`, in the form of the results file."""
+    def best(self, rows: Sequence[Row], frame: pd.DataFrame | None = None) -> Best | None:
+        """Return the first of `ranked`, in the form of the results file.
+
+        Args:
+            frame: the scored pairs of all rows, from which its figure without the luck of the choice follows.
+        """
         ranked = self.ranked(rows)
         if not ranked:
             return None
@@ -96,11 +105,67 @@ class Criterion:
             "metric": self.label,
             "one_standard_error": self.one_standard_error,
             "value": self.value(row),
+            "without_luck": self._without_luck(ranked, frame),
             "model": row["model"],
             "checkpoint": row["checkpoint"],
             "path": row["path"],
             "kept": None,
         }
+
+    def _without_luck(self, ranked: Sequence[Row], frame: pd.DataFrame | None) -> dict[str, Any] | None:
+        if frame is None:
+            return None
+        parts = dict(iter(frame.groupby(["model", "checkpoint"], sort=False)))
+        measured = [parts[key] for row in ranked if (key := (row["model"], row["checkpoint"])) in parts]
+        honest = self.without_luck(measured) if len(measured) == len(ranked) else None
+        return None if honest is None else honest._asdict()
+
+    def without_luck(self, parts: Sequence[pd.DataFrame], of: str | None = None) -> Estimate | None:
+        """Return a figure of the checkpoint that this criterion chooses, without the luck of the choice.
+
+        Args:
+            parts: the scored pairs of each checkpoint.
+            of: the metric that is reported; by default the one that chooses.
+
+        Returns:
+            The estimate; None where the figure is no sum over prompts, such as that of a benchmark, or where
+            fewer than two prompts are common to all.
+        """
+        by = [self._figure(part, self.metric) for part in parts]
+        reported = by if of is None else [self._figure(part, of) for part in parts]
+        if not parts or any(figure is None for figure, _ in (*by, *reported)):
+            return None
+        estimates = [figure.estimate(PairArrays(part).prompts) for figure, part in by if figure is not None]
+        values, errors = (np.array([getattr(e, name) for e in estimates]) for name in ("value", "standard_error"))
+        models = [str(part["model"].iloc[0]) for part in parts]
+        steps = [_step_number(str(part["checkpoint"].iloc[0])) for part in parts]
+        sign = -1 if self.higher_is_better else 1
+
+        def pick(drawn: np.ndarray) -> int:
+            losses = sign * drawn
+            best = min(range(len(losses)), key=lambda i: (losses[i], steps[i]))
+            if not self.one_standard_error:
+                return best
+            within = (i for i in range(len(losses)) if losses[i] <= losses[best] + errors[best])
+            return min((i for i in within if models[i] == models[best]), key=steps.__getitem__)
+
+        def added(figures: Sequence[tuple[Figure | None, pd.DataFrame]]) -> list[pd.Series]:
+            return [contributions(figure, part["prompt_id"]) for figure, part in figures if figure is not None]
+
+        figure, part = reported[pick(values)]
+        assert figure is not None
+        if len(parts) == 1:
+            return figure.estimate(PairArrays(part).prompts)
+        return without_luck((figure, part["prompt_id"].to_numpy()), added(reported), pick, added(by))
+
+    @staticmethod
+    def _figure(part: pd.DataFrame, name: str) -> tuple[Figure | None, pd.DataFrame]:
+        """Return a figure of scored pairs, and the pairs that it is of; None where it has no value for each prompt."""
+        if name.startswith(CATEGORY):
+            part, name = part[part["category"] == name.removeprefix(CATEGORY)], "preference_accuracy"
+        computed = METRIC[name].compute(PairArrays(part)) if name in METRIC and len(part) else None
+        usable = isinstance(computed, Figure) and np.isfinite(computed.influence().value)
+        return (computed if usable else None), part
 
     def require(self, rows: Sequence[Row]) -> None:
         """Check that one of the rows can be chosen, unless none has figures.
@@ -139,5 +204,9 @@ class Criterion:
 
 
 def _steps(row: Row) -> float:
-    step = step_of(row["checkpoint"])
+    return _step_number(row["checkpoint"])
+
+
+def _step_number(checkpoint: str) -> float:
+    step = step_of(checkpoint)
     return math.inf if step is None else step

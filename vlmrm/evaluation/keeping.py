@@ -99,7 +99,9 @@ def conclude(
     rows = [row for row in results.rows if row["path"] in paths]
     if not rows:
         raise ConfigError(f"watch saw no checkpoint in {', '.join(args.model_dirs)}: check the path, or wait longer.")
-    best = results.best = criterion.best(results.rows)
+    # Of the mean of several sets the luck of the choice is not known.
+    frame = results.frame if isinstance(results, Results) else None
+    best = results.best = criterion.best(results.rows, frame)
     if best is not None and args.keep_best is not None:
         best["kept"] = [row["path"] for row in criterion.ranked(rows)[: args.keep_best]]
     if main:

@@ -39,8 +39,7 @@ COLUMNS = [
     *(metric.name for metric in IN_TABLE if metric.needs),
     "seconds",
 ]
-# What RewardBench calls a sequence classifier whose tokenizer brings the chat template.
-MODEL_TYPE, CHAT_TEMPLATE = "Seq. Classifier", "tokenizer"
+CHAT_TEMPLATE = "tokenizer"  # RewardBench's word for a chat template that the tokenizer brings
 
 
 class Results:
@@ -209,7 +208,7 @@ def write_rewardbench(folder: Path, row: Row, frame: pd.DataFrame) -> None:
         return
     right = (pairs["chosen_score"] > pairs["rejected_score"]).astype(int)
     name = "/".join(part for part in Path(row["path"]).parts if part not in ("/", ".."))
-    about = {"model": name, "model_type": MODEL_TYPE, "chat_template": CHAT_TEMPLATE}
+    about = {"model": name, "model_type": _model_type(row), "chat_template": CHAT_TEMPLATE}
     scores = {
         "id": pairs["comparison_id"].tolist(),
         "subset": pairs["category"].tolist(),
@@ -219,6 +218,12 @@ def write_rewardbench(folder: Path, row: Row, frame: pd.DataFrame) -> None:
     }
     _write(folder / "eval-set" / f"{name}.json", {**about, **right.groupby(pairs["category"]).mean().to_dict()})
     _write(folder / "eval-set-scores" / f"{name}.json", {**about, **scores})
+
+
+def _model_type(row: Row) -> str:
+    """Return RewardBench's word for what gave the scores."""
+    known = row.get("provenance", {}).get("scorer", {"id": row["path"]})
+    return "Seq. Classifier" if "id" in known else "Generative" if "mode" in known else "Custom Classifier"
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

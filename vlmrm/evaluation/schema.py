@@ -124,11 +124,15 @@ else:
 
 @strict
 class Best(TypedDict):
-    """The checkpoint that `metric` chooses, with its value there; `kept` are the paths that `keep_best` keeps."""
+    """The checkpoint that `metric` chooses, with its value there; `kept` are the paths that `keep_best` keeps.
+
+    `without_luck` is its figure as new prompts would show it, None where it cannot be known.
+    """
 
     metric: str
     one_standard_error: bool
     value: Number
+    without_luck: json_type(Estimate) | None  # ty: ignore[invalid-type-form]
     model: str
     checkpoint: str
     path: str

@@ -171,9 +171,8 @@ def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list
     asked += [("data", *_named(text)) for text in args.data]
     names = [name for _, name, _ in asked]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(
-            f"two sets are called {twice}: name one of them otherwise, as --data NAME=PATH or in a suite."
-        )
+        raise ConfigError(f"two sets are called {twice}: give one another name, as --data NAME=PATH or in a suite.")
+    _check_metric(args.metric_for_best, names)
     if all(keys.benchmark for _, _, keys in asked):
         check_set_keys(replace(data_args, dataset_path=[]), args.train_data, is_benchmark=True)
     copies = _copies(data_args, [keys for _, _, keys in asked])

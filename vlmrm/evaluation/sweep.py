@@ -116,6 +116,9 @@ def run_sweep(
     read = {str(it.definition.name): it.results for it in opened_sets if it.definition.name not in unread}
     if not read:
         raise DataError(f"none of the {len(sets)} data sets can be scored: {_listed(unread)}")
+    chosen_by = split_metric(args.metric_for_best)[0]
+    if chosen_by in unread:
+        raise DataError(f"{chosen_by}, by which metric_for_best chooses, cannot be evaluated: {unread[chosen_by]}")
     criterion = mean_criterion(args.metric_for_best, args.one_standard_error, tuple(read))
     table = SuiteTable(Path(args.output_file), read, criterion)
     best = conclude(table, criterion, looked_at, args, main=main, stopped=stopped or bool(unread))
@@ -195,8 +198,9 @@ def evaluate_all(
     try:
         for entry in entries:
             looked_at.append(entry)
-            lacking = [it for it in sets if it.definition.name not in unread and not it.results.holds(entry)]
-            for it in sets:
+            readable = [it for it in sets if it.definition.name not in unread]
+            lacking = [it for it in readable if not it.results.holds(entry)]
+            for it in readable:
                 if it not in lacking:
                     logger.info("%s: already in %s", entry.path, it.results.csv)
             if lacking:

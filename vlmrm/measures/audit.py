@@ -133,7 +133,7 @@ def _of_intervention(pairs: PairArrays, name: str) -> _Question | None:
     intervention = INTERVENTIONS[name]
     if intervention.repeats is not None:
         return None
-    names = [name, *(other for other, declared in INTERVENTIONS.items() if declared.repeats == name)]
+    names = [name, *(repeat for repeat, declared in INTERVENTIONS.items() if declared.repeats == name)]
     altered = [credits_of(pairs.altered_margins(each)) for each in names if f"{each}_chosen" in pairs.frame]
     altered = [credits for credits in altered if not np.isnan(credits).all()]
     if not altered:
@@ -219,13 +219,13 @@ def _test(figure: Figure, prompts: np.ndarray, margin: float) -> _Test:
     """Test whether a mean difference is beyond ±margin, or within; `p` is that of the nearer claim."""
     influence = figure.influence()
     of, count = spread(influence, prompts)
-    found = with_ends(influence, of, count, "difference")
+    change = with_ends(influence, of, count, "difference")
     if not of.freedom:
-        return _Test("not reliant", 1.0, influence.value, NAN, 0, found)
+        return _Test("not reliant", 1.0, influence.value, NAN, 0, change)
     centre, error = with_both_signs(influence.value, of)
     beyond = abs(centre) - margin
     p = float(stdtr(of.freedom, -abs(beyond) / error))
-    return _Test("reliant" if beyond > 0 else "not reliant", p, centre, error, of.freedom, found)
+    return _Test("reliant" if beyond > 0 else "not reliant", p, centre, error, of.freedom, change)
 
 
 def _has_texts(pairs: PairArrays) -> bool:

@@ -54,7 +54,7 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
     """
     if len(frames) < 2:
         return []
-    right, prompts = _right_of_shared_pairs(frames)
+    right, prompts = right_of_shared_pairs(frames)
     couples = list(combinations(range(len(frames)), 2))
     names = list(frames)
     influences = [Mean(right[:, i] - right[:, j]).influence() for i, j in couples]
@@ -106,7 +106,7 @@ def chance_of_largest(differences: np.ndarray, prompts: np.ndarray) -> np.ndarra
         return np.sqrt(most * (count - 1) / (count - most))
 
 
-def _right_of_shared_pairs(frames: Mapping[str, pd.DataFrame]) -> tuple[np.ndarray, np.ndarray]:
+def right_of_shared_pairs(frames: Mapping[str, pd.DataFrame]) -> tuple[np.ndarray, np.ndarray]:
     """Return whether each of M checkpoints has each shared pair right, [N, M] of 0 and 1, and the prompts [N]."""
     tables = []
     for name, frame in frames.items():

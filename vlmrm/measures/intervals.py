@@ -227,6 +227,12 @@ def with_ends(influence: Influence, of: Spread, count: int, scale: Scale) -> Est
     return Estimate(influence.value, float(low), float(high), of.error, influence.n, count)
 
 
+def detectable(figure: Figure, prompts: np.ndarray, power: float = 0.8) -> float:
+    """Return the difference from a fixed value that a figure of these prompts would show with some probability."""
+    of, _ = spread(figure.influence(), prompts)
+    return float((stdtrit(of.freedom, (1 + LEVEL) / 2) + stdtrit(of.freedom, power)) * of.error) if of.freedom else NAN
+
+
 def plain(value: float, of: Spread, quantile: float) -> Interval:
     """Return value ± quantile standard errors."""
     return Interval(value - quantile * of.error, value + quantile * of.error)
@@ -257,7 +263,8 @@ def positive(value: float, of: Spread, quantile: float) -> Interval:
     """Return the interval on the scale of logarithms; of zero the plain one."""
     if not value > 0:
         return plain(value, of, quantile)
-    factor = np.exp(quantile * of.error / value)
+    with np.errstate(over="ignore"):  # of an error that leaves everything open
+        factor = np.exp(quantile * of.error / value)
     return Interval(value / factor, value * factor)
 
 

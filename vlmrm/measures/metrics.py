@@ -22,10 +22,12 @@ from vlmrm.errors import DataError
 from vlmrm.measures.intervals import (
     AtRows,
     Concordance,
+    Contrast,
     Correlation,
     Estimate,
     Figure,
     Mean,
+    detectable,
     numbered,
 )
 from vlmrm.measures.interventions import INTERVENTIONS
@@ -42,6 +44,7 @@ from vlmrm.measures.statistics import (
     spearman_within,
     squared_errors,
 )
+from vlmrm.measures.style import AtEqualStyle
 
 LIST = 3  # candidates from which on a comparison is a ranked list
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -145,6 +148,13 @@ class PairArrays:
         longer = np.where(lengths.max(axis=1) > 0, lengths[:, 0] - lengths[:, 1], np.nan)
         longer[np.isnan(self.margins)] = np.nan
         return longer
+
+    @cached_property
+    def style(self) -> np.ndarray:
+        """Return how much longer the chosen answer is, and how much more markup it has, each of both answers' sum."""
+        lengths, marks = self.sides("length"), np.nan_to_num(self.sides("markup"))
+        longer = np.where(lengths.sum(axis=1) > 0, self.longer / np.maximum(lengths.sum(axis=1), 1), np.nan)
+        return np.stack([longer, (marks[:, 0] - marks[:, 1]) / (marks.sum(axis=1) + 1)], axis=1)
 
     @cached_property
     def scores(self) -> np.ndarray:
@@ -263,6 +273,22 @@ def _losses() -> Iterator[Metric]:
         )
 
 
+def _degradations() -> Iterator[Metric]:
+    """Yield the shortcut-failure degradation (arXiv 2503.03122) for each part without which a shortcut is left."""
+    for name, shortcut in {"blank_image": "without images", "response_only": "without a prompt"}.items():
+        yield Metric(
+            f"{name}_degradation",
+            f"shortcut-failure degradation: accuracy where the model is right {shortcut}, less that where it is wrong",
+            lambda p, name=name: _between(p.credits, credits_of(p.altered_margins(name))),
+            better="lower",
+            needs=f"{name}_chosen",
+        )
+
+
+def _between(credits: np.ndarray, of_shortcut: np.ndarray) -> Contrast:
+    return Contrast(credits, of_shortcut == 1, of_shortcut == 0)
+
+
 def share_of(values: np.ndarray, weights: np.ndarray | None = None) -> Mean:
     """Return the mean of values [N] from 0 to 1, with an interval that stays between them."""
     return Mean(values, weights, "share")
@@ -347,6 +373,12 @@ METRICS = (
         label="credit of the answer shown first",
         percent=True,
     ),
+    Metric(
+        "detectable_difference",
+        "the difference of the accuracy from a fixed one, such as chance, that these prompts show four times in five",
+        lambda p: detectable(share_of(p.right), p.prompts),
+        float,
+    ),
     Metric("comparison_count", "comparisons", lambda p: len(np.bincount(p.candidates.groups)), int),
     Metric("prompt_count", "different prompts", lambda p: int(p.frame["prompt_id"].nunique()), int),
     Metric(
@@ -420,6 +452,15 @@ METRICS = (
         better="higher",
         needs="chosen_length",
     ),
+    Metric(
+        "style_controlled_accuracy",
+        "accuracy where both answers have the same length and markup: a Bradley-Terry model with their differences",
+        lambda p: AtEqualStyle(p.credits, p.style),
+        better="higher",
+        needs="chosen_length",
+        percent=True,
+    ),
+    *_degradations(),
     Metric(
         "margin_length_correlation",
         "Spearman: the margin and how much longer the chosen answer is",

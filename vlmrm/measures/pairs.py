@@ -20,6 +20,7 @@ from vlmrm.data.media import image_size, local_path
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.measures.donors import prompt_id
 from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.measures.style import markup
 
 SIDES = ("chosen", "rejected")
 COLUMNS = (
@@ -121,9 +122,9 @@ def scored_frame(
     """Return `scored_pairs` with the further columns that interventions and the report need.
 
     Further columns: model, checkpoint, step; by/NAME for each of `group_by`; chosen_ and rejected_ length
-    (characters), pixels, text, image_paths; margin_label, agreement; images (their number), pixels, prompt_text,
-    image_paths of the prompt; and for each intervention that was scored its _chosen and _rejected score, NaN where it
-    does not apply.
+    (characters), markup (pieces of markdown), pixels, text, image_paths; margin_label, agreement; images (their
+    number), pixels, prompt_text, image_paths of the prompt; and for each intervention that was scored its _chosen
+    and _rejected score, NaN where it does not apply.
 
     Args:
         table: `pair_table` of the comparisons, which is made by default.
@@ -202,6 +203,7 @@ def _of_answer(answer: Messages) -> dict[str, Any]:
     text = text_of(answer)
     return {
         "length": len(text),
+        "markup": markup(text),
         "pixels": sum(map(_pixels, images)),
         "text": text[:TEXT],
         "image_paths": _local_paths(images),

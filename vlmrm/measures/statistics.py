@@ -104,9 +104,9 @@ def fitted_temperature(margins: np.ndarray) -> float:
 class CalibrationError(Figure):
     """The expected calibration error of margins[N]: mean |probability - frequency| of the bins; NaN does not count.
 
-    What chance adds to each bin makes it too large in small samples. Its interval therefore holds every error under
-    which the one that was measured is likely: those of the same shape over the bins, larger or smaller, with draws of
-    what the prompts' own spread adds.
+    What chance adds to each bin makes it too large in small samples. The lower end of its interval is therefore the
+    smallest error under which so large a one is likely: of the same shape over the bins, with draws of what the
+    spread of the prompts adds.
     """
 
     margins: np.ndarray
@@ -129,9 +129,9 @@ class CalibrationError(Figure):
         return Influence(value, excess @ np.sign(total) - np.where(counts, value, 0.0) / max(n, 1), shares, n)
 
     def estimate(self, prompts: np.ndarray) -> Estimate:
-        found = super().estimate(prompts)
-        if np.isnan(found.low):
-            return found
+        as_measured = super().estimate(prompts)
+        if np.isnan(as_measured.low):
+            return as_measured
         excess, counts = self._excess(), ~np.isnan(self.margins)
         by_prompt = np.stack([np.bincount(prompts, column) for column in excess.T], axis=1)
         sizes = np.bincount(prompts, counts)
@@ -145,10 +145,9 @@ class CalibrationError(Figure):
 
         def above(scale: float) -> float:
             """Return how often an error of `scale` times the measured one shows as much as was measured."""
-            return float(np.mean(np.abs(scale * total + drawn).sum(axis=1) >= found.value))
+            return float(np.mean(np.abs(scale * total + drawn).sum(axis=1) >= as_measured.value))
 
-        tail = (1 - LEVEL) / 2
-        return found._replace(low=found.value * _first(above, tail), high=found.value * _first(above, 1 - tail))
+        return as_measured._replace(low=as_measured.value * _first(above, (1 - LEVEL) / 2))
 
 
 @dataclass(frozen=True)

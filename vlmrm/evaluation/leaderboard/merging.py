@@ -29,6 +29,7 @@ SAME = 0.99  # of the pairs of two results, to be taken for the same data by the
 SELECTING = (
     *("dataset_split", "dataset_weights", "eval_fraction", "split_seed", "max_eval_samples", "columns", "images"),
 )
+SCORER = re.compile(r"(hf|reward|judge|python|https?):")  # two functions of a module have one digest
 PLACE = ["comparison_id", "prompt_id", "pair"]  # of a pair in the data, whatever people said of it
 VERDICT = ["chosen_branch", "rejected_branch", "tie"]
 TEXTS = ["prompt_text", "chosen_text", "rejected_text"]
@@ -112,7 +113,9 @@ def read_runs(sources: Sequence[str | Path], *, best_only: bool = False) -> list
 
 
 def _details(source: Path) -> list[Path]:
-    """Return the .json of each result behind a path."""
+    """Return the .json of each result behind a path; the table of a suite stands for the folder of that name."""
+    if not source.is_dir() and not _beside(source).is_file() and source.with_suffix("").is_dir():
+        source = source.with_suffix("")
     if source.is_dir():
         found = sorted(path for path in source.glob("*.scores.parquet") if _beside(path).is_file())
         if not found:
@@ -192,9 +195,7 @@ class Column:
         row: Any = self.measured[model].row
         overall = row["statistics"]["overall"]
         figures = overall if self.metric == ACCURACY else row.get("benchmark", {})
-        figure = figures.get(self.metric, math.nan)
-        if not isinstance(figure, Mapping):
-            figure = {"value": figure, "low": math.nan, "high": math.nan}
+        figure = figures.get(self.metric, {"value": math.nan})
         if math.isnan(figure["value"]):
             return None
         return SetFigure(figure["value"], figure["low"], figure["high"], overall["sample_count"])
@@ -233,8 +234,9 @@ def evaluation_sets(runs: Sequence[Run]) -> tuple[list[Column], dict[str, str], 
 
 
 def model_key(row: Row) -> str:
-    """Return what identifies a row's model: its weights, or its path where nothing is known of them."""
-    return row["provenance"]["weights"] or row["path"]
+    """Return what identifies a row's model: its weights, wherever they lie; of a scorer also its name."""
+    weights = row["provenance"]["weights"] or row["path"]
+    return f"{row['path']} {weights}" if SCORER.match(row["path"]) else weights
 
 
 def _add(column: Column, key: str, found: Measurement, notes: list[str]) -> None:
@@ -284,7 +286,10 @@ def _column_of(run: Run, sets: list[Column], notes: list[str]) -> Column:
 
 def _shortest(paths: Mapping[str, str]) -> dict[str, str]:
     """Return each path by the parts that tell it from the others; scorers such as hf:ID keep their names."""
-    parts = {key: [path] if ":" in path else [part for part in path.split("/") if part] for key, path in paths.items()}
+    parts = {
+        key: [path] if SCORER.match(path) else [part for part in path.split("/") if part]
+        for key, path in paths.items()
+    }
     folders = [names for names in parts.values() if len(names) > 1]
     while len(folders) > 1 and all(len(names) > 1 for names in folders) and len({names[-1] for names in folders}) == 1:
         for names in folders:

@@ -14,9 +14,10 @@ import pandas as pd
 from scipy.stats import t
 
 from vlmrm.evaluation.public.rules import Groups
-from vlmrm.measures.intervals import LEVEL, Estimate
+from vlmrm.measures.intervals import LEVEL, Estimate, Interval, Spread, share
 
 PARTS = 50
+SEED = 0
 NAN = float("nan")
 TEXTS = ("text", "image_paths")  # columns that no rule reads
 
@@ -38,7 +39,7 @@ def with_intervals(
         units: what is independent, units[N].
         rows: by figure, whether it rests on each pair: [N].
     """
-    parts = dealt(units, frame["category"].astype(str).to_numpy())
+    parts = dealt(units, frame["category"].map(str).to_numpy())
     plain = frame[[name for name in frame if not str(name).endswith(TEXTS)]]
     without = [rule(plain[parts != part]) for part in range(parts.max() + 1)] if parts.max() else []
     estimates = {}
@@ -49,33 +50,34 @@ def with_intervals(
         if held > 1 and name != "threshold":
             values = np.array([figures.get(name, NAN) for figures in without])
             error = float(np.sqrt((held - 1) / held * ((values - value) ** 2).sum()))
-        low, high = (NAN, NAN) if np.isnan(error) else wilson_of(value, error, held - 1, count)
+        low, high = (NAN, NAN) if np.isnan(error) else interval_of(value, error, held - 1, count)
         estimates[name] = Estimate(value, low, high, error, int(used.sum()), count)
     return estimates
 
 
 def dealt(units: np.ndarray, categories: np.ndarray) -> np.ndarray:
-    """Return the number of each row's part, below `PARTS`: units in order of category and of appearance, dealt out."""
+    """Return the number of each row's part, below `PARTS`: units in order of category, shuffled within, dealt out.
+
+    In the data's own order, rows that alternate would fall into alternate parts.
+    """
     codes = pd.factorize(units)[0]
-    first = pd.Series(categories).groupby(codes).first().to_numpy()
-    places = np.empty(len(first), dtype=int)
-    places[np.argsort(first, kind="stable")] = np.arange(len(first))
-    return places[codes] % min(PARTS, len(first))
+    first = pd.factorize(pd.Series(categories).groupby(codes).first())[0]
+    shuffled = np.random.default_rng(SEED).permutation(len(first))
+    order = np.argsort(np.lexsort((shuffled, first)))
+    return order[codes] % min(PARTS, len(first))
 
 
-def wilson_of(value: float, error: float, freedom: int, count: int) -> tuple[float, float]:
-    """Return the ends of the interval of a share with this standard error; without any, as of `count` values."""
-    effective = value * (1 - value) / error**2 if error > 1e-9 and 0 < value < 1 else count
-    square = float(t.ppf((1 + LEVEL) / 2, freedom)) ** 2 / effective
-    centre = (value + square / 2) / (1 + square)
-    half = np.sqrt(square * (max(value * (1 - value), 0.0) + square / 4)) / (1 + square)
-    return max(float(centre - half), 0.0), min(float(centre + half), 1.0)
+def interval_of(value: float, error: float, freedom: int, count: int) -> Interval:
+    """Return the interval of a share with this standard error; without any, as of `count` values."""
+    effective = value * (1 - value) / error**2 if error > 1e-9 and 0 < value < 1 else float(count)
+    low, high = share(value, Spread(error, freedom, effective), float(t.ppf((1 + LEVEL) / 2, freedom)))
+    return Interval(float(low), float(high))
 
 
 def rows_of(name: str, frame: pd.DataFrame, groups: Groups) -> np.ndarray:
     """Return whether each pair is of the part that a figure is named after, all where it is named after none: [N]."""
     part = name.partition("/")[0]
-    names = frame["category"].astype(str)
+    names = frame["category"].map(str)
     among = names.isin([name, *groups.get(name, ())]).to_numpy()
     if among.any():
         return among

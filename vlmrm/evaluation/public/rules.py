@@ -88,7 +88,7 @@ def pairs(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
 
 def overall(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
     """Return the accuracy of all rows, of each category, and of all rows of categories such as `safety/...`."""
-    first = frame["category"].astype(str).str.partition("/")
+    first = frame["category"].map(str).str.partition("/")
     parts = {str(name): accuracy(frame[first[0] == name]) for name in sorted(first[0][first[1] == "/"].unique())}
     return {"overall": accuracy(frame), **parts, **by_category(frame)}
 
@@ -204,8 +204,8 @@ def best_of_n(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
         equal = (margins(rows) == 0).groupby(rows["comparison_id"]).sum()
         credit = np.where(least < 0, 0.0, 1 / (1 + equal))
         figures[str(name)] = several_right(rows) if name == "ties" else float(credit.mean())
-    whole = {"overall": float(np.mean([figures[name] for name in groups]))} if set(groups) <= set(figures) else {}
-    return {**whole, **figures}
+    complete = {"overall": float(np.mean([figures[name] for name in groups]))} if set(groups) <= set(figures) else {}
+    return {**complete, **figures}
 
 
 def several_right(rows: pd.DataFrame) -> float:
@@ -264,9 +264,9 @@ def rankings(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
     two = (frame["category"] == "2pair").to_numpy()
     threshold = best_threshold(label[two], margin[two])[0] if two.any() else 0.0
     right = pd.Series(np.where(label == 1, margin > 0, np.abs(margin) <= threshold), frame.index)
-    whole = right.groupby([frame["category"], frame["by/source"]]).all()
-    parts = {str(name): float(share) for name, share in whole.groupby(level=0).mean().items()}
-    return {"overall": float(whole.mean()), **parts, "pairs_with_ties": best_threshold(label, margin)[1]}
+    complete = right.groupby([frame["category"], frame["by/source"]]).all()
+    parts = {str(name): float(share) for name, share in complete.groupby(level=0).mean().items()}
+    return {"overall": float(complete.mean()), **parts, "pairs_with_ties": best_threshold(label, margin)[1]}
 
 
 def best_threshold(label: np.ndarray, margin: np.ndarray) -> tuple[float, float]:
@@ -283,8 +283,8 @@ def tasks(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
     decided = preferences(frame)
     table = (margins(decided) > 0).groupby([decided["category"], decided["by/task"]]).mean().unstack()
     every = [task for group in groups.values() for task in group]
-    whole = table.reindex(columns=every).mean(axis=1, skipna=False).dropna()
-    figures = {str(name): float(value) for name, value in whole.items()}
+    complete = table.reindex(columns=every).mean(axis=1, skipna=False).dropna()
+    figures = {str(name): float(value) for name, value in complete.items()}
     if "overall" in figures:
         figures |= {f"overall/{name}": float(table.loc["overall", [*group]].mean()) for name, group in groups.items()}
     return figures
@@ -299,8 +299,10 @@ def tasks_with_ties(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
         label = (~rows["tie"].astype(bool)).to_numpy(int)
         figures[""][name] = accuracy(rows)
         figures["/with_ties"][name] = accuracy_with_ties(label, margins(rows).to_numpy())
-    whole = set(groups["tasks"]) == set(names)
-    means = {f"overall{end.replace('/', '_')}": float(np.mean([*of.values()])) for end, of in figures.items() if whole}
+    complete = set(groups["tasks"]) == set(names)
+    means = {
+        f"overall{end.replace('/', '_')}": float(np.mean([*of.values()])) for end, of in figures.items() if complete
+    }
     return {**means, **{f"{name}{end}": value for end, of in figures.items() for name, value in of.items()}}
 
 

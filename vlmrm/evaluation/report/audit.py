@@ -32,7 +32,7 @@ def headline(findings: Sequence[Finding]) -> str:
     return " ".join(sentences) or "What its preference rests on was not measured: evaluate with interventions."
 
 
-def what(finding: Finding) -> str:
+def changed(finding: Finding) -> str:
     """Return what was changed, as the first cell of its row."""
     if finding.family == OBSERVED:
         return f"chosen answer {OF_CONTRAST[finding.name]}"
@@ -68,12 +68,12 @@ def _on_part(family: str, finding: Finding) -> str:
 
 def _from_the_others(left: Estimate) -> tuple[str, str]:
     """Return a qualification and a sentence about the accuracy that is left without the part."""
-    shown = f"{percent(left.value)} ({percent(left.low)} to {percent(left.high)}) are left"
+    remains = f"{percent(left.value)} ({percent(left.low)} to {percent(left.high)}) are left"
     if left.low > CHANCE:
-        return ", but not only", f"{shown}, which it has from the rest."
+        return ", but not only", f"{remains}, which it has from the rest."
     if left.high < CHANCE + MARGIN:
-        return "", f"{shown}, which is no lead over chance."
-    return "", f"{shown}; whether from the rest or by chance is undecided."
+        return "", f"{remains}, which is no lead over chance."
+    return "", f"{remains}; whether from the rest or by chance is undecided."
 
 
 def _on_rest(swayed: Sequence[Finding]) -> str:

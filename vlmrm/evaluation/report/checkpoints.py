@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from vlmrm.errors import ConfigError, DataError
+from vlmrm.evaluation.choosing import Criterion
 from vlmrm.evaluation.schema import Best, ResultsFile, load_results
 from vlmrm.measures.analysis import GROUP, analyse, figures
 from vlmrm.measures.audit import Finding, audit
@@ -110,6 +111,11 @@ def scores_path(path: Path) -> Path:
 def _read(path: Path) -> pd.DataFrame:
     file = scores_path(path)
     if not file.is_file():
+        if sets := sorted(path.with_suffix("").glob("*.scores.parquet")):
+            raise ConfigError(
+                f"{path} is the table of {len(sets)} data sets: give one of them, such as {sets[0]}, or rank the "
+                f"models with vlmrm leaderboard {path.with_suffix('')}."
+            )
         raise ConfigError(f"there is no {file}: give the output_file of an evaluation, or its .scores.parquet.")
     return read_pairs(file)
 
@@ -129,7 +135,10 @@ def split(frames: Sequence[pd.DataFrame]) -> tuple[list[Checkpoint], list[str]]:
         for (model, name), rows in frame.groupby(["model", "checkpoint"], sort=False):  # ty: ignore[not-iterable]
             key = (str(model), str(name))
             if key in rows_by_key:
-                raise ConfigError(f"{model}/{name} is in two of the results: give each checkpoint once.")
+                raise ConfigError(
+                    f"{model}/{name} is in two of the results: give each checkpoint once, or show "
+                    "what it has on several data sets with vlmrm leaderboard."
+                )
             rows_by_key[key] = rows
     labels = _labels(list(rows_by_key))
     checkpoints, left_out = [], []
@@ -162,12 +171,14 @@ def _labels(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
 class Choice:
     """The checkpoint that the report is about, and the reason in words.
 
-    `leakage` is the overlap of its data with the training data, None if unknown. `benchmark` is the name of a public
-    benchmark and the checkpoint's figures on it, None for other data.
+    `accuracy` is that of the checkpoint, without the luck of being chosen where it was. `leakage` is the overlap of
+    its data with the training data, None if unknown. `benchmark` is the name of a public benchmark and the
+    checkpoint's figures on it, None for other data.
     """
 
     best: Checkpoint
     reason: str
+    accuracy: Share
     leakage: dict[str, Any] | None
     benchmark: tuple[str, Mapping[str, Mapping[str, Any]]] | None
 
@@ -209,13 +220,27 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     reason = _reason(chosen.get((best.model, best.name)))
     if len(named) > 1:
         reason = f"the most accurate of {len(named)} that are {reason} in their results"
+    criterion = Criterion(**_criterion(chosen.get((best.model, best.name))))
+    honest = criterion.without_luck([checkpoint.rows for checkpoint in checkpoints], "preference_accuracy")
+    accuracy = best.accuracy if honest is None else Share(honest.value, honest.low, honest.high, honest.n)
+    if len(checkpoints) > 1:
+        reason += (
+            f", less the luck of the choice among {len(checkpoints)}: on these pairs {percent(best.accuracy.value)}"
+        )
     name = (best.model, best.name)
     held = [(sweep, row) for sweep in sweeps for row in sweep["results"] if (row["model"], row["checkpoint"]) == name]
     if not held:
-        return Choice(best, reason, None, None)
+        return Choice(best, reason, accuracy, None, None)
     sweep, row = held[0]
     benchmark = (sweep["settings"]["benchmark"], row["benchmark"]) if "benchmark" in row else None
-    return Choice(best, reason, sweep["leakage"], benchmark)
+    return Choice(best, reason, accuracy, sweep["leakage"], benchmark)
+
+
+def _criterion(best: Best | None) -> dict[str, Any]:
+    """Return the metric by which a checkpoint was chosen, accuracy unless the results say so."""
+    if best is None:
+        return {}
+    return {"metric": best["metric"], "one_standard_error": best["one_standard_error"]}
 
 
 def _reason(best: Best | None) -> str:

@@ -228,7 +228,7 @@ def of_audit(best: Checkpoint) -> Section:
     head = ["what was changed", "finding", "points lost", "95% interval", "counts from", "would have seen"]
     rows = [
         [
-            audit.what(finding),
+            audit.changed(finding),
             audit.state(finding),
             _points_of(finding.loss.value),
             "–" if np.isnan(finding.loss.low) else f"{points(finding.loss.low)} to {points(finding.loss.high)}",
@@ -247,7 +247,7 @@ def of_audit(best: Checkpoint) -> Section:
         "Without its part, a model that uses it falls to the accuracy that the rest allows, 50% where that tells "
         "nothing; below 50%, what takes its place favours the rejected answer."
     )
-    reasons = [f"{audit.what(finding)}: {finding.reason}" for finding in best.audit if finding.reason]
+    reasons = [f"{audit.changed(finding)}: {finding.reason}" for finding in best.audit if finding.reason]
     elsewhere, lost = (best.figures[name]["value"] for name in ("swapped_prompt_margin", "prompt_reliance"))
     if not np.isnan(elsewhere):
         text += (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import ConversationScorer, origin_of
 from vlmrm.evaluation.scorers.spec import Spec
+from vlmrm.http import hub_answers
 from vlmrm.libraries import parse_device
 from vlmrm.modeling import sequence_limit
 from vlmrm.modeling.manifest import checkpoint_digest, local_folder
@@ -41,6 +43,7 @@ class ClassifierEntry(Entry):
         parent, _, name = self.id.rstrip("/").rpartition("/")
         super().__init__(f"hf:{parent}" if parent else "hf", name + spec.suffix, spec.text)
 
+    @cache  # noqa: B019 - an entry lives as long as its sweep, and its files are gigabytes
     def digest(self) -> str | None:
         """Return the digest of its files; the commit of those without safetensors."""
         folder = local_folder(self.id, self.revision)
@@ -64,17 +67,27 @@ class _Classifier(ConversationScorer):
             )
         if run.data_args.overlong == "trim":
             raise ConfigError(f"{entry.path} cannot trim what is too long: choose overlong: drop or error.")
-        hub = {"revision": entry.revision or "main", "trust_remote_code": run.args.trust_remote_code}
+        attention = None if run.args.attn_implementation == "auto" else run.args.attn_implementation
+        hub = {
+            "revision": entry.revision or "main",
+            "trust_remote_code": run.args.trust_remote_code,
+            "local_files_only": not (Path(entry.id).is_dir() or hub_answers()),
+        }
         try:
             config = AutoConfig.from_pretrained(entry.id, **hub)
             opens = AutoProcessor if hasattr(config, "vision_config") else AutoTokenizer
             self.processor: Any = opens.from_pretrained(entry.id, **hub)
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                entry.id, config=config, dtype=run.args.dtype, output_loading_info=True, **hub
+                entry.id,
+                config=config,
+                dtype=run.args.dtype,
+                attn_implementation=attention,
+                output_loading_info=True,
+                **hub,
             )
         except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-            reason = first_line(error)
-            raise CheckpointError(f"{entry.path} is no sequence classifier that can be opened: {reason}") from error
+            reason = first_line(error).rstrip(".")
+            raise CheckpointError(f"{entry.path} is no sequence classifier that can be opened: {reason}.") from error
         if missing := report["missing_keys"]:  # which transformers makes up
             raise CheckpointError(f"{entry.path} has no {min(missing)}: it is no trained sequence classifier.")
         self.visual = isinstance(self.processor, ProcessorMixin) and hasattr(self.processor, "image_processor")

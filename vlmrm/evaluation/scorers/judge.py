@@ -187,6 +187,7 @@ class _Judge(ConversationScorer):
     def origin(self) -> Origin:
         settings = self.entry.settings
         known = {"model": settings.vlm_model, "url": settings.api_base_url, "mode": self.entry.mode}
+        known |= {"calls": str(self.client.usage.calls), "cost": f"{self.client.usage.cost:.4f}"}
         return origin_of(self.entry.digest(), **known)
 
 

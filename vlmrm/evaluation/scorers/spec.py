@@ -86,7 +86,7 @@ def read_spec(text: str) -> Spec:
             raise ConfigError(f"scorer {text} names nothing: write {FORMS[kind]}.")
         return Spec(kind, body, _options(text, query), text)
     if colon and re.fullmatch(r"\w+", kind):
-        near = nearest(kind, (*FORMS, "http"), 0.5)
+        near = nearest(kind.lower(), (*FORMS, "http"), 0.5)
         hint = (
             f"did you mean {near}:?" if near else f"write {', '.join(FORMS.values())}, http://host:port or a folder."
         )

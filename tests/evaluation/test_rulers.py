@@ -1,0 +1,179 @@
+"""Rulers: planted shortcuts are found, and a set that needs its images or its question has none."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image as Pillow
+
+from vlmrm import cli
+from vlmrm.conversation import Comparison, Image, Judgement, Message
+from vlmrm.errors import DataError, RowError
+from vlmrm.evaluation.public import benchmark
+from vlmrm.evaluation.rulers import RULERS, block, format_rulers, meaning, read_rulers
+
+COLOURS = ("red", "blue", "green", "white")
+
+
+def pair(number, question, better, worse, rng, image=None, category=None):
+    """A comparison of two answers, texts or images, in a random order."""
+    parts = [Image(f"{image or number}.png"), question] if image != "" else [question]
+    order = rng.permutation(2)
+    answers = [(Message.of("assistant", (better, worse)[side]),) for side in order]
+    judgement = Judgement((0, 1), tuple(float(side == 0) for side in order))
+    return Comparison(f"row {number}", (Message.of("user", *parts),), tuple(answers), (judgement,), category)
+
+
+def of_images(count=400, leak=lambda right, wrong, rng: (f"It is {right}.", f"It is {wrong}.")):
+    """What is right only the image knows; `leak` writes the answers."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(count):
+        right, wrong = rng.choice(COLOURS, 2, replace=False)
+        rows.append(pair(number, "What colour is the square?", *leak(right, wrong, rng), rng))
+    return rows
+
+
+def by_name(rows, public=None):
+    return {reading.name: reading for reading in read_rulers(rows, public)}
+
+
+def test_a_set_that_needs_its_images_has_no_ruler():
+    readings = by_name(of_images())
+    assert set(readings) == set(RULERS)
+    for name in ("longer", "first", "image_blind", "question_blind"):
+        accuracy = readings[name].accuracy
+        assert accuracy.low <= 0.5 <= accuracy.high and abs(accuracy.value - 0.5) < 0.08, name
+    assert readings["more_markdown"].verdict == "no answer has more Markdown than another"
+    assert readings["larger_image"].verdict == "no answer has a larger image than another"
+    assert meaning([*readings.values()]) == ["No ruler is found above chance, as far as these pairs can tell."]
+
+
+def test_a_ruler_is_never_scored_on_prompts_that_it_was_fitted_to():
+    """Words that occur once tell nothing of other prompts; a model fitted to them would have every pair right."""
+
+    def unique(right, wrong, rng):
+        return [f"w{word}" for word in rng.integers(10**9, size=2)]
+
+    for name in ("image_blind", "question_blind"):
+        accuracy = by_name(of_images(200, leak=unique))[name].accuracy
+        assert accuracy.low < 0.5 < accuracy.high, name
+
+
+def test_a_position_that_leaks_is_found():
+    rows = of_images(100)
+    turned = [
+        Comparison(row.id, row.prompt, row.answers[::-1], (Judgement((0, 1), row.ratings[::-1]),))
+        if number % 5 and row.ratings[0] == 0
+        else row
+        for number, row in enumerate(rows)
+    ]
+    reading = by_name(turned)["first"]
+    assert reading.accuracy.low > 0.75 and reading.verdict == "above chance"
+
+
+def test_length_that_leaks_is_found():
+    def longer(right, wrong, rng):
+        answers = [f"It is {right}, as everybody can see.", f"It is {wrong}."]
+        return answers if rng.random() < 0.8 else answers[::-1]
+
+    readings = by_name(of_images(leak=longer))
+    assert readings["longer"].accuracy.value == pytest.approx(0.8, abs=0.06)
+    assert readings["longer"].verdict == "above chance"
+    assert readings["image_blind"].accuracy.low > 0.7
+    assert "`longer` alone is right on" in " ".join(meaning([*readings.values()]))
+
+
+def test_words_that_leak_are_found_without_images():
+    def hedged(right, wrong, rng):
+        tail = " I am not sure." if rng.random() < 0.5 else " That is certain."
+        return (f"It is {right}. That is certain.", f"It is {wrong}.{tail}")
+
+    reading = by_name(of_images(leak=hedged))["image_blind"]
+    assert 0.7 < reading.accuracy.value < 0.8  # half of the pairs leak, the other half is a coin
+    [*_, sentence] = meaning([reading])
+    assert sentence.startswith("Without images, 7") and sentence.endswith("does not need sight.")
+
+
+def test_what_the_question_decides_is_seen_by_the_image_blind_ruler_alone():
+    """The right answer follows from the question's opening, so answers without it tell nothing."""
+    rng = np.random.default_rng(1)
+    rows = []
+    for number in range(400):
+        opening, right, wrong = [("Is it", "yes", "two"), ("How many", "two", "yes")][number % 2]
+        rows.append(pair(number, f"{opening} things?", right, wrong, rng))
+    readings = by_name(rows)
+    assert readings["image_blind"].accuracy.value > 0.97
+    assert readings["question_blind"].accuracy.low <= 0.5 <= readings["question_blind"].accuracy.high
+    assert "does not need sight" in " ".join(meaning([*readings.values()]))
+
+
+def picture(folder, number, brightness, side=40):
+    path = folder / f"{number}.png"
+    Pillow.new("RGB", (side, side), (brightness,) * 3).save(path)
+    return Image(str(path))
+
+
+def test_answers_that_are_images_are_measured(tmp_path):
+    """People chose the brighter image always, the larger one in none: that is a ruler without any question."""
+    rng = np.random.default_rng(2)
+    rows = []
+    for number in range(60):
+        bright, dark = rng.integers(140, 250), rng.integers(5, 120)
+        answers = picture(tmp_path, 2 * number, bright), picture(tmp_path, 2 * number + 1, dark, side=48)
+        rows.append(pair(number, f"A fox number {number}.", *answers, rng, image=""))
+    readings = by_name(rows)
+    assert readings["question_blind"].accuracy.low > 0.8
+    assert readings["image_blind"].verdict == "the answers have no text, which is all that it reads"
+    assert readings["larger_image"].verdict == "below chance: its opposite is a ruler"
+    assert "The opposite of `larger_image` alone is right" in " ".join(meaning([*readings.values()]))
+
+
+def test_position_says_nothing_where_the_layout_decides_it():
+    rows = [
+        Comparison(row.id, row.prompt, tuple(sorted(row.answers, key=str)), (Judgement((0, 1), (1, 0)),))
+        for row in of_images(40)
+    ]
+    assert by_name(rows)["first"].verdict.startswith("the data list the better answer first in every row")
+
+
+def test_a_benchmark_is_scored_by_its_own_rule_too():
+    rng = np.random.default_rng(3)
+    names = ("general", "hallucination", "reasoning")
+    rows = [pair(number, "Why?", "x" * 9, "x", rng, category=names[number % 3]) for number in range(60)]
+    public = benchmark("vl-rewardbench")
+    readings = read_rulers(rows, public)
+    assert readings[0].figures["macro"].value == 1
+    assert format_rulers(readings, public).startswith("VL-RewardBench: 60 pairs, percent with 95% intervals\nruler ")
+    assert block(readings)["longer"]["figures"]["overall"]["value"] == 1
+
+
+def test_rows_that_cannot_be_read_are_left_out_and_named(tmp_path, caplog):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no picture")
+    rng = np.random.default_rng(4)
+    rows = [*of_images(30), pair(31, "A fox.", Image(str(broken)), Image(str(broken)), rng)]
+    rows.append(RowError("it has no answer", "32"))
+    assert by_name(rows)["longer"].accuracy.n == 30
+    assert "left out: 2 of the rows, the first because of this: row row 31: " in caplog.text
+    assert "broken.png is not an image" in caplog.text
+    with pytest.raises(DataError, match="no pair that people decided"):
+        read_rulers([RowError("it has no answer", "row 1")])
+
+
+def test_few_prompts_teach_nothing():
+    assert by_name(of_images(6))["image_blind"].verdict == "it learns from other prompts, and the rows have 6"
+
+
+def test_the_verb_audits_a_file_and_a_local_copy_of_a_benchmark(tmp_path, capsys):
+    rows = [{"prompt": f"Question {i}?", "chosen": "A long answer.", "rejected": "No."} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cli.app(["rulers", str(tmp_path / "rows.jsonl")], result_action="return_value")
+    assert "longer" in (printed := capsys.readouterr().out) and "100.0 (" in printed and "12 pairs" in printed
+    copy = [{**row, "id": i, "subset": "mt-bench-easy"} for i, row in enumerate(rows)]
+    (tmp_path / "filtered.json").write_text(json.dumps(copy))
+    cli.app(
+        ["rulers", str(tmp_path / "filtered.json"), "--benchmark", "rewardbench", "--json"],
+        result_action="return_value",
+    )
+    assert json.loads(capsys.readouterr().out)["longer"]["figures"]["chat"]["value"] == 1

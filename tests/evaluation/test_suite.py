@@ -1,0 +1,234 @@
+"""Several data sets in one run: each scored as if alone, by models that are opened once, and chosen from together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from filelock import FileLock
+from runs import colour_pairs, text_pairs, words
+
+from vlmrm import cli
+from vlmrm.data.arguments import DataArguments
+from vlmrm.errors import BelowThreshold, ConfigError, DataError
+from vlmrm.evaluation.arguments import EvaluationArguments
+from vlmrm.evaluation.leaderboard import leaderboard
+from vlmrm.evaluation.public import BENCHMARKS
+from vlmrm.evaluation.report import build_report
+from vlmrm.evaluation.schema import load_results
+from vlmrm.evaluation.scorers.function import FunctionEntry
+from vlmrm.evaluation.suite import SUITES, evaluation_sets
+from vlmrm.evaluation.sweep import sweep
+from vlmrm.modeling import write_complete
+
+SCORERS = """
+from vlmrm.conversation import text_of
+def length(talks):
+    return [len(text_of(talk.messages)) for talk in talks]
+def brevity(talks):
+    return [-len(text_of(talk.messages)) for talk in talks]
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """Rows whose chosen answer is the longer one in `long`, the shorter one in `short`, and scorers of length."""
+    monkeypatch.chdir(tmp_path)
+    Path("suite_scorers.py").write_text(SCORERS)
+    text_pairs(tmp_path, 6).rename("short.jsonl")
+    rows = [json.loads(line) | {"kind": "flipped"} for line in Path("short.jsonl").read_text().splitlines()]
+    flipped = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    Path("long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in flipped[:4]))
+    return tmp_path
+
+
+def run(*names: str, **keys):
+    scorers = [f"python:suite_scorers.{name}" for name in names or ("length", "brevity")]
+    return sweep(words(**{"scorer": scorers, "interventions": "none", "output_file": "out/all.csv", **keys}))
+
+
+def test_each_set_has_the_results_of_a_sweep_of_its_own(here, monkeypatch):
+    opened = []
+    open_entry = FunctionEntry.open
+    monkeypatch.setattr(FunctionEntry, "open", lambda self, run: opened.append(self.path) or open_entry(self, run))
+    result = run(data=["short.jsonl", "other=long.jsonl"])
+    assert len(opened) == 2, "each scorer is opened once for both sets"
+    alone = run(dataset_path="long.jsonl", output_file="alone.csv")
+    assert list(result.sets) == ["short", "other"]
+    of_set = load_results("out/all/other.json")
+    assert of_set["set_name"] == "other"
+    assert of_set["settings"]["data"] == load_results("alone.json")["settings"]["data"]
+    for row, lone in zip(result.sets["other"].rows, alone.rows, strict=True):
+        assert json.dumps(row["statistics"]) == json.dumps(lone["statistics"])
+    pd.testing.assert_frame_equal(
+        pd.read_parquet("out/all/other.scores.parquet"), pd.read_parquet("alone.scores.parquet")
+    )
+    table = pd.read_csv("out/all.csv").set_index("checkpoint")
+    assert table.loc["length", ["short", "other"]].tolist() == [0, 1]
+    assert table.loc["brevity", ["short", "other"]].tolist() == [1, 0]
+    assert table["mean preference_accuracy of 2 sets"].tolist() == [0.5, 0.5]
+    assert list(load_results("alone.json")) == [key for key in of_set if key != "set_name"]
+    opened.clear()
+    again = run(data=["short.jsonl", "other=long.jsonl", "third=long.jsonl"])
+    assert len(opened) == 2 and len(again.sets) == 3, "what has figures is not scored again"
+    assert [it.name for it in leaderboard(["out/all.csv"]).sets] == ["other", "short"]
+    with pytest.raises(ConfigError, match=r"out/all\.csv is the table of 3 data sets: give one of them, such as out/"):
+        build_report(["out/all.csv"], "report")
+    with pytest.raises(ConfigError, match=r"is in two of the results: .* with vlmrm leaderboard"):
+        build_report(["out/all/short.csv", "out/all/other.csv"], "report")
+
+
+def test_the_best_is_that_of_the_mean_or_of_the_set_that_is_named(here):
+    Path("half.jsonl").write_text("".join(Path("short.jsonl").read_text().splitlines(keepends=True)[:3]))
+    sets = {"data": ["short.jsonl", "half.jsonl", "long.jsonl"]}
+    result = run(**sets)
+    assert result.choice["checkpoint"] == "brevity"
+    assert result.choice["value"] == pytest.approx(2 / 3)
+    assert result.choice["metric"] == "mean preference_accuracy of 3 sets"
+    assert load_results("out/all/long.json")["best"] == result.choice, "its report is about the same checkpoint"
+    assert [line.model for line in leaderboard(["out/all"], best_only=True).lines] == ["python:suite_scorers.brevity"]
+    named = run(**sets, metric_for_best="long:preference_accuracy", fail_under=1.0)
+    assert (named.choice["checkpoint"], named.choice["metric"]) == ("length", "long:preference_accuracy")
+    with pytest.raises(BelowThreshold, match=r"has 0\.6667: preference_accuracy is below the 0\.9"):
+        run(**sets, fail_under=0.9)
+    with pytest.raises(ConfigError, match="no set is called lang: did you mean long"):
+        run(**sets, metric_for_best="lang:preference_accuracy")
+    with pytest.raises(ConfigError, match="no set is called long, as there is only one set"):
+        run(dataset_path="long.jsonl", metric_for_best="long:loss")
+    with pytest.raises(ConfigError, match="on short there is no metric accuracy/plain"):
+        run(**sets, metric_for_best="accuracy/plain")
+
+
+def test_a_set_that_cannot_be_read_fails_by_name_alone(here, capsys):
+    Path("broken.jsonl").write_text('{"prompt": "a"}\n')
+    Path("suite.yaml").write_text("good: short.jsonl\nbad: {dataset_path: broken.jsonl}\ngone: absent.jsonl\n")
+    line = words(scorer="python:suite_scorers.length", interventions="none", suite="suite.yaml", output_file="o.csv")
+    with pytest.raises(SystemExit) as ended:
+        cli.run(lambda: cli.app(["eval", *line]))
+    output = capsys.readouterr()
+    assert ended.value.code == DataError.exit_code
+    assert "error: 2 of 3 data sets could not be evaluated: bad: " in output.err and "gone: absent.jsonl" in output.err
+    assert "vlmrm leaderboard o" in output.out
+    assert list(pd.read_csv("o.csv").columns[2:4]) == ["good:preference_accuracy", "good"]
+    with pytest.raises(DataError, match="none of the 1 data sets can be read: gone: absent"):
+        run(data=["gone=absent.jsonl"])
+    with pytest.raises(DataError, match="gone, by which metric_for_best chooses, cannot be evaluated: absent"):
+        run(data=["short.jsonl", "gone=absent.jsonl"], metric_for_best="gone:loss")
+    Path("suite.yaml").write_text("good: short.jsonl\nbad: long.jsonl\n")
+    mended = run("length", suite="suite.yaml", output_file="o.csv")
+    assert not mended.unread and mended.rows[0]["error"] is None
+
+
+def test_keep_best_goes_by_the_mean_and_models_are_loaded_once(here, tiny_reward_model, monkeypatch):
+    from vlmrm.evaluation.scorers import checkpoint as module
+
+    for step in (1, 2):
+        folder = here / "run" / f"checkpoint-{step}"
+        shutil.copytree(tiny_reward_model, folder)
+        write_complete(folder, world_size=1, step=step)
+    shutil.copytree(tiny_reward_model, here / "run" / "final")
+    loads = []
+    load = module.load_checkpoint
+    monkeypatch.setattr(module, "load_checkpoint", lambda *a, **k: loads.append(a) or load(*a, **k))
+    colour_pairs(here / "pictures", 4)
+    keys = {"model_dirs": "run", "interventions": "none", "keep_best": 1, "yes": True, "output_file": "out.csv"}
+    result = sweep(words(**keys, data=["pictures/pairs.jsonl", "short.jsonl"]))
+    assert len(loads) == 1
+    assert [path.name for path in sorted(Path("run").glob("checkpoint-*"))] == [result.choice["checkpoint"]]
+    info = json.loads(Path(result.choice["path"], "reward_model.json").read_text())
+    assert info["reward_count"] == 2 * (4 + 6)
+    assert "<td>pairs" in result._repr_html_() or "<th>pairs" in result._repr_html_()
+
+
+def test_nothing_is_deleted_where_a_set_failed(here, tiny_reward_model):
+    for name in ("checkpoint-1", "checkpoint-2", "final"):
+        shutil.copytree(tiny_reward_model, here / "run" / name)
+    keys = {"model_dirs": "run", "interventions": "none", "keep_best": 1, "yes": True, "output_file": "out.csv"}
+    assert sweep(words(**keys, data=["short.jsonl", "absent.jsonl"])).unread
+    assert len(list(Path("run").glob("checkpoint-*"))) == 2
+
+
+def sets_of(data_keys=None, **keys):
+    args = EvaluationArguments(**{"scorer": ["x"], "output_file": "out/all.csv", **keys})
+    return evaluation_sets(args, DataArguments(**(data_keys or {})))
+
+
+def test_a_suite_file_names_sets_with_keys_of_their_own(here):
+    Path("suite.yaml").write_text(
+        """
+plain: long.jsonl
+mine: {dataset_path: [short.jsonl, long.jsonl], group_by: kind, max_eval_samples: 3, columns: {prompt: prompt}}
+vl-rewardbench:
+edits: {benchmark: genai-bench-edit, dataset_path: copies/edits}
+"""
+    )
+    (here / "copies" / "vl-rewardbench").mkdir(parents=True)
+    reading = {"dataset_path": "copies", "max_eval_samples": 9, "dataset_split": "test"}
+    plain, mine, public, edits = sets_of(reading, suite="suite.yaml", group_by=["a"])
+    assert (plain.name, plain.data_args.dataset_path, plain.group_by) == ("plain", ["long.jsonl"], ("a",))
+    assert plain.data_args.dataset_split == "test" and plain.csv == Path("out/all/plain.csv")
+    assert (mine.data_args.max_eval_samples, plain.data_args.max_eval_samples) == (3, 9)
+    assert mine.group_by == ("a", "kind") and mine.data_args.column_names == {"prompt": "prompt"}
+    assert public.benchmark.name == "vl-rewardbench"
+    assert public.data_args.dataset_path == ["copies/vl-rewardbench"]
+    assert public.data_args.dataset_split == "train", "a key of data sets does not reach a benchmark"
+    assert edits.benchmark.name == "genai-bench-edit" and edits.data_args.dataset_path == ["copies/edits"]
+    [alone] = sets_of({"dataset_path": "copy"}, benchmark="hpdv3")
+    assert (alone.name, alone.csv, alone.data_args.dataset_path) == (None, Path("out/all.csv"), ["copy"])
+    both = sets_of(benchmark=["hpdv3", "vl-rewardbench"], data=["a=b=c.jsonl", "some/hub-id"])
+    assert [it.name for it in both] == ["hpdv3", "vl-rewardbench", "a", "hub-id"]
+    assert both[2].data_args.dataset_path == ["b=c.jsonl"]
+
+
+def test_the_built_in_suites_are_of_benchmarks_that_there_are():
+    named = [name for names in SUITES.values() for name in names]
+    assert set(named) == set(BENCHMARKS) and len(named) == len(set(named))
+    for suite in SUITES:
+        assert [it.name for it in sets_of(suite=suite)] == list(SUITES[suite])
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("mine: {dataset_pth: a.jsonl}", "suite.yaml: mine: unknown key dataset_pth .did you mean dataset_path"),
+        ("mine: {max_pixels: 9}", "suite.yaml: mine: max_pixels is the same for all sets: give it in the config"),
+        ("mine: {group_by: [a]}", "suite.yaml: mine has neither dataset_path nor benchmark"),
+        ("mine: {dataset_path: a, eval_fraction: 2}", "suite suite.yaml: mine: eval_fraction is 2.0"),
+        ("hpdv9:", "there is no benchmark hpdv9: did you mean hpdv"),
+        ("hpdv3: {benchmark: hpdv3, images: none}", "images does not go with benchmark"),
+        ("a/b: c.jsonl", "a/b cannot be the name of a set"),
+        ("mine: [a.jsonl]", "mine must be a path, or hold"),
+        ("", "must hold `key: value` lines"),
+        ("{}", "names no set"),
+        ("a: b.jsonl\na: c.jsonl", "key 'a' is on line 1 and on line 2"),
+    ],
+)
+def test_a_typo_in_a_suite_is_named(here, content, reason):
+    Path("suite.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=reason):
+        sets_of(suite="suite.yaml")
+
+
+def test_sets_that_do_not_go_together_are_refused(here):
+    def refusal(data_keys=None, **keys):
+        with pytest.raises(ConfigError) as caught:
+            sets_of(data_keys, **keys)
+        return str(caught.value)
+
+    assert "there is no suite vidoe: did you mean video?" in refusal(suite="vidoe")
+    assert "name a YAML file, or one of image-understanding" in refusal(suite="all.yml")
+    assert "two sets are called short" in refusal(data=["short.jsonl", "old/short.jsonl"])
+    assert "give data as --data NAME=PATH" in refusal({"dataset_path": "x.jsonl"}, data=["short.jsonl", "long.jsonl"])
+    assert "which is no folder" in refusal({"dataset_path": "x.jsonl"}, suite="video")
+    assert "dataset_split does not go with benchmark" in refusal({"dataset_split": "test"}, suite="video")
+    assert "dataset_path is missing: give the preferences" in refusal()
+
+
+def test_a_table_that_another_sweep_writes_is_refused(here):
+    Path("out/all").mkdir(parents=True)
+    with FileLock("out/all/long.csv.lock"), pytest.raises(ConfigError, match=r"long\.csv is being written by another"):
+        run(data=["short.jsonl", "long.jsonl"])
+    run(data=["short.jsonl", "long.jsonl"])

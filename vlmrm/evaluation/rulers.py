@@ -1,0 +1,379 @@
+"""Rulers: what is scored on a set of preferences without looking, which says what the set tests.
+
+A ruler scores answers by one thing that should not decide: length, position, Markdown, size. Two are learned from the
+set itself, always from other prompts than those that they score: an image-blind one, which reads questions and
+answers, and a question-blind one, which reads answers and measures images. A set on which an image-blind ruler is
+right in three of four pairs does not test sight.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import minimize
+from scipy.sparse import csr_matrix
+
+from vlmrm.conversation import Comparison, Image, Messages, media_of, text_of
+from vlmrm.data.media import open_image
+from vlmrm.data.rows import with_row_id
+from vlmrm.errors import DataError, RowError
+from vlmrm.evaluation.public import Benchmark
+from vlmrm.evaluation.public.estimates import with_intervals
+from vlmrm.measures.intervals import Estimate
+from vlmrm.measures.pairs import credits_of, margins_of, scored_pairs
+
+logger = logging.getLogger("vlmrm")
+
+FOLDS = 5
+RIDGE = 1.0
+BUCKETS = 1 << 13  # of hashed words, before the measures of style
+IMAGES = BUCKETS + 16  # the first of the measures of an answer's image
+WIDTH = IMAGES + 16
+MOST_WORDS = 2000  # of a text
+CHANCE, NEAR = 0.5, 0.05  # a ruler is at chance where its interval lies within 5 points of it
+WORD = re.compile(r"\w+")
+MARKDOWN = re.compile(r"^\s*(?:[-*+]|\d+[.)]|#+|>|\||```)\s|\*\*|__|`", re.MULTILINE)
+REFUSAL = re.compile(r"\b(sorry|cannot|can't|unable|as an ai)\b", re.IGNORECASE)
+SAMPLED = 32  # side of the picture of which image statistics are made
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a ruler has on a set: its accuracy, equal scores at half, or the reason why it says nothing.
+
+    `figures` are those of a public benchmark by its authors' rule.
+    """
+
+    name: str
+    reads: str
+    accuracy: Estimate | None
+    figures: Mapping[str, Estimate]
+    reason: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Return in words whether the interval is above chance, below it, within 5 points of it, or too wide."""
+        if self.accuracy is None:
+            return self.reason
+        low, high = self.accuracy.low, self.accuracy.high
+        if low > CHANCE:
+            return "above chance"
+        if high < CHANCE:
+            return "below chance: its opposite is a ruler"
+        if low >= CHANCE - NEAR and high <= CHANCE + NEAR:
+            return "at chance"
+        return "undecided: more pairs are needed"
+
+
+class Silent(Exception):
+    """A ruler has nothing to measure on a set; the text is the reason."""
+
+
+Scores = list[list[float]]  # by comparison, one a branch
+Cells = dict[int, float]  # features of an answer: hashed words by bucket, measures after them
+
+
+@dataclass
+class Answered:
+    """Comparisons with pairs, and the measures of each answer's image: `images[i][b]` are those of branch b."""
+
+    rows: list[Comparison]
+    images: list[list[Cells]]
+
+    def texts(self) -> list[list[str]]:
+        return [[text_of(answer) for answer in row.answers] for row in self.rows]
+
+    def prompts(self) -> np.ndarray:
+        """Return the number of each comparison's prompt."""
+        frame = scored_pairs(self.rows, [[0.0] * len(row.answers) for row in self.rows])
+        starts = np.concatenate([[0], np.cumsum([len(row.pairs()) for row in self.rows])[:-1]])
+        return pd.factorize(frame["prompt_id"].to_numpy()[starts])[0]
+
+
+def read_rulers(comparisons: Iterable[Comparison | RowError], public: Benchmark | None = None) -> list[Reading]:
+    """Return what each ruler has on the comparisons; on a benchmark also by its authors' rule.
+
+    Rows that cannot be read, or whose answers have an image that cannot, are left out with a warning.
+
+    Raises:
+        DataError: when no pair is decided, or a benchmark's rows lack what its rule needs.
+    """
+    data = _answered(comparisons)
+    if all(pair.tie for row in data.rows for pair in row.pairs()):
+        raise DataError("there is no pair that people decided: a ruler has nothing to be measured against")
+    readings = []
+    for name, (reads, score) in RULERS.items():
+        try:
+            scores = score(data)
+        except Silent as silence:
+            readings.append(Reading(name, reads, None, {}, str(silence)))
+            continue
+        frame = _frame(data.rows, scores, public)
+        figures = {} if public is None else public.estimate(frame)
+        readings.append(Reading(name, reads, _accuracy(frame), figures))
+    return readings
+
+
+def _answered(comparisons: Iterable[Comparison | RowError]) -> Answered:
+    data, errors = Answered([], []), []
+    for row in comparisons:
+        try:
+            if isinstance(row, RowError):
+                raise row
+            with with_row_id(row.id):
+                measured = [_of_images(answer) for answer in row.answers]
+        except RowError as error:
+            errors.append(error)
+            continue
+        if row.pairs():
+            data.rows.append(row)
+            data.images.append(measured)
+    if errors:
+        logger.warning("left out: %d of the rows, the first because of this: %s", len(errors), errors[0])
+    return data
+
+
+def _frame(rows: Sequence[Comparison], scores: Scores, public: Benchmark | None) -> pd.DataFrame:
+    frame = scored_pairs(rows, scores)
+    for name in () if public is None else public.by:
+        frame[f"by/{name}"] = [row.columns.get(name) for row in rows for _ in row.pairs()]
+    return frame
+
+
+def _accuracy(frame: pd.DataFrame) -> Estimate:
+    decided = frame[~frame["tie"].astype(bool)].reset_index(drop=True)
+
+    def half_ties(part: pd.DataFrame) -> dict[str, float]:
+        return {"accuracy": float(credits_of(margins_of(part)).mean())}
+
+    every = {"accuracy": np.ones(len(decided), dtype=bool)}
+    return with_intervals(half_ties, decided, half_ties(decided), decided["prompt_id"].to_numpy(), every)["accuracy"]
+
+
+# Rulers of one thing -------------------------------------------------------------------------------------------------
+
+
+def longer(data: Answered) -> Scores:
+    scores = [[float(len(text)) for text in texts] for texts in data.texts()]
+    return _unless_equal(scores, "all answers are of one length")
+
+
+def first(data: Answered) -> Scores:
+    if all(pair.chosen < pair.rejected for row in data.rows for pair in row.pairs() if not pair.tie):
+        raise Silent("the data list the better answer first in every row, which says nothing of position")
+    return [[-float(branch) for branch in range(len(row.answers))] for row in data.rows]
+
+
+def more_markdown(data: Answered) -> Scores:
+    scores = [[float(len(MARKDOWN.findall(text))) for text in texts] for texts in data.texts()]
+    return _unless_equal(scores, "no answer has more Markdown than another")
+
+
+def larger_image(data: Answered) -> Scores:
+    scores = [[cells.get(IMAGES, 0.0) for cells in of_row] for of_row in data.images]
+    return _unless_equal(scores, "no answer has a larger image than another")
+
+
+def _unless_equal(scores: Scores, reason: str) -> Scores:
+    if all(len(set(of_row)) == 1 for of_row in scores):
+        raise Silent(reason)
+    return scores
+
+
+# Learned rulers ------------------------------------------------------------------------------------------------------
+
+
+def image_blind(data: Answered) -> Scores:
+    """Score answers by their words, alone and with the question's beginning, and by what they share with it."""
+    texts = data.texts()
+    if not any(text.strip() for of_row in texts for text in of_row):
+        raise Silent("the answers have no text, which is all that it reads")
+    questions = [text_of(row.prompt) for row in data.rows]
+    return _learned(
+        data,
+        [[_of_text(text, question) for text in of_row] for of_row, question in zip(texts, questions, strict=True)],
+    )
+
+
+def question_blind(data: Answered) -> Scores:
+    """Score answers by their words and by measures of their images."""
+    cells = [
+        [_of_text(text, "") | measures for text, measures in zip(texts, images, strict=True)]
+        for texts, images in zip(data.texts(), data.images, strict=True)
+    ]
+    return _learned(data, cells)
+
+
+def _of_text(text: str, question: str) -> Cells:
+    words = WORD.findall(text.lower())[:MOST_WORDS]
+    of_question = WORD.findall(question.lower())[:MOST_WORDS]
+    opening = " ".join(of_question[:2])
+    cells: Cells = {}
+    for word in words:
+        for token in (word, f"{opening}|{word}") if opening else (word,):
+            bucket = crc32(token.encode()) % BUCKETS
+            cells[bucket] = cells.get(bucket, 0.0) + 1.0
+    norm = np.sqrt(sum(count * count for count in cells.values())) or 1.0
+    cells = {bucket: count / norm for bucket, count in cells.items()}
+    shared = len(set(words) & set(of_question)) / max(len(set(words)), 1)
+    counts = (len(text), len(words), len(MARKDOWN.findall(text)), len(REFUSAL.findall(text)), len(set(words)))
+    of_style = [*np.log1p(counts), shared, float(text.rstrip().endswith("?"))]
+    return cells | {BUCKETS + number: float(value) for number, value in enumerate(of_style)}
+
+
+def _of_images(answer: Messages) -> Cells:
+    """Return measures of the first image of an answer: size, shape, brightness and its spread, edges, colours.
+
+    Raises:
+        MediaError: when it cannot be read.
+    """
+    images = [medium for medium in media_of(answer) if isinstance(medium, Image)]
+    if not images:
+        return {}
+    picture = open_image(images[0].reference)
+    width, height = picture.size
+    pixels = np.asarray(picture.resize((SAMPLED, SAMPLED)), dtype=float) / 255
+    grey = pixels.mean(axis=2)
+    edges = np.abs(np.diff(grey, axis=0)).mean() + np.abs(np.diff(grey, axis=1)).mean()
+    colour = (pixels.max(axis=2) - pixels.min(axis=2)).mean()
+    measures = [np.log(width * height), np.log(width / height), grey.mean(), grey.std(), edges, colour]
+    measures += [*pixels.mean(axis=(0, 1))]
+    return {IMAGES + number: float(value) for number, value in enumerate(measures)}
+
+
+def _learned(data: Answered, cells: Sequence[Sequence[Cells]]) -> Scores:
+    """Score each prompt's answers by a Bradley-Terry model with a ridge, fitted to the pairs of other prompts."""
+    prompts = data.prompts()
+    count = prompts.max() + 1
+    if count < 2 * FOLDS:
+        raise Silent(f"it learns from other prompts, and the rows have {count}")
+    sizes = [len(row.answers) for row in data.rows]
+    features = _matrix([of_answer for of_row in cells for of_answer in of_row])
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    pairs = [
+        (number, starts[number] + pair.chosen, starts[number] + pair.rejected)
+        for number, row in enumerate(data.rows)
+        for pair in row.pairs()
+        if not pair.tie
+    ]
+    owners, better, worse = np.array(pairs).T
+    fold = np.random.default_rng(0).permutation(count)[prompts] % FOLDS
+    differences = features[better] - features[worse]
+    scores, of_branch = np.zeros(features.shape[0]), np.repeat(fold, sizes)
+    for number in range(FOLDS):
+        weights = _fitted(differences[fold[owners] != number])
+        scores[of_branch == number] = features[of_branch == number] @ weights
+    return [scores[start:end].tolist() for start, end in pairwise(starts)]
+
+
+def _matrix(cells: Sequence[Cells]) -> csr_matrix:
+    """Return the features [B, F], the measures after the words with mean 0 and spread 1 among all answers."""
+    counts = [len(of_answer) for of_answer in cells]
+    columns = np.fromiter((column for of_answer in cells for column in of_answer), dtype=int)
+    values = np.fromiter((value for of_answer in cells for value in of_answer.values()), dtype=float)
+    pointers = np.concatenate([[0], np.cumsum(counts)])
+    table = csr_matrix((values, columns, pointers), shape=(len(cells), WIDTH))
+    dense = table[:, BUCKETS:].toarray()
+    spread = dense.std(axis=0)
+    scaled = np.where(spread > 1e-9, (dense - dense.mean(axis=0)) / np.where(spread > 1e-9, spread, 1.0), 0.0)
+    rows, measures = (part.ravel() for part in np.indices(scaled.shape))
+    kept = columns < BUCKETS
+    owners = np.repeat(np.arange(len(cells)), counts)
+    return csr_matrix(
+        (
+            np.concatenate([values[kept], scaled.ravel()]),
+            (np.concatenate([owners[kept], rows]), np.concatenate([columns[kept], measures + BUCKETS])),
+        ),
+        shape=(len(cells), WIDTH),
+    )
+
+
+def _fitted(differences: csr_matrix) -> np.ndarray:
+    """Return the weights w[F] that minimize sum log(1 + exp(-differences[N, F] w)) + RIDGE / 2 |w|²."""
+
+    def loss(weights: np.ndarray) -> tuple[float, np.ndarray]:
+        margins = differences @ weights
+        gradient = -(differences.T @ (1 / (1 + np.exp(np.clip(margins, -500, 500))))) + RIDGE * weights
+        return float(np.logaddexp(0, -margins).sum() + RIDGE / 2 * weights @ weights), gradient
+
+    return minimize(loss, np.zeros(differences.shape[1]), jac=True, method="L-BFGS-B", options={"maxiter": 200}).x
+
+
+RULERS: dict[str, tuple[str, Callable[[Answered], Scores]]] = {
+    "longer": ("the number of characters", longer),
+    "first": ("the place in the row", first),
+    "more_markdown": ("the marks of Markdown", more_markdown),
+    "larger_image": ("the pixels of an answer's images", larger_image),
+    "image_blind": ("question and answer without images, learned from other prompts", image_blind),
+    "question_blind": ("answers and measures of their images, learned from other prompts", question_blind),
+}
+
+
+# In words ------------------------------------------------------------------------------------------------------------
+
+LEARNED = {
+    "image_blind": ("images", "does not need sight"),
+    "question_blind": ("the question", "does not need the question"),
+}
+
+
+def format_rulers(readings: Sequence[Reading], public: Benchmark | None = None) -> str:
+    """Return the readings as a table, with the benchmark's first published figure, and what they mean."""
+    metrics = [] if public is None else [public.published_figures[0].metric]
+    lines = [["ruler", "accuracy", *metrics, "", "it reads"]]
+    for it in readings:
+        figures = [_percent(it.figures.get(metric)) for metric in metrics]
+        lines.append([it.name, _percent(it.accuracy), *figures, it.verdict, it.reads])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    pairs = max((it.accuracy.n for it in readings if it.accuracy is not None), default=0)
+    title = "" if public is None else f"{public.title}: "
+    return "\n".join([f"{title}{pairs:,} pairs, percent with 95% intervals", *table, "", *meaning(readings)])
+
+
+def block(readings: Sequence[Reading]) -> dict[str, dict[str, Any]]:
+    """Return the readings by ruler as JSON has them, null for a figure that there is not."""
+    return {
+        it.name: {
+            "reads": it.reads,
+            "verdict": it.verdict,
+            "accuracy": None if it.accuracy is None else _plain(it.accuracy),
+            "figures": {name: _plain(figure) for name, figure in it.figures.items()},
+        }
+        for it in readings
+    }
+
+
+def _plain(figure: Estimate) -> dict[str, float | None]:
+    return {name: None if np.isnan(value) else value for name, value in figure._asdict().items()}
+
+
+def meaning(readings: Sequence[Reading]) -> list[str]:
+    """Return a sentence for each thing that decides pairs and should not, or one that nothing was found to."""
+    sentences = []
+    for it in readings:
+        if it.accuracy is None or it.accuracy.low <= CHANCE <= it.accuracy.high:
+            continue
+        right = f"{_percent(it.accuracy, '%')} of the pairs"
+        if it.name in LEARNED and it.accuracy.low > CHANCE:
+            unseen, conclusion = LEARNED[it.name]
+            sentences.append(f"Without {unseen}, {right} are right: that much of the set {conclusion}.")
+        elif it.name not in LEARNED:
+            which = "The opposite of " if it.accuracy.high < CHANCE else ""
+            sentences.append(f"{which}`{it.name}` alone is right on {right}: hold models to more.")
+    return sentences or ["No ruler is found above chance, as far as these pairs can tell."]
+
+
+def _percent(figure: Estimate | None, sign: str = "") -> str:
+    if figure is None:
+        return "-"
+    ends = "" if np.isnan(figure.low) else f" ({100 * figure.low:.1f}-{100 * figure.high:.1f})"
+    return f"{100 * figure.value:.1f}{sign}{ends}"
