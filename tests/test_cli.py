@@ -33,6 +33,7 @@ assert not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)
         "card",
         "score",
         "check-data",
+        "rulers",
         "init-tiny",
         "merge",
         "export",

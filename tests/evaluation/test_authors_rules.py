@@ -18,7 +18,7 @@ def frame_of(items):
     """Scored pairs of rows `{"id", "category", "scores", "ratings"}` with further columns `by/...`."""
     rows = []
     for item in items:
-        others = {name: value for name, value in item.items() if name.startswith("by/")}
+        further = {name: value for name, value in item.items() if name.startswith("by/")}
         scores, ratings = item["scores"], item["ratings"]
         for first, second in combinations(range(len(scores)), 2):
             better, worse = (second, first) if ratings[first] < ratings[second] else (first, second)
@@ -32,7 +32,7 @@ def frame_of(items):
                     "rejected_branch": worse,
                     "chosen_score": scores[better],
                     "rejected_score": scores[worse],
-                    **others,
+                    **further,
                 }
             )
     return pd.DataFrame(rows)

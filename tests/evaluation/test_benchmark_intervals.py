@@ -25,10 +25,10 @@ def share(frame):
 
 def test_the_standard_error_of_a_mean_over_prompts_is_the_textbook_s():
     right = np.random.default_rng(0).random(40) < 0.7
-    found = benchmark("hpdv3").estimate(scored(right, np.arange(40)))["accuracy"]
-    assert found.standard_error == pytest.approx(np.std(right, ddof=1) / math.sqrt(40))
-    assert 0 < found.low < found.value < found.high < 1
-    assert (found.n, found.prompts) == (40, 40)
+    figure = benchmark("hpdv3").estimate(scored(right, np.arange(40)))["accuracy"]
+    assert figure.standard_error == pytest.approx(np.std(right, ddof=1) / math.sqrt(40))
+    assert 0 < figure.low < figure.value < figure.high < 1
+    assert (figure.n, figure.prompts) == (40, 40)
 
 
 def test_pairs_of_a_prompt_count_once():
@@ -43,16 +43,16 @@ def test_a_question_is_a_unit_of_mm_rlhf_whatever_its_prompts():
     rng = np.random.default_rng(2)
     frame = scored(rng.random(92) < 0.9, np.arange(92), ["mcq", "video"] * 46)
     frame["by/question_id"] = np.repeat(np.arange(46), 2)
-    found = benchmark("mm-rlhf-rewardbench").estimate(frame)
-    assert (found["acc_plus"].n, found["acc_plus"].prompts) == (92, 46)
-    assert (found["mcq/acc"].n, found["mcq/acc"].prompts) == (46, 46)
-    assert found["acc_plus"].high - found["acc_plus"].low > 0.15
+    figure = benchmark("mm-rlhf-rewardbench").estimate(frame)
+    assert (figure["acc_plus"].n, figure["acc_plus"].prompts) == (92, 46)
+    assert (figure["mcq/acc"].n, figure["mcq/acc"].prompts) == (46, 46)
+    assert figure["acc_plus"].high - figure["acc_plus"].low > 0.15
 
 
 def test_a_figure_counts_the_rows_that_it_is_named_after():
     categories = ["safety/bias"] * 3 + ["safety/toxicity"] * 4 + ["vqa"] * 5
-    found = benchmark("multimodal-rewardbench").estimate(scored([1, 0, 1] * 4, np.arange(12), categories))
-    assert {name: figure.n for name, figure in found.items()} == {
+    figure = benchmark("multimodal-rewardbench").estimate(scored([1, 0, 1] * 4, np.arange(12), categories))
+    assert {name: figure.n for name, figure in figure.items()} == {
         "overall": 12,
         "safety": 7,
         "safety/bias": 3,
@@ -80,6 +80,12 @@ def test_each_part_has_its_share_of_every_category():
     assert set(np.bincount(parts[categories == "b"])) == {100 // PARTS}
 
 
+def test_rows_that_alternate_are_no_pattern_of_the_parts():
+    """A scorer that is right on every second row only has the spread of a coin."""
+    figure = benchmark("hpdv3").estimate(scored([1, 0] * 500, np.arange(1000)))["accuracy"]
+    assert figure.standard_error == pytest.approx(0.5 / math.sqrt(1000), rel=0.35)
+
+
 @pytest.mark.parametrize(("prompts", "most", "accuracy"), [(12, 9, 0.7), (46, 5, 0.8)])
 def test_the_interval_covers(prompts, most, accuracy):
     """Between 91 and 98.5 % of 250 sets, whose pairs agree within prompts (a simulation has ±3 points itself)."""
@@ -91,6 +97,6 @@ def test_the_interval_covers(prompts, most, accuracy):
         right = (rng.random(len(units)) < skill[units]).astype(float)
         frame = pd.DataFrame({"category": "all", "chosen_score": right, "rejected_score": 0.5})
         rows = {"accuracy": np.ones(len(units), dtype=bool)}
-        found = with_intervals(share, frame, share(frame), units, rows)["accuracy"]
-        held += found.low <= accuracy <= found.high
+        figure = with_intervals(share, frame, share(frame), units, rows)["accuracy"]
+        held += figure.low <= accuracy <= figure.high
     assert 0.91 <= held / count <= 0.985

@@ -43,7 +43,8 @@ def write_results(path: Path, frames, *, data="1", benchmark=None, date="2026-11
         model, checkpoint = frame["model"].iloc[0], frame["checkpoint"].iloc[0]
         accuracy = float(np.nanmean(credits_of(frame["chosen_score"].to_numpy(float))))
         figure = {"value": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "standard_error": 0.02}
-        overall = {"preference_accuracy": {**figure, "n": len(frame), "prompts": 100}, "sample_count": len(frame)}
+        figure |= {"n": len(frame), "prompts": 100}
+        overall = {"preference_accuracy": figure, "sample_count": len(frame)}
         provenance = {"date": date, "git_commit": None, "versions": {}, "data": data, "weights": f"weights of {model}"}
         provenance |= {
             "device": "cpu",
@@ -61,7 +62,7 @@ def write_results(path: Path, frames, *, data="1", benchmark=None, date="2026-11
             "seconds": 1.0,
         }
         row |= {"statistics": {"overall": overall, "category": {}, "by": {}}, "provenance": provenance}
-        rows.append(row | ({"benchmark": {"overall": accuracy, "macro": 0.5}} if benchmark else {}))
+        rows.append(row | ({"benchmark": {"overall": figure, "macro": figure | {"value": 0.5}}} if benchmark else {}))
     settings = {
         "data": data,
         "benchmark": benchmark,
@@ -211,7 +212,12 @@ def test_a_name_tells_checkpoints_and_trainings_apart(tmp_path):
     path.with_suffix(".json").write_text(json.dumps(content))
     assert {line.model for line in leaderboard([path]).lines} == {f"{r}/checkpoint-{s}" for r in "ab" for s in (1, 2)}
     content["best"] = {"metric": "preference_accuracy", "one_standard_error": False, "value": 1.0, "model": "runs/b"}
-    content["best"] |= {"checkpoint": "checkpoint-2", "path": "runs/b/checkpoint-2", "kept": None}
+    content["best"] |= {
+        "checkpoint": "checkpoint-2",
+        "path": "runs/b/checkpoint-2",
+        "kept": None,
+        "without_luck": None,
+    }
     path.with_suffix(".json").write_text(json.dumps(content))
     assert [line.model for line in leaderboard([path], best_only=True).lines] == ["b/checkpoint-2"]
 

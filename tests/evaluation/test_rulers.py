@@ -81,7 +81,7 @@ def test_length_that_leaks_is_found():
     assert readings["longer"].accuracy.value == pytest.approx(0.8, abs=0.06)
     assert readings["longer"].verdict == "above chance"
     assert readings["image_blind"].accuracy.low > 0.7
-    assert "`longer` alone is right in" in " ".join(meaning([*readings.values()]))
+    assert "`longer` alone is right on" in " ".join(meaning([*readings.values()]))
 
 
 def test_words_that_leak_are_found_without_images():
@@ -152,10 +152,11 @@ def test_rows_that_cannot_be_read_are_left_out_and_named(tmp_path, caplog):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no picture")
     rng = np.random.default_rng(4)
-    rows = [*of_images(30), RowError("it has no answer", "row 31")]
-    rows.append(pair(32, "A fox.", Image(str(broken)), Image(str(broken)), rng))
+    rows = [*of_images(30), pair(31, "A fox.", Image(str(broken)), Image(str(broken)), rng)]
+    rows.append(RowError("it has no answer", "32"))
     assert by_name(rows)["longer"].accuracy.n == 30
-    assert "2 rows are left out: the first, row row 31: it has no answer" in caplog.text
+    assert "left out: 2 of the rows, the first because of this: row row 31: " in caplog.text
+    assert "broken.png is not an image" in caplog.text
     with pytest.raises(DataError, match="no pair that people decided"):
         read_rulers([RowError("it has no answer", "row 1")])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from answer_length import score as served_score
+from huggingface_hub import constants
 from judge_server import JudgeServer, completion, error
 from PIL import Image
 from runs import colour_pairs, text_pairs, words, write_rows
@@ -181,6 +183,26 @@ def test_a_checkpoint_beside_its_training_and_as_a_classifier(here, data, tiny_r
     check_scores(visual, data, direct)
 
 
+def test_ids_of_the_hub_are_those_of_their_snapshots(here, texts, tiny_reward_model, models, monkeypatch):
+    """As downloaded before: the tests have no network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hub"))
+    folders = {"org/mine": tiny_reward_model, "org/classifier": models / "text"}
+    for name, folder in folders.items():
+        stored = here / "hub" / f"models--{name.replace('/', '--')}"
+        shutil.copytree(folder, stored / "snapshots" / "c0ffee")
+        (stored / "refs").mkdir()
+        (stored / "refs" / "main").write_text("c0ffee")
+    specs = ["org/mine", "hf:org/classifier", tiny_reward_model, f"hf:{models / 'text'}"]
+    rows = sweep(asked(texts, *specs, interventions="none")).rows
+    by_id, by_folder = (frames()[start : start + 2] for start in (0, 2))
+    for one, other in zip(by_id, by_folder, strict=True):
+        assert one["chosen_score"].tolist() == other["chosen_score"].tolist()
+    assert [(row["model"], row["checkpoint"]) for row in rows[:2]] == [("org", "mine"), ("hf:org", "classifier")]
+    assert [row["provenance"]["weights"] for row in rows[:2]] == [row["provenance"]["weights"] for row in rows[2:]]
+    again = sweep(asked(texts, *specs, interventions="none")).rows
+    assert [row["seconds"] for row in again] == [row["seconds"] for row in rows], "nothing is scored again"
+
+
 def test_a_text_classifier_says_that_it_cannot_see(here, data, texts, models, capfd):
     tokenizer = AutoTokenizer.from_pretrained(models / "text")
     model = AutoModelForSequenceClassification.from_pretrained(models / "text").eval()
@@ -332,17 +354,35 @@ def test_a_judge_of_pairs_is_asked_in_both_orders_and_its_bias_is_found(here, da
     assert "org/model-7b" in page
 
 
-def test_lists_are_judged_by_win_rates_and_attacks_are_left_out(here, judge):
+def test_lists_are_judged_by_win_rates_and_cannot_be_attacked(here, judge):
     answers = ["a", "bbbb", "cc", "dd"]
     rows = [{"id": "list", "prompt": "Say much", "responses": answers, "scores": [0, 3, 2, 1]}]
     data = write_rows(here / "lists.jsonl", rows)
-    attacks = [name for name, intervention in INTERVENTIONS.items() if intervention.attack]
-    [row] = sweep(asked(data, f"judge:m@{judge.url}", interventions=["response_only", *attacks])).rows
+    [row] = sweep(asked(data, f"judge:m@{judge.url}", interventions=["response_only", "padded_answers"])).rows
     [frame] = frames()
     scores = {row["chosen_text"]: row["chosen_score"] for _, row in frame.iterrows()}
     assert scores == {"bbbb": 1.0, "cc": 0.5, "dd": 0.5}
     assert row["position_consistency"] == 1.0
-    assert {*attacks} <= {*row.get("limits", {})}
+    assert "a list has no pair" in row["limits"]["padded_answers"]
+
+
+def test_a_judge_is_attacked_with_one_answer_changed(here, data, judge):
+    """The longer rejected answer wins, where the judge looks at the answers at all."""
+    names = [name for name, intervention in INTERVENTIONS.items() if intervention.attack]
+    [row] = sweep(asked(data, f"judge:m@{judge.url}", interventions=names)).rows
+    frame = frames()[0].set_index("comparison_id")
+    checked = 0
+    for comparison in (row["comparison"] for row in load_comparisons([str(data)], arguments=DataArguments())):
+        first_wins = text_of(comparison.prompt) == "Which colour is this?"
+        for intervention, changed in alterations(comparison, (), [INTERVENTIONS[name] for name in names]):
+            chosen, rejected = text_of(comparison.answers[0]), text_of(changed.answers[1])
+            longer = float((len(chosen) > len(rejected)) - (len(chosen) < len(rejected)))
+            margin = (
+                frame.loc[comparison.id, "chosen_score"] - frame.loc[comparison.id, f"{intervention.name}_rejected"]
+            )
+            assert margin == (0.0 if first_wins else longer), (comparison.id, intervention.name)
+            checked += 1
+    assert checked >= 6 and row["padded_answers_accuracy"] == 0.25, "three ties and three defeats"
 
 
 def test_what_a_judge_does_not_say_is_an_error_and_no_zero(here, data, judge):

@@ -88,6 +88,8 @@ def test_the_best_is_that_of_the_mean_or_of_the_set_that_is_named(here):
     assert result.choice["checkpoint"] == "brevity"
     assert result.choice["value"] == pytest.approx(2 / 3)
     assert result.choice["metric"] == "mean preference_accuracy of 3 sets"
+    assert load_results("out/all/long.json")["best"] == result.choice, "its report is about the same checkpoint"
+    assert [line.model for line in leaderboard(["out/all"], best_only=True).lines] == ["python:suite_scorers.brevity"]
     named = run(**sets, metric_for_best="long:preference_accuracy", fail_under=1.0)
     assert (named.choice["checkpoint"], named.choice["metric"]) == ("length", "long:preference_accuracy")
     with pytest.raises(BelowThreshold, match=r"has 0\.6667: preference_accuracy is below the 0\.9"):

@@ -33,7 +33,8 @@ def evaluate(*words: Words) -> None:
     result = sweep(words)
     if result.sets:
         folder = result.csv.with_suffix("")
-        say(f"{len(result.rows)} checkpoints on {len(result.sets)} data sets in {result.csv}, and of each in {folder}")
+        count = f"{len(result.sets)} data set{'s' * (len(result.sets) > 1)}"
+        say(f"{len(result.rows)} checkpoints on {count} in {result.csv}, and of each in {folder}")
         say(f"rank them: vlmrm leaderboard {folder}; see one set: vlmrm report {next(iter(result.sets.values())).csv}")
     else:
         say(f"{len(result.rows)} checkpoints in {result.csv} and {result.csv.with_suffix('.json')}")

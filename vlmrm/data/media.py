@@ -195,11 +195,15 @@ def video_frames(video: Video, fps: float = 2.0, max_frames: int = 768) -> Video
     if isinstance(video.reference, tuple):
         return video
     pixels, metadata = open_video(video, fps, max_frames)
-    first, *further = metadata["frames_indices"]
-    seconds = (further[-1] - first) / metadata["fps"] if further and metadata["fps"] else 0
+    indices, rate = metadata["frames_indices"], metadata["fps"]
+    apart = (indices[-1] - indices[0]) / max(len(indices) - 1, 1)  # frames of the file between two of the list
     height, width = pixels.shape[2:]
     options = VideoOptions(
-        sample_fps=len(further) / seconds if seconds else None, resized_height=height, resized_width=width
+        # Processors read the one for the time between frames, and the other for their times.
+        sample_fps=len(indices) / metadata["total_num_frames"] * rate or None,
+        raw_fps=rate / apart if apart and rate else None,
+        resized_height=height,
+        resized_width=width,
     )
     return Video(tuple(Image.fromarray(frame.permute(1, 2, 0).numpy()) for frame in pixels), options)
 

@@ -91,14 +91,16 @@ class _Share:
         rows = [{"index": index, "comparison": c} for index, c in zip(indices, comparisons, strict=True)]
         if self.sample is not None:
             share = self.sample / len(self.dataset)
-            first = min(indices) // BLOCKS[-1] * BLOCKS[-1]  # rows before it are in earlier blocks
-            self._traits = {index: traits for index, traits in self._traits.items() if index >= first}
-            self._traits |= {row["index"]: traits_of(row["comparison"]) for row in rows}
             for row in rows:
                 comparison = row["comparison"]
                 row["sampled"] = isinstance(comparison, Comparison) and is_sampled(comparison, share)
+            first = min(indices) // BLOCKS[-1] * BLOCKS[-1]  # rows before it are in earlier blocks
+            self._traits = {index: traits for index, traits in self._traits.items() if index >= first}
+            if any(row["sampled"] for row in rows):
+                self._traits |= {row["index"]: traits_of(row["comparison"]) for row in rows}
+            for row in rows:
                 if row["sampled"]:
-                    row["donors"] = donors_of(comparison, row["index"], self.dataset, self._traits)
+                    row["donors"] = donors_of(row["comparison"], row["index"], self.dataset, self._traits)
         return rows
 
 

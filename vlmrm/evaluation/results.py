@@ -222,7 +222,7 @@ def write_rewardbench(folder: Path, row: Row, frame: pd.DataFrame) -> None:
 
 def _model_type(row: Row) -> str:
     """Return RewardBench's word for what gave the scores."""
-    known = row["provenance"].get("scorer", {"id": row["path"]})
+    known = row.get("provenance", {}).get("scorer", {"id": row["path"]})
     return "Seq. Classifier" if "id" in known else "Generative" if "mode" in known else "Custom Classifier"
 
 

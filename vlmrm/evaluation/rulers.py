@@ -23,6 +23,7 @@ from scipy.sparse import csr_matrix
 
 from vlmrm.conversation import Comparison, Image, Messages, media_of, text_of
 from vlmrm.data.media import open_image
+from vlmrm.data.rows import with_row_id
 from vlmrm.errors import DataError, RowError
 from vlmrm.evaluation.public import Benchmark
 from vlmrm.evaluation.public.estimates import with_intervals
@@ -127,7 +128,8 @@ def _answered(comparisons: Iterable[Comparison | RowError]) -> Answered:
         try:
             if isinstance(row, RowError):
                 raise row
-            measured = [_of_images(answer) for answer in row.answers]
+            with with_row_id(row.id):
+                measured = [_of_images(answer) for answer in row.answers]
         except RowError as error:
             errors.append(error)
             continue
@@ -135,7 +137,7 @@ def _answered(comparisons: Iterable[Comparison | RowError]) -> Answered:
             data.rows.append(row)
             data.images.append(measured)
     if errors:
-        logger.warning("%d rows are left out: the first, %s", len(errors), errors[0])
+        logger.warning("left out: %d of the rows, the first because of this: %s", len(errors), errors[0])
     return data
 
 
@@ -360,20 +362,18 @@ def meaning(readings: Sequence[Reading]) -> list[str]:
     for it in readings:
         if it.accuracy is None or it.accuracy.low <= CHANCE <= it.accuracy.high:
             continue
-        figure = _percent(it.accuracy)
+        right = f"{_percent(it.accuracy, '%')} of the pairs"
         if it.name in LEARNED and it.accuracy.low > CHANCE:
             unseen, conclusion = LEARNED[it.name]
-            sentences.append(
-                f"Without {unseen}, {figure} % of the pairs are right: that much of this set {conclusion}."
-            )
+            sentences.append(f"Without {unseen}, {right} are right: that much of the set {conclusion}.")
         elif it.name not in LEARNED:
             which = "The opposite of " if it.accuracy.high < CHANCE else ""
-            sentences.append(f"{which}`{it.name}` alone is right in {figure}% of the pairs: hold models to more.")
+            sentences.append(f"{which}`{it.name}` alone is right on {right}: hold models to more.")
     return sentences or ["No ruler is found above chance, as far as these pairs can tell."]
 
 
-def _percent(figure: Estimate | None) -> str:
+def _percent(figure: Estimate | None, sign: str = "") -> str:
     if figure is None:
         return "-"
     ends = "" if np.isnan(figure.low) else f" ({100 * figure.low:.1f}-{100 * figure.high:.1f})"
-    return f"{100 * figure.value:.1f}{ends}"
+    return f"{100 * figure.value:.1f}{sign}{ends}"

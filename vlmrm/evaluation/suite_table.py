@@ -103,8 +103,9 @@ class SuiteTable:
         return np.concatenate([results.scores_of(best) for results in self.sets.values()])
 
     def write_tables(self) -> None:
-        """Write the tables of the sets, and that of all."""
+        """Write the tables of the sets, of which each names the best of all sets as its best, and that of all."""
         for results in self.sets.values():
+            results.best = self.best or results.best
             results.write_tables()
         write_file(self.csv, self.table().to_csv(index=False))
 

@@ -198,8 +198,9 @@ def evaluate_all(
     try:
         for entry in entries:
             looked_at.append(entry)
-            lacking = [it for it in sets if it.definition.name not in unread and not it.results.holds(entry)]
-            for it in sets:
+            readable = [it for it in sets if it.definition.name not in unread]
+            lacking = [it for it in readable if not it.results.holds(entry)]
+            for it in readable:
                 if it not in lacking:
                     logger.info("%s: already in %s", entry.path, it.results.csv)
             if lacking:

@@ -380,7 +380,6 @@ _DECLARED = (
         "order",
         "answers in reversed order",
         "with the answers in reversed order",
-        standard=True,
     ),
 )
 # By name. Plain, so that a test can add one.

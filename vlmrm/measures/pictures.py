@@ -81,8 +81,6 @@ def shuffled(video: Video) -> Video:
     frames, options = _frames(video)
     order = list(range(len(frames)))
     random.Random(len(order)).shuffle(order)
-    if order == sorted(order):  # of few
-        order.reverse()
     return Video(tuple(frames[i] for i in order), options)
 
 

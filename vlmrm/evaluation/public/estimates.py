@@ -14,9 +14,10 @@ import pandas as pd
 from scipy.stats import t
 
 from vlmrm.evaluation.public.rules import Groups
-from vlmrm.measures.intervals import LEVEL, Estimate
+from vlmrm.measures.intervals import LEVEL, Estimate, Interval, Spread, share
 
 PARTS = 50
+SEED = 0
 NAN = float("nan")
 TEXTS = ("text", "image_paths")  # columns that no rule reads
 
@@ -49,26 +50,28 @@ def with_intervals(
         if held > 1 and name != "threshold":
             values = np.array([figures.get(name, NAN) for figures in without])
             error = float(np.sqrt((held - 1) / held * ((values - value) ** 2).sum()))
-        low, high = (NAN, NAN) if np.isnan(error) else wilson_of(value, error, held - 1, count)
+        low, high = (NAN, NAN) if np.isnan(error) else interval_of(value, error, held - 1, count)
         estimates[name] = Estimate(value, low, high, error, int(used.sum()), count)
     return estimates
 
 
 def dealt(units: np.ndarray, categories: np.ndarray) -> np.ndarray:
-    """Return the number of each row's part, below `PARTS`: units in order of category and of appearance, dealt out."""
+    """Return the number of each row's part, below `PARTS`: units in order of category, shuffled within, dealt out.
+
+    In the data's own order, rows that alternate would fall into alternate parts.
+    """
     codes = pd.factorize(units)[0]
-    first = pd.Series(categories).groupby(codes).first().to_numpy()
-    order = np.argsort(np.argsort(first, kind="stable"))
+    first = pd.factorize(pd.Series(categories).groupby(codes).first())[0]
+    shuffled = np.random.default_rng(SEED).permutation(len(first))
+    order = np.argsort(np.lexsort((shuffled, first)))
     return order[codes] % min(PARTS, len(first))
 
 
-def wilson_of(value: float, error: float, freedom: int, count: int) -> tuple[float, float]:
-    """Return the ends of the interval of a share with this standard error; without any, as of `count` values."""
-    effective = value * (1 - value) / error**2 if error > 1e-9 and 0 < value < 1 else count
-    square = float(t.ppf((1 + LEVEL) / 2, freedom)) ** 2 / effective
-    centre = (value + square / 2) / (1 + square)
-    half = np.sqrt(square * (max(value * (1 - value), 0.0) + square / 4)) / (1 + square)
-    return max(float(centre - half), 0.0), min(float(centre + half), 1.0)
+def interval_of(value: float, error: float, freedom: int, count: int) -> Interval:
+    """Return the interval of a share with this standard error; without any, as of `count` values."""
+    effective = value * (1 - value) / error**2 if error > 1e-9 and 0 < value < 1 else float(count)
+    low, high = share(value, Spread(error, freedom, effective), float(t.ppf((1 + LEVEL) / 2, freedom)))
+    return Interval(float(low), float(high))
 
 
 def rows_of(name: str, frame: pd.DataFrame, groups: Groups) -> np.ndarray:

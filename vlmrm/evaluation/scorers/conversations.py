@@ -103,10 +103,16 @@ class ConversationScorer(ABC):
             except RowError as error:
                 unit.failed[name] = error.reason
                 continue
-            if blind and group.keys == unit.groups[None].keys:
+            plain = unit.groups[None]
+            if blind and group.keys == plain.keys:
                 unit.failed[name] = "it changes nothing that this scorer is shown"
-            else:
+            elif not (intervention.attack and self.compares):
                 unit.groups[name] = group
+            elif len(group.keys) == 2:
+                unit.groups[name, 0] = _Group.of([group.conversations[0], plain.conversations[1]])
+                unit.groups[name, 1] = _Group.of([plain.conversations[0], group.conversations[1]])
+            else:
+                unit.failed[name] = "it compares answers, and a list has no pair to change one answer of"
         return unit
 
     def _shown(self, comparison: Comparison) -> tuple[_Group, bool]:
@@ -162,11 +168,18 @@ class ConversationScorer(ABC):
         if isinstance(plain, RowError):
             return ScoredRow(unit.index, unit.id, error=self._dropped(plain, unit.id))
         row = ScoredRow(unit.index, unit.id, plain.scores, verdicts=plain.verdicts, failed=unit.failed)
-        for name, answer in answers.items():
-            if isinstance(answer, Compared):
-                row.altered[str(name)] = INTERVENTIONS[str(name)].in_branches(answer.scores)
+        attacks: dict[str, dict[int, float]] = {}
+        for key, answer in answers.items():
+            name, branch = key if isinstance(key, tuple) else (str(key), None)
+            if isinstance(answer, RowError):
+                row.failed[name] = answer.reason
+            elif branch is None:
+                row.altered[name] = INTERVENTIONS[name].in_branches(answer.scores)
             else:
-                row.failed[str(name)] = answer.reason
+                # So that the other answer, as it is, leads by what it led by when the two were compared.
+                lead = answer.scores[1 - branch] - answer.scores[branch]
+                attacks.setdefault(name, {})[branch] = plain.scores[1 - branch] - lead
+        row.altered.update({name: [of[0], of[1]] for name, of in attacks.items() if name not in row.failed})
         return checked(row)
 
     def _dropped(self, error: RowError, row_id: str) -> RowError:
@@ -191,11 +204,8 @@ def compared(scores: Sequence[float | RowError]) -> Compared | RowError:
 
 
 def limits_of(interventions: Iterable[str], *, compares: bool) -> dict[str, str]:
-    """Return why a scorer that compares answers, or scores each alone, cannot do some of the interventions."""
-    if compares:
-        attacks = [name for name in interventions if INTERVENTIONS[name].attack]
-        return dict.fromkeys(attacks, "it compares answers, and this needs a score of each alone")
-    orders = [name for name in interventions if INTERVENTIONS[name].family == "order"]
+    """Return why a scorer that scores each answer alone cannot do some of the interventions."""
+    orders = [name for name in interventions if INTERVENTIONS[name].family == "order" and not compares]
     return dict.fromkeys(orders, "it scores each answer alone, whatever their order")
 
 
@@ -212,11 +222,14 @@ class _Group(NamedTuple):
 
 @dataclass
 class _Unit:
-    """A row: its conversations as they are, under None, and under the name of each intervention."""
+    """A row: its conversations as they are, under None, and under the name of each intervention.
+
+    Of an attack on a pair that is compared, one answer is changed at a time: under the name and the answer's number.
+    """
 
     index: int
     id: str
-    groups: dict[str | None, _Group] = field(default_factory=dict)
+    groups: dict[str | tuple[str, int] | None, _Group] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     error: RowError | None = None
 
