@@ -19,6 +19,7 @@ from scored import scored
 
 from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError
+from vlmrm.evaluation.choosing import Criterion
 from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.report.checkpoints import choose, read_frames, read_sweeps, split
 from vlmrm.evaluation.report.sections import of_categories
@@ -140,11 +141,14 @@ def test_the_headline_is_the_best_checkpoint_s(sweep):
     frames, path = sweep
     rates = [(frame["chosen_score"] > frame["rejected_score"])[~frame["tie"]].mean() for frame in frames]
     best = frames[int(np.argmax(rates))]
-    found = figures(best)["preference_accuracy"]
+    found = Criterion().without_luck(frames)
     text = page_of(path).text
-    assert f"{max(rates):.1%} of {(~best['tie']).sum()} pairs" in text
-    assert f"(95% interval {found['low']:.1%} to {found['high']:.1%})" in text
-    assert f"by {best['model'][0].split('/')[1]}/{best['checkpoint'][0]}, best by preference accuracy." in text
+    assert found is not None and f"{found.value:.1%} of {(~best['tie']).sum()} pairs" in text
+    assert f"(95% interval {found.low:.1%} to {found.high:.1%})" in text
+    assert (
+        f"by {best['model'][0].split('/')[1]}/{best['checkpoint'][0]}, best by preference accuracy, less the" in text
+    )
+    assert f"luck of the choice among {len(frames)}: on these pairs it has {max(rates):.1%}." in text
 
 
 @pytest.mark.parametrize(

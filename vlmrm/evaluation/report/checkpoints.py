@@ -223,10 +223,6 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     criterion = Criterion(**_criterion(chosen.get((best.model, best.name))))
     honest = criterion.without_luck([checkpoint.rows for checkpoint in checkpoints], "preference_accuracy")
     accuracy = best.accuracy if honest is None else Share(honest.value, honest.low, honest.high, honest.n)
-    if len(checkpoints) > 1:
-        reason += (
-            f", less the luck of the choice among {len(checkpoints)}: on these pairs {percent(best.accuracy.value)}"
-        )
     name = (best.model, best.name)
     held = [(sweep, row) for sweep in sweeps for row in sweep["results"] if (row["model"], row["checkpoint"]) == name]
     if not held:
