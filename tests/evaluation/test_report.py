@@ -482,3 +482,15 @@ def test_chromium_renders_it_without_a_word(sweep, tmp_path, width):
     done = subprocess.run([*command, sweep[1].as_uri()], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and (tmp_path / "page.png").stat().st_size > 10_000
     assert "CONSOLE" not in done.stderr
+
+
+def test_long_names_of_categories_stay_apart():
+    names = [
+        f"general captioning of photographs of {what}" for what in ("people", "animals by day", "animals by night")
+    ]
+    names += [f"{'a very long name of a category ' * 4}that ends {end} {'in the same words ' * 4}" for end in "ab"]
+    frame = scored(90).assign(category=[names[i // 3 % 5] for i in range(90)])
+    [best], _ = split([frame])
+    axes = of_categories(best).drawings[0].figure.axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(set(labels)) == 5 and max(len(line) for label in labels for line in label.splitlines()) <= 30
