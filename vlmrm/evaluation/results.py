@@ -228,8 +228,8 @@ def write_rewardbench(folder: Path, row: Row, frame: pd.DataFrame) -> None:
 
 def _model_type(row: Row) -> str:
     """Return RewardBench's word for what gave the scores."""
-    known = row.get("provenance", {}).get("scorer", {"id": row["path"]})
-    return "Seq. Classifier" if "id" in known else "Generative" if "mode" in known else "Custom Classifier"
+    about = row.get("provenance", {}).get("scorer", {"id": row["path"]})
+    return "Seq. Classifier" if "id" in about else "Generative" if "mode" in about else "Custom Classifier"
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
