@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -186,6 +187,19 @@ def test_two_functions_of_a_module_are_two_scorers(tmp_path):
     assert [line.model for line in leaderboard([path]).lines] == ["python:mine.good", "python:mine.poor"]
 
 
+def test_a_scorer_with_other_weights_is_told_apart_by_them(tmp_path):
+    frame = frame_of("good", 1).assign(model="judge:host", checkpoint="m")
+    paths = [write_results(tmp_path / name, [frame], provenance={"weights": f"{name}23456789"}) for name in "ab"]
+    assert {line.model for line in leaderboard(paths).lines} == {"judge:host/m", "judge:host/m [b23456]"}
+
+
+def test_a_set_with_dots_in_its_name_is_read_from_its_folder(tmp_path):
+    write_results(tmp_path / "plain.csv", [frame_of("good", 1)], set_name="plain")
+    dotted = write_results(tmp_path / "v1.2.csv", [frame_of("good", 2)], data="2", set_name="v1.2", source="b.jsonl")
+    assert [it.name for it in leaderboard([tmp_path]).sets] == ["plain", "v1.2"]
+    assert [it.name for it in leaderboard([dotted, tmp_path / "v1.2.scores.parquet"]).sets] == ["v1.2"]
+
+
 def test_equal_weights_are_one_model_whatever_their_folder(tmp_path):
     first = write_results(tmp_path / "a", [frame_of("good", 1)], provenance={"weights": "w"})
     moved = frame_of("good", 2).assign(model="elsewhere/good")
@@ -281,6 +295,9 @@ def test_what_cannot_be_merged_is_said_in_a_sentence(results, tmp_path, capsys):
     ]
     Path(copied).write_text(json.dumps(content))
     assert "every row of it failed" in refusal(copied)
+    shutil.copy(results / "a.scores.parquet", tmp_path)
+    assert "no row of the results has figures" in refusal(copied, kind=DataError)
+    os.remove(tmp_path / "a.scores.parquet")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "leaderboard.csv").write_text("mine")
     with pytest.raises(SystemExit, match="2"):

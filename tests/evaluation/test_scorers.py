@@ -36,7 +36,9 @@ from vlmrm.data.media import open_image
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.evaluation.evaluate import _Share
 from vlmrm.evaluation.report import build_report
+from vlmrm.evaluation.results import Results
 from vlmrm.evaluation.schema import load_results
+from vlmrm.evaluation.scorers.function import FunctionEntry
 from vlmrm.evaluation.sweep import sweep
 from vlmrm.formats.openai import write_messages
 from vlmrm.measures.interventions import INTERVENTIONS, alterations
@@ -480,19 +482,24 @@ def test_a_mistyped_scorer_is_one_sentence(here, texts, spec, sentence):
 
 def test_what_cannot_be_opened_is_a_row_and_the_others_go_on(here, texts, models, tiny_checkpoint):
     Path("scorer_of_texts.py").write_text("def one(conversations): return [len(repr(c)) for c in conversations]\n")
+    wide = shutil.copytree(models / "text", here / "wide")
+    config = json.loads((wide / "config.json").read_text()) | {"id2label": {"0": "a", "1": "b"}}
+    (wide / "config.json").write_text(json.dumps(config))
     rows = sweep(
         asked(
             texts,
             "http://user:s3cret@127.0.0.1:1",
             f"hf:{tiny_checkpoint}",
             "hf:org/absent",
+            f"hf:{wide}",
             "python:scorer_of_texts.one",
         )
     ).rows
     errors = [row["error"] or "" for row in rows]
     assert "http://127.0.0.1:1/v1/models cannot be reached" in errors[0]
     assert "score.weight: it is no trained sequence classifier" in errors[1]
-    assert "hf:org/absent is no sequence classifier that can be opened" in errors[2] and errors[3] == ""
+    assert "hf:org/absent is no sequence classifier that can be opened" in errors[2]
+    assert "wide is no sequence classifier that can be opened" in errors[3] and errors[4] == ""
     assert "s3cret" not in Path("results.json").read_text() + Path("results.csv").read_text()
     assert all("\n" not in line for line in errors)
 
@@ -512,6 +519,25 @@ def test_scorers_are_not_scored_again_unless_they_changed(here, texts, monkeypat
     linecache.checkcache()
     sweep(asked(texts, "python:scorer_that_changes.one"))
     assert len(scorer_that_changes.calls) > before
+    before = len(scorer_that_changes.calls)
+    with monkeypatch.context() as patch:
+        patch.setattr(FunctionEntry, "digest", lambda entry: None)
+        for _ in range(2):
+            sweep(asked(texts, "python:scorer_that_changes.one"))
+            assert len(scorer_that_changes.calls) > before, "what nothing tells apart may have changed"
+            before = len(scorer_that_changes.calls)
+    monkeypatch.setattr(scorer_that_changes, "one", lambda conversations: 1 / 0)
+    [row] = sweep(asked(texts, "python:scorer_that_changes.one")).rows
+    assert "ZeroDivisionError" in (row["error"] or "")
+    assert pd.read_parquet("results.scores.parquet").empty, "pairs of the function as it was"
+
+
+def test_of_two_scorers_of_one_name_the_last_has_the_row_as_it_has_the_pairs(tmp_path):
+    results = Results(tmp_path / "results.csv", {"data": "1"})
+    names = {"model": "reward", "checkpoint": "mine"}
+    for path in ("reward:a.yaml#mine", "reward:b.yaml#mine"):
+        results.add({**names, "path": path, "error": None, "seconds": 0.0}, pd.DataFrame([names]))
+    assert [row["path"] for row in results.rows] == ["reward:b.yaml#mine"] and len(results.frame) == 1
 
 
 @pytest.mark.parametrize("key", ["watch", "one_standard_error", "keep_best"])

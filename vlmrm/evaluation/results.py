@@ -90,22 +90,28 @@ class Results:
         return sorted(key for key in {*old, *new} - {"reading"} if digest(old.get(key)) != digest(new.get(key)))
 
     def holds(self, entry: Entry) -> bool:
-        """Return whether the entry has figures, with the pairs behind them, and is still the same."""
+        """Return whether the entry has figures, with the pairs behind them, and is known to be still the same."""
         row = next((row for row in self.rows if row["path"] == entry.path and not row["error"]), None)
         if row is None or self.frame is None:
             return False
         try:
-            same = row["provenance"]["weights"] == entry.digest()
+            current = entry.digest()
         except CheckpointError:
             return False  # opening it raises the same error
-        return same and bool(_of(self.frame, row).any())
+        return current is not None and current == row["provenance"]["weights"] and bool(_of(self.frame, row).any())
 
     def add(self, row: Row, frame: pd.DataFrame | None) -> None:
-        """Add a checkpoint's row, and its scored pairs, in place of earlier ones."""
-        self.rows = [earlier_row for earlier_row in self.rows if earlier_row["path"] != row["path"]] + [row]
+        """Add a checkpoint's row, and its scored pairs, in place of earlier ones of its path or its names.
+
+        A row without pairs leaves none behind: they would be of other weights.
+        """
+        names = (row["model"], row["checkpoint"])
+        differ = (it for it in self.rows if it["path"] != row["path"] and (it["model"], it["checkpoint"]) != names)
+        self.rows = [*differ, row]
+        if self.frame is not None:
+            self.frame = self.frame[~_of(self.frame, row)]
         if frame is not None:
-            earlier = [] if self.frame is None else [self.frame[~_of(self.frame, row)]]
-            self.frame = pd.concat([*earlier, frame], ignore_index=True)
+            self.frame = frame if self.frame is None else pd.concat([self.frame, frame], ignore_index=True)
 
     def write(self) -> None:
         """Write all three files; one process calls it.
@@ -222,8 +228,8 @@ def write_rewardbench(folder: Path, row: Row, frame: pd.DataFrame) -> None:
 
 def _model_type(row: Row) -> str:
     """Return RewardBench's word for what gave the scores."""
-    known = row.get("provenance", {}).get("scorer", {"id": row["path"]})
-    return "Seq. Classifier" if "id" in known else "Generative" if "mode" in known else "Custom Classifier"
+    about = row.get("provenance", {}).get("scorer", {"id": row["path"]})
+    return "Seq. Classifier" if "id" in about else "Generative" if "mode" in about else "Custom Classifier"
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ SAMPLED = 32  # side of the picture of which image statistics are made
 
 
 @dataclass(frozen=True)
-class Reading:
+class RulerResult:
     """What a ruler has on a set: its accuracy, equal scores at half, or the reason why it says nothing.
 
     `figures` are those of a public benchmark by its authors' rule.
@@ -98,7 +98,7 @@ class Answered:
         return pd.factorize(frame["prompt_id"].to_numpy()[starts])[0]
 
 
-def read_rulers(comparisons: Iterable[Comparison | RowError], public: Benchmark | None = None) -> list[Reading]:
+def read_rulers(comparisons: Iterable[Comparison | RowError], public: Benchmark | None = None) -> list[RulerResult]:
     """Return what each ruler has on the comparisons; on a benchmark also by its authors' rule.
 
     Rows that cannot be read, or whose answers have an image that cannot, are left out with a warning.
@@ -114,11 +114,11 @@ def read_rulers(comparisons: Iterable[Comparison | RowError], public: Benchmark 
         try:
             scores = score(data)
         except Silent as silence:
-            readings.append(Reading(name, reads, None, {}, str(silence)))
+            readings.append(RulerResult(name, reads, None, {}, str(silence)))
             continue
         frame = _frame(data.rows, scores, public)
         figures = {} if public is None else public.estimate(frame)
-        readings.append(Reading(name, reads, _accuracy(frame), figures))
+        readings.append(RulerResult(name, reads, _accuracy(frame), figures))
     return readings
 
 
@@ -325,7 +325,7 @@ LEARNED = {
 }
 
 
-def format_rulers(readings: Sequence[Reading], public: Benchmark | None = None) -> str:
+def format_rulers(readings: Sequence[RulerResult], public: Benchmark | None = None) -> str:
     """Return the readings as a table, with the benchmark's first published figure, and what they mean."""
     metrics = [] if public is None else [public.published_figures[0].metric]
     lines = [["ruler", "accuracy", *metrics, "", "it reads"]]
@@ -339,7 +339,7 @@ def format_rulers(readings: Sequence[Reading], public: Benchmark | None = None) 
     return "\n".join([f"{title}{pairs:,} pairs, percent with 95% intervals", *table, "", *meaning(readings)])
 
 
-def block(readings: Sequence[Reading]) -> dict[str, dict[str, Any]]:
+def block(readings: Sequence[RulerResult]) -> dict[str, dict[str, Any]]:
     """Return the readings by ruler as JSON has them, null for a figure that there is not."""
     return {
         it.name: {
@@ -356,7 +356,7 @@ def _plain(figure: Estimate) -> dict[str, float | None]:
     return {name: None if np.isnan(value) else value for name, value in figure._asdict().items()}
 
 
-def meaning(readings: Sequence[Reading]) -> list[str]:
+def meaning(readings: Sequence[RulerResult]) -> list[str]:
     """Return a sentence for each thing that decides pairs and should not, or one that nothing was found to."""
     sentences = []
     for it in readings:

@@ -261,14 +261,14 @@ def _of_keys(
 ) -> EvaluationSet:
     """Return a set from its own keys and those of the configuration."""
     public = None if keys.benchmark is None else benchmark(keys.benchmark)
-    own = {key: getattr(keys, key) for key in keys.model_fields_set - {"benchmark", "group_by"}}
-    if "dataset_path" not in own:
+    of_set = {key: getattr(keys, key) for key in keys.model_fields_set - {"benchmark", "group_by"}}
+    if "dataset_path" not in of_set:
         copy = None if copies is None else copies / (keys.benchmark or "")
-        own["dataset_path"] = [str(copy)] if copy is not None and copy.exists() else []
+        of_set["dataset_path"] = [str(copy)] if copy is not None and copy.exists() else []
     unset = DataArguments()
     inherited = {} if public is None else {key: getattr(unset, key) for key in NOT_OF_A_BENCHMARK}
     try:
-        made = replace(data_args, **{**inherited, **own})
+        made = replace(data_args, **{**inherited, **of_set})
         check_set_keys(made, args.train_data, is_benchmark=public is not None)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None

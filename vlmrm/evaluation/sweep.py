@@ -199,10 +199,12 @@ def evaluate_all(
         for entry in entries:
             looked_at.append(entry)
             readable = [it for it in sets if it.definition.name not in unread]
-            lacking = [it for it in readable if not it.results.holds(entry)]
-            for it in readable:
-                if it not in lacking:
-                    logger.info("%s: already in %s", entry.path, it.results.csv)
+            # One process decides for all: a service, whose digest is asked for, may not answer each alike.
+            main = run.processes.is_main_process
+            [held] = broadcast_object_list([[it.results.holds(entry) for it in readable] if main else None])
+            lacking = [it for it, has in zip(readable, held, strict=True) if not has]
+            for it in (it for it, has in zip(readable, held, strict=True) if has):
+                logger.info("%s: already in %s", entry.path, it.results.csv)
             if lacking:
                 evaluate_on(lacking, entry, run, unread)
     except KeyboardInterrupt:

@@ -127,7 +127,8 @@ def _details(source: Path) -> list[Path]:
 
 
 def _beside(path: Path) -> Path:
-    return path.with_name(path.name.removesuffix(".parquet").removesuffix(".scores")).with_suffix(".json")
+    pairs = path.name.endswith(".scores.parquet")  # a name may have dots of its own
+    return path.with_name(f"{path.name.removesuffix('.scores.parquet')}.json") if pairs else path.with_suffix(".json")
 
 
 def _read(path: Path) -> Run:
@@ -290,6 +291,7 @@ def _shortest(paths: Mapping[str, str]) -> dict[str, str]:
         key: [path] if SCORER.match(path) else [part for part in path.split("/") if part]
         for key, path in paths.items()
     }
+    short: dict[str, str] = {}
     folders = [names for names in parts.values() if len(names) > 1]
     while len(folders) > 1 and all(len(names) > 1 for names in folders) and len({names[-1] for names in folders}) == 1:
         for names in folders:
@@ -301,5 +303,7 @@ def _shortest(paths: Mapping[str, str]) -> dict[str, str]:
             break
     labels: dict[str, str] = {}
     for key, label in short.items():
-        labels[key] = label if label not in labels.values() else f"{label} [{key[:6]}]"  # a path with other weights
+        labels[key] = (
+            label if label not in labels.values() else f"{label} [{key.rpartition(' ')[2][:6]}]"
+        )  # other weights
     return labels

@@ -85,7 +85,9 @@ class _Classifier(ConversationScorer):
                 output_loading_info=True,
                 **hub,
             )
-        except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, StrictDataclassError) as error:
             reason = first_line(error).rstrip(".")
             raise CheckpointError(f"{entry.path} is no sequence classifier that can be opened: {reason}.") from error
         if missing := report["missing_keys"]:  # which transformers makes up

@@ -80,13 +80,13 @@ class ConversationScorer(ABC):
                 self._ask([group for unit in units for group in unit.groups.values()])
                 yield from map(self._scored, units)
 
-    def _unit(self, row: Mapping[str, Any]) -> _Unit:
+    def _unit(self, row: Mapping[str, Any]) -> _AskedRow:
         comparison = row["comparison"]
         if isinstance(comparison, RowError):
             if self.reading.bad_rows == "error":
                 raise comparison
-            return _Unit(row["index"], comparison.row_id or "", error=comparison)
-        unit = _Unit(row["index"], comparison.id)
+            return _AskedRow(row["index"], comparison.row_id or "", error=comparison)
+        unit = _AskedRow(row["index"], comparison.id)
         try:
             unit.groups[None], blind = self._shown(comparison)
         except RowError as error:
@@ -160,7 +160,7 @@ class ConversationScorer(ABC):
             return self._outcomes[group.keys]
         return compared([self._outcomes[key] for key in group.keys])
 
-    def _scored(self, unit: _Unit) -> ScoredRow:
+    def _scored(self, unit: _AskedRow) -> ScoredRow:
         if unit.error is not None:
             return ScoredRow(unit.index, unit.id, error=unit.error)
         answers = {name: self._answer(group) for name, group in unit.groups.items()}
@@ -221,7 +221,7 @@ class _Group(NamedTuple):
 
 
 @dataclass
-class _Unit:
+class _AskedRow:
     """A row: its conversations as they are, under None, and under the name of each intervention.
 
     Of an attack on a pair that is compared, one answer is changed at a time: under the name and the answer's number.

@@ -82,7 +82,7 @@ def _find(module: str, name: str, text: str) -> Callable[[list[Conversation]], A
         raise ConfigError(f"scorer {text}: there is no module {error.name}, also not in this folder.") from None
     function = getattr(imported, name, None)
     if not callable(function):
-        names = [other for other, value in vars(imported).items() if callable(value)]
+        names = [key for key, value in vars(imported).items() if callable(value)]
         raise ConfigError(f"scorer {text}: {module} has no function {name}{did_you_mean(name, names)}")
     return function
 
