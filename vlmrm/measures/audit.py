@@ -38,8 +38,8 @@ class Finding(NamedTuple):
     `name` is the intervention's, or "length" or "position"; `loss` the accuracy that is lost, below zero gained; of
     the contrasts the accuracy where the chosen answer is the longer or the first one less that elsewhere, and of the
     order what standing first is worth. `left` is the accuracy under the change. `p_value` is that of the nearer claim,
-    adjusted for all questions; `detectable` the loss that would have been found with a probability of 80 %. `reason`
-    says what is in the way of a claim.
+    adjusted for all questions; `detectable` the loss that would have been found with a probability of 80 %, NaN where
+    none. `reason` says what is in the way of a claim.
     """
 
     name: str
@@ -115,6 +115,7 @@ def _answer(question: _Question, adjusted: float, count: int) -> Finding:
     if question.freedom:
         needed = stdtrit(question.freedom, 1 - LEVEL / max(count, 1)) + stdtrit(question.freedom, POWER)
         detectable = float(question.margin + needed * question.error)
+        detectable = detectable if detectable <= 1 else NAN
     return Finding(
         question.name,
         question.family,
@@ -170,8 +171,8 @@ def _of_intervention(pairs: PairArrays, name: str) -> _Question | None:
 
 
 def _of_length(pairs: PairArrays) -> _Question | None:
-    if np.isnan(pairs.longer).all():
-        return None
+    if not np.nan_to_num(pairs.longer).any():
+        return None  # all are equally long
     return _contrasted("length", pairs, pairs.longer > 0, pairs.longer < 0)
 
 

@@ -223,7 +223,7 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     criterion = Criterion(**_criterion(chosen.get((best.model, best.name))))
     honest = criterion.without_luck([checkpoint.rows for checkpoint in checkpoints], "preference_accuracy")
     accuracy = best.accuracy if honest is None else Share(honest.value, honest.low, honest.high, honest.n)
-    if len(checkpoints) > 1:
+    if len(checkpoints) > 1 and honest is not None:
         reason += (
             f", less the luck of the choice among {len(checkpoints)}: on these pairs {percent(best.accuracy.value)}"
         )
@@ -264,6 +264,8 @@ def points(value: float) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Write a number with a true minus, and none before zero."""
+    """Write a number with a true minus, and none before zero; NaN as a dash."""
+    if np.isnan(value):
+        return "–"
     text = f"{abs(value):.{digits}f}"
     return f"−{text}" if value < 0 and float(text) else text
