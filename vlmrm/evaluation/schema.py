@@ -132,7 +132,7 @@ class Best(TypedDict):
     metric: str
     one_standard_error: bool
     value: Number
-    without_luck: json_type(Estimate) | None  # ty: ignore[invalid-type-form]
+    without_luck: NotRequired[json_type(Estimate) | None]  # ty: ignore[invalid-type-form]
     model: str
     checkpoint: str
     path: str

@@ -456,7 +456,7 @@ class Explorer {
       const margins = this.pairs.margins(model, name);
       if (!margins) return [make("td", { colspan: 3 }, "not scored")];
       const rejected = this.pairs.column(...[model, name, "rejected"].filter((part) => part !== ""))[row];
-      const flips = name && this.pairs.flipped(model, [name])[row] ? make("i", {}, "flipped: ") : "";
+      const flips = name && this.pairs.flipped(model, [name])[row] ? make("i", {}, "flipped to") : "";
       const verdict = make("div", {}, flips, this.verdict(model, row, name));
       const numbers = [rejected + margins[row], rejected].map((value) => make("td", {}, number(value)));
       return [...numbers, make("td", {}, make("b", {}, number(margins[row])), verdict)];
