@@ -79,9 +79,9 @@ def audit(frame: pd.DataFrame) -> list[Finding]:
         *(question for name in INTERVENTIONS if (question := _of_intervention(pairs, name)) is not None),
         *(question for question in (_of_length(pairs), _of_position(pairs)) if question is not None),
     ]
-    asked = [question for question in questions if not question.reason]
-    adjusted = dict(zip((question.name for question in asked), holm([q.p for q in asked]), strict=True))
-    return [_answer(question, adjusted.get(question.name, 1.0), len(asked)) for question in questions]
+    testable = [question for question in questions if not question.reason]
+    adjusted = dict(zip((question.name for question in testable), holm([q.p for q in testable]), strict=True))
+    return [_answer(question, adjusted.get(question.name, 1.0), len(testable)) for question in questions]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -135,7 +135,7 @@ def _of_intervention(pairs: PairArrays, name: str) -> _Question | None:
     if intervention.repeats is not None:
         return None
     names = [name, *(repeat for repeat, declared in INTERVENTIONS.items() if declared.repeats == name)]
-    altered = [credits_of(pairs.altered_margins(each)) for each in names if f"{each}_chosen" in pairs.frame]
+    altered = [credits_of(pairs.altered_margins(variant)) for variant in names if f"{variant}_chosen" in pairs.frame]
     altered = [credits for credits in altered if not np.isnan(credits).all()]
     if not altered:
         return None

@@ -240,7 +240,7 @@ def of_audit(best: Checkpoint) -> Section:
         for finding in best.audit
     ]
     table = Table("Points of accuracy lost; below zero, gained", [*head, "pairs", "prompts"], rows)
-    text = "Not measured: evaluate with interventions (blank_image, swapped_prompt, ...). " if not scored else ""
+    text = "Not measured: evaluate with interventions. " if not scored else ""
     text += (
         "A change counts where it is shown to be above the margin, as none where it is shown to be below, and is "
         f"undecided otherwise; {TOGETHER:.0%} is the risk that any of the findings is wrong, all questions together. "
@@ -316,7 +316,8 @@ def of_calibration(best: Checkpoint) -> Section:
     )
     text = f"Expected calibration error {error:.3f}, Brier score {brier:.3f}. "
     if temperature == 0:
-        text += "No margin is below zero, so no temperature can be fitted."
+        why = "Every pair is right" if best.margins.min() > 0 else "No margin is below zero"
+        text += f"{why}, so no temperature can be fitted."
     elif np.isinf(temperature):
         text += "The mean margin is not above zero: probabilities of 50% would fit these pairs better."
     else:
