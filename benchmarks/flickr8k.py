@@ -21,7 +21,7 @@ from benchmarks.harness import Row, Skipped, row
 from vlmrm.conversation import Comparison
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
-from vlmrm.measures.interventions import blank_image
+from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.pairs import credits_of, margins_of, scored_pairs
 from vlmrm.modeling import make_tiny
 from vlmrm.scoring import Scorer, load_scorer
@@ -82,7 +82,8 @@ def figures(case: str, scorer: Scorer, file: Path, limit: int | None) -> list[Ro
     comparisons: list[Comparison] = rows[:]["comparison"]
     swap = prompt_swapper(comparisons)
     plain = margins(scorer, comparisons)
-    blank = margins(scorer, [cast(Comparison, blank_image(comparison)) for comparison in comparisons])
+    painted = INTERVENTIONS["blank_image"]
+    blank = margins(scorer, [cast(Comparison, painted(comparison)) for comparison in comparisons])
     swapped = margins(scorer, [swap(comparison) for comparison in comparisons])
     count = {"pairs": len(plain)}
     return [

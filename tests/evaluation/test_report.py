@@ -19,6 +19,7 @@ from scored import scored
 
 from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError
+from vlmrm.evaluation.choosing import Criterion
 from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.report.checkpoints import choose, read_frames, read_sweeps, split
 from vlmrm.evaluation.report.sections import of_categories
@@ -140,11 +141,14 @@ def test_the_headline_is_the_best_checkpoint_s(sweep):
     frames, path = sweep
     rates = [(frame["chosen_score"] > frame["rejected_score"])[~frame["tie"]].mean() for frame in frames]
     best = frames[int(np.argmax(rates))]
-    found = figures(best)["preference_accuracy"]
+    found = Criterion().without_luck(frames)
     text = page_of(path).text
-    assert f"{max(rates):.1%} of {(~best['tie']).sum()} pairs" in text
-    assert f"(95% interval {found['low']:.1%} to {found['high']:.1%})" in text
-    assert f"by {best['model'][0].split('/')[1]}/{best['checkpoint'][0]}, best by preference accuracy." in text
+    assert found is not None and f"{found.value:.1%} of {(~best['tie']).sum()} pairs" in text
+    assert f"(95% interval {found.low:.1%} to {found.high:.1%})" in text
+    assert (
+        f"by {best['model'][0].split('/')[1]}/{best['checkpoint'][0]}, best by preference accuracy, less the" in text
+    )
+    assert f"luck of the choice among {len(frames)}: on these pairs it has {max(rates):.1%}." in text
 
 
 @pytest.mark.parametrize(
@@ -228,6 +232,13 @@ def test_the_curves_of_trainings_that_are_still_there_are_shown(tmp_path, monkey
     assert page_of(page).headings[:2] == ["Checkpoints", "Training"]
     [label] = re.findall(r'aria-label="(Loss and accuracy[^"]*)"', page.read_text())
     assert label == "Loss and accuracy of mine by training step, to a loss of 0.100 at step 10."
+
+
+def test_no_luck_is_taken_away_where_it_is_unknown(tmp_path):
+    frames = [scored(90, skill=skill, step=step) for step, skill in ((100, 0.5), (200, 4.0))]
+    how = {"metric": "benchmark/overall", "one_standard_error": False}
+    path = results_beside(tmp_path, "mine", frames, best=0, how=how)
+    assert "luck" not in page_of(build_report([path], tmp_path / "report")).text
 
 
 def test_of_several_sweeps_choices_the_most_accurate_is_best(tmp_path):
@@ -478,3 +489,15 @@ def test_chromium_renders_it_without_a_word(sweep, tmp_path, width):
     done = subprocess.run([*command, sweep[1].as_uri()], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and (tmp_path / "page.png").stat().st_size > 10_000
     assert "CONSOLE" not in done.stderr
+
+
+def test_long_names_of_categories_stay_apart():
+    names = [
+        f"general captioning of photographs of {what}" for what in ("people", "animals by day", "animals by night")
+    ]
+    names += [f"{'a very long name of a category ' * 4}that ends {end} {'in the same words ' * 4}" for end in "ab"]
+    frame = scored(90).assign(category=[names[i // 3 % 5] for i in range(90)])
+    [best], _ = split([frame])
+    axes = of_categories(best).drawings[0].figure.axes[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(set(labels)) == 5 and max(len(line) for label in labels for line in label.splitlines()) <= 30

@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 import vlmrm
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.report.checkpoints import (
+    Choice,
     choose,
     interval,
     number,
@@ -68,7 +69,7 @@ def build_report(
     html = page.render(
         title=title,
         best=best,
-        reason=choice.reason if len(checkpoints) > 1 else None,
+        reason=_reason(choice) if len(checkpoints) > 1 else None,
         leakage=choice.leakage,
         accuracy=percent(choice.accuracy.value),
         interval=interval(choice.accuracy),
@@ -93,6 +94,14 @@ def build_report(
     path = folder / PAGE
     write_file(path, html)
     return path
+
+
+def _reason(choice: Choice) -> str:
+    """Return why the checkpoint was chosen, and that its accuracy is without the luck of that, where it is."""
+    if choice.among == 1:
+        return choice.reason
+    on_these = percent(choice.best.accuracy.value)
+    return f"{choice.reason}, less the luck of the choice among {choice.among}: on these pairs it has {on_these}"
 
 
 def _measured(share: Share) -> str:

@@ -172,9 +172,8 @@ class Choice:
     """The checkpoint that the report is about, and the reason in words.
 
     `accuracy` is that of the checkpoint, without the luck of being chosen among so many as `among`, which is 1 where
-    the luck is unknown or there is none. `leakage` is the overlap of
-    its data with the training data, None if unknown. `benchmark` is the name of a public benchmark and the
-    checkpoint's figures on it, None for other data.
+    the luck is unknown or there is none. `leakage` is the overlap of its data with the training data, None if unknown.
+    `benchmark` is the name of a public benchmark and the checkpoint's figures on it, None for other data.
     """
 
     best: Checkpoint
@@ -226,8 +225,6 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     honest = criterion.without_luck([checkpoint.rows for checkpoint in checkpoints], "preference_accuracy")
     accuracy = best.accuracy if honest is None else Share(honest.value, honest.low, honest.high, honest.n)
     among = 1 if honest is None else len(checkpoints)
-    if among > 1:
-        reason += f", less the luck of the choice among {among}: on these pairs {percent(best.accuracy.value)}"
     name = (best.model, best.name)
     held = [(sweep, row) for sweep in sweeps for row in sweep["results"] if (row["model"], row["checkpoint"]) == name]
     if not held:
