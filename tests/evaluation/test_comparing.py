@@ -108,6 +108,14 @@ def test_one_prompt_gives_a_difference_without_an_interval():
     assert test.difference.value == -0.5 and math.isnan(test.difference.low)
 
 
+@pytest.mark.parametrize("prompts", [2, 3, 4, 5, 6, 7])
+def test_few_prompts_that_all_differ_have_an_interval_that_agrees_with_p(prompts: int):
+    frame = pair_frame([1.0] * prompts, prompt_id=[f"p{i}" for i in range(prompts)])
+    [test] = compare({"a": frame, "b": frame.assign(chosen_score=-1.0)})
+    assert test.difference.high == 1 and (test.difference.low > 0) == (test.p_value < 0.05) == (prompts > 5)
+    assert math.isnan(test.detectable) == (prompts <= 5), "no difference is above 1"
+
+
 def test_results_of_other_data_cannot_be_compared():
     other = pair_frame([1.0], comparison_id="elsewhere")
     with pytest.raises(DataError, match="a and b have no scored pairs in common"):

@@ -234,6 +234,13 @@ def test_the_curves_of_trainings_that_are_still_there_are_shown(tmp_path, monkey
     assert label == "Loss and accuracy of mine by training step, to a loss of 0.100 at step 10."
 
 
+def test_no_luck_is_taken_away_where_it_is_unknown(tmp_path):
+    frames = [scored(90, skill=skill, step=step) for step, skill in ((100, 0.5), (200, 4.0))]
+    how = {"metric": "benchmark/overall", "one_standard_error": False}
+    path = results_beside(tmp_path, "mine", frames, best=0, how=how)
+    assert "luck" not in page_of(build_report([path], tmp_path / "report")).text
+
+
 def test_of_several_sweeps_choices_the_most_accurate_is_best(tmp_path):
     sources = []
     for model, weak in (("mine", 0.2), ("other", 3.0)):

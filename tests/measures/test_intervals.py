@@ -63,6 +63,17 @@ def test_prompts_of_one_pair_each_have_wilsons_interval():
     assert (alike.low, alike.high) == pytest.approx(wilson(360, 400), rel=0.01)
 
 
+def test_rows_of_little_weight_do_not_narrow_an_interval():
+    rng, sets, covered = np.random.default_rng(0), 300, 0
+    weights = np.where(np.arange(100) % 4, 0.05, 1.0)
+    for _ in range(sets):
+        found = Mean(rng.random(100) < 0.8, weights, "share").estimate(np.arange(100))
+        covered += found.low <= 0.8 <= found.high
+    assert 0.91 <= covered / sets <= 0.99
+    all_right = Mean(np.ones(130), np.repeat([1.0, 1e-9], [30, 100]), "share").estimate(np.arange(130))
+    assert all_right.low == pytest.approx(wilson(30, 30).low, abs=0.01)
+
+
 def test_no_change_and_no_mistake_leave_room_for_what_was_not_seen():
     none = Mean(np.zeros(30), scale="difference").estimate(np.arange(30))
     assert -0.1 < none.low < -0.05 and 0.05 < none.high < 0.1

@@ -112,6 +112,11 @@ def test_a_position_that_never_changes_is_said_to_hide_a_liking_for_it():
     assert np.isnan(finding.loss.value)
 
 
+def test_equally_long_answers_raise_no_question_of_length():
+    frame = pair_frame([1.0] * 30, prompt_id=[f"p{i}" for i in range(30)], chosen_length=5, rejected_length=5)
+    assert "length" not in [finding.name for finding in audit(frame)]
+
+
 def test_a_finding_has_its_numbers():
     findings = found(named("looks alone"))
     finding = of(findings, "swapped_image")

@@ -95,7 +95,7 @@ def _accuracy(measured: Checkpoint, frame: pd.DataFrame, sweeps: Sequence[Result
     checkpoints = split([frame])[0]
     choice = choose(checkpoints, sweeps)
     chosen = (choice.best.model, choice.best.name) == (measured.model, measured.name)
-    return (choice.accuracy, len(checkpoints)) if chosen else (measured.accuracy, 1)
+    return (choice.accuracy, choice.among) if chosen else (measured.accuracy, 1)
 
 
 def _provenance(measured: Checkpoint, sweeps: Sequence[ResultsFile]) -> Provenance | None:

@@ -137,6 +137,7 @@ class Criterion:
             return None
         estimates = [figure.estimate(PairArrays(part).prompts) for figure, part in by if figure is not None]
         values, errors = (np.array([getattr(e, name) for e in estimates]) for name in ("value", "standard_error"))
+        errors = np.nan_to_num(errors)  # of one prompt, to which nothing is close
         models = [str(part["model"].iloc[0]) for part in parts]
         steps = [_step_number(str(part["checkpoint"].iloc[0])) for part in parts]
         sign = -1 if self.higher_is_better else 1

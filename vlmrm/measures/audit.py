@@ -38,8 +38,8 @@ class Finding(NamedTuple):
     `name` is the intervention's, or "length" or "position"; `loss` the accuracy that is lost, below zero gained; of
     the contrasts the accuracy where the chosen answer is the longer or the first one less that elsewhere, and of the
     order what standing first is worth. `left` is the accuracy under the change. `p_value` is that of the nearer claim,
-    adjusted for all questions; `detectable` the loss that would have been found with a probability of 80 %. `reason`
-    says what is in the way of a claim.
+    adjusted for all questions; `detectable` the loss that would have been found with a probability of 80 %, NaN where
+    none. `reason` says what is in the way of a claim.
     """
 
     name: str
@@ -79,9 +79,9 @@ def audit(frame: pd.DataFrame) -> list[Finding]:
         *(question for name in INTERVENTIONS if (question := _of_intervention(pairs, name)) is not None),
         *(question for question in (_of_length(pairs), _of_position(pairs)) if question is not None),
     ]
-    asked = [question for question in questions if not question.reason]
-    adjusted = dict(zip((question.name for question in asked), holm([q.p for q in asked]), strict=True))
-    return [_answer(question, adjusted.get(question.name, 1.0), len(asked)) for question in questions]
+    testable = [question for question in questions if not question.reason]
+    adjusted = dict(zip((question.name for question in testable), holm([q.p for q in testable]), strict=True))
+    return [_answer(question, adjusted.get(question.name, 1.0), len(testable)) for question in questions]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -115,6 +115,7 @@ def _answer(question: _Question, adjusted: float, count: int) -> Finding:
     if question.freedom:
         needed = stdtrit(question.freedom, 1 - LEVEL / max(count, 1)) + stdtrit(question.freedom, POWER)
         detectable = float(question.margin + needed * question.error)
+        detectable = detectable if detectable <= 1 else NAN
     return Finding(
         question.name,
         question.family,
@@ -134,7 +135,7 @@ def _of_intervention(pairs: PairArrays, name: str) -> _Question | None:
     if intervention.repeats is not None:
         return None
     names = [name, *(repeat for repeat, declared in INTERVENTIONS.items() if declared.repeats == name)]
-    altered = [credits_of(pairs.altered_margins(each)) for each in names if f"{each}_chosen" in pairs.frame]
+    altered = [credits_of(pairs.altered_margins(variant)) for variant in names if f"{variant}_chosen" in pairs.frame]
     altered = [credits for credits in altered if not np.isnan(credits).all()]
     if not altered:
         return None
@@ -170,8 +171,8 @@ def _of_intervention(pairs: PairArrays, name: str) -> _Question | None:
 
 
 def _of_length(pairs: PairArrays) -> _Question | None:
-    if np.isnan(pairs.longer).all():
-        return None
+    if not np.nan_to_num(pairs.longer).any():
+        return None  # all are equally long
     return _contrasted("length", pairs, pairs.longer > 0, pairs.longer < 0)
 
 

@@ -31,7 +31,7 @@ class PairedTest(NamedTuple):
 
     `difference` is the accuracy of `first` minus that of `second`. Its interval holds together with those of all
     tests made with it, and `p_value` is adjusted for them: it is below 0.05 where the interval is without zero.
-    `detectable` is the difference that these tests would have found with a probability of 80 %.
+    `detectable` is the difference that these tests would have found with a probability of 80 %, NaN where none.
     """
 
     first: str
@@ -60,7 +60,8 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
     influences = [Mean(right[:, i] - right[:, j]).influence() for i, j in couples]
     spreads = [spread(influence, prompts) for influence in influences]
     chance = chance_of_largest(np.stack([right[:, i] - right[:, j] for i, j in couples], axis=1), prompts)
-    quantile = float(np.quantile(chance, LEVEL)) if len(chance) else np.nan
+    # An element of `chance`: p-values then agree with it, and those that are infinite are not interpolated.
+    quantile = float(np.quantile(chance, LEVEL, method="higher")) if len(chance) else np.nan
     if quantile == 0:  # no two differ in any pair
         quantile = float(stdtrit(spreads[0][0].freedom, (1 + LEVEL) / 2))
     tests = []
@@ -68,6 +69,7 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
         centre, error = with_both_signs(influence.value, of)
         ends = np.clip([centre - quantile * error, centre + quantile * error], -1, 1)
         only_first, only_second = int((right[:, i] > right[:, j]).sum()), int((right[:, j] > right[:, i]).sum())
+        detectable = (quantile + stdtrit(of.freedom, POWER)) * error if of.freedom else np.nan
         extreme = int((chance >= abs(centre) / error).sum()) if len(chance) else 0
         tests.append(
             PairedTest(
@@ -80,7 +82,7 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
                 only_first=only_first,
                 only_second=only_second,
                 p_value=(1 + extreme) / (1 + len(chance)),
-                detectable=float((quantile + stdtrit(of.freedom, POWER)) * error) if of.freedom else np.nan,
+                detectable=float(detectable) if detectable <= 1 else np.nan,
             )
         )
     return tests

@@ -210,7 +210,11 @@ def spread(influence: Influence, prompts: np.ndarray) -> tuple[Spread, int]:
     left_out = rows / (1 - shares)  # what the figure changes by without the prompt
     error = float(np.sqrt((count - 1) / count * ((left_out - left_out.mean()) ** 2).sum()))
     alone = float((influence.rows**2).sum())  # the variance if all rows were independent
-    effective = influence.n * min(alone / error**2, 1.0) if alone and error > 1e-12 else float(count)
+    if alone and error > 1e-12:
+        # Rows of unequal weight are worth fewer of equal weight (Kish, Survey Sampling, 1965).
+        effective = min(alone / error**2, 1.0) / float((influence.shares**2).sum())
+    else:
+        effective = 1 / float((shares**2).sum())
     return Spread(error, count - 1, max(effective, 1.0)), count
 
 

@@ -153,8 +153,8 @@ def paraphrased_question(comparison: Comparison, donors: Donors = ()) -> Compari
 
 def question_of(comparison: Comparison) -> str:
     """Return the text of the last message of the user, which answers are to; empty if it has none."""
-    asked = [message.text for message in comparison.prompt if message.role == "user"]
-    return asked[-1].strip() if asked else ""
+    texts = [message.text for message in comparison.prompt if message.role == "user"]
+    return texts[-1].strip() if texts else ""
 
 
 def matched_lengths(comparison: Comparison, donors: Donors = ()) -> Comparison | None:

@@ -171,8 +171,9 @@ class PairArrays:
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """Return what a judge gave the chosen answer where it was shown first, and where second: [N, 2]."""
-        return np.stack([self.column("credit_first"), self.column("credit_second")], axis=1)
+        """Return what a judge gave the chosen answer where it was shown first, and second; NaN for ties: [N, 2]."""
+        positions = np.stack([self.column("credit_first"), self.column("credit_second")], axis=1)
+        return np.where(np.isnan(self.margins)[:, None], np.nan, positions)
 
     def altered_margins(self, name: str) -> np.ndarray:
         """Return the margins under an intervention, NaN where people tied or it was not scored: [N].
@@ -357,7 +358,7 @@ METRICS = (
     Metric(
         "position_consistency",
         "share of pairs of which a judge gives the same verdict in both orders",
-        lambda p: Mean(np.where(np.isnan(p.positions[:, 0]), np.nan, p.positions[:, 0] == p.positions[:, 1])),
+        lambda p: share_of(np.where(np.isnan(p.positions[:, 0]), np.nan, p.positions[:, 0] == p.positions[:, 1])),
         better="higher",
         needs="credit_first",
         column=True,
@@ -367,7 +368,7 @@ METRICS = (
     Metric(
         "first_shown_credit",
         "mean credit that a judge gives to the answer shown first: a half without a preference for a position",
-        lambda p: Mean((p.positions[:, 0] + 1 - p.positions[:, 1]) / 2),
+        lambda p: share_of((p.positions[:, 0] + 1 - p.positions[:, 1]) / 2),
         needs="credit_first",
         column=True,
         label="credit of the answer shown first",

@@ -313,10 +313,10 @@ def _widths(text: str) -> list[int]:
 
 def _labels(names: Sequence[str]) -> list[str]:
     """Break names into lines; of more than LINES the middle is left out, where no two become the same."""
-    whole = [_lines(name) for name in names]
-    short = ["\n".join(lines if len(lines) <= LINES else [lines[0] + " …", *lines[1 - LINES :]]) for lines in whole]
+    broken = [_lines(name) for name in names]
+    short = ["\n".join(lines if len(lines) <= LINES else [lines[0] + " …", *lines[1 - LINES :]]) for lines in broken]
     unique = Counter(short)
-    return [label if unique[label] == 1 else "\n".join(lines) for label, lines in zip(short, whole, strict=True)]
+    return [label if unique[label] == 1 else "\n".join(lines) for label, lines in zip(short, broken, strict=True)]
 
 
 def _lines(name: str, most: int = 28) -> list[str]:

@@ -18,7 +18,7 @@ from scipy.special import ndtri
 
 from vlmrm.errors import ConfigError
 from vlmrm.measures.differences import right_of_shared_pairs
-from vlmrm.measures.intervals import Mean, numbered, spread
+from vlmrm.measures.intervals import Mean, spread
 from vlmrm.measures.pairs import read_pairs
 
 LEVEL = 0.05
@@ -114,7 +114,7 @@ def design_of(parts: Sequence[pd.DataFrame], design: Design) -> tuple[Design, in
     per_prompt = float((sizes**2).sum() / sizes.sum())
     influence = Mean(values).influence()
     alone = float((influence.rows**2).sum())
-    error = spread(influence, numbered(prompts))[0].error
+    error = spread(influence, prompts)[0].error
     effect = error**2 / alone if alone else 1.0
     correlation = float(np.clip((effect - 1) / (per_prompt - 1), 0, 1)) if per_prompt > 1 and effect > 1 else 0.0
     return replace(design, pairs_per_prompt=per_prompt, correlation=correlation), len(right)

@@ -31,11 +31,12 @@ from vlmrm.evaluation.report.explorer import pack_pairs
 from vlmrm.evaluation.report.sections import Section, halves, headline, sections
 from vlmrm.files import make_folder, require_own_file, write_file
 from vlmrm.libraries import missing
+from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.plots import Share, css_variables, drawing, save
 
 PAGE, PLOTS = "report.html", "plots"
 # The interventions on which the headline rests, shown below it.
-HEADLINE_INTERVENTIONS = {"swapped_image": "with another row's image", "blank_image": "with images painted grey"}
+HEADLINE_INTERVENTIONS = [i for i in INTERVENTIONS.values() if i.family == "image" and i.standard and not i.repeats]
 WANDB_PREFIX = "report"  # of the names in a run of wandb
 
 
@@ -68,11 +69,11 @@ def build_report(
     html = page.render(
         title=title,
         best=best,
-        reason=_reason(choice, len(checkpoints)) if len(checkpoints) > 1 else None,
+        reason=_reason(choice) if len(checkpoints) > 1 else None,
         leakage=choice.leakage,
         accuracy=percent(choice.accuracy.value),
         interval=interval(choice.accuracy),
-        altered={label: _measured(best.altered(name)) for name, label in HEADLINE_INTERVENTIONS.items()},
+        altered={i.condition: _measured(best.altered(i.name)) for i in HEADLINE_INTERVENTIONS},
         prompts=best.pairs["prompt_id"].nunique(),
         ties=len(best.rows) - len(best.pairs),
         headline=headline(best),
@@ -95,10 +96,12 @@ def build_report(
     return path
 
 
-def _reason(choice: Choice, count: int) -> str:
-    """Return why the checkpoint was chosen, and that its accuracy is without the luck of that."""
+def _reason(choice: Choice) -> str:
+    """Return why the checkpoint was chosen, and that its accuracy is without the luck of that, where it is."""
+    if choice.among == 1:
+        return choice.reason
     on_these = percent(choice.best.accuracy.value)
-    return f"{choice.reason}, less the luck of the choice among {count}: on these pairs it has {on_these}"
+    return f"{choice.reason}, less the luck of the choice among {choice.among}: on these pairs it has {on_these}"
 
 
 def _measured(share: Share) -> str:

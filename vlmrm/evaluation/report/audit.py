@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 
 from vlmrm.evaluation.report.checkpoints import number, percent, points
 from vlmrm.measures.audit import CHANCE, MARGIN, OBSERVED, Finding, deciding
@@ -52,9 +53,9 @@ def state(finding: Finding) -> str:
 def _on_part(family: str, finding: Finding) -> str:
     uses, numbers = USES[family], _numbers(finding)
     if finding.state == "undecided":
+        detected = "none" if isnan(finding.detectable) else f"one of {points(finding.detectable)}"
         reason = finding.reason or (
-            f"From {number(100 * finding.margin, 0)} points on a loss counts; these pairs would show one of "
-            f"{points(finding.detectable)}."
+            f"From {number(100 * finding.margin, 0)} points on a loss counts; these pairs would show {detected}."
         )
         return f"Whether it {uses} is undecided: {numbers}. {reason}"
     if finding.state == "not reliant":

@@ -171,9 +171,9 @@ def _labels(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
 class Choice:
     """The checkpoint that the report is about, and the reason in words.
 
-    `accuracy` is that of the checkpoint, without the luck of being chosen where it was. `leakage` is the overlap of
-    its data with the training data, None if unknown. `benchmark` is the name of a public benchmark and the
-    checkpoint's figures on it, None for other data.
+    `accuracy` is that of the checkpoint, without the luck of being chosen among so many as `among`, which is 1 where
+    the luck is unknown or there is none. `leakage` is the overlap of its data with the training data, None if unknown.
+    `benchmark` is the name of a public benchmark and the checkpoint's figures on it, None for other data.
     """
 
     best: Checkpoint
@@ -181,6 +181,7 @@ class Choice:
     accuracy: Share
     leakage: dict[str, Any] | None
     benchmark: tuple[str, Mapping[str, Mapping[str, Any]]] | None
+    among: int = 1
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:
@@ -223,13 +224,14 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     criterion = Criterion(**_criterion(chosen.get((best.model, best.name))))
     honest = criterion.without_luck([checkpoint.rows for checkpoint in checkpoints], "preference_accuracy")
     accuracy = best.accuracy if honest is None else Share(honest.value, honest.low, honest.high, honest.n)
+    among = 1 if honest is None else len(checkpoints)
     name = (best.model, best.name)
     held = [(sweep, row) for sweep in sweeps for row in sweep["results"] if (row["model"], row["checkpoint"]) == name]
     if not held:
-        return Choice(best, reason, accuracy, None, None)
+        return Choice(best, reason, accuracy, None, None, among)
     sweep, row = held[0]
     benchmark = (sweep["settings"]["benchmark"], row["benchmark"]) if "benchmark" in row else None
-    return Choice(best, reason, accuracy, sweep["leakage"], benchmark)
+    return Choice(best, reason, accuracy, sweep["leakage"], benchmark, among)
 
 
 def _criterion(best: Best | None) -> dict[str, Any]:
@@ -260,6 +262,8 @@ def points(value: float) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Write a number with a true minus, and none before zero."""
+    """Write a number with a true minus, and none before zero; NaN as a dash."""
+    if np.isnan(value):
+        return "–"
     text = f"{abs(value):.{digits}f}"
     return f"−{text}" if value < 0 and float(text) else text

@@ -230,17 +230,17 @@ def of_audit(best: Checkpoint) -> Section:
         [
             audit.changed(finding),
             audit.state(finding),
-            _points_of(finding.loss.value),
+            points(finding.loss.value),
             "–" if np.isnan(finding.loss.low) else f"{points(finding.loss.low)} to {points(finding.loss.high)}",
             points(finding.margin),
-            _points_of(finding.detectable),
+            points(finding.detectable),
             f"{finding.loss.n:,}",
             f"{finding.loss.prompts:,}",
         ]
         for finding in best.audit
     ]
     table = Table("Points of accuracy lost; below zero, gained", [*head, "pairs", "prompts"], rows)
-    text = "Not measured: evaluate with interventions (blank_image, swapped_prompt, ...). " if not scored else ""
+    text = "Not measured: evaluate with interventions. " if not scored else ""
     text += (
         "A change counts where it is shown to be above the margin, as none where it is shown to be below, and is "
         f"undecided otherwise; {TOGETHER:.0%} is the risk that any of the findings is wrong, all questions together. "
@@ -257,10 +257,6 @@ def of_audit(best: Checkpoint) -> Section:
     if reasons:
         text += f" Undecided: {' '.join(reasons)}"
     return Section("reliance", title, text, drawings, [table])
-
-
-def _points_of(value: float) -> str:
-    return "–" if np.isnan(value) else points(value)
 
 
 def of_categories(best: Checkpoint) -> Section:
@@ -320,12 +316,16 @@ def of_calibration(best: Checkpoint) -> Section:
     )
     text = f"Expected calibration error {error:.3f}, Brier score {brier:.3f}. "
     if temperature == 0:
-        text += "Every pair is right, so no temperature can be fitted."
+        why = "Every pair is right" if best.margins.min() > 0 else "No margin is below zero"
+        text += f"{why}, so no temperature can be fitted."
     elif np.isinf(temperature):
         text += "The mean margin is not above zero: probabilities of 50% would fit these pairs better."
     else:
-        fault = "overconfident" if temperature > 1 else "underconfident"
-        text += f"Scores divided by {temperature:.2f} would fit these pairs best: the model is {fault}."
+        low, high = (figures["temperature"][end] for end in ("low", "high"))
+        fault = "the model is " + ("overconfident" if temperature > 1 else "underconfident")
+        if not (low > 1 or high < 1):
+            fault = f"with an interval of {number(low, 2)} to {number(high, 2)}, 1 may be as good"
+        text += f"Scores divided by {temperature:.2f} would fit these pairs best: {fault}."
     return Section("calibration", "Is σ(margin) a probability?", text, [drawing])
 
 
@@ -455,7 +455,7 @@ def _detectable(tests: Sequence[PairedTest]) -> str:
     """Say how large a difference between two checkpoints has to be for these pairs to show it."""
     sizes = sorted(test.detectable for test in tests if not np.isnan(test.detectable))
     if not sizes:
-        return "One prompt shows no difference."
+        return "So few prompts show no difference."
     between = points(sizes[0]) if len(sizes) == 1 else f"{points(sizes[0])} to {points(sizes[-1])}"
     return f"These prompts show a difference of {between} points four times in five; a smaller one may stay unseen."
 
