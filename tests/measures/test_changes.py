@@ -19,7 +19,7 @@ from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.measures import metrics, pictures
 from vlmrm.measures.donors import is_sampled, prompt_id
 from vlmrm.measures.interventions import FAMILIES, INTERVENTIONS, Intervention, alterations, named
-from vlmrm.measures.metrics import PairArrays
+from vlmrm.measures.pair_arrays import PairArrays
 from vlmrm.measures.pairs import ScoredComparisons, scored_frame
 
 RNG = np.random.default_rng(0)

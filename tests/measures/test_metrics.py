@@ -16,7 +16,8 @@ from vlmrm.evaluation.results import table_figures
 from vlmrm.measures.analysis import analyse, figures, trl_summary
 from vlmrm.measures.intervals import Estimate, Figure
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.metrics import METRIC, METRICS, PairArrays, distribution, groupwise_right
+from vlmrm.measures.metrics import METRIC, METRICS, distribution
+from vlmrm.measures.pair_arrays import PairArrays, groupwise_right
 from vlmrm.measures.pairs import scored_pairs
 
 

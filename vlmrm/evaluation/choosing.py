@@ -14,7 +14,8 @@ from vlmrm.errors import ConfigError
 from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.analysis import metric as figure_of
 from vlmrm.measures.intervals import Estimate, Figure
-from vlmrm.measures.metrics import METRIC, METRICS, PairArrays
+from vlmrm.measures.metrics import METRIC, METRICS
+from vlmrm.measures.pair_arrays import PairArrays
 from vlmrm.measures.selection import contributions, without_luck
 
 CHOOSABLE = {metric.name for metric in METRICS if metric.better}  # each has a standard error

@@ -12,7 +12,8 @@ import pandas as pd
 from vlmrm.errors import ConfigError
 from vlmrm.measures.audit import audit
 from vlmrm.measures.intervals import Figure
-from vlmrm.measures.metrics import METRIC, METRICS, PairArrays
+from vlmrm.measures.metrics import METRIC, METRICS
+from vlmrm.measures.pair_arrays import PairArrays
 from vlmrm.measures.pairs import check_pairs
 
 GROUP = "by/"

@@ -23,7 +23,7 @@ from vlmrm.evaluation.report.checkpoints import Checkpoint
 from vlmrm.evaluation.report.examples import IMAGES, paths_of, thumbnail
 from vlmrm.measures.analysis import GROUP
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.metrics import PairArrays
+from vlmrm.measures.pair_arrays import PairArrays
 from vlmrm.measures.pairs import pair_index
 from vlmrm.measures.plots import Share
 
