@@ -399,7 +399,7 @@ def test_what_a_judge_does_not_say_is_an_error_and_no_zero(here, data, judge):
     [row] = sweep(asked(data, spec, interventions="none", bad_rows="skip", output_file="some.csv")).rows
     assert row["error"] is None and row["dropped_rows"] == 2
     assert not Path("prose.scores.parquet").exists()
-    with pytest.raises(CheckpointError, match="1 of 1 checkpoints could not be evaluated"):
+    with pytest.raises(CheckpointError, match="1 of 1 could not be evaluated"):
         judge.behave = lambda body, number: completion('{"verdict": "A"}', "length")
         cli.evaluate(*asked(data, spec, interventions="none", output_file="cut.csv"))
 

@@ -198,7 +198,7 @@ def test_a_broken_checkpoint_is_a_row_and_the_exit_code(run_folder, data, capsys
         cli.run(lambda: cli.evaluate(*asked(run_folder, data)))
     said = capsys.readouterr()
     assert stopped.value.code == 4
-    assert "error: 1 of 3 checkpoints could not be evaluated" in said.err and "Traceback" not in said.err
+    assert "error: 1 of 3 could not be evaluated" in said.err and "Traceback" not in said.err
     assert "best: " in said.out
     rows = read_csv()
     assert [bool(row["error"]) for row in rows] == [False, True, False]
@@ -212,7 +212,7 @@ def test_where_no_checkpoint_could_be_evaluated_no_report_is_advised(run_folder,
         with pytest.raises(SystemExit):
             cli.run(lambda: cli.evaluate(*asked(run_folder, data)))
         printed = capsys.readouterr().out
-        assert "3 checkpoints in results.csv" in printed and "vlmrm report" not in printed
+        assert "3 rows in results.csv" in printed and "vlmrm report" not in printed
 
 
 def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, here, monkeypatch):

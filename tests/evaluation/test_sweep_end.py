@@ -266,7 +266,7 @@ def _renamed(keys):
 def test_a_score_that_is_no_number_is_a_row(run_folder, data, tiny_reward_model, capsys):
     shutil.rmtree(run_folder / "checkpoint-2")
     scaled(tiny_reward_model, run_folder / "checkpoint-2", math.nan)
-    with pytest.raises(CheckpointError, match="1 of 3 checkpoints could not be evaluated"):
+    with pytest.raises(CheckpointError, match="1 of 3 could not be evaluated"):
         cli.evaluate(*asked(run_folder, data))
     errors = column("error")
     assert errors.pop("checkpoint-2").startswith("row pair-0: its score is nan: look for broken weights")

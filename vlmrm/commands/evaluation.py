@@ -37,7 +37,8 @@ def evaluate(*words: Words) -> None:
         say(f"{len(result.rows)} checkpoints on {count} in {result.csv}, and of each in {folder}")
         say(f"rank them: vlmrm leaderboard {folder}; see one set: vlmrm report {next(iter(result.sets.values())).csv}")
     else:
-        say(f"{len(result.rows)} checkpoints in {result.csv} and {result.csv.with_suffix('.json')}")
+        rows = "1 row" if len(result.rows) == 1 else f"{len(result.rows)} rows"
+        say(f"{rows} in {result.csv} and {result.csv.with_suffix('.json')}")
     if result.scores.is_file():
         say(f"see them: vlmrm report {result.scores}")
     if result.choice is not None:
@@ -46,11 +47,12 @@ def evaluate(*words: Words) -> None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in result.unread.items())
         count = len(result.unread) + len(result.sets)
         raise DataError(f"{len(result.unread)} of {count} data sets could not be evaluated: {reasons}")
-    failed = [row for row in result.rows if row["error"]]
+    evaluated = [row for row in result.rows if row["path"] in result.paths]
+    failed = [row for row in evaluated if row["error"]]
     if failed:
         raise CheckpointError(
-            f"{len(failed)} of {len(result.rows)} checkpoints could not be evaluated: see the column error of "
-            f"{result.csv}, fix the cause, and run again, which repeats only those."
+            f"{len(failed)} of {len(evaluated)} could not be evaluated: see the column error of {result.csv}, fix the "
+            "cause, and run again, which repeats only those."
         )
 
 

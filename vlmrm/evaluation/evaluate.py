@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -171,10 +171,19 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
         frame["by/leaked"] = np.where(frame["comparison_id"].isin(data.leakage.leaked), "yes", "no")
     statistics = cast(Statistics, analyse(frame))
     figures: dict[str, Any] = {**table_figures(statistics["overall"]), "dropped_rows": len(result.dropped)}
-    if limits := {**scorer.limits, **limits_met(result)}:
+    if result.dropped:
+        logger.warning(
+            "%s: %d of %d rows are left out, the first because: %s",
+            entry.path,
+            len(result.dropped),
+            len(data.dataset),
+            result.dropped[0],
+        )
+    if limits := {**scorer.limits, **limits_met(result, scorer.interventions)}:
         figures["limits"] = limits
-        for name, reason in limits.items():
-            logger.warning("%s: no %s: %s", entry.path, name, reason)
+        for reason in dict.fromkeys(limits.values()):
+            names = ", ".join(name for name, its_reason in limits.items() if its_reason == reason)
+            logger.warning("%s: no %s: %s", entry.path, names, reason)
     if data.definition.benchmark is not None:
         estimates = data.definition.benchmark.estimate(frame)
         figures["benchmark"] = {name: estimate._asdict() for name, estimate in estimates.items()}
@@ -243,14 +252,18 @@ def evaluate(
     )
 
 
-def limits_met(result: ScoredComparisons) -> dict[str, str]:
-    """Return, by intervention, of how many rows that it applies to it has no score, with the first reason."""
+def limits_met(result: ScoredComparisons, interventions: Iterable[str]) -> dict[str, str]:
+    """Return, by intervention, of how many rows that it applies to it has no score, with the first reason.
+
+    One that applies to no row of the data, or of its sample, is among them.
+    """
     reasons: dict[str, list[str]] = {}
     for failed in result.failed:
         for name, reason in failed.items():
             reasons.setdefault(name, []).append(reason)
     scored = Counter(name for altered in result.altered for name in altered)
-    return {
+    untouched = [name for name in interventions if not scored[name] and name not in reasons]
+    return dict.fromkeys(untouched, "nothing in these rows, or in the sample of them, can be changed so") | {
         name: of_rows[0] if not scored[name] else f"{len(of_rows)} of {len(of_rows) + scored[name]} rows: {of_rows[0]}"
         for name, of_rows in reasons.items()
     }

@@ -39,6 +39,7 @@ logger = logging.getLogger("vlmrm")
 class SweepResult:
     """The table's rows, in the order of evaluation, and the one that `metric_for_best` chose.
 
+    `paths` are those of the rows that this sweep was about; further rows are of earlier ones with this output.
     Of a suite, `sets` has the result of each set by name, and `unread` why a set could not be evaluated; rows are
     those of `SuiteTable`, and there is no such file as `scores`.
     """
@@ -47,6 +48,7 @@ class SweepResult:
     choice: Best | None
     csv: Path
     scores: Path  # every pair, as parquet
+    paths: frozenset[str]
     sets: Mapping[str, SweepResult] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
 

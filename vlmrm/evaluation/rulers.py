@@ -66,6 +66,8 @@ class RulerResult:
         low, high = self.accuracy.low, self.accuracy.high
         if low > CHANCE:
             return "above chance"
+        if high < CHANCE and self.name in LEARNED:
+            return "below chance: rows mirror each other, so that what it learns of some is wrong of others"
         if high < CHANCE:
             return "below chance: its opposite is a ruler"
         if low >= CHANCE - NEAR and high <= CHANCE + NEAR:

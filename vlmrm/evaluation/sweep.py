@@ -101,7 +101,7 @@ def run_sweep(
     opened_sets = [it for definition in sets if (it := open_set(definition, entries, args, processes, unread))]
     if not opened_sets:
         raise DataError(f"none of the {len(sets)} data sets can be read: {_listed(unread)}")
-    count = f"{len(entries)} entries" if isinstance(entries, list) else "checkpoints as they come"
+    count = _counted(len(entries), "model") if isinstance(entries, list) else "checkpoints as they come"
     rows = " and ".join(f"{len(it.dataset):,} comparisons{it.of}" for it in opened_sets)
     logger.info("Evaluating %s on %s; log: %s", count, rows, log_path)
     # Images are opened and processed for the first checkpoint and kept for the others.
@@ -109,10 +109,11 @@ def run_sweep(
         run = SweepRun(args, data_args, processes, Path(images))
         looked_at, stopped = evaluate_all(entries, opened_sets, run, unread)
     main = processes.is_main_process
+    paths = frozenset(entry.path for entry in looked_at)
     if not is_suite(args):
         [results] = (it.results for it in opened_sets)
         best = conclude(results, criterion_of(args), looked_at, args, main=main, stopped=stopped)
-        return SweepResult(results.rows, best, results.csv, results.parquet)
+        return SweepResult(results.rows, best, results.csv, results.parquet, paths)
     read = {str(it.definition.name): it.results for it in opened_sets if it.definition.name not in unread}
     if not read:
         raise DataError(f"none of the {len(sets)} data sets can be scored: {_listed(unread)}")
@@ -122,8 +123,12 @@ def run_sweep(
     criterion = mean_criterion(args.metric_for_best, args.one_standard_error, tuple(read))
     table = SuiteTable(Path(args.output_file), read, criterion)
     best = conclude(table, criterion, looked_at, args, main=main, stopped=stopped or bool(unread))
-    of_sets = {name: SweepResult(it.rows, it.best, it.csv, it.parquet) for name, it in read.items()}
-    return SweepResult(table.rows, best, table.csv, table.csv.with_suffix(".scores.parquet"), of_sets, unread)
+    of_sets = {name: SweepResult(it.rows, it.best, it.csv, it.parquet, paths) for name, it in read.items()}
+    return SweepResult(table.rows, best, table.csv, table.csv.with_suffix(".scores.parquet"), paths, of_sets, unread)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _listed(unread: Mapping[str, str]) -> str:

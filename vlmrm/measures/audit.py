@@ -39,7 +39,8 @@ class Finding(NamedTuple):
     the contrasts the accuracy where the chosen answer is the longer or the first one less that elsewhere, and of the
     order what standing first is worth. `left` is the accuracy under the change. `p_value` is that of the nearer claim,
     adjusted for all questions; `detectable` the loss that would have been found with a probability of 80 %, NaN where
-    none. `reason` says what is in the way of a claim.
+    none. `reason` says what is in the way of a claim, `averaged` of how many variants, such as donors or neutral
+    pictures, the figures are the mean.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Finding(NamedTuple):
     p_value: float
     detectable: float
     reason: str
+    averaged: int
 
 
 class _Question(NamedTuple):
@@ -66,6 +68,7 @@ class _Question(NamedTuple):
     error: float
     freedom: int
     reason: str
+    averaged: int = 1
 
 
 def audit(frame: pd.DataFrame) -> list[Finding]:
@@ -126,6 +129,7 @@ def _answer(question: _Question, adjusted: float, count: int) -> Finding:
         NAN if reason else adjusted,
         detectable,
         reason,
+        question.averaged,
     )
 
 
@@ -167,7 +171,7 @@ def _of_intervention(pairs: PairArrays, name: str) -> _Question | None:
         reason = f"{of_loss.prompts} prompts are too few to tell."
     left = Mean(np.where(np.isnan(pairs.credits), np.nan, mean), scale="share").estimate(pairs.prompts)
     error, freedom = tests[0].error, tests[0].freedom
-    return _Question(name, intervention.family, of_loss, left, MARGIN, claim, p, error, freedom, reason)
+    return _Question(name, intervention.family, of_loss, left, MARGIN, claim, p, error, freedom, reason, len(altered))
 
 
 def _of_length(pairs: PairArrays) -> _Question | None:

@@ -157,7 +157,7 @@ def plan(results: Path | None, difference: float | None, pairs: int | None, opti
         assert pairs is not None
         smallest = design.detectable(pairs)
         if math.isnan(smallest):
-            return f"{pairs:,} pairs show no difference {condition}."
+            return f"{pairs:,} pairs are too few to show any difference {condition}: take more."
         sentence = f"{pairs:,} pairs show a difference of {100 * smallest:.1f} points {condition}"
     prompts = math.ceil(pairs / design.pairs_per_prompt)
     return (

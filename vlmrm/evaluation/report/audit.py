@@ -37,7 +37,7 @@ def changed(finding: Finding) -> str:
     """Return what was changed, as the first cell of its row."""
     if finding.family == OBSERVED:
         return f"chosen answer {OF_CONTRAST[finding.name]}"
-    return INTERVENTIONS[finding.name].view
+    return INTERVENTIONS[finding.name].view + _of_several(finding)
 
 
 def state(finding: Finding) -> str:
@@ -92,4 +92,10 @@ def _numbers(finding: Finding) -> str:
     if finding.family == "order":
         return f"standing {'first' if forward else 'last'} is worth {size} points of accuracy {ends}"
     verb = "loses" if forward else "gains"
-    return f"{INTERVENTIONS[finding.name].condition} it {verb} {size} points of accuracy {ends}"
+    condition = INTERVENTIONS[finding.name].condition + _of_several(finding)
+    return f"{condition} it {verb} {size} points of accuracy {ends}"
+
+
+def _of_several(finding: Finding) -> str:
+    """Say of how many variants the figures are the mean: the accuracy under one of them is another."""
+    return f" (mean of {finding.averaged} variants)" if finding.averaged > 1 else ""
