@@ -131,7 +131,7 @@ def test_a_finding_has_its_numbers():
     assert finding.left.value == pytest.approx(np.mean(kept))
     assert finding.loss.low < finding.loss.value < finding.loss.high
     assert finding.p_value < 0.05 and 0.05 < finding.detectable < 0.25
-    assert (changed(finding), state(finding)) == ("another row's image", "relies on it")
+    assert (changed(finding), state(finding)) == ("another row's image (mean of 2 variants)", "relies on it")
 
 
 def test_no_pair_that_changes_is_no_proof_among_few():
