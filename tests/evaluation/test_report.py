@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -310,7 +311,7 @@ def test_what_was_trained_on_is_counted_and_its_accuracy_set_apart(tmp_path):
 
 def test_figures_of_a_public_benchmark_stand_above_those_of_others(tmp_path):
     measured = Estimate(0.5125, 0.4462, 0.5784, 0.033, 240, 60)
-    ours = {"accuracy": measured._asdict(), "threshold": 0.1}
+    ours = {"accuracy": measured._asdict(), "threshold": Estimate(0.1, *[math.nan] * 3, n=0, prompts=0)._asdict()}
     fields = {"settings": {"benchmark": "hpdv3"}}
     table = results_beside(tmp_path, "mine", [scored(30)], best=0, benchmark=ours, **fields)
     page = page_of(build_report([table], tmp_path))

@@ -88,13 +88,7 @@ class Provenance(Origin):
 if TYPE_CHECKING:
     BenchmarkFigure = dict[str, Any]
 else:
-    # Older files have the value alone.
-    BenchmarkFigure = Annotated[
-        json_type(Estimate),
-        BeforeValidator(
-            lambda it: it if isinstance(it, dict) else Estimate(it, *[math.nan] * 3, n=0, prompts=0)._asdict()
-        ),
-    ]
+    BenchmarkFigure = json_type(Estimate)
 
 
 class _Row(TypedDict, extra_items=Number):
