@@ -200,6 +200,20 @@ def results_beside(
     return folder / f"{name}.csv"
 
 
+def test_what_could_not_be_tried_or_has_no_figures_is_on_the_page(tmp_path):
+    table = results_beside(tmp_path, "mine", [scored(30)], best=0)
+    results = json.loads(table.with_suffix(".json").read_text())
+    [row] = results["results"]
+    results["results"] = [
+        row | {"limits": dict.fromkeys(("blank_image", "noise_image"), "it is shown no images")},
+        row | {"checkpoint": "broken", "path": "mine/broken", "error": "it is <gone>"},
+    ]
+    table.with_suffix(".json").write_text(json.dumps(results))
+    text = page_of(build_report([table], tmp_path)).text
+    assert "Not tried: images painted grey, images replaced by noise (it is shown no images)." in text
+    assert "mine/broken has no figures: it is <gone>" in text
+
+
 def chosen(*sources: Path) -> tuple[str, str]:
     """The label of the report's best checkpoint, and why it is."""
     choice = choose(split(read_frames(sources))[0], read_sweeps(sources))

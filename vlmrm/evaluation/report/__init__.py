@@ -25,6 +25,7 @@ from vlmrm.evaluation.report.checkpoints import (
     scores_path,
     split,
     training_logs,
+    without_figures,
 )
 from vlmrm.evaluation.report.examples import galleries
 from vlmrm.evaluation.report.explorer import pack_pairs
@@ -77,7 +78,7 @@ def build_report(
         prompts=best.pairs["prompt_id"].nunique(),
         ties=len(best.rows) - len(best.pairs),
         headline=headline(best),
-        left_out=left_out,
+        left_out=[*left_out, *without_figures(sweeps)],
         sections=page_sections,
         halves=halves(page_sections),
         drawn=drawn,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -104,7 +104,13 @@ def read_frames(sources: Sequence[pd.DataFrame | str | Path]) -> list[pd.DataFra
 
 
 def scores_path(path: Path) -> Path:
-    """Return the path of the scored pairs: `path` itself, or the file beside a table or its details."""
+    """Return the path of the scored pairs: `path` itself, or the file beside a table or its details.
+
+    Raises:
+        ConfigError: for a name that is none of these.
+    """
+    if path.suffix not in (".csv", ".json", ".parquet"):
+        raise ConfigError(f"{path} is no file of an evaluation: give its .csv, .json or .scores.parquet.")
     return path if path.suffix == ".parquet" else path.with_suffix(".scores.parquet")
 
 
@@ -173,7 +179,8 @@ class Choice:
 
     `accuracy` is that of the checkpoint, without the luck of being chosen among so many as `among`, which is 1 where
     the luck is unknown or there is none. `leakage` is the overlap of its data with the training data, None if unknown.
-    `benchmark` is the name of a public benchmark and the checkpoint's figures on it, None for other data.
+    `benchmark` is the name of a public benchmark and the checkpoint's figures on it, None for other data. `limits` are
+    the interventions that could not be tried, with the reason.
     """
 
     best: Checkpoint
@@ -182,6 +189,7 @@ class Choice:
     leakage: dict[str, Any] | None
     benchmark: tuple[str, Mapping[str, Mapping[str, Any]]] | None
     among: int = 1
+    limits: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:
@@ -193,6 +201,12 @@ def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFil
     pairs = [scores_path(Path(source)) for source in sources if not isinstance(source, pd.DataFrame)]
     beside = [path.with_name(path.name.removesuffix(".parquet").removesuffix(".scores") + ".json") for path in pairs]
     return [load_results(path) for path in beside if path.is_file()]
+
+
+def without_figures(sweeps: Sequence[ResultsFile]) -> list[str]:
+    """Return a sentence about each row of the results that has an error in place of figures."""
+    rows = (row for sweep in sweeps for row in sweep["results"] if row["error"])
+    return [f"{row['path']} has no figures: {row['error']}" for row in rows]
 
 
 def training_logs(sweeps: Sequence[ResultsFile]) -> dict[str, TrainingLog]:
@@ -231,7 +245,7 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
         return Choice(best, reason, accuracy, None, None, among)
     sweep, row = held[0]
     benchmark = (sweep["settings"]["benchmark"], row["benchmark"]) if "benchmark" in row else None
-    return Choice(best, reason, accuracy, sweep["leakage"], benchmark, among)
+    return Choice(best, reason, accuracy, sweep["leakage"], benchmark, among, row.get("limits", {}))
 
 
 def _criterion(best: Best | None) -> dict[str, Any]:

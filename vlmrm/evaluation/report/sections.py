@@ -83,7 +83,7 @@ def sections(
         of_checkpoints(checkpoints, best),
         *([of_training(logs)] if logs else []),
         *([of_published(best, *choice.benchmark)] if choice.benchmark else []),
-        of_audit(best),
+        of_audit(best, choice.limits),
         of_categories(best),
         of_scores(best),
         of_calibration(best),
@@ -211,8 +211,11 @@ def _published(figure: Estimate | str | float | None) -> str:
     return f"{100 * figure:.1f}" if isinstance(figure, float) else "–"
 
 
-def of_audit(best: Checkpoint) -> Section:
-    """Show what the preference rests on: accuracy under each intervention, and a finding for each question."""
+def of_audit(best: Checkpoint, limits: Mapping[str, str]) -> Section:
+    """Show what the preference rests on: accuracy under each intervention, and a finding for each question.
+
+    `limits` are the interventions that could not be tried, with the reason.
+    """
     title = "What does its preference rest on?"
     scored = {name: best.altered(name) for name in INTERVENTIONS if best.altered(name).n}
     drawings = []
@@ -256,6 +259,9 @@ def of_audit(best: Checkpoint) -> Section:
         )
     if reasons:
         text += f" Undecided: {' '.join(reasons)}"
+    for reason in dict.fromkeys(limits.values()):
+        views = (INTERVENTIONS[name].view for name, its_reason in limits.items() if its_reason == reason)
+        text += f" Not tried: {', '.join(views)} ({reason})."
     return Section("reliance", title, text, drawings, [table])
 
 
