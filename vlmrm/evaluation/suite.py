@@ -164,20 +164,20 @@ def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list
         check_set_keys(data_args, args.train_data, is_benchmark=public is not None)
         _check_metric(args.metric_for_best, [])
         return [_set(None, public, data_args, args.group_by, csv)]
-    asked = (
+    definitions = (
         [(f"suite {args.suite}", name, keys) for name, keys in read_suite(args.suite).items()] if args.suite else []
     )
-    asked += [("benchmark", name, SetKeys(benchmark=name)) for name in args.benchmark]
-    asked += [("data", *_named(text)) for text in args.data]
-    names = [name for _, name, _ in asked]
+    definitions += [("benchmark", name, SetKeys(benchmark=name)) for name in args.benchmark]
+    definitions += [("data", *_named(text)) for text in args.data]
+    names = [name for _, name, _ in definitions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two sets are called {twice}: give one another name, as --data NAME=PATH or in a suite.")
     _check_metric(args.metric_for_best, names)
-    if all(keys.benchmark for _, _, keys in asked):
+    if all(keys.benchmark for _, _, keys in definitions):
         check_set_keys(replace(data_args, dataset_path=[]), args.train_data, is_benchmark=True)
-    copies = _copies(data_args, [keys for _, _, keys in asked])
+    copies = _copies(data_args, [keys for _, _, keys in definitions])
     folder = csv.with_suffix("")
-    return [_of_keys(f"{key}: {name}", name, keys, args, data_args, copies, folder) for key, name, keys in asked]
+    return [_of_keys(f"{key}: {name}", name, keys, args, data_args, copies, folder) for key, name, keys in definitions]
 
 
 def is_suite(args: EvaluationArguments) -> bool:
@@ -232,7 +232,7 @@ def _named(text: str) -> tuple[str, SetKeys]:
     return name, SetKeys(dataset_path=[path])
 
 
-def _copies(data_args: DataArguments, asked: Iterable[SetKeys]) -> Path | None:
+def _copies(data_args: DataArguments, definitions: Iterable[SetKeys]) -> Path | None:
     """Return the folder of local copies of benchmarks, None where `dataset_path` is not given.
 
     Raises:
@@ -241,7 +241,7 @@ def _copies(data_args: DataArguments, asked: Iterable[SetKeys]) -> Path | None:
     if not data_args.dataset_path:
         return None
     folder = Path(data_args.dataset_path[0])
-    if len(data_args.dataset_path) > 1 or not any(keys.benchmark and not keys.dataset_path for keys in asked):
+    if len(data_args.dataset_path) > 1 or not any(keys.benchmark and not keys.dataset_path for keys in definitions):
         raise ConfigError(
             "dataset_path beside several sets is the folder with copies of benchmarks: give data as --data NAME=PATH."
         )

@@ -184,9 +184,9 @@ def _ranked(
         return {}, int(table["prompt_id"].nunique())
     compared = (~np.isnan(credits[:, chosen])).sum(axis=1) > 1
     rows = table[compared]
-    found = standings(credits[compared][:, chosen], rows["prompt_id"].to_numpy(), rows["weight"].to_numpy(np.float64))
+    ranked = standings(credits[compared][:, chosen], rows["prompt_id"].to_numpy(), rows["weight"].to_numpy(np.float64))
     chosen_keys = [key for key, is_chosen in zip(keys, chosen, strict=True) if is_chosen]
-    return dict(zip(chosen_keys, found, strict=True)), int(rows["prompt_id"].nunique())
+    return dict(zip(chosen_keys, ranked, strict=True)), int(rows["prompt_id"].nunique())
 
 
 def _published(sets: Sequence[Column]) -> list[Line]:

@@ -117,12 +117,12 @@ def _details(source: Path) -> list[Path]:
     if not source.is_dir() and not _beside(source).is_file() and source.with_suffix("").is_dir():
         source = source.with_suffix("")
     if source.is_dir():
-        found = sorted(path for path in source.glob("*.scores.parquet") if _beside(path).is_file())
-        if not found:
+        paths = sorted(path for path in source.glob("*.scores.parquet") if _beside(path).is_file())
+        if not paths:
             raise ConfigError(
                 f"{source} holds no results: name the folder of a suite, or the output_file of an evaluation."
             )
-        return [_beside(path) for path in found]
+        return [_beside(path) for path in paths]
     return [_beside(source)]
 
 
@@ -204,14 +204,16 @@ class Column:
     @property
     def most_pairs(self) -> int:
         """Return the most pairs that a model has."""
-        return max(found.row["statistics"]["overall"]["sample_count"] for found in self.measured.values())
+        return max(measurement.row["statistics"]["overall"]["sample_count"] for measurement in self.measured.values())
 
     def credits(self) -> pd.DataFrame:
         """Return the credit of each model (columns) for each pair that people did not tie, with its `prompt_id`."""
-        prompts = pd.concat([found.pairs.set_index("key")["prompt_id"] for found in self.measured.values()])
+        prompts = pd.concat(
+            [measurement.pairs.set_index("key")["prompt_id"] for measurement in self.measured.values()]
+        )
         credits = {
-            model: pd.Series(credits_of(margins_of(found.pairs)), index=found.pairs["key"].to_numpy())
-            for model, found in self.measured.items()
+            model: pd.Series(credits_of(margins_of(measurement.pairs)), index=measurement.pairs["key"].to_numpy())
+            for model, measurement in self.measured.items()
         }
         table = pd.DataFrame(credits).dropna(how="all")
         return table.assign(prompt_id=prompts[~prompts.index.duplicated()])
@@ -224,13 +226,13 @@ def evaluation_sets(runs: Sequence[Run]) -> tuple[list[Column], dict[str, str], 
     notes: list[str] = []
     for run in runs:
         column = _column_of(run, sets, notes)
-        for found in run.measurements():
-            key = model_key(found.row)
-            path = found.row["path"]
+        for measurement in run.measurements():
+            key = model_key(measurement.row)
+            path = measurement.row["path"]
             if labels.setdefault(key, path) != path:
                 note = f"{labels[key]} and {path} are the same model, by their weights, and share a line."
                 notes += [note] if note not in notes else []
-            _add(column, key, found, notes)
+            _add(column, key, measurement, notes)
     return [column for column in sets if column.measured], _shortest(labels), notes
 
 
@@ -240,17 +242,18 @@ def model_key(row: Row) -> str:
     return f"{row['path']} {weights}" if SCORER.match(row["path"]) else weights
 
 
-def _add(column: Column, key: str, found: Measurement, notes: list[str]) -> None:
+def _add(column: Column, key: str, measurement: Measurement, notes: list[str]) -> None:
     """Add a measurement to its set; of two of the same model the newest counts."""
     earlier = column.measured.get(key)
     if earlier is not None:
-        older, newer = sorted([earlier, found], key=lambda it: it.row["provenance"]["date"])
+        older, newer = sorted([earlier, measurement], key=lambda it: it.row["provenance"]["date"])
+        path = measurement.row["path"]
         notes.append(
-            f"{found.row['path']} was measured on {column.name} in {older.path} and in {newer.path}: the figures of "
-            f"{newer.path}, of {newer.row['provenance']['date']}, are taken."
+            f"{path} was measured on {column.name} in {older.path} and in {newer.path}: the figures "
+            f"of {newer.path}, of {newer.row['provenance']['date']}, are taken."
         )
-        found = newer
-    column.measured[key] = found
+        measurement = newer
+    column.measured[key] = measurement
 
 
 def _column_of(run: Run, sets: list[Column], notes: list[str]) -> Column:

@@ -177,8 +177,8 @@ def _texts(rows: pd.DataFrame, arrays: dict[str, np.ndarray], notes: list[str]) 
     for role, (codes, texts) in roles.items():
         if most is not None:
             texts = texts.where(texts.str.len() <= most, texts.str.slice(0, most) + "…")
-        places = [numbers.setdefault(text, len(numbers)) for text in texts]
-        arrays[f"text/{role}"] = np.array(places, np.uint32)[codes]
+        codes_of_texts = [numbers.setdefault(text, len(numbers)) for text in texts]
+        arrays[f"text/{role}"] = np.array(codes_of_texts, np.uint32)[codes]
     return list(numbers)
 
 

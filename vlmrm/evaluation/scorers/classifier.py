@@ -98,7 +98,7 @@ class _Classifier(ConversationScorer):
         self.entry = entry
         self.model = model.eval().requires_grad_(False).to(parse_device(None))
         self.label, read = _label(entry, model.config)
-        self.known = {"id": entry.id, "revision": entry.revision or "main", "score": read}
+        self.details = {"id": entry.id, "revision": entry.revision or "main", "score": read}
         self.longest = self.tokenizer.model_max_length
         if hasattr(model.config.get_text_config(), "max_position_embeddings"):
             self.longest = min(self.longest, sequence_limit(model.config, run.data_args.max_seq_length))
@@ -188,7 +188,7 @@ class _Classifier(ConversationScorer):
                 self.entry.digest(),
                 device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
                 dtype=str(self.model.dtype).removeprefix("torch."),
-                **self.known,
+                **self.details,
             ),
             "attention": self.model.config._attn_implementation,
         }

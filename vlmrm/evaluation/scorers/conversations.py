@@ -94,9 +94,9 @@ class ConversationScorer(ABC):
             return unit
         if "sampled" not in row:
             return unit
-        asked = [INTERVENTIONS[name] for name in self.interventions]
+        chosen = [INTERVENTIONS[name] for name in self.interventions]
         donors, sampled = row.get("donors", ()), row["sampled"]
-        for intervention, changed in alterations(comparison, donors, asked, sampled=sampled, together=self.compares):
+        for intervention, changed in alterations(comparison, donors, chosen, sampled=sampled, together=self.compares):
             name = intervention.name
             try:
                 group, _ = self._shown(changed)
@@ -234,7 +234,7 @@ class _AskedRow:
     error: RowError | None = None
 
 
-def origin_of(digest: str | None, *, device: str | None = None, dtype: str | None = None, **known: str) -> Origin:
+def origin_of(digest: str | None, *, device: str | None = None, dtype: str | None = None, **details: str) -> Origin:
     """Return the origin of the scores of something that is no checkpoint of ours."""
     return {
         "weights": digest,
@@ -243,5 +243,5 @@ def origin_of(digest: str | None, *, device: str | None = None, dtype: str | Non
         "attention": None,
         "chat_template_sha256": None,
         "checkpoint": {},
-        "scorer": known,
+        "scorer": details,
     }

@@ -116,8 +116,8 @@ class _Judge(ConversationScorer):
 
     def _asked(self, questions: Sequence[Question | RowError], read: Any) -> list[float | RowError]:
         """Return what `read` makes of the reply to each question, or why there is none."""
-        asked = [question for question in questions if isinstance(question, Question)]
-        replies = iter(self.client.ask(asked))
+        answerable = [question for question in questions if isinstance(question, Question)]
+        replies = iter(self.client.ask(answerable))
         results: list[float | RowError] = []
         for question in questions:
             if isinstance(question, RowError):
@@ -186,9 +186,9 @@ class _Judge(ConversationScorer):
 
     def origin(self) -> Origin:
         settings = self.entry.settings
-        known = {"model": settings.vlm_model, "url": settings.api_base_url, "mode": self.entry.mode}
-        known |= {"calls": str(self.client.usage.calls), "cost": f"{self.client.usage.cost:.4f}"}
-        return origin_of(self.entry.digest(), **known)
+        details = {"model": settings.vlm_model, "url": settings.api_base_url, "mode": self.entry.mode}
+        details |= {"calls": str(self.client.usage.calls), "cost": f"{self.client.usage.cost:.4f}"}
+        return origin_of(self.entry.digest(), **details)
 
 
 class _PairwiseJudge(_Judge):

@@ -123,9 +123,9 @@ class _Service(ConversationScorer):
         self.scorer.close()
 
     def origin(self) -> Origin:
-        known = {"url": self.entry.address.name, "reward": str(self.info["id"])}
-        known |= {name: str(self.info[name]) for name in ("model", "revision") if self.info.get(name)}
-        return origin_of(self.entry.digest(), **known)
+        details = {"url": self.entry.address.name, "reward": str(self.info["id"])}
+        details |= {name: str(self.info[name]) for name in ("model", "revision") if self.info.get(name)}
+        return origin_of(self.entry.digest(), **details)
 
 
 class _OtherService(ConversationScorer):
@@ -163,9 +163,9 @@ class _OtherService(ConversationScorer):
         return float(score)
 
     def origin(self) -> Origin:
-        known = {"url": self.entry.address.name, "route": f"/{self.entry.route}"}
-        known |= {"model": self.entry.model_name} if self.entry.model_name else {}
-        return origin_of(self.entry.digest(), **known)
+        details = {"url": self.entry.address.name, "route": f"/{self.entry.route}"}
+        details |= {"model": self.entry.model_name} if self.entry.model_name else {}
+        return origin_of(self.entry.digest(), **details)
 
 
 def _classify(conversation: Conversation) -> dict[str, Any]:
