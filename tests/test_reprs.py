@@ -62,7 +62,7 @@ def test_a_sweep_shows_its_checkpoints_and_the_best_in_bold():
         {"path": "a/1", "checkpoint": "checkpoint-1", "preference_accuracy": 0.75, "sample_count": 4, "error": None},
         {"path": "a/2", "checkpoint": SCRIPT, "preference_accuracy": None, "sample_count": None, "error": SCRIPT},
     ]
-    html = SweepResult(rows, {"path": "a/1"}, Path("a.csv"), Path("a.parquet"))._repr_html_()
+    html = SweepResult(rows, {"path": "a/1"}, Path("a.csv"), Path("a.parquet"), frozenset())._repr_html_()
     tags, texts = parsed(html)
     assert tags <= TAGS
     assert texts[-5:] == ["checkpoint-1", "0.750", "4", SCRIPT, SCRIPT]

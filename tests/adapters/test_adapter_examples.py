@@ -20,7 +20,8 @@ def printed(name: str, monkeypatch, capsys, *words: str) -> list[str]:
     module = import_file(EXAMPLES / name, "example")
     monkeypatch.setattr(sys, "argv", [name, *words])
     module.main()
-    return capsys.readouterr().out.splitlines()
+    # DeepSpeed, where it is installed, prints a line when it is first imported.
+    return [line for line in capsys.readouterr().out.splitlines() if "real_accelerator" not in line]
 
 
 @pytest.mark.parametrize(

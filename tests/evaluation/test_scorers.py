@@ -130,7 +130,7 @@ def _visual(folder: Path, generative: Path) -> None:
 
 
 def asked(data, *scorers, **keys) -> list[str]:
-    keys = {"interventions": ASKED, "output_file": "results.csv", **keys}
+    keys = {"interventions": ASKED, "output_file": "results.csv", "save_normalization": False, **keys}
     return words(scorer=scorers, dataset_path=data, **keys)
 
 
