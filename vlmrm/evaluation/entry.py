@@ -24,7 +24,8 @@ class SweepRun:
     """The arguments and state that all evaluations of a sweep share.
 
     `images` is a folder for processed images. Of `data_args` the keys count that all data sets share. `closed` is the
-    checkpoint that was closed last, which the next of its training takes over: at most one.
+    checkpoint that was closed last, which the next of its training takes over: at most one. `warnings` are the
+    limits that have been logged, with their reason.
     """
 
     args: EvaluationArguments
@@ -32,6 +33,7 @@ class SweepRun:
     processes: PartialState
     images: Path
     closed: list[Any] = field(default_factory=list)
+    warnings: set[tuple[str, str]] = field(default_factory=set)
 
     def store(self, processor: Any, limits: MediaLimits) -> MediaStore:
         """Return the store of processed images, which checkpoints with an equal processor and limits share."""

@@ -183,7 +183,9 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
         figures["limits"] = limits
         for reason in dict.fromkeys(limits.values()):
             names = ", ".join(name for name, its_reason in limits.items() if its_reason == reason)
-            logger.warning("%s: no %s: %s", entry.path, names, reason)
+            if (names, reason) not in run.warnings:  # said once; the rows of other entries have it too
+                run.warnings.add((names, reason))
+                logger.warning("%s: no %s: %s", entry.path, names, reason)
     if data.definition.benchmark is not None:
         estimates = data.definition.benchmark.estimate(frame)
         figures["benchmark"] = {name: estimate._asdict() for name, estimate in estimates.items()}
