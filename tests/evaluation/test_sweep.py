@@ -85,6 +85,12 @@ def own_margins(checkpoint: Path, data: Path) -> list[float]:
     return [chosen - rejected for chosen, rejected in load_scorer(checkpoint).score_groups(groups)]
 
 
+def test_what_cannot_be_tried_has_its_own_reason(run_folder, data):
+    [row] = sweep(asked(run_folder / "checkpoint-9", data, interventions=["reversed_answers", "shuffled_frames"])).rows
+    assert row["limits"]["reversed_answers"] == "it scores each answer alone, whatever their order"
+    assert "nothing in these rows" in row["limits"]["shuffled_frames"]
+
+
 @pytest.mark.parametrize("limit", [0, 2_000_000, 1 << 30], ids=["none", "some", "all"])
 def test_batches_are_collated_once_for_a_training_and_scores_are_those_of_each_by_itself(
     run_folder, data, monkeypatch, limit

@@ -6,7 +6,6 @@ An entry is opened once, and can then be measured on several data sets.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,12 +123,14 @@ def opened(entry: Entry, run: SweepRun) -> Generator[OpenEntry | str]:
 def evaluate_entry(
     entry: Entry, scorer: OpenEntry | str, data: OpenSet, run: SweepRun
 ) -> tuple[Row, pd.DataFrame | None]:
-    """Return an opened entry's row of the table and its scored pairs; of one that fails the row has the error."""
+    """Return an opened entry's row of the table and its scored pairs; of one that fails the row has the error.
+
+    The row's `seconds` are the caller's to set, who has opened the entry.
+    """
     if isinstance(scorer, str):
         return entry.row(scorer), None
     row: dict[str, Any] = {**entry.row()}
     frame = None
-    started = time.perf_counter()
     try:
         figures, frame = measure(entry, scorer, data, run)
         row |= figures
@@ -139,7 +140,6 @@ def evaluate_entry(
         row["error"] = str(failure)
     except torch.OutOfMemoryError as failure:
         row["error"] = f"{_line(failure)}: lower eval_batch_size, max_tokens_per_batch or max_pixels."
-    row["seconds"] = round(time.perf_counter() - started, 3)
     return cast(Row, row), frame
 
 

@@ -56,7 +56,7 @@ class CheckpointEntry(Entry):
             before = None  # its memory is free before another model is opened
             loaded = self._load(args)
             limits = limits_of(args.interventions, compares=False)
-            opened = OpenCheckpoint(loaded, engine_for(loaded, run), run, limits)
+            opened = OpenCheckpoint(loaded, engine_for(loaded, run, limits), run, limits)
         if args.vision_cache_dir is not None:
             loaded.model.requires_grad_(False)
             loaded.model.use_vision_cache(args.vision_cache_dir, args.vision_cache_gb)
@@ -138,22 +138,25 @@ class OpenCheckpoint:
         self.run.closed[:] = [self]
 
 
-def engine_for(loaded: LoadedReward, run: SweepRun) -> Engine:
-    """Return the engine of a model, with the pixel limits of its training unless the data keys set others."""
+def engine_for(loaded: LoadedReward, run: SweepRun, limits: Mapping[str, str]) -> Engine:
+    """Return the engine of a model, with the pixel limits of its training unless the data keys set others.
+
+    It scores the interventions of the sweep but those of `limits`.
+    """
     args, data_args = run.args, run.data_args
-    limits = MediaLimits(
+    media_limits = MediaLimits(
         data_args.min_pixels or loaded.info.get("min_pixels"),
         data_args.max_pixels or loaded.info.get("max_pixels"),
         data_args.video_fps,
         data_args.video_max_frames,
     )
     collator = ComparisonCollator(
-        Renderer(loaded.processor, limits, run.store(loaded.processor, limits)),
+        Renderer(loaded.processor, media_limits, run.store(loaded.processor, media_limits)),
         batcher_for(loaded.model, loaded.processor, args.batching),
         max_seq_length=sequence_limit(loaded.model.config, data_args.max_seq_length),
         max_tokens_per_batch=args.max_tokens_per_batch,
         overlong=data_args.overlong,
         bad_rows=data_args.bad_rows,
-        interventions={name: INTERVENTIONS[name] for name in args.interventions},
+        interventions={name: INTERVENTIONS[name] for name in args.interventions if name not in limits},
     )
     return Engine(loaded.model, collator)
