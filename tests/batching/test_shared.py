@@ -270,6 +270,19 @@ def test_a_tree_holds_every_sequence_along_its_paths(lists):
         assert len(segment) > 0 and segment.parent < number
 
 
+@given(tokens)
+def test_a_layout_knows_where_each_token_stands_in_its_conversations(lists):
+    sequences = [np.array(values) for values in lists]
+    tree = grow(sequences)
+    layout = PackedLayout.of(tree)
+    positions, conversations = layout.positions(), layout.conversations()
+    for sequence, end in zip(sequences, tree.ends, strict=True):
+        rows = np.concatenate([np.arange(s.start, s.stop) for s in (layout.segments[i] for i in tree.path(end))])
+        np.testing.assert_array_equal(positions[rows], np.arange(len(sequence)))
+    assert conversations.sum() == sum(map(len, lists))
+    assert [s.depth for s in layout.segments] == [len(tree.path(i)) - 1 for i in range(len(tree.segments))]
+
+
 def dense_attention(query, key, value, layout, scale):
     """The shortest statement of what a layout means: a mask over the row."""
     mask = torch.zeros(query.shape[2], key.shape[2], dtype=torch.bool)

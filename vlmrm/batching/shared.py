@@ -107,6 +107,23 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 @dataclass(frozen=True)
+class PackedSegment:
+    """Tokens `start` to `stop` of a packed row, which follow those of segment `parent` (-1: none).
+
+    `depth` is the number of segments before it on its path; `conversations` of the batch hold its tokens.
+    """
+
+    start: int
+    stop: int
+    parent: int
+    depth: int
+    conversations: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
 class Span:
     """Queries `start` to `stop`, and the ranges of keys that the last of them attends to.
 
@@ -127,11 +144,12 @@ class Span:
 class PackedLayout:
     """The attention pattern of a packed row, and the positions at which its conversations end.
 
-    Each segment attends to itself, causally, and to the segments before it on its path. `spans` cover the row in
-    order. The layout travels beside a batch's tensors to the attention functions of `vlmrm.modeling.attention`; what
-    they derive from it is computed once for all layers.
+    Each segment attends to itself, causally, and to the segments before it on its path. `segments` cover the row in
+    order, parents first, and so do `spans`, which join segments for attention. The layout travels beside a batch's
+    tensors to the layers of the language model; what they derive from it is computed once for all of them.
     """
 
+    segments: Sequence[PackedSegment]
     spans: Sequence[Span]
     last_tokens: Sequence[int]
     _ends: torch.Tensor | None = field(default=None, init=False)
@@ -144,6 +162,14 @@ class PackedLayout:
         starts = [0]
         for segment in tree.segments:
             starts.append(starts[-1] + len(segment))
+        conversations = [0] * len(tree.segments)
+        for end in tree.ends:
+            for index in tree.path(end):
+                conversations[index] += 1
+        segments = [
+            PackedSegment(starts[i], starts[i + 1], segment.parent, len(tree.path(i)) - 1, conversations[i])
+            for i, segment in enumerate(tree.segments)
+        ]
         spans: list[Span] = []
         for index in range(len(tree.segments)):
             keys: list[tuple[int, int]] = []
@@ -156,7 +182,7 @@ class PackedLayout:
             if spans and keys == [*spans[-1].keys[:-1], (spans[-1].keys[-1][0], starts[index + 1])]:
                 start = spans.pop().start  # continues the span before it, as a first answer does its prompt
             spans.append(Span(start, starts[index + 1], keys))
-        return cls(spans, sorted({starts[index + 1] - 1 for index in tree.ends}))
+        return cls(segments, spans, sorted({starts[index + 1] - 1 for index in tree.ends}))
 
     def __len__(self) -> int:
         """Return the number of tokens in the row."""
@@ -172,6 +198,18 @@ class PackedLayout:
         if self._ends is None or self._ends.device != device:
             self._ends = torch.tensor(self.last_tokens, device=device)
         return self._ends
+
+    def positions(self) -> np.ndarray:
+        """Return the number of tokens before each one in its own conversation, int64 [T]."""
+        firsts: list[int] = []
+        for segment in self.segments:
+            before = self.segments[segment.parent] if segment.parent >= 0 else None
+            firsts.append(0 if before is None else firsts[segment.parent] + len(before))
+        return np.concatenate([first + np.arange(len(s)) for first, s in zip(firsts, self.segments, strict=True)])
+
+    def conversations(self) -> np.ndarray:
+        """Return the number of conversations of the batch that hold each token, int64 [T]."""
+        return np.repeat([s.conversations for s in self.segments], [len(s) for s in self.segments])
 
     def mask(self, span: Span, device: torch.device) -> torch.Tensor:
         """Return the bottom-right causal mask of a span, boolean [queries, keys], True where a query attends."""
