@@ -25,6 +25,7 @@ from vlmrm.batching import PaddedBatcher, SharedBatcher
 from vlmrm.batching.shared import PackedLayout
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
+from vlmrm.modeling.experts import find_routers
 from vlmrm.modeling.reward_model import RewardModel
 
 logger = logging.getLogger("vlmrm")
@@ -251,7 +252,8 @@ def prune_last_layer(language_model: Any) -> None:
     layer = language_model.layers[-1]
     if hasattr(layer, "ends"):
         return
-    layer.ends = ends = _Ends()
+    inside = set(layer.modules())
+    layer.ends = ends = _Ends(routes=any(router.module in inside for router in find_routers(language_model)))
     layer.register_forward_pre_hook(ends, with_kwargs=True)
     layer.mlp.register_forward_pre_hook(ends.select)
     layer.mlp.register_forward_hook(ends.restore)
@@ -265,9 +267,10 @@ class _Ends:
     """
 
     layout: PackedLayout | None = None
+    routes: bool = False  # to experts: the loss and the figures of a training are of the routes of all tokens
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.layout = kwargs.get("layout")
+        self.layout = None if self.routes and layer.training else kwargs.get("layout")
 
     def select(self, mlp: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
         """Return hidden[1, T, H] at the ends, [1, N, H]."""

@@ -6,7 +6,7 @@ A token counts once for each conversation that holds it, so a shared batch has t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,19 +81,22 @@ def token_weights(inputs: Mapping[str, Any]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Decision:
-    """What one router decided: logits [T, experts], the experts of each token [T, choices], and the tokens' weights."""
+    """What one router decided: logits [T, experts], each token's experts [T, choices], and the tokens' weights [T]."""
 
     logits: torch.Tensor
     chosen: torch.Tensor
     weights: torch.Tensor
 
     @classmethod
-    def of(cls, router: Router, recorded: torch.Tensor, chosen: torch.Tensor | None, weights: torch.Tensor) -> Decision:
-        logits = recorded.flatten(0, -2)
-        if type(router.module).__name__ in GIVE_PROBABILITIES:
-            logits = logits.log()
+    def of(cls, router: Router, output: Sequence[torch.Tensor], weights: torch.Tensor) -> Decision:
+        """Return the decision of a router that returned `output`."""
+        logits = output[router.index].flatten(0, -2)
+        # Not always those of the largest logits: some routers add a bias, or choose groups of experts first.
+        chosen = next((it for it in output if torch.is_tensor(it) and not it.is_floating_point()), None)
         if chosen is None:
             chosen = logits.detach().topk(router.choices).indices
+        if type(router.module).__name__ in GIVE_PROBABILITIES:
+            logits = logits.log()
         return cls(logits, chosen.flatten(0, -2), weights.to(logits.device))
 
     def load(self) -> torch.Tensor:
@@ -137,7 +140,7 @@ class Routers:
 
     def __init__(self, routers: list[Router]):
         self.routers = routers
-        self._recorded: dict[Router, tuple[torch.Tensor, torch.Tensor | None]] | None = None
+        self._outputs: dict[Router, Sequence[torch.Tensor]] | None = None  # of the forward that is watched
         self._reset()
         for router in routers:
             router.module.register_forward_hook(self._recorder(router))
@@ -147,12 +150,11 @@ class Routers:
         self._entropy = self._tokens = torch.zeros(())
 
     def _recorder(self, router: Router) -> Callable[..., None]:
-        def record(module: Any, args: tuple, output: tuple[torch.Tensor, ...]) -> None:
-            # Gradient checkpointing runs the router again in the backward pass, and compares what autograd keeps in
-            # both: nothing may be computed here.
-            if self._recorded is not None:
-                chosen = [it for it in output if torch.is_tensor(it) and not it.is_floating_point()]
-                self._recorded[router] = output[router.index], chosen[0] if chosen else None
+        def record(module: Any, args: tuple, output: Sequence[torch.Tensor]) -> None:
+            # Gradient checkpointing runs the router again in the backward pass, when nobody watches, and compares what
+            # autograd keeps in both: nothing may be computed here.
+            if self._outputs is not None:
+                self._outputs[router] = output
 
         return record
 
@@ -160,13 +162,13 @@ class Routers:
     def watching(self, inputs: Mapping[str, Any]) -> Generator[list[Decision]]:
         """Yield a list that has the decisions of all routers after the forward of `inputs` that runs inside."""
         decisions: list[Decision] = []
-        recorded = self._recorded = {}
+        outputs = self._outputs = {}
         try:
             yield decisions
         finally:
-            self._recorded = None
+            self._outputs = None
         weights = token_weights(inputs)
-        decisions += [Decision.of(router, *recorded[router], weights) for router in self.routers]
+        decisions += [Decision.of(router, outputs[router], weights) for router in self.routers]
 
     @torch.no_grad()
     def add(self, decisions: list[Decision]) -> None:
