@@ -136,7 +136,7 @@ def balance_loss(decisions: list[Decision]) -> torch.Tensor:
 
 
 class Routers:
-    """Watches the routers of a model while it runs, and sums up figures for the training log."""
+    """Watches the routers of a model while it runs, and sums up figures for the training log; without any, nothing."""
 
     def __init__(self, routers: list[Router]):
         self.routers = routers
@@ -167,12 +167,16 @@ class Routers:
             yield decisions
         finally:
             self._outputs = None
+        if not self.routers:
+            return
         weights = token_weights(inputs)
         decisions += [Decision.of(router, outputs[router], weights) for router in self.routers]
 
     @torch.no_grad()
     def add(self, decisions: list[Decision]) -> None:
         """Add one forward to the figures. Nothing waits for the device."""
+        if not decisions:
+            return
         loads = [it.load() for it in decisions]
         device = loads[0].device
         self._loads = [a + b for a, b in zip(self._loads, loads, strict=True)] if self._loads else loads
@@ -186,6 +190,8 @@ class Routers:
         router_max_load: tokens of the busiest expert of any layer: 1 is as many as it has of an even load.
         router_dead_experts: the number of experts, of all layers, that got no token.
         """
+        if not self._loads:
+            return {}
         sizes = [len(load) for load in self._loads]
         device = self._entropy.device
         *loads, entropy, tokens = add_up(
