@@ -28,7 +28,7 @@ from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
 from vlmrm.modeling.kernels import attend
 from vlmrm.modeling.masks import REFERENCE, MaskRule, mask_rule
-from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
+from vlmrm.modeling.reward_model import RewardModel
 
 logger = logging.getLogger("vlmrm")
 
@@ -113,15 +113,13 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
         check_kernel()
         model.set_attn_implementation({"text_config": SHARED_PREFIX})
         prune_last_layer(model.model.language_model)
-        return SharedBatcher.for_model(model)
-    return PaddedBatcher.for_processor(processor)
+        return SharedBatcher.of(model)
+    return PaddedBatcher.for_processor(processor, model.type_names)
 
 
 def not_shared(model: RewardModel) -> str | None:
     """Return the property of the model that keeps it from shared batches; None where there is none."""
-    if not isinstance(model, QwenVLRewardModel):
-        return type(model).__name__
-    return None
+    return model.family.padded or model.padded_because
 
 
 def check_kernel() -> None:
