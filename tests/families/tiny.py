@@ -23,15 +23,19 @@ from vlmrm.modeling.reward_model import reward_model_class
 TEXT = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "sliding_window": 6,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
+    "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "shared_expert_intermediate_size": 32, "n_shared_experts": 1, "moe_num_shared_experts": 1,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "laurel_rank": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_layers": 2, "depth": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "num_heads": 2, "embed_dim": 32, "out_hidden_size": 64,
-    "image_size": 28, "patch_size": 14,
+    "image_size": 28, "patch_size": 14, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [1],
+    "num_position_embeddings": 16, "vision_use_head": False,
 }  # fmt: skip
 # Of the pairs of rotary frequencies: how many turn with time, height and width.
 SECTIONS = {8: [2, 3, 3], 4: [2, 1, 1], 2: [1, 1, 0]}
@@ -119,8 +123,9 @@ class Tiny:
                 values[name] = _merged({"model_type": part.model_type, **_shrunk(part, sizes)}, self.config.get(name))
         if "text_config" not in values:
             values |= _shrunk(default, TEXT)
-        vocabulary = {"vocab_size": len(processor.tokenizer)}
-        values.get("text_config", values).update(vocabulary)
+        text = default.get_text_config()
+        vocabularies = [name for name in ("vocab_size", "vocab_size_per_layer_input") if hasattr(text, name)]
+        values.get("text_config", values).update(dict.fromkeys(vocabularies, len(processor.tokenizer)))
         for kind in ("image", "video"):
             for name in (f"{kind}_token_id", f"{kind}_token_index"):
                 if hasattr(default, name) and isinstance(token := getattr(processor, f"{kind}_token_id", None), int):
