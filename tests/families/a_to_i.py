@@ -48,8 +48,8 @@ FAMILIES = [
             size_conversion={490: 4, 980: 8},
         ),
         config={
-            "projector_patch_to_query_dict": {35 * 35: 4, 4900: 8},
-            "vision_config": {"image_size": 490},
+            "projector_patch_to_query_dict": {49: 4, 196: 8},
+            "vision_config": {"image_size": 490, "patch_size": 70},
             "text_config": {"num_key_value_heads": 4},
         },
     ),
@@ -94,6 +94,7 @@ FAMILIES = [
         image="<|VISION_START|><|IMAGE_PAD|><|VISION_END|>",
         video="<|VIDEO_PAD|>",
         ids={"vision_start_token_id": "<|VISION_START|>", "vision_end_token_id": "<|VISION_END|>"},
+        config={"text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}},
     ),
     Tiny(
         "cosmos3_edge",
@@ -102,6 +103,7 @@ FAMILIES = [
         ),
         **QWEN,
         config={"projector_hidden_size": 48, "vision_config": {"patch_size": 16, "num_patches": 16}},
+        options={"return_mm_token_type_ids": True},
     ),
     Tiny(
         "cosmos3_omni",
@@ -117,8 +119,25 @@ FAMILIES = [
     Tiny(
         "deepseek_ocr2",
         lambda tokenizer, template: t.DeepseekOcr2Processor(
-            t.DeepseekOcr2ImageProcessor(size={"height": 64, "width": 64}, tile_size=64), tokenizer, template
+            t.DeepseekOcr2ImageProcessor(size={"height": 48, "width": 48}, tile_size=48),
+            tokenizer,
+            template,
+            patch_size=1,
         ),
+        config={
+            "text_config": {"mlp_layer_types": ["dense", "sparse"]},
+            "vision_config": {
+                "sam_config": {
+                    "image_size": 48,
+                    "patch_size": 1,
+                    "mlp_dim": 48,
+                    "output_channels": 8,
+                    "downsample_channels": [16, 32],
+                    "window_size": 6,
+                    "global_attn_indexes": [],
+                }
+            },
+        },
     ),
     Tiny(
         "deepseek_vl",
@@ -178,6 +197,16 @@ FAMILIES = [
             "image_wrapper_token": "<|image token|>",
             "eof_token": "<|extra_201|>",
         },
+        codes=["<image>", "<|extra_200|>", *(f"<|visual token {i:06d}|>" for i in range(8))],
+        config={
+            "vq_config": {
+                "codebook_size": 8,
+                "embed_dim": 4,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1, 1, 1],
+                "num_res_blocks": 1,
+            }
+        },
     ),
     Tiny(
         "ernie4_5_vl_moe",
@@ -200,7 +229,12 @@ FAMILIES = [
             "video_start_token_id": "<|VIDEO_START|>",
             "video_end_token_id": "<|VIDEO_END|>",
         },
-        config={"text_config": {"moe_intermediate_size": [32, 16]}},
+        config={
+            "text_config": {
+                "moe_intermediate_size": [32, 16],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+            }
+        },
     ),
     Tiny(
         "exaone4_5",
@@ -313,6 +347,7 @@ FAMILIES = [
             template,
         ),
         **GLM,
+        config={"text_config": {"num_key_value_heads": 4}},
     ),
     Tiny(
         "glm_ocr",
@@ -337,6 +372,7 @@ FAMILIES = [
         ),
         tokens={"image_token": "<imgpad>", "a": "<img>", "b": "</img>"},
         image="<img><imgpad></img>\n",
+        nested=False,
         config={
             "vision_config": {
                 "image_size": 64,
@@ -359,10 +395,14 @@ FAMILIES = [
             vision_feature_select_strategy="default",
             chat_template=template,
             num_additional_image_tokens=1,
+            downsample_rate="1/2",
         ),
         config={
             "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
             "qformer_config": {"encoder_hidden_size": 32},
+            "deepstack_layer_map": [[-2, 0]],
+            "spatial_target_layers": [1],
+            "downsample_rate": "1/2",
         },
     ),
     Tiny(
@@ -381,7 +421,12 @@ FAMILIES = [
         lambda tokenizer, template: t.HunYuanVLProcessor(t.HunYuanVLImageProcessor(size=AREA16), tokenizer, template),
         tokens={"image_token": "<img>", "image_start_token": "<img_start>", "image_end_token": "<img_end>"},
         image="<img_start><img><img_end>",
-        config={"vision_config": {"patch_size": 16, "text_hidden_size": 64, "max_image_size": 128}},
+        config={
+            "vision_config": {"patch_size": 16, "max_image_size": 128},
+            "text_config": {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}
+            },
+        },
         ids={"im_start_id": "<img_start>", "im_end_id": "<img_end>"},
     ),
     Tiny(
