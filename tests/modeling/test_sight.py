@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import wraps
+
 import pytest
 import torch
 from runs import assert_equal_weights, colour_pairs
@@ -23,6 +25,7 @@ def blind(monkeypatch) -> None:
     """A build whose features of images are zeros."""
     features = Qwen2_5_VLModel.get_image_features
 
+    @wraps(features)
     def nothing(self, *args, **kwargs):
         output = features(self, *args, **kwargs)
         output["pooler_output"] = tuple(0 * image for image in output.pooler_output)
@@ -36,6 +39,7 @@ def dropping(monkeypatch) -> None:
     """A build that drops the features among its other keywords, as transformers 5.15 to 5.17 did."""
     forward = Qwen2_5_VLModel.forward
 
+    @wraps(forward)
     def drop(self, *args, mm_encoder_outputs=None, **kwargs):
         return forward(self, *args, **kwargs)
 
