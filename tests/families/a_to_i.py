@@ -83,7 +83,10 @@ FAMILIES = [
     Tiny(
         "cohere_compass",
         lambda tokenizer, template: t.CohereCompassProcessor(
-            t.CohereCompassImageProcessor(size=AREA), tokenizer, t.CohereCompassVideoProcessor(size=AREA), template
+            t.CohereCompassImageProcessor(size=AREA),
+            tokenizer,
+            t.CohereCompassVideoProcessor(size=AREA, patch_size=14),
+            template,
         ),
         tokens={
             "image_token": "<|IMAGE_PAD|>",
@@ -125,7 +128,7 @@ FAMILIES = [
             patch_size=1,
         ),
         config={
-            "text_config": {"mlp_layer_types": ["dense", "sparse"]},
+            "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
             "vision_config": {
                 "sam_config": {
                     "image_size": 48,
@@ -197,6 +200,7 @@ FAMILIES = [
             "image_wrapper_token": "<|image token|>",
             "eof_token": "<|extra_201|>",
         },
+        options={"add_special_tokens": False},
         codes=["<image>", "<|extra_200|>", *(f"<|visual token {i:06d}|>" for i in range(8))],
         config={
             "vq_config": {
@@ -312,7 +316,19 @@ FAMILIES = [
         image="<|image|>",
         video="<|video|>",
         turn=GEMMA_TURN,
-        config={"vision_config": {"patch_size": 4, "head_dim": 16}},
+        config={
+            "vision_config": {
+                "model_type": "gemma4_vision",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "patch_size": 4,
+                "position_embedding_size": 64,
+            }
+        },
     ),
     Tiny(
         "glm46v",
@@ -347,7 +363,7 @@ FAMILIES = [
             template,
         ),
         **GLM,
-        config={"text_config": {"num_key_value_heads": 4}},
+        config={"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
     ),
     Tiny(
         "glm_ocr",
@@ -376,11 +392,11 @@ FAMILIES = [
         config={
             "vision_config": {
                 "image_size": 64,
-                "patch_size": 16,
+                "patch_size": 1,
                 "mlp_dim": 48,
                 "output_channels": 8,
-                "window_size": 2,
-                "global_attn_indexes": [1],
+                "window_size": 8,
+                "global_attn_indexes": [],
             }
         },
     ),
@@ -473,11 +489,12 @@ FAMILIES = [
         lambda tokenizer, template: t.Inkling2Processor(t.Inkling2ImageProcessor(), tokenizer, template),
         tokens={"image_token": "<|unused_200054|>", "a": "<|content_image|>"},
         image="<|content_image|><|unused_200054|>",
+        config={"vision_config": {"patch_size": 20}},
     ),
     Tiny(
         "inkling_mm_model",
         lambda tokenizer, template: t.InklingProcessor(
-            t.InklingFeatureExtractor(), t.InklingImageProcessor(), tokenizer, template
+            t.InklingFeatureExtractor(), t.InklingImageProcessor(size={"height": 16, "width": 16}), tokenizer, template
         ),
         tokens={
             "image_token": "<|unused_200054|>",
@@ -486,6 +503,7 @@ FAMILIES = [
             "b": "<|content_audio_input|>",
         },
         image="<|content_image|><|unused_200054|>",
+        config={"vision_config": {"patch_size": 16, "n_layers": 3}},
     ),
     Tiny(
         "internvl",
