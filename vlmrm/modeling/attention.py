@@ -41,8 +41,9 @@ BATCHINGS = ("shared", "reference")
 # Not "flash...": transformers takes any name with that word in it for FlashAttention, also in the vision tower.
 SHARED_PREFIX = "shared_prefix"
 
-# Keywords without effect here: positions are in the queries and keys already, and no key is kept for later.
-WITHOUT_EFFECT = ("position_ids", "use_cache")
+# Keywords without effect here: positions are in the queries and keys already, no key is kept for later, and outputs
+# beside the hidden states are for the layers around.
+WITHOUT_EFFECT = ("position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits")
 KERNEL_KEYWORDS = ("scale", "window_size", "enable_gqa")
 
 
