@@ -26,6 +26,7 @@ from vlmrm.batching.shared import PackedLayout
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
 from vlmrm.modeling.reward_model import RewardModel
+from vlmrm.modeling.state import fork_states, unknown_state_layers
 
 logger = logging.getLogger("vlmrm")
 
@@ -108,6 +109,7 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
     elif batching == "shared":
         check_kernel()
         model.set_attn_implementation({"text_config": SHARED_PREFIX})
+        fork_states(model)
         prune_last_layer(model.model.language_model)
         return SharedBatcher.of(model)
     return PaddedBatcher.for_processor(processor, model.type_names)
@@ -117,6 +119,8 @@ def not_shared(model: RewardModel) -> str | None:
     """Return the property of the model that keeps it from shared batches; None where there is none."""
     if reason := model.family.padded or model.padded_because:
         return reason
+    if unknown := unknown_state_layers(model):
+        return f"the state layers {', '.join(unknown)}"
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     windowed = window is not None and "sliding_attention" in (getattr(config, "layer_types", None) or ())
