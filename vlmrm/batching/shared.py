@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from vlmrm.batching.collator import Unit
+from vlmrm.batching.pieces import cheapest_runs, shared_costs
 from vlmrm.rendering import ProcessedMedia, Rendered
 
 # Sharing a segment saves its tokens on all paths but one, and cuts attention into more pieces. A prefix that saves
@@ -331,6 +332,24 @@ class SharedBatcher:
             parts[-1].append(index)
             used, previous, keys = used + tokens + patches, identities[index][-1], keys | media.keys()
         return parts
+
+    def cut(self, unit: Unit, budget: int) -> list[list[int]]:
+        """Return pieces under the budget, in each of which shared tokens and images count once."""
+        media_numbers: dict[str, int] = {}
+        identities = [self.identities(item, media_numbers) for item in unit]
+        order = sorted(range(len(unit)), key=lambda i: sort_key(identities[i]))
+        costs = shared_costs(
+            [len(identities[i]) for i in order],
+            [0, *(common_prefix(identities[a], identities[b]) for a, b in pairwise(order))],
+            [{medium.key: medium.patches for medium in unit[i].media} for i in order],
+        )
+        runs = cheapest_runs(len(order), costs, budget, lambda run: self.size([unit[order[n]] for n in run]))
+        return [[order[n] for n in run] for run in runs]
+
+    def size(self, rendered: Sequence[Rendered]) -> int:
+        media_numbers: dict[str, int] = {}
+        tokens = len(grow([self.identities(item, media_numbers) for item in rendered]))
+        return tokens + sum({medium.key: medium.patches for item in rendered for medium in item.media}.values())
 
     def identities(self, rendered: Rendered, media_numbers: dict[str, int]) -> np.ndarray:
         """Return the conversation as integers [T]: token ids, with image tokens replaced by the image's number.

@@ -41,5 +41,5 @@ class KeptBatches:
 
 
 def _bytes(batch: Batch) -> int:
-    tensors = (value for part in batch["parts"] for value in part["inputs"].values() if torch.is_tensor(value))
-    return sum(tensor.nbytes for tensor in tensors)
+    forwards = (inputs for part in batch["parts"] for inputs in part["inputs"])
+    return sum(value.nbytes for inputs in forwards for value in inputs.values() if torch.is_tensor(value))
