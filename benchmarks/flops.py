@@ -60,7 +60,7 @@ def of_shared(config: Qwen2_5_VLConfig, inputs: dict[str, Any], attention: bool 
         queries = span.stop - span.start
         visited += queries * (span.before + queries) if span.before else queries * queries / 2
     tokens = inputs["input_ids"].shape[1]
-    grids = inputs["image_grid_thw"].tolist()
+    grids = inputs["media"]["image"]["tensors"]["image_grid_thw"].tolist()
     vision_work = sum(vision(config, grid, attention) for grid in grids)
     return Work(_text(config, tokens, visited * attention, last=len(layout.last_tokens)) + vision_work, 0, tokens)
 

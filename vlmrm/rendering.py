@@ -37,10 +37,12 @@ logger = logging.getLogger("vlmrm")
 
 relies_on(
     ProcessorMixin,
-    *("_process_images", "_process_videos", "get_text_with_replacements", "create_mm_token_type_ids"),
+    *("_process_images", "_process_videos", "_merge_kwargs", "get_text_with_replacements", "create_mm_token_type_ids"),
     "unused_input_names",
 )
 
+PATCH_VALUES = 3 * 14 * 14  # of a usual patch, where a processor returns pictures instead of patches
+TYPE_IDS = {"image": 1, "video": 2}  # in `Rendered.type_ids`; 0 is text
 PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters to which Unicode assigns no meaning
 
 
@@ -49,18 +51,21 @@ class ProcessedMedia:
     """An image or video as the model's input.
 
     `tensors` are the processor's outputs for it alone (`pixel_values` [patches, dim], `image_grid_thw` [1, 3], ...);
-    `replacement` is the text that represents it in the rendered conversation.
+    `replacement` is the text that represents it in the rendered conversation, with `tokens` placeholders for features.
     """
 
     key: str
     kind: str
     tensors: dict[str, torch.Tensor]
     replacement: str
+    tokens: int
 
     @property
     def patches(self) -> int:
-        """Number of patches that the vision tower computes."""
-        return max(map(len, self.tensors.values()))
+        """Estimate the number of patches that the vision tower computes."""
+        rows = max((len(tensor) for tensor in self.tensors.values() if tensor.ndim < 3), default=0)
+        values = sum(tensor.numel() for tensor in self.tensors.values() if tensor.ndim > 3)
+        return max(rows, values // PATCH_VALUES)
 
 
 @dataclass(frozen=True)
@@ -182,13 +187,23 @@ class Renderer:
         # The two steps of a processor's call, pixels and then the text for them, for a single medium: so that it is
         # processed once, however many conversations share it.
         process = self.processor._process_images if kind == "image" else self.processor._process_videos
+        options = self._defaults[f"{kind}s_kwargs"] | options | {"return_tensors": "pt"}
         try:
-            outputs, replacements = process([medium], return_tensors="pt", **options)
+            outputs, replacements = process([medium], **options)
         except ValueError as error:  # the library's own limits, such as the aspect ratio
             raise MediaError(f"the model cannot take the {kind} {_name(reference)}: {error}") from error
         outputs = {name: value for name, value in outputs.items() if name not in self.processor.unused_input_names}
         tensors = {name: torch.as_tensor(value) for name, value in outputs.items() if name != "video_metadata"}
-        return ProcessedMedia(key, kind, tensors, replacements[0])
+        return ProcessedMedia(key, kind, tensors, replacements[0], self._placeholders(replacements[0], kind))
+
+    @cached_property
+    def _defaults(self) -> dict[str, dict[str, Any]]:
+        """The options that the processor's own call would use, by the kind of its parts."""
+        return self.processor._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.init_kwargs)
+
+    def _placeholders(self, replacement: str, kind: str) -> int:
+        ids = self.tokenizer(replacement, add_special_tokens=False)["input_ids"]
+        return self.processor.create_mm_token_type_ids([ids])[0].count(TYPE_IDS[kind])
 
     def _image_size(self) -> dict[str, Any]:
         if self.limits.min_pixels is None and self.limits.max_pixels is None:
@@ -358,13 +373,13 @@ class MediaStore:
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()["about"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        return ProcessedMedia(about["key"], about["kind"], tensors, about["replacement"])
+        return ProcessedMedia(about["key"], about["kind"], tensors, about["replacement"], about["tokens"])
 
     def put(self, key: str, media: ProcessedMedia) -> None:
         size = sum(tensor.nbytes for tensor in media.tensors.values())
         if self.used + size > self.limit:
             return
-        about = {"key": media.key, "kind": media.kind, "replacement": media.replacement}
+        about = {"key": media.key, "kind": media.kind, "replacement": media.replacement, "tokens": media.tokens}
         tensors = {name: tensor.contiguous() for name, tensor in media.tensors.items()}
         try:
             write_file(self._path(key), save(tensors, {"about": json.dumps(about)}), durable=False)

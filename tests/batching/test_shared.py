@@ -103,6 +103,13 @@ def rounding_nowhere():
         yield
 
 
+def in_type(inputs, dtype):
+    """The inputs with their floating-point tensors in `dtype`."""
+    if isinstance(inputs, dict):
+        return {name: in_type(value, dtype) for name, value in inputs.items()}
+    return inputs.to(dtype) if torch.is_tensor(inputs) and inputs.is_floating_point() else inputs
+
+
 def both(folder, conversations, prepare=lambda model: model, dtype=torch.float32):
     """The reference's and the shared batch's (scores, gradients), of equal models that `prepare` changes."""
     processor = AutoProcessor.from_pretrained(folder)
@@ -112,8 +119,7 @@ def both(folder, conversations, prepare=lambda model: model, dtype=torch.float32
     for batching in ("reference", "shared"):
         model = load_for_training(folder, dtype=torch.float32, attn_implementation="sdpa", seed=1)
         inputs = batcher_for(model, processor, batching)(rendered)
-        floats = {name for name, value in inputs.items() if torch.is_tensor(value) and value.is_floating_point()}
-        inputs = {name: value.to(dtype) if name in floats else value for name, value in inputs.items()}
+        inputs = in_type(inputs, dtype)
         with rounding_nowhere() if dtype == torch.float64 else nullcontext():
             results.append(scored(prepare(model.to(dtype)), inputs))
     return results
@@ -203,7 +209,7 @@ def rendered_of(checkpoints, conversations):
 def test_each_image_and_each_shared_token_is_there_once(checkpoints):
     batcher, rendered = rendered_of(checkpoints, CASES["irrelevant branches"])
     inputs = batcher(rendered)
-    assert len(inputs["image_grid_thw"]) == 2
+    assert len(inputs["media"]["image"]["tensors"]["image_grid_thw"]) == 2
     tails = [len(item) for item in rendered]
     assert inputs["input_ids"].shape[1] < sum(tails) / 2
 
@@ -220,7 +226,7 @@ def test_parts_stay_under_the_budget_and_count_what_is_shared_once(checkpoints):
 
 
 def size_of(inputs) -> int:
-    return inputs["input_ids"].numel() + len(inputs["pixel_values"])
+    return inputs["input_ids"].numel() + len(inputs["media"]["image"]["tensors"]["pixel_values"])
 
 
 def test_equal_answers_are_computed_once(checkpoints):
@@ -243,14 +249,14 @@ def test_a_batch_is_the_same_wherever_its_images_lie(checkpoints, tmp_path):
         batches.append(batcher(rendered))
     for batch in batches[1:]:
         assert list(batch["layout"].spans) == list(batches[0]["layout"].spans)
-        for key in ("input_ids", "position_ids", "branch_ends", "pixel_values", "image_order"):
+        for key in ("input_ids", "position_ids", "branch_ends", "media"):
             torch.testing.assert_close(batch[key], batches[0][key], rtol=0, atol=0)
 
 
 def test_an_image_prefix_is_shared_by_different_questions(checkpoints):
     batcher, rendered = rendered_of(checkpoints, CASES["a shared image"])
     inputs = batcher(rendered)
-    assert inputs["image_order"].tolist() == [0]
+    assert inputs["media"]["image"]["order"] == [0]
     assert int((inputs["input_ids"] == 1).numel()) < sum(map(len, rendered)) / 2
 
 

@@ -83,13 +83,14 @@ def prepare(model, checkpointing):
 def test_a_frozen_tower_keeps_no_activations(tiny_checkpoint, checkpointing, frozen_by):
     batch = batch_of(AutoProcessor.from_pretrained(tiny_checkpoint), SAMPLES[:4])
     trained = load_for_training(tiny_checkpoint)
+    media = trained._media_of(dict(batch))["image"]
     frozen = load_for_training(tiny_checkpoint)
     if frozen_by != "lora":
         freeze(frozen, vit=True)
     if frozen_by != "freeze":
         get_peft_model(frozen, lora_config(ModelArguments(use_peft=True), frozen))
     kept = [
-        kept_bytes(lambda: model.vision_features(batch["pixel_values"], batch["image_grid_thw"]))  # noqa: B023
+        kept_bytes(lambda: model.vision_features("image", media))  # noqa: B023
         for model in (prepare(trained, checkpointing), prepare(frozen, checkpointing))
     ]
     assert kept[0] > 0
@@ -105,9 +106,10 @@ def test_a_frozen_tower_keeps_no_activations(tiny_checkpoint, checkpointing, fro
 def test_a_frozen_tower_with_a_trained_merger_keeps_only_the_mergers(tiny_checkpoint, checkpointing):
     batch = batch_of(AutoProcessor.from_pretrained(tiny_checkpoint), SAMPLES[:4])
     model = load_for_training(tiny_checkpoint)
+    media = model._media_of(dict(batch))["image"]
     freeze(model, vit=True, merger=False)
     prepare(model, checkpointing)
-    with_merger = kept_bytes(lambda: model.vision_features(batch["pixel_values"], batch["image_grid_thw"]))
+    with_merger = kept_bytes(lambda: model.vision_features("image", media))
     merger = model.model.visual.merger
     patches = batch["pixel_values"].shape[0]
     alone = kept_bytes(lambda: merger(torch.zeros(patches, model.config.vision_config.hidden_size)))

@@ -9,6 +9,7 @@ import torch
 from samples import SAMPLES, batch_of, scores
 from transformers import AutoProcessor
 
+from vlmrm.batching.media import blank_image
 from vlmrm.modeling import load_for_training, make_tiny
 from vlmrm.modeling.tiny import ARCHITECTURES
 
@@ -84,7 +85,7 @@ def test_branch_ends_pick_positions_of_one_row(plain):
     torch.testing.assert_close(picked[[0, 2]], torch.cat(shorter), atol=1e-5, rtol=0)
 
 
-def test_images_and_videos_share_one_pass_of_the_tower(model, processor):
+def test_images_and_videos_may_stand_in_one_conversation(model, processor):
     video = torch.randint(0, 255, (4, 3, 64, 64), dtype=torch.uint8, generator=torch.manual_seed(0))
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "video"}, {"type": "text", "text": "same?"}]}]
     batch = dict(
@@ -157,12 +158,12 @@ def test_touching_vision_gives_every_weight_a_gradient_and_changes_no_score(mode
     untouched = gradients(model, **batch)
     expected = model(**batch).logits
     assert not any("visual" in name for name in untouched)
-    model.touch_vision = True
+    model.touch_vision = blank_image(processor)
     try:
         touched = gradients(model, **batch)
         torch.testing.assert_close(model(**batch).logits, expected, atol=0, rtol=0)
     finally:
-        model.touch_vision = False
+        model.touch_vision = None
     assert set(touched) == {name for name, _ in model.named_parameters()}
     for name, gradient in touched.items():
         torch.testing.assert_close(gradient, untouched.get(name, torch.zeros_like(gradient)), msg=name)

@@ -17,10 +17,10 @@ from runs import ROOT, colour_pairs, largest_difference, short_training, text_pa
 from samples import SAMPLES, batch_of, conversation
 from transformers import AutoProcessor
 
+from vlmrm.batching.media import blank_image
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.sweep import sweep
-from vlmrm.modeling import freeze, load_for_training, make_tiny
-from vlmrm.modeling.reward_model import QwenVLRewardModel
+from vlmrm.modeling import RewardModel, freeze, load_for_training, make_tiny
 from vlmrm.scoring import load_scorer
 
 # Of the distinct pictures in SAMPLES: red, blue, white, green, black, white and red in other sizes, yellow.
@@ -112,7 +112,7 @@ def test_what_is_sharded_over_ranks_is_entered_in_every_batch(tiny_checkpoint, t
     batches = [picture_batch(processor, "red"), batch_of(processor, [conversation("What?", "A text.")])]
     expected = [score(model, batch) for batch in batches]
     model.use_vision_cache(tmp_path)
-    model.touch_vision = True
+    model.touch_vision = blank_image(processor)
     with counted(model) as runs:
         for _ in range(2):
             for batch, scores in zip(batches, expected, strict=True):
@@ -280,9 +280,9 @@ def test_training_sweep_and_scorer_share_a_cache_and_give_the_same_as_without(tr
     plain = train_here(data, "plain", **frozen_keys)
     with monkeypatch.context() as patch:
         calls = []
-        run_tower = QwenVLRewardModel.run_tower
+        run_tower = RewardModel.run_tower
         patch.setattr(
-            QwenVLRewardModel, "run_tower", lambda self, pixels, grid: calls.append(1) or run_tower(self, pixels, grid)
+            RewardModel, "run_tower", lambda self, kind, media: calls.append(1) or run_tower(self, kind, media)
         )
         cached = train_here(data, "cached", vision_cache_dir=folder, **frozen_keys)
         assert calls

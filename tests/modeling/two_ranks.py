@@ -9,14 +9,15 @@ from samples import SAMPLES, batch_of
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from vlmrm.batching.media import blank_image
 from vlmrm.modeling import load_for_training, load_processor
 
 torch.set_num_threads(1)
 distributed.init_process_group("gloo")
 model = load_for_training(sys.argv[1])
-model.touch_vision = True
-parallel = DistributedDataParallel(model)
 processor = load_processor(sys.argv[1])
+model.touch_vision = blank_image(processor)
+parallel = DistributedDataParallel(model)
 batches = [batch_of(processor, SAMPLES[4:6]), batch_of(processor, SAMPLES[:2])]
 
 for step in range(2):

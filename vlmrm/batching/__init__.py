@@ -10,8 +10,15 @@ from vlmrm.batching.shared import SharedBatcher
 
 
 def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return a batcher's output with its tensors on `device`."""
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    """Return a batcher's output with its tensors on `device`, those of nested dictionaries too."""
+    return {
+        name: value.to(device)
+        if isinstance(value, torch.Tensor)
+        else to_device(value, device)
+        if isinstance(value, dict)
+        else value
+        for name, value in inputs.items()
+    }
 
 
 __all__ = [

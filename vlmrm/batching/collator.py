@@ -28,6 +28,7 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 
+from vlmrm.batching.media import join
 from vlmrm.batching.pieces import cheapest_runs, padded_costs
 from vlmrm.conversation import Comparison, Conversation, Message
 from vlmrm.data.comparisons import IrrelevantQueries, best_and_worst
@@ -72,13 +73,16 @@ class PaddedBatcher:
     """Pads conversations on the right: `input_ids` [B, T], `attention_mask` [B, T], and all pixels in order."""
 
     pad_token_id: int
-    with_type_ids: bool
+    type_names: Sequence[str] = ("mm_token_type_ids",)  # under which the model takes `Rendered.type_ids`
 
     @classmethod
-    def for_processor(cls, processor: Any) -> PaddedBatcher:
+    def for_processor(cls, processor: Any, type_names: Sequence[str] | None = None) -> PaddedBatcher:
+        """Return the batcher for a processor, and for a model's `type_names`."""
         tokenizer = processor.tokenizer
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        return cls(pad, "mm_token_type_ids" in processor.model_input_names)
+        if type_names is None:
+            type_names = [name for name in ("mm_token_type_ids",) if name in processor.model_input_names]
+        return cls(pad, type_names)
 
     def __call__(self, rendered: Sequence[Rendered]) -> dict[str, torch.Tensor]:
         length = max(map(len, rendered))
@@ -86,12 +90,9 @@ class PaddedBatcher:
             "input_ids": _pad([item.input_ids for item in rendered], length, self.pad_token_id),
             "attention_mask": _pad([[1] * len(item) for item in rendered], length, 0),
         }
-        if self.with_type_ids:
-            inputs["mm_token_type_ids"] = _pad([item.type_ids for item in rendered], length, 0)
-        media = [medium for item in rendered for medium in item.media]
-        for name in dict.fromkeys(name for medium in media for name in medium.tensors):
-            inputs[name] = torch.cat([medium.tensors[name] for medium in media if name in medium.tensors])
-        return inputs
+        for name in self.type_names:
+            inputs[name] = _pad([item.type_ids for item in rendered], length, 0)
+        return inputs | join([medium for item in rendered for medium in item.media])
 
     def split(self, units: Sequence[Unit], budget: int) -> list[list[int]]:
         """Return parts under the budget, padding included; units of similar length go together."""

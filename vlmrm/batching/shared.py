@@ -6,7 +6,8 @@ conversation; the vision tower encodes each distinct image once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -15,13 +16,13 @@ import numpy as np
 import torch
 
 from vlmrm.batching.collator import Unit
+from vlmrm.batching.media import Media, distinct_media, join
 from vlmrm.batching.pieces import cheapest_runs, shared_costs
-from vlmrm.rendering import ProcessedMedia, Rendered
+from vlmrm.rendering import TYPE_IDS, ProcessedMedia, Rendered
 
 # Sharing a segment saves its tokens on all paths but one, and cuts attention into more pieces. A prefix that saves
 # less than this share of the tokens that follow it (a system prompt before thousand-token images) is repeated instead.
 MIN_SAVING = 0.05
-TYPE_IDS = {"image": 1, "video": 2}  # in `Rendered.type_ids`; 0 is text
 
 
 @dataclass(frozen=True)
@@ -257,66 +258,82 @@ def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RotaryPositions:
-    """Computes Qwen's rotary positions without a model: its method needs the configuration and nothing else."""
+    """Computes a family's own positions without a model: its method needs the configuration and nothing else."""
 
     backbone: Any  # the class, not an instance: this travels to DataLoader workers, which must not copy weights
     config: Any
 
-    def get_vision_position_ids(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.backbone.get_vision_position_ids(self, *args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        """Return the class's own methods and constants, which `get_rope_index` calls."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        member = inspect.getattr_static(self.backbone, name)
+        return member.__get__(self, type(self)) if hasattr(member, "__get__") else member
 
     def __call__(self, rendered: Rendered) -> torch.Tensor:
         """Return the temporal, height and width position of each token, [3, T]."""
-        grids: dict[str, list[torch.Tensor]] = {}
-        for medium in rendered.media:
-            for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts"):
-                if name in medium.tensors:
-                    grids.setdefault(name, []).append(medium.tensors[name])
-        positions, _ = self.backbone.get_rope_index(
-            self,
-            torch.tensor([rendered.input_ids]),
-            torch.tensor([rendered.type_ids]),
-            **{name: torch.cat(values) for name, values in grids.items()},
-        )
+        ids = torch.tensor([rendered.input_ids])
+        inputs = {
+            **join(rendered.media),
+            "mm_token_type_ids": torch.tensor([rendered.type_ids]),
+            "attention_mask": torch.ones_like(ids),
+        }
+        parameters = inspect.signature(inspect.unwrap(self.backbone.get_rope_index)).parameters
+        known = {name: value for name, value in inputs.items() if name in parameters}
+        positions, _ = self.backbone.get_rope_index(self, input_ids=ids, **known)
         return positions[:, 0]
+
+
+def path_positions(rendered: Rendered) -> torch.Tensor:
+    """Return the index of each token, [1, T]."""
+    return torch.arange(len(rendered))[None]
 
 
 @dataclass(frozen=True)
 class SharedBatcher:
     """Packs conversations into one row with its layout.
 
-    The inputs are `input_ids` [1, T], `position_ids` [3, 1, T], `branch_ends` [N] (the position of each conversation's
-    last token), the pixels and grid of each distinct image or video, and `image_order`, `video_order`: the index among
-    these of each image or video in the row, in turn.
+    The inputs are `input_ids` [1, T], `attention_mask` of ones, `position_ids` [1, T] or [3, 1, T], the type ids under
+    the model's names, `branch_ends` [N] (the position of each conversation's last token), `layout` and `media`.
     """
 
-    positions: RotaryPositions
-    merge: int  # vision patches that make one token
+    positions: Callable[[Rendered], torch.Tensor]
+    type_names: Sequence[str]
+    # The tokens of an image see those of other images in the conversation, also of later ones.
+    images_see_all: bool
 
     @classmethod
-    def for_model(cls, model: Any) -> SharedBatcher:
-        """Return the batcher for a reward model of the Qwen-VL family."""
-        return cls(RotaryPositions(type(model.model), model.config), model.config.vision_config.spatial_merge_size**2)
+    def of(cls, model: Any) -> SharedBatcher:
+        """Return the batcher for a reward model."""
+        backbone = type(model.model)
+        positions = RotaryPositions(backbone, model.config) if hasattr(backbone, "get_rope_index") else path_positions
+        return cls(positions, model.type_names, model.family.images_see_all)
 
     def __call__(self, rendered: Sequence[Rendered]) -> dict[str, Any]:
-        media_numbers: dict[str, int] = {}
-        tree = grow([self.identities(item, media_numbers) for item in rendered])
+        numbers: Numbers = {}
+        tree = grow([self.identities(item, numbers) for item in rendered])
         used = {segment.sequence for segment in tree.segments}
         positions = {i: self.positions(rendered[i]) for i in used}
-        ids = [token for s in tree.segments for token in rendered[s.sequence].input_ids[s.begin : s.end]]
+        parts = [(rendered[s.sequence], slice(s.begin, s.end)) for s in tree.segments]
+        ids = torch.tensor([[token for item, part in parts for token in item.input_ids[part]]])
+        types = torch.tensor([[kind for item, part in parts for kind in item.type_ids[part]]])
+        row = torch.cat([positions[s.sequence][:, s.begin : s.end] for s in tree.segments], 1)
         lasts = np.cumsum([len(segment) for segment in tree.segments]) - 1
         return {
-            "input_ids": torch.tensor([ids]),
-            "position_ids": torch.cat([positions[s.sequence][:, s.begin : s.end] for s in tree.segments], 1)[:, None],
+            "input_ids": ids,
+            # Without a mask, transformers would take each restart of the positions for another document.
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": row[:, None] if len(row) > 1 else row,
+            **dict.fromkeys(self.type_names, types),
             "branch_ends": torch.from_numpy(lasts[tree.ends]),
             "layout": PackedLayout.of(tree),
-            **self._media(rendered, tree),
+            "media": self._media(rendered, tree),
         }
 
     def split(self, units: Sequence[Unit], budget: int) -> list[list[int]]:
         """Return parts under the budget, shared tokens and images counted once; units that share most go together."""
-        media_numbers: dict[str, int] = {}
-        identities = [sorted((self.identities(item, media_numbers) for item in unit), key=sort_key) for unit in units]
+        numbers: Numbers = {}
+        identities = [sorted((self.identities(item, numbers) for item in unit), key=sort_key) for unit in units]
         parts: list[list[int]] = []
         used = 0
         previous: np.ndarray | None = None  # sorted, each conversation shares most with the one before it
@@ -335,59 +352,74 @@ class SharedBatcher:
 
     def cut(self, unit: Unit, budget: int) -> list[list[int]]:
         """Return pieces under the budget, in each of which shared tokens and images count once."""
-        media_numbers: dict[str, int] = {}
-        identities = [self.identities(item, media_numbers) for item in unit]
+        numbers: Numbers = {}
+        identities = [self.identities(item, numbers) for item in unit]
         order = sorted(range(len(unit)), key=lambda i: sort_key(identities[i]))
         costs = shared_costs(
             [len(identities[i]) for i in order],
             [0, *(common_prefix(identities[a], identities[b]) for a, b in pairwise(order))],
             [{medium.key: medium.patches for medium in unit[i].media} for i in order],
         )
-        runs = cheapest_runs(len(order), costs, budget, lambda run: self.size([unit[order[n]] for n in run]))
-        return [[order[n] for n in run] for run in runs]
+        pieces = cheapest_runs(len(order), costs, budget, lambda run: self.size([unit[order[n]] for n in run]))
+        return [[order[n] for n in run] for run in pieces]
 
     def size(self, rendered: Sequence[Rendered]) -> int:
-        media_numbers: dict[str, int] = {}
-        tokens = len(grow([self.identities(item, media_numbers) for item in rendered]))
+        numbers: Numbers = {}
+        tokens = len(grow([self.identities(item, numbers) for item in rendered]))
         return tokens + sum({medium.key: medium.patches for item in rendered for medium in item.media}.values())
 
-    def identities(self, rendered: Rendered, media_numbers: dict[str, int]) -> np.ndarray:
-        """Return the conversation as integers [T]: token ids, with image tokens replaced by the image's number.
+    def identities(self, rendered: Rendered, numbers: Numbers) -> np.ndarray:
+        """Return the conversation as integers [T]: token ids, with those of media replaced by a number for them.
 
-        `media_numbers` numbers media by key in order of appearance, and is extended here. Numbers, not hashes of
-        paths: the order of a row's segments, and so the last bits of its scores, must not depend on where files are.
+        A run of adjacent placeholders is one number, so that a tree never divides it: its tokens may see each other.
+        `numbers` has the number of the media of each run, in order of appearance, and is extended here. Numbers, not
+        hashes of paths: the order of a row's segments, and so the last bits of its scores, must not depend on where
+        files are.
         """
         ids = np.array(rendered.input_ids, dtype=np.int64)
         types = np.array(rendered.type_ids)
-        for kind, type_id in TYPE_IDS.items():
-            media = [medium for medium in rendered.media if medium.kind == kind]
-            # Negative: no token has such an id.
-            numbers = [-1 - media_numbers.setdefault(medium.key, len(media_numbers)) for medium in media]
-            ids[types == type_id] = np.repeat(np.array(numbers, dtype=np.int64), list(map(self._tokens, media)))
+        media = np.empty(len(ids), dtype=object)
+        for kind, positions in _placeholders(rendered):
+            keys = [m.key for m in rendered.media if m.kind == kind for _ in range(m.tokens)]
+            media[positions] = keys
+        every = tuple(medium.key for medium in rendered.media)
+        for start, stop in runs(np.isin(types, list(TYPE_IDS.values()))):
+            keys = every if self.images_see_all else tuple(dict.fromkeys(media[start:stop]))
+            ids[start:stop] = -1 - numbers.setdefault(keys, len(numbers))  # negative: no token has such an id
         return ids
 
-    def _media(self, rendered: Sequence[Rendered], tree: Tree) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {}
+    def _media(self, rendered: Sequence[Rendered], tree: Tree) -> Media:
+        media: Media = {}
         for kind in TYPE_IDS:
-            in_row = [medium for segment in tree.segments for medium in self._media_in(rendered, segment, kind)]
-            distinct = {medium.key: medium for medium in in_row}
-            index_of = {key: i for i, key in enumerate(distinct)}
-            for name in next(iter(distinct.values())).tensors if distinct else ():
-                tensors[name] = torch.cat([medium.tensors[name] for medium in distinct.values()])
-            if distinct:
-                tensors[f"{kind}_order"] = torch.tensor([index_of[medium.key] for medium in in_row])
-        return tensors
+            in_row = [medium for segment in tree.segments for medium in _media_in(rendered, segment, kind)]
+            if in_row:
+                media[kind] = distinct_media(in_row)
+        return media
 
-    def _media_in(self, rendered: Sequence[Rendered], segment: Segment, kind: str) -> list[ProcessedMedia]:
-        """Return the media of one kind whose tokens are in the segment. No segment ends inside an image."""
-        item = rendered[segment.sequence]
-        media = [medium for medium in item.media if medium.kind == kind]
-        positions = np.flatnonzero(np.array(item.type_ids) == TYPE_IDS[kind])
-        firsts = np.cumsum([0, *map(self._tokens, media)])[:-1]
-        return [m for m, first in zip(media, firsts, strict=True) if segment.begin <= positions[first] < segment.end]
 
-    def _tokens(self, medium: ProcessedMedia) -> int:
-        return int(medium.tensors[f"{medium.kind}_grid_thw"].prod()) // self.merge
+# By the keys of the media whose placeholders stand side by side.
+Numbers = dict[tuple[str, ...], int]
+
+
+def _placeholders(rendered: Rendered) -> list[tuple[str, np.ndarray]]:
+    """Return the positions of the placeholders of each kind of media."""
+    types = np.array(rendered.type_ids)
+    return [(kind, np.flatnonzero(types == type_id)) for kind, type_id in TYPE_IDS.items()]
+
+
+def _media_in(rendered: Sequence[Rendered], segment: Segment, kind: str) -> list[ProcessedMedia]:
+    """Return the media of one kind whose tokens are in the segment. No segment ends inside an image."""
+    item = rendered[segment.sequence]
+    media = [medium for medium in item.media if medium.kind == kind]
+    positions = dict(_placeholders(item))[kind]
+    firsts = np.cumsum([0, *(medium.tokens for medium in media)])[:-1]
+    return [m for m, first in zip(media, firsts, strict=True) if segment.begin <= positions[first] < segment.end]
+
+
+def runs(flags: np.ndarray) -> list[tuple[int, int]]:
+    """Return the start and stop of each run of True in `flags` [T]."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
+    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
 
 def tokens_after(before: np.ndarray | None, sequences: Sequence[np.ndarray]) -> int:

@@ -103,7 +103,7 @@ def _pinned(model: Any, processor: Any) -> dict[str, Any]:
     question = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "What is this?"}]
     answer = [{"type": "text", "text": "A field of colours, lighter to the right."}]
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    renderer, batcher = Renderer(processor), PaddedBatcher.for_processor(processor)
+    renderer, batcher = Renderer(processor), PaddedBatcher.for_processor(processor, model.type_names)
     longest = sequence_limit(model.config, None)
     engine = Engine(model.eval(), ComparisonCollator(renderer, batcher, max_seq_length=longest))
     [score] = engine.score([read_conversation(messages)], renderer.render)

@@ -25,7 +25,7 @@ from vlmrm.batching import PaddedBatcher, SharedBatcher
 from vlmrm.batching.shared import PackedLayout
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
-from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
+from vlmrm.modeling.reward_model import RewardModel
 
 logger = logging.getLogger("vlmrm")
 
@@ -109,14 +109,14 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
         check_kernel()
         model.set_attn_implementation({"text_config": SHARED_PREFIX})
         prune_last_layer(model.model.language_model)
-        return SharedBatcher.for_model(model)
-    return PaddedBatcher.for_processor(processor)
+        return SharedBatcher.of(model)
+    return PaddedBatcher.for_processor(processor, model.type_names)
 
 
 def not_shared(model: RewardModel) -> str | None:
     """Return the property of the model that keeps it from shared batches; None where there is none."""
-    if not isinstance(model, QwenVLRewardModel):
-        return type(model).__name__
+    if reason := model.family.padded or model.padded_because:
+        return reason
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     windowed = window is not None and "sliding_attention" in (getattr(config, "layer_types", None) or ())

@@ -13,15 +13,12 @@ from torch import nn
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import missing
 from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.modeling.families import LANGUAGE_MODELS, MERGERS, TOWERS
 from vlmrm.modeling.reward_model import RewardModel
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-# Names of the parts in the architectures' backbones. The Qwen family's mergers are inside its tower.
-TOWERS = ("visual", "vision_tower", "vision_model")
-MERGERS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")
-LANGUAGE_MODELS = ("language_model", "text_model")
 HEAD_MODULES = ("score", "score_hidden")
 # All modules outside the language model. transformers matches the pattern with the start of a module's name, so a list
 # of towers would have to name each family's in full.

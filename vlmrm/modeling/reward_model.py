@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,10 +32,13 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
+from vlmrm.batching.media import DistinctMedia, Media
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
+from vlmrm.modeling.families import BY_MODEL_TYPE, Family, family_of
+from vlmrm.modeling.features import EncoderOutput, FeatureForm, Features
 
 logger = logging.getLogger("vlmrm")
 
@@ -76,6 +79,11 @@ class RewardModel(PreTrainedModel):
     accepts_loss_kwargs = False
     # A `VisionCache`, set by `use_vision_cache`; transformers resolves annotations, and this one is imported on use.
     vision_cache: Any = None
+    # A blank image. Run the tower in every batch, with or without images, so that all ranks gather and reduce the same
+    # weights in the same order. Training sets it.
+    touch_vision: Any = None
+    # Why a probe of the loaded model took it for unable to share prefixes.
+    padded_because: str | None = None
     # A vision-language checkpoint has a language head, for which there is no use here.
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 (the library's own form)
     _keep_in_fp32_modules_strict = ["score", "score_hidden"]  # noqa: RUF012
@@ -86,6 +94,7 @@ class RewardModel(PreTrainedModel):
         config.reward_head = getattr(config, "reward_head", "linear")
         super().__init__(config)
         self.model = AutoModel.from_config(config)
+        self._forms: dict[str, FeatureForm] = {}  # of the tower's last output, by the kind of media
         width = config.get_text_config().hidden_size
         if config.reward_head == "mlp":
             self.score_hidden = nn.Sequential(Float32Linear(width, width), nn.SiLU())
@@ -110,8 +119,7 @@ class RewardModel(PreTrainedModel):
 
         `attention_mask[B, T]` is 1 for tokens and 0 for padding on either side; without it there is no padding.
         `branch_ends` are the positions of the last tokens of the branches packed into one row, [1, T]; then the mask
-        may be anything that the backbone takes. `inputs` go to the backbone: pixel_values, image_grid_thw,
-        mm_token_type_ids, position_ids and so on.
+        may be anything that the backbone takes. `inputs` are those of `hidden_states`.
         """
         inputs = {name: value for name, value in inputs.items() if value is not None}
         # A key-value cache, on by default, would turn off the library's detection of packed rows.
@@ -119,9 +127,127 @@ class RewardModel(PreTrainedModel):
         hidden = self.hidden_states(input_ids=input_ids, attention_mask=attention_mask, **inputs)
         return SequenceClassifierOutputWithPast(logits=self.head(self.pool(hidden, attention_mask, branch_ends)))
 
-    def hidden_states(self, **inputs: Any) -> torch.Tensor:
-        """Return the backbone's last hidden states [B, T, H]."""
-        return self.model(**inputs).last_hidden_state
+    def hidden_states(self, media: Media | None = None, **inputs: Any) -> torch.Tensor:
+        """Return the backbone's last hidden states [B, T, H].
+
+        `media` are the distinct images and videos of the batch, each of which is encoded once. A processor's batch has
+        their pixels instead (pixel_values, image_grid_thw, ...), which go to the backbone as they are.
+
+        Raises:
+            ValueError: when a part of an image's inputs is missing, with which it would silently be misread.
+        """
+        if media is None:
+            media = self._media_of(inputs)
+        if self.vision_cache is not None:
+            # Here, not where features are cached: ranks with a batch of texts must take part too.
+            self.vision_cache.identify(self.vision_modules())
+        if media:
+            tensors = {name: tensor for distinct in media.values() for name, tensor in distinct["tensors"].items()}
+            sizes = (name for name in tensors if name in self.input_names and not name.startswith("pixel"))
+            inputs |= {name: tensors[name] for name in sizes}
+            inputs["mm_encoder_outputs"] = {kind: self.encode(kind, distinct) for kind, distinct in media.items()}
+        hidden = self.model(**inputs).last_hidden_state
+        if self.touch_vision is None or media or any(name.startswith("pixel_values") for name in inputs):
+            return hidden
+        # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
+        features = self.run_tower("image", self.touch_vision)
+        return hidden + torch.stack([(0 * layer).sum() for image in features for layer in image]).sum()
+
+    def encode(self, kind: str, media: DistinctMedia) -> EncoderOutput:
+        """Return the features of media of one `kind` in the order shown, as the backbone takes them."""
+        features = self.vision_features(kind, media)
+        return self._forms[kind].assemble([features[index] for index in media["order"]])
+
+    def vision_features(self, kind: str, media: DistinctMedia) -> list[Features]:
+        """Return the features of each distinct image or video, from the cache where there is one.
+
+        Pixels that need a gradient are never cached.
+        """
+        if (
+            self.vision_cache is None
+            or kind not in self._forms  # which only the tower knows
+            or any(tensor.requires_grad for tensor in media["tensors"].values())
+        ):
+            return self.run_tower(kind, media)
+        ran = False
+
+        def run(missing: DistinctMedia) -> list[Features]:
+            nonlocal ran
+            ran = True
+            return self.run_tower(kind, missing)
+
+        features = self.vision_cache.features(media, run)
+        if self.touch_vision is not None and not ran:
+            # Other ranks may have images that are not cached: under ZeRO-3 all gather the tower's weights together.
+            self.run_tower("image", self.touch_vision)
+        return features
+
+    def run_tower(self, kind: str, media: DistinctMedia) -> list[Features]:
+        """Return the features of `vision_features`, computed by the tower."""
+        encode = getattr(self.model, f"get_{kind}_features")
+        dtype = next(self.vision_modules()[0].parameters()).dtype
+        inputs = {
+            name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
+            for name, tensor in media["tensors"].items()
+            if name in _parameters(encode)
+        }
+        differentiable = self.trains_vision() or any(tensor.requires_grad for tensor in inputs.values())
+        # Adapters of the language model leave the whole tower frozen: its activations need not be kept then.
+        with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+            output = encode(**inputs, return_dict=True)
+        form = self._forms[kind] = FeatureForm.of(output, self.family.feature_field, self.family.constants)
+        return form.split(output, media["tokens"])
+
+    def _media_of(self, inputs: dict[str, Any]) -> Media:
+        """Take the media out of a processor's batch, for a family whose grids say which patches are whose."""
+        media: Media = {}
+        for kind, suffix in (("image", ""), ("video", "_videos")):
+            pixels, grid = inputs.get(f"pixel_values{suffix}"), inputs.get(f"{kind}_grid_thw")
+            if f"{kind}_grid_thw" not in self.input_names or (pixels is None and grid is None):
+                continue
+            if pixels is None or grid is None:
+                raise ValueError(f"a batch with {kind}s needs both their pixels and {kind}_grid_thw.")
+            # transformers falls back to one-dimensional positions without an error.
+            if hasattr(self.model, "get_rope_index") and inputs.keys().isdisjoint(["position_ids", *self.type_names]):
+                raise ValueError(
+                    "a batch with images needs mm_token_type_ids (the processor returns them) or position_ids: "
+                    "without them its images would silently get the positions of text."
+                )
+            merge = getattr(self.config.vision_config, "spatial_merge_size", None)
+            if merge is not None and len(pixels) == (patches := grid.prod(1)).sum():
+                tensors = {name: inputs.pop(name) for name in (f"pixel_values{suffix}", f"{kind}_grid_thw")}
+                media[kind] = {
+                    "tensors": tensors,
+                    "rows": {f"pixel_values{suffix}": patches.tolist(), f"{kind}_grid_thw": [1] * len(grid)},
+                    "tokens": (patches // merge**2).tolist(),
+                    "order": list(range(len(grid))),
+                }
+        return media
+
+    @property
+    def family(self) -> Family:
+        """What is declared of the model's family."""
+        return family_of(self.config)
+
+    @property
+    def input_names(self) -> Sequence[str]:
+        """The names of the backbone's inputs."""
+        return _parameters(self.model.forward)
+
+    @property
+    def type_names(self) -> Sequence[str]:
+        """The names under which the backbone takes the kinds of tokens, `Rendered.type_ids`."""
+        return [name for name in ("mm_token_type_ids", "token_type_ids") if name in self.input_names]
+
+    def vision_modules(self) -> list[nn.Module]:
+        """Return the vision towers and mergers, on whose weights the features of images depend."""
+        paths = (*self.family.towers, *self.family.mergers)
+        modules = dict(self.model.named_modules())
+        return [modules[path] for path in paths if path in modules]
+
+    def trains_vision(self) -> bool:
+        """Return whether any weight of the tower or the merger is trained."""
+        return any(weight.requires_grad for module in self.vision_modules() for weight in module.parameters())
 
     def pool(self, hidden: torch.Tensor, attention_mask: Any, branch_ends: torch.Tensor | None) -> torch.Tensor:
         """Return `hidden[B, T, H]` at the last token of each conversation, [N, H].
@@ -146,9 +272,16 @@ class RewardModel(PreTrainedModel):
         """Cache the features of images in `directory`; the vision tower and merger must be frozen.
 
         Raises:
-            ConfigError: when they are not, the model is not of the Qwen-VL family, or the folder cannot be written.
+            ConfigError: when they are not, or the folder cannot be written.
         """
-        raise ConfigError(f"vision_cache_dir: {type(self).__name__} has no vision cache: remove it.")
+        from vlmrm.modeling.vision_cache import VisionCache
+
+        if self.trains_vision():
+            raise ConfigError(
+                "vision_cache_dir: the features of a trained vision tower or merger change with every step: set "
+                "freeze_vit: true without freeze_merger: false, or remove vision_cache_dir."
+            )
+        self.vision_cache = VisionCache(directory, gigabytes)
 
     def enable_input_require_grads(self) -> None:
         """Let gradients reach adapters behind frozen embeddings, as the library's method does, for text alone.
@@ -171,141 +304,14 @@ class RewardModel(PreTrainedModel):
         super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
 
 
-class MediaInputs(NamedTuple):
-    """N distinct images or videos: pixels[patches, values], grid[N, 3], and the index of each one shown, in turn."""
-
-    pixels: torch.Tensor
-    grid: torch.Tensor
-    order: Sequence[int]
+@cache
+def _function_parameters(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(inspect.unwrap(function)).parameters)
 
 
-@dataclass
-class VisionFeatures(ModelOutput):
-    """Features of images in the form that backbones take: a tensor [tokens, H] for each image."""
-
-    pooler_output: tuple[torch.Tensor, ...] = ()
-    deepstack_features: list[tuple[torch.Tensor, ...]] | None = None  # of each deepstack layer (Qwen3-VL)
-
-    @classmethod
-    def of(cls, images: Sequence[Sequence[torch.Tensor]]) -> VisionFeatures:
-        """Collect the tensors of each image: the merger's, then those of the deepstack layers."""
-        merged, *deepstack = zip(*images, strict=True)
-        return cls(merged, deepstack or None)
-
-
-class QwenVLRewardModel(RewardModel):
-    """A reward model of the Qwen-VL family: one tower for images and videos, and rotary positions in three axes."""
-
-    # Run the tower in every batch, with or without images, so that all ranks gather and reduce the same weights in
-    # the same order. Training sets it.
-    touch_vision = False
-
-    def hidden_states(
-        self,
-        pixel_values: torch.Tensor | None = None,
-        pixel_values_videos: torch.Tensor | None = None,
-        image_grid_thw: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
-        image_order: torch.Tensor | None = None,
-        video_order: torch.Tensor | None = None,
-        **inputs: Any,
-    ) -> torch.Tensor:
-        """Return the backbone's last hidden states [B, T, H], each distinct image encoded once.
-
-        `image_order` and `video_order` have the index of each image and video in `input_ids` among the distinct ones,
-        in turn; without them all are distinct.
-        """
-        media = {}
-        for kind, pixels, grid, order in (
-            ("image", pixel_values, image_grid_thw, image_order),
-            ("video", pixel_values_videos, video_grid_thw, video_order),
-        ):
-            if (pixels is None) != (grid is None):
-                raise ValueError(f"a batch with {kind}s needs both their pixels and {kind}_grid_thw.")
-            if pixels is not None and grid is not None:
-                media[kind] = MediaInputs(pixels, grid, range(len(grid)) if order is None else order.tolist())
-        # transformers falls back to one-dimensional positions without an error.
-        if media and "position_ids" not in inputs and "mm_token_type_ids" not in inputs:
-            raise ValueError(
-                "a batch with images needs mm_token_type_ids (the processor returns them) or position_ids: without "
-                "them its images would silently get the positions of text."
-            )
-        if self.vision_cache is not None:
-            # Here, not where features are cached: ranks with a batch of texts must take part too.
-            self.vision_cache.identify(self.model.visual)
-        if media or not self.touch_vision:
-            grids = {f"{kind}_grid_thw": distinct.grid for kind, distinct in media.items()}
-            return super().hidden_states(**inputs, **grids, mm_encoder_outputs=self._encode(media))
-        # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
-        features = self.run_tower(*self._blank_image())
-        zero = torch.stack([(0 * layer).sum() for image in features for layer in image]).sum()
-        return super().hidden_states(**inputs) + zero
-
-    def _encode(self, media: dict[str, MediaInputs]) -> dict[str, VisionFeatures]:
-        """Return the features of each kind of media in the order shown, from one pass of the tower for all of them."""
-        if not media:
-            return {}
-        pixels = torch.cat([distinct.pixels for distinct in media.values()])
-        grid = torch.cat([distinct.grid for distinct in media.values()])
-        features = self.vision_features(pixels, grid)
-        encoded, start = {}, 0
-        for kind, distinct in media.items():
-            encoded[kind] = VisionFeatures.of([features[start + index] for index in distinct.order])
-            start += len(distinct.grid)
-        return encoded
-
-    def use_vision_cache(self, directory: str | Path, gigabytes: float = 50.0) -> None:
-        from vlmrm.modeling.vision_cache import VisionCache
-
-        if self.trains_vision():
-            raise ConfigError(
-                "vision_cache_dir: the features of a trained vision tower or merger change with every step: set "
-                "freeze_vit: true without freeze_merger: false, or remove vision_cache_dir."
-            )
-        self.vision_cache = VisionCache(directory, gigabytes)
-
-    def vision_features(self, pixels: torch.Tensor, grid: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Return the features of `pixels[patches, values]`, from the cache where there is one.
-
-        For each row of `grid[N, 3]` the merger's features [tokens, H], then those of each deepstack layer. Pixels that
-        need a gradient are never cached.
-        """
-        if self.vision_cache is None or pixels.requires_grad:
-            return self.run_tower(pixels, grid)
-        ran = False
-
-        def run(*missing: torch.Tensor) -> list[list[torch.Tensor]]:
-            nonlocal ran
-            ran = True
-            return self.run_tower(*missing)
-
-        features = self.vision_cache.features(self.model.visual, pixels, grid, run)
-        if self.touch_vision and not ran:
-            # Other ranks may have images that are not cached: under ZeRO-3 all gather the tower's weights together.
-            self.run_tower(*self._blank_image())
-        return features
-
-    def run_tower(self, pixels: torch.Tensor, grid: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Return the features of `vision_features`, computed by the tower."""
-        # Adapters of the language model leave the whole tower frozen: its activations need not be kept then.
-        with torch.set_grad_enabled((self.trains_vision() or pixels.requires_grad) and torch.is_grad_enabled()):
-            output = self.model.get_image_features(pixels, grid, return_dict=True)
-        layers = [output.pooler_output, *output.get("deepstack_features", [])]
-        return [list(image) for image in zip(*layers, strict=True)]
-
-    def trains_vision(self) -> bool:
-        """Return whether any weight of the tower or the merger is trained."""
-        return any(weight.requires_grad for weight in self.model.visual.parameters())
-
-    def _blank_image(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the smallest possible image, one merged patch of zeros, and its grid."""
-        vision = self.config.vision_config
-        side = vision.spatial_merge_size
-        values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return (
-            torch.zeros(side**2, values, device=self.device),
-            torch.tensor([[1, side, side]], device=self.device),
-        )
+def _parameters(method: Any) -> tuple[str, ...]:
+    """Return the names of a method's parameters, as its class declares them."""
+    return _function_parameters(method.__func__)
 
 
 for _backbone in (Qwen2VLModel, Qwen2_5_VLModel, Qwen3VLModel):
@@ -313,24 +319,26 @@ for _backbone in (Qwen2VLModel, Qwen2_5_VLModel, Qwen3VLModel):
     relies_on(_backbone.forward, "mm_encoder_outputs")  # else **kwargs would swallow it: a model blind to images
 
 
-class Qwen2VLForSequenceClassification(QwenVLRewardModel, Qwen2VLPreTrainedModel):
+class Qwen2VLForSequenceClassification(RewardModel, Qwen2VLPreTrainedModel):
     """Qwen2-VL with a score."""
 
 
-class Qwen2_5_VLForSequenceClassification(QwenVLRewardModel, Qwen2_5_VLPreTrainedModel):
+class Qwen2_5_VLForSequenceClassification(RewardModel, Qwen2_5_VLPreTrainedModel):
     """Qwen2.5-VL, and MiMo-VL which is one in other proportions, with a score."""
 
 
-class Qwen3VLForSequenceClassification(QwenVLRewardModel, Qwen3VLPreTrainedModel):
+class Qwen3VLForSequenceClassification(RewardModel, Qwen3VLPreTrainedModel):
     """Qwen3-VL with a score."""
 
 
 def reward_model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the reward model class for a configuration; for one outside the Qwen-VL family it is generated.
+    """Return the reward model class for a configuration; it is generated for those that are not written out here.
 
     Raises:
-        CheckpointError: when the checkpoint is no vision-language model.
+        CheckpointError: when the checkpoint is no vision-language model, or of a family that cannot be a reward model.
     """
+    if family_of(config).refused:
+        raise CheckpointError(f"{config.model_type} cannot be a reward model: {family_of(config).refused}.")
     return REWARD_MODELS.get(type(config)) or _generated_class(type(config))
 
 
@@ -345,7 +353,8 @@ def _generated_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedMod
         ) from None
     name = language_model.__name__.removesuffix("ForConditionalGeneration") + "ForSequenceClassification"
     base = next(parent for parent in language_model.__mro__ if parent.__name__.endswith("PreTrainedModel"))
-    logger.warning("using the generic factory for %s: training it this way is untested", config_class.model_type)
+    if config_class.model_type not in BY_MODEL_TYPE:
+        logger.warning("using the generic factory for %s: training it this way is untested", config_class.model_type)
     model_class = type(name, (RewardModel, base), {"__module__": __name__})
     _register(config_class, model_class, language_model.__name__)
     return model_class

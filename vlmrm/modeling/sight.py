@@ -55,12 +55,12 @@ def prove_sight(
     except RowError as error:
         raise CheckpointError(f"{name} cannot be shown an image: {error}; see its processor.") from error
     run = run or (lambda inputs: model(**to_device(inputs, model.device)))
-    padded = PaddedBatcher.for_processor(processor)
+    padded = PaddedBatcher.for_processor(processor, model.type_names)
     shared = batching == "shared" and not_shared(model) is None
     attention, training, cache = attention_of(model), model.training, model.vision_cache
     model.eval()
     if cache is not None:
-        cache.identify(model.model.visual)  # ZeRO-3 must not be in the middle of a forward for it
+        cache.identify(model.vision_modules())  # ZeRO-3 must not be in the middle of a forward for it
     model.vision_cache = None  # these two images are never needed again
     try:
         if shared:

@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from hashlib import sha256
@@ -24,16 +24,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from vlmrm.batching.media import DistinctMedia, select
 from vlmrm.errors import ConfigError
 from vlmrm.files import make_folder, plain_write_errors, write_file
+from vlmrm.modeling.features import Features
 
 logger = logging.getLogger("vlmrm")
-
-# Features of one image: the merger's [tokens, H], then those of each deepstack layer (Qwen3-VL), of the same shape.
-Features = list[torch.Tensor]
 
 # A full cache is emptied to KEEP of its limit. Each process looks at the folder's size whenever it has written CHECK
 # of the limit: ten processes that write at once stay within it.
@@ -60,50 +58,46 @@ class VisionCache:
                 pass
             self._evict()
 
-    def identify(self, tower: PreTrainedModel) -> None:
-        """Hash the tower's weights on the first call.
+    def identify(self, modules: Sequence[nn.Module]) -> None:
+        """Hash the weights of the tower and merger on the first call.
 
         Under ZeRO-3 all ranks gather each weight for it, so all must call it at the same point: in their first batch,
         with images or without, after a checkpoint to resume from was loaded.
         """
         if self._tower_hash is None:
-            self._tower_hash = _hash_of(tower)
+            self._dtype = next(modules[0].parameters()).dtype
+            self._tower_hash = _hash_of(modules)
 
-    def features(
-        self,
-        tower: PreTrainedModel,
-        pixels: torch.Tensor,
-        grid: torch.Tensor,
-        run: Callable[[torch.Tensor, torch.Tensor], list[Features]],
-    ) -> list[Features]:
-        """Return the features of each image in `grid[N, 3]`, with one `run(pixels, grid)` for those not cached.
+    def features(self, media: DistinctMedia, run: Callable[[DistinctMedia], list[Features]]) -> list[Features]:
+        """Return the features of each distinct medium, with one `run` for those not cached.
 
-        `pixels[patches, values]` are those of all images, one after the other. An image that is in the batch twice is
-        computed once.
+        A medium that is in the batch twice is computed once. `identify` comes first.
         """
-        self.identify(tower)
-        shapes = grid.tolist()
-        patches = [t * h * w for t, h, w in shapes]
-        compute_type = _compute_type(pixels.device, tower.dtype)
+        device = next(iter(media["tensors"].values())).device
+        compute_type = _compute_type(device, self._dtype)
         # Hashed in the type in which the tower reads them.
-        on_cpu = pixels.to(tower.dtype).cpu().split(patches)
-        with ThreadPoolExecutor(max_workers=min(len(shapes), os.cpu_count() or 1)) as pool:  # hashing holds no lock
-            keys = list(pool.map(lambda image, thw: self._key(image, thw, compute_type), on_cpu, shapes))
+        on_cpu = {
+            name: tensor.to("cpu", self._dtype if tensor.is_floating_point() else None).split(media["rows"][name])
+            for name, tensor in media["tensors"].items()
+        }
+        parts = [dict(zip(on_cpu, tensors, strict=True)) for tensors in zip(*on_cpu.values(), strict=True)]
+        with ThreadPoolExecutor(max_workers=min(len(parts), os.cpu_count() or 1)) as pool:  # hashing holds no lock
+            keys = list(pool.map(lambda tensors: self._key(tensors, compute_type), parts))
         distinct = list(dict.fromkeys(keys))
         stored = {key: self._load(key) for key in distinct}
-        by_key = {key: [f.to(pixels.device) for f in features] for key, features in stored.items() if features}
+        by_key = {key: [f.to(device) for f in features] for key, features in stored.items() if features}
         missing = [keys.index(key) for key in distinct if key not in by_key]
         if missing:
-            images = pixels.split(patches)
-            computed = run(torch.cat([images[i] for i in missing]), grid[missing])
-            for i, features in zip(missing, computed, strict=True):
+            for i, features in zip(missing, run(select(media, missing)), strict=True):
                 by_key[keys[i]] = features
                 self._store(keys[i], features)
         return [by_key[key] for key in keys]
 
-    def _key(self, image: torch.Tensor, thw: list[int], compute_type: str) -> str:
-        digest = sha256(f"{self._tower_hash} {compute_type} {thw} ".encode())
-        digest.update(_bytes(image))
+    def _key(self, tensors: Mapping[str, torch.Tensor], compute_type: str) -> str:
+        digest = sha256(f"{self._tower_hash} {compute_type} ".encode())
+        for name, tensor in tensors.items():
+            digest.update(f"{name} {list(tensor.shape)} ".encode())
+            digest.update(_bytes(tensor))
         return digest.hexdigest()
 
     def _path(self, key: str) -> Path:
@@ -171,14 +165,17 @@ def _compute_type(device: torch.device, dtype: torch.dtype) -> str:
     return f"{dtype} {torch.get_autocast_dtype(device.type) if autocast else 'as it is'}"
 
 
-def _hash_of(tower: PreTrainedModel) -> str:
+def _hash_of(modules: Sequence[nn.Module]) -> str:
     ignored = ("_name_or_path", "transformers_version", "dtype")  # its origin, and its type, which keys have already
-    config = {name: value for name, value in tower.config.to_dict().items() if name not in ignored}
-    digest = sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, weight in tower.named_parameters():
-        with _gathered(weight):
-            digest.update(f"{name} {weight.dtype} {list(weight.shape)} ".encode())
-            digest.update(_bytes(weight.detach().cpu()))
+    digest = sha256()
+    for module in modules:
+        if (config := getattr(module, "config", None)) is not None:
+            about = {name: value for name, value in config.to_dict().items() if name not in ignored}
+            digest.update(json.dumps(about, sort_keys=True, default=str).encode())
+        for name, weight in module.named_parameters():
+            with _gathered(weight):
+                digest.update(f"{name} {weight.dtype} {list(weight.shape)} ".encode())
+                digest.update(_bytes(weight.detach().cpu()))
     return digest.hexdigest()
 
 

@@ -22,6 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.batching.collator import plain_worker_errors
+from vlmrm.batching.media import blank_image
 from vlmrm.config import Configuration
 from vlmrm.data import comparisons
 from vlmrm.data.arguments import DataArguments
@@ -46,7 +47,7 @@ from vlmrm.modeling import (
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_finished, local_folder, read_json_of, weights_digest
-from vlmrm.modeling.reward_model import QwenVLRewardModel, RewardModel
+from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.sight import prove_sight
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
@@ -191,7 +192,7 @@ def construct(make: Callable[..., T], sources: Sources, arguments: RunArguments,
     model_args, data_args, args, processor = arguments.model, arguments.data, arguments.training, sources.processor
     train_dataset, eval_dataset = load_train_and_eval(data_args)
     from_first_rank(lambda: check_data(arguments, processor, train_dataset, eval_dataset))  # before weights are read
-    model = build_model(model_args, args)
+    model = build_model(model_args, args, processor)
     return build_trainer(
         make,
         model=model,
@@ -259,7 +260,7 @@ def base_digest(model_args: ModelArguments) -> str | None:
     return weights_digest(local_folder(model_args.model_name_or_path, model_args.model_revision))
 
 
-def build_model(model_args: ModelArguments, args: RewardTrainingArguments) -> RewardModel:
+def build_model(model_args: ModelArguments, args: RewardTrainingArguments, processor: Any) -> RewardModel:
     """Load the reward model, with a seeded head and its frozen parts."""
     if args.deepspeed and args.use_cpu:
         # ZeRO-3 reads the number of ranks inside from_pretrained, before anything else starts the process group.
@@ -281,10 +282,9 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments) -> Re
     # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
     # A single process does too, for equal results: the optimizer skips weights without a gradient, but not those with
     # a zero one (weight decay, momentum).
-    if isinstance(model, QwenVLRewardModel):
-        model.touch_vision = True
-        if args.ddp_find_unused_parameters is None:
-            args.ddp_find_unused_parameters = False  # there are none then, and DDP need not search for them
+    model.touch_vision = blank_image(processor)
+    if args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = not model.family.trains_all
     return model
 
 
@@ -419,7 +419,8 @@ def cache_vision(model, model_args: ModelArguments) -> None:
         return
     model.use_vision_cache(model_args.vision_cache_dir, model_args.vision_cache_gb)
     # The optimizer never misses a frozen tower; but under ZeRO-3 ranks gather its weights together or not at all.
-    model.touch_vision = is_deepspeed_zero3_enabled()
+    if not is_deepspeed_zero3_enabled():
+        model.touch_vision = None
 
 
 def report_start(trainer: ComparisonTrainer, log_path: Path | None) -> None:

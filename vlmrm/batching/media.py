@@ -1,0 +1,90 @@
+"""The images and videos of a batch: the tensors of the distinct ones, and which of them stand where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import torch
+from PIL import Image as Pillow
+from torch.nn.functional import pad
+
+from vlmrm.conversation import Image, Message
+from vlmrm.rendering import ProcessedMedia, Renderer
+
+BLANK_SIDE = 56  # pixels; processors enlarge it to what their models take
+
+
+class DistinctMedia(TypedDict):
+    """N distinct images, or N distinct videos, and their M occurrences in a batch.
+
+    `tensors` are the processor's outputs, joined along their first dimension, of which medium i has `rows[name][i]`;
+    it is `tokens[i]` placeholders in a conversation. `order` [M] is the index of each occurrence among the distinct
+    media, in the order of the tokens. A plain dictionary, which trainers move to a device as they do others.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    rows: dict[str, list[int]]
+    tokens: list[int]
+    order: list[int]
+
+
+Media = dict[str, DistinctMedia]  # by kind: image, video
+
+
+def distinct_media(media: Sequence[ProcessedMedia]) -> DistinctMedia:
+    """Return the distinct ones of `media`, which are of one kind, each once in the order of its first occurrence."""
+    distinct = {medium.key: medium for medium in media}
+    index_of = {key: index for index, key in enumerate(distinct)}
+    return {
+        "tensors": join(list(distinct.values())),
+        "rows": {
+            name: [len(medium.tensors[name]) for medium in distinct.values()]
+            for name in next(iter(distinct.values())).tensors
+        },
+        "tokens": [medium.tokens for medium in distinct.values()],
+        "order": [index_of[medium.key] for medium in media],
+    }
+
+
+def select(media: DistinctMedia, indices: Sequence[int]) -> DistinctMedia:
+    """Return the distinct media `indices`, each of which occurs once."""
+    tensors = {}
+    for name, tensor in media["tensors"].items():
+        parts = tensor.split(media["rows"][name])
+        tensors[name] = torch.cat([parts[index] for index in indices])
+    rows = {name: [counts[index] for index in indices] for name, counts in media["rows"].items()}
+    return {
+        "tensors": tensors,
+        "rows": rows,
+        "tokens": [media["tokens"][index] for index in indices],
+        "order": list(range(len(indices))),
+    }
+
+
+def blank_image(processor: Any) -> DistinctMedia:
+    """Return a small grey image, as a processor gives it to the model."""
+    grey = Pillow.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey")
+    return distinct_media(Renderer(processor).process([Message.of("user", Image(grey))]))
+
+
+def join(media: Sequence[ProcessedMedia]) -> dict[str, torch.Tensor]:
+    """Return the tensors of `media` joined along the first dimension, the others padded with zeros to the largest.
+
+    So do the processors that pad images of different sizes; their models know the sizes by further tensors.
+    """
+    names = dict.fromkeys(name for medium in media for name in medium.tensors)
+    return {name: _join([m.tensors[name] for m in media if name in m.tensors]) for name in names}
+
+
+def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    sizes = [tensor.shape[1:] for tensor in tensors]
+    if len(set(sizes)) == 1:
+        return torch.cat(list(tensors))
+    largest = [max(lengths) for lengths in zip(*sizes, strict=True)]
+    return torch.cat([_pad(tensor, largest) for tensor in tensors])
+
+
+def _pad(tensor: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    missing = [size - length for size, length in zip(sizes, tensor.shape[1:], strict=True)]
+    return pad(tensor, [n for length in reversed(missing) for n in (0, length)])
