@@ -29,7 +29,6 @@ from typing import Any, Protocol, TypedDict
 import torch
 
 from vlmrm.batching.media import join
-from vlmrm.batching.pieces import cheapest_runs, padded_costs
 from vlmrm.conversation import Comparison, Conversation, Message
 from vlmrm.data.comparisons import IrrelevantQueries, best_and_worst
 from vlmrm.errors import RowError, VlmrmError
@@ -57,10 +56,7 @@ class Batcher(Protocol):
         ...
 
     def cut(self, unit: Unit, budget: int) -> list[list[int]]:
-        """Return indices of a unit's conversations in pieces of at most `budget`, those that compute least in all.
-
-        A larger conversation is a piece of its own.
-        """
+        """Return indices of a unit's conversations in pieces of at most `budget`; a larger one is its own piece."""
         ...
 
     def size(self, rendered: Sequence[Rendered]) -> int:
@@ -111,9 +107,7 @@ class PaddedBatcher:
 
     def cut(self, unit: Unit, budget: int) -> list[list[int]]:
         """Return pieces under the budget, padding included; conversations of similar length go together."""
-        order = sorted(range(len(unit)), key=lambda i: -len(unit[i]))
-        sizes = padded_costs([len(unit[i]) for i in order], [_patches(unit[i]) for i in order])
-        return [[order[n] for n in run] for run in cheapest_runs(len(order), sizes, budget)]
+        return self.split([[item] for item in unit], budget)
 
     def size(self, rendered: Sequence[Rendered]) -> int:
         return max(map(len, rendered)) * len(rendered) + sum(map(_patches, rendered))

@@ -66,18 +66,6 @@ def shared_costs(lengths: Sequence[int], shared: Sequence[int], media: Sequence[
     return costs
 
 
-def padded_costs(lengths: Sequence[int], patches: Sequence[int]) -> Costs:
-    """Return the costs of runs of conversations, longest first, each padded to the first of its run."""
-
-    def costs(first: int) -> Iterator[int]:
-        total = 0
-        for count in patches[first:]:
-            total += lengths[first] + count
-            yield total
-
-    return costs
-
-
 _logged: set[tuple[int | None, bool]] = set()
 
 

@@ -72,8 +72,9 @@ def passes_of(parts: Sequence[Part], loss: Loss, score: Score, device: torch.dev
     """
     passes: list[Pass] = []
     for part in parts:
+        objective = partial(_in_order, part=part, loss=loss)
         if len(part["inputs"]) == 1:
-            passes.append(Pass(inputs=part["inputs"][0], objective=partial(loss, part=part), random_state=None))
+            passes.append(Pass(inputs=part["inputs"][0], objective=objective, random_state=None))
             continue
         states: list[RandomState] = []
         pieces: list[torch.Tensor] = []
@@ -81,12 +82,16 @@ def passes_of(parts: Sequence[Part], loss: Loss, score: Score, device: torch.dev
             states.append(RandomState.now(device))
             pieces.append(score(inputs))
         scores = torch.cat(pieces).requires_grad_()
-        value = loss(scores[part["order"]], part=part)
+        value = objective(scores)
         [gradient] = torch.autograd.grad(value, scores)
         value = value.detach() / len(pieces)
         for inputs, share, state in zip(part["inputs"], gradient.split([*map(len, pieces)]), states, strict=True):
             passes.append(Pass(inputs=inputs, objective=Surrogate(share, value), random_state=state))
     return passes
+
+
+def _in_order(scores: torch.Tensor, part: Part, loss: Loss) -> torch.Tensor:
+    return loss(scores[part["order"].to(scores.device)], part=part)
 
 
 @dataclass(frozen=True)
