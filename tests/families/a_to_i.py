@@ -1,0 +1,526 @@
+"""The families whose model type begins with a to i."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers as t
+
+from .tiny import Tiny
+
+SQUARE = {"height": 28, "width": 28}
+AREA = {"shortest_edge": 28 * 28, "longest_edge": 84 * 56}
+AREA16 = {"shortest_edge": 32 * 32, "longest_edge": 96 * 64}
+
+# How the media of many families are written, and the ids of their configurations.
+QWEN: dict[str, Any] = {
+    "tokens": {
+        "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start": "<|vision_start|>",
+        "vision_end": "<|vision_end|>",
+    },
+    "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    "video": "<|vision_start|><|video_pad|><|vision_end|>",
+    "ids": {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
+}  # fmt: skip
+GLM: dict[str, Any] = {
+    "tokens": {
+        "image_token": "<|image|>", "video_token": "<|video|>", "bov": "<|begin_of_video|>",
+        "eov": "<|end_of_video|>", "boi": "<|begin_of_image|>", "eoi": "<|end_of_image|>",
+    },
+    "image": "<|begin_of_image|><|image|><|end_of_image|>",
+    "video": "<|begin_of_video|><|video|><|end_of_video|>",
+    "turn": "<|{role}|>\n{content}",
+    "ids": {
+        "video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>",
+        "image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>",
+    },
+}  # fmt: skip
+GEMMA_TURN = "<start_of_turn>{role}\n{content}<end_of_turn>\n"
+GLM_TEXT = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+
+FAMILIES = [
+    Tiny(
+        "aria",
+        lambda tokenizer, template: t.AriaProcessor(
+            t.AriaImageProcessor(max_image_size=490, min_image_size=28),
+            tokenizer,
+            template,
+            size_conversion={490: 4, 980: 8},
+        ),
+        config={
+            "projector_patch_to_query_dict": {49: 4, 196: 8},
+            "vision_config": {"image_size": 490, "patch_size": 70},
+            "text_config": {"num_key_value_heads": 4},
+        },
+    ),
+    Tiny(
+        "aya_vision",
+        lambda tokenizer, template: t.AyaVisionProcessor(
+            t.GotOcr2ImageProcessor(size=SQUARE, max_patches=3),
+            tokenizer,
+            patch_size=14,
+            img_size=28,
+            chat_template=template,
+        ),
+        tokens={"a": "<|START_OF_IMG|>", "b": "<|END_OF_IMG|>", "c": "<|IMG_PATCH|>", "d": "TILE", "e": "TILE_GLOBAL"},
+        turn="<|START_OF_TURN_TOKEN|>{role}\n{content}<|END_OF_TURN_TOKEN|>",
+        config={"downsample_factor": 1},
+    ),
+    Tiny(
+        "cohere2_vision",
+        lambda tokenizer, template: t.Cohere2VisionProcessor(
+            t.Cohere2VisionImageProcessor(size=SQUARE, max_patches=3, patch_size=2), tokenizer, template
+        ),
+        tokens={
+            "image_token": "<|IMG_PATCH|>",
+            "boi_token": "<|START_OF_IMG|>",
+            "eoi_token": "<|END_OF_IMG|>",
+            "img_line_break_token": "<|IMG_LINE_BREAK|>",
+        },
+        image="<|IMG_PATCH|>",
+        config={"downsample_factor": 1, "alignment_intermediate_size": 48},
+    ),
+    Tiny(
+        "cohere_compass",
+        lambda tokenizer, template: t.CohereCompassProcessor(
+            t.CohereCompassImageProcessor(size=AREA),
+            tokenizer,
+            t.CohereCompassVideoProcessor(size=AREA, patch_size=14),
+            template,
+        ),
+        tokens={
+            "image_token": "<|IMAGE_PAD|>",
+            "video_token": "<|VIDEO_PAD|>",
+            "a": "<|VISION_START|>",
+            "b": "<|VISION_END|>",
+        },
+        image="<|VISION_START|><|IMAGE_PAD|><|VISION_END|>",
+        video="<|VIDEO_PAD|>",
+        ids={"vision_start_token_id": "<|VISION_START|>", "vision_end_token_id": "<|VISION_END|>"},
+        config={"text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}},
+    ),
+    Tiny(
+        "cosmos3_edge",
+        lambda tokenizer, template: t.Cosmos3EdgeProcessor(
+            t.Cosmos3EdgeImageProcessor(size=AREA16), tokenizer, t.Cosmos3EdgeVideoProcessor(size=AREA16), template
+        ),
+        **QWEN,
+        config={"projector_hidden_size": 48, "vision_config": {"patch_size": 16, "num_patches": 16}},
+        options={"return_mm_token_type_ids": True},
+    ),
+    Tiny(
+        "cosmos3_omni",
+        lambda tokenizer, template: t.Qwen3VLProcessor(
+            t.Qwen2VLImageProcessor(patch_size=16, size=AREA16),
+            tokenizer,
+            t.Qwen3VLVideoProcessor(size=AREA16),
+            template,
+        ),
+        **QWEN,
+        config={"vision_config": {"patch_size": 16}, "text_config": GLM_TEXT},
+    ),
+    Tiny(
+        "deepseek_ocr2",
+        lambda tokenizer, template: t.DeepseekOcr2Processor(
+            t.DeepseekOcr2ImageProcessor(size={"height": 48, "width": 48}, tile_size=48),
+            tokenizer,
+            template,
+            patch_size=1,
+        ),
+        config={
+            "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+            "vision_config": {
+                "sam_config": {
+                    "image_size": 48,
+                    "patch_size": 1,
+                    "mlp_dim": 48,
+                    "output_channels": 8,
+                    "downsample_channels": [16, 32],
+                    "window_size": 6,
+                    "global_attn_indexes": [],
+                }
+            },
+        },
+    ),
+    Tiny(
+        "deepseek_vl",
+        lambda tokenizer, template: t.DeepseekVLProcessor(
+            t.DeepseekVLImageProcessor(size=SQUARE), tokenizer, template, num_image_tokens=4
+        ),
+    ),
+    Tiny(
+        "deepseek_vl_hybrid",
+        lambda tokenizer, template: t.DeepseekVLHybridProcessor(
+            t.DeepseekVLHybridImageProcessor(size=SQUARE, high_res_size={"height": 64, "width": 64}),
+            tokenizer,
+            template,
+            num_image_tokens=4,
+        ),
+        config={
+            "high_res_vision_config": {
+                "image_size": 64,
+                "patch_size": 16,
+                "mlp_dim": 48,
+                "output_channels": 8,
+                "num_pos_feats": 4,
+                "window_size": 2,
+                "global_attn_indexes": [1],
+                "scale": 8,
+            }
+        },
+    ),
+    Tiny(
+        "dots3_note",
+        lambda tokenizer, template: t.Dots3NoteProcessor(
+            t.Qwen2VLImageProcessor(size=AREA),
+            tokenizer,
+            t.Qwen3VLVideoProcessor(size=AREA),
+            t.WhisperFeatureExtractor(),
+            template,
+        ),
+        tokens={
+            "image_token": "<|imgpad|>",
+            "video_token": "<|video_pad|>",
+            "audio_token": "<|audio_comp_pad|>",
+            "a": "<|img|>",
+            "b": "<|endofimg|>",
+        },
+        image="<|img|><|imgpad|><|endofimg|>",
+        video="<|img|><|video_pad|><|endofimg|>",
+    ),
+    Tiny(
+        "emu3",
+        lambda tokenizer, template: t.Emu3Processor(
+            t.Emu3ImageProcessor(min_pixels=32 * 32, max_pixels=64 * 64), tokenizer, template
+        ),
+        tokens={
+            "image_token": "<image>",
+            "boi_token": "<|image start|>",
+            "eoi_token": "<|image end|>",
+            "image_wrapper_token": "<|image token|>",
+            "eof_token": "<|extra_201|>",
+        },
+        options={"add_special_tokens": False},
+        codes=["<image>", "<|extra_200|>", *(f"<|visual token {i:06d}|>" for i in range(8))],
+        config={
+            "vq_config": {
+                "codebook_size": 8,
+                "embed_dim": 4,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1, 1, 1],
+                "num_res_blocks": 1,
+            }
+        },
+    ),
+    Tiny(
+        "ernie4_5_vl_moe",
+        lambda tokenizer, template: t.Ernie4_5_VLMoeProcessor(
+            t.Ernie4_5_VLMoeImageProcessor(size=AREA), tokenizer, t.Ernie4_5_VLMoeVideoProcessor(size=AREA), template
+        ),
+        tokens={
+            "image_token": "<|IMAGE_PLACEHOLDER|>",
+            "image_start_token": "<|IMAGE_START|>",
+            "image_end_token": "<|IMAGE_END|>",
+            "video_token": "<|VIDEO_PLACEHOLDER|>",
+            "video_start_token": "<|VIDEO_START|>",
+            "video_end_token": "<|VIDEO_END|>",
+        },
+        image="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        video="<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>",
+        ids={
+            "image_start_token_id": "<|IMAGE_START|>",
+            "image_end_token_id": "<|IMAGE_END|>",
+            "video_start_token_id": "<|VIDEO_START|>",
+            "video_end_token_id": "<|VIDEO_END|>",
+        },
+        config={
+            "text_config": {
+                "moe_intermediate_size": [32, 16],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+            }
+        },
+    ),
+    Tiny(
+        "exaone4_5",
+        lambda tokenizer, template: t.Exaone4_5_Processor(
+            t.Qwen2VLImageProcessor(size=AREA), tokenizer, t.Qwen2VLVideoProcessor(size=AREA), template
+        ),
+        **QWEN,
+    ),
+    Tiny(
+        "fast_vlm",
+        lambda tokenizer, template: t.LlavaProcessor(
+            t.CLIPImageProcessor(size=SQUARE, crop_size=SQUARE),
+            tokenizer,
+            patch_size=14,
+            vision_feature_select_strategy="full",
+            chat_template=template,
+        ),
+    ),
+    Tiny(
+        "fuyu",
+        lambda tokenizer, template: t.FuyuProcessor(
+            t.FuyuImageProcessor(size={"height": 60, "width": 90}, patch_size=SQUARE), tokenizer
+        ),
+        tokens={"speaker": "|SPEAKER|", "newline": "|NEWLINE|", "bos": "<s>"},
+        image="|SPEAKER|",
+    ),
+    Tiny(
+        "gemma3",
+        lambda tokenizer, template: t.Gemma3Processor(
+            t.Gemma3ImageProcessor(size=SQUARE), tokenizer, chat_template=template, image_seq_length=4
+        ),
+        tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        image="<start_of_image>",
+        turn=GEMMA_TURN,
+        config={"mm_tokens_per_image": 4},
+        ids={"image_token_id": "<image_soft_token>"},
+    ),
+    Tiny(
+        "gemma3n",
+        lambda tokenizer, template: t.Gemma3nProcessor(
+            t.Gemma3nAudioFeatureExtractor(),
+            t.SiglipImageProcessor(size={"height": 64, "width": 64}),
+            tokenizer,
+            template,
+            image_seq_length=4,
+        ),
+        tokens={
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+            "audio_token": "<audio_soft_token>",
+            "boa_token": "<start_of_audio>",
+            "eoa_token": "<end_of_audio>",
+        },
+        image="<image_soft_token>",
+        turn=GEMMA_TURN,
+    ),
+    Tiny(
+        "gemma4",
+        lambda tokenizer, template: t.Gemma4Processor(
+            t.Gemma4AudioFeatureExtractor(),
+            t.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70),
+            tokenizer,
+            t.Gemma4VideoProcessor(patch_size=4, max_soft_tokens=70),
+            template,
+        ),
+        tokens={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        image="<|image|>",
+        video="<|video|>",
+        turn=GEMMA_TURN,
+        config={
+            "vision_config": {
+                "model_type": "gemma4_vision",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "patch_size": 4,
+                "position_embedding_size": 64,
+            }
+        },
+    ),
+    Tiny(
+        "glm46v",
+        lambda tokenizer, template: t.Glm46VProcessor(
+            t.Glm46VImageProcessor(size=AREA), tokenizer, t.Glm46VVideoProcessor(size=AREA), template
+        ),
+        **GLM,
+        config={"text_config": GLM_TEXT},
+    ),
+    Tiny(
+        "glm4v",
+        lambda tokenizer, template: t.Glm4vProcessor(
+            t.Glm4vImageProcessor(size=AREA), tokenizer, t.Glm4vVideoProcessor(size=AREA), template
+        ),
+        **GLM,
+        config={"text_config": GLM_TEXT},
+    ),
+    Tiny(
+        "glm4v_moe",
+        lambda tokenizer, template: t.Glm4vProcessor(
+            t.Glm4vImageProcessor(size=AREA), tokenizer, t.Glm4vVideoProcessor(size=AREA), template
+        ),
+        **GLM,
+        config={"text_config": {"rope_parameters": {**GLM_TEXT["rope_parameters"], "partial_rotary_factor": 1.0}}},
+    ),
+    Tiny(
+        "glm5_next",
+        lambda tokenizer, template: t.Glm5NextProcessor(
+            t.Glm5NextImageProcessor(min_image_tokens=1, max_image_tokens=6),
+            tokenizer,
+            t.Glm5NextVideoProcessor(),
+            template,
+        ),
+        **GLM,
+        config={"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
+    ),
+    Tiny(
+        "glm_ocr",
+        lambda tokenizer, template: t.Glm46VProcessor(
+            t.Glm46VImageProcessor(size=AREA), tokenizer, t.Glm46VVideoProcessor(size=AREA), template
+        ),
+        **GLM,
+        config={"text_config": GLM_TEXT},
+    ),
+    Tiny(
+        "glmga",
+        lambda tokenizer, template: t.Glm46VProcessor(
+            t.GlmgaImageProcessor(size=AREA), tokenizer, t.GlmgaVideoProcessor(size=AREA), template
+        ),
+        **GLM,
+        config={"text_config": GLM_TEXT},
+    ),
+    Tiny(
+        "got_ocr2",
+        lambda tokenizer, template: t.GotOcr2Processor(
+            t.GotOcr2ImageProcessor(size={"height": 64, "width": 64}), tokenizer, template
+        ),
+        tokens={"image_token": "<imgpad>", "a": "<img>", "b": "</img>"},
+        image="<img><imgpad></img>\n",
+        nested=False,
+        config={
+            "vision_config": {
+                "image_size": 64,
+                "patch_size": 1,
+                "mlp_dim": 48,
+                "output_channels": 8,
+                "window_size": 8,
+                "global_attn_indexes": [],
+            }
+        },
+    ),
+    Tiny(
+        "granite4_vision",
+        lambda tokenizer, template: t.Granite4VisionProcessor(
+            t.LlavaNextImageProcessor(
+                size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=[[28, 56], [56, 28], [56, 56]]
+            ),
+            tokenizer,
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            chat_template=template,
+            num_additional_image_tokens=1,
+            downsample_rate="1/2",
+        ),
+        config={
+            "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+            "qformer_config": {"encoder_hidden_size": 32},
+            "deepstack_layer_map": [[-2, 0]],
+            "spatial_target_layers": [1],
+            "downsample_rate": "1/2",
+        },
+    ),
+    Tiny(
+        "granite_docling",
+        lambda tokenizer, template: t.GraniteDoclingProcessor(
+            t.GraniteDoclingImageProcessor(size={"height": 32, "width": 32}, max_patches=4),
+            tokenizer,
+            image_seq_len=1,
+            chat_template=template,
+        ),
+        tokens={"fake": "<fake_token_around_image>", "global": "<global-img>"},
+        config={"vision_config": {"image_size": 32, "patch_size": 8, "scale_factor": 4}},
+    ),
+    Tiny(
+        "hunyuan_vl",
+        lambda tokenizer, template: t.HunYuanVLProcessor(t.HunYuanVLImageProcessor(size=AREA16), tokenizer, template),
+        tokens={"image_token": "<img>", "image_start_token": "<img_start>", "image_end_token": "<img_end>"},
+        image="<img_start><img><img_end>",
+        config={
+            "vision_config": {"patch_size": 16, "max_image_size": 128},
+            "text_config": {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}
+            },
+        },
+        ids={"im_start_id": "<img_start>", "im_end_id": "<img_end>"},
+    ),
+    Tiny(
+        "hyperclovax_vision_v2",
+        lambda tokenizer, template: t.HyperCLOVAXVisionV2Processor(
+            t.Qwen2VLImageProcessor(size=AREA), tokenizer, t.Qwen2VLVideoProcessor(size=AREA), template
+        ),
+        **QWEN,
+    ),
+    Tiny(
+        "idefics2",
+        lambda tokenizer, template: t.Idefics2Processor(
+            t.Idefics2ImageProcessor(size={"shortest_edge": 28, "longest_edge": 56}),
+            tokenizer,
+            image_seq_len=4,
+            chat_template=template,
+        ),
+        tokens={"image_boundary_token": "<fake_token_around_image>"},
+        config={
+            "perceiver_config": {
+                "hidden_size": 64,
+                "resampler_n_latents": 4,
+                "resampler_depth": 1,
+                "resampler_n_heads": 4,
+                "resampler_head_dim": 16,
+                "num_key_value_heads": 2,
+            }
+        },
+    ),
+    Tiny(
+        "idefics3",
+        lambda tokenizer, template: t.Idefics3Processor(
+            t.Idefics3ImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+            tokenizer,
+            image_seq_len=1,
+            chat_template=template,
+        ),
+        tokens={"fake": "<fake_token_around_image>", "global": "<global-img>"},
+        turn="<|im_start|>{role}:{content}<end_of_utterance>\n",
+        config={"scale_factor": 2},
+    ),
+    Tiny(
+        "inkling2",
+        lambda tokenizer, template: t.Inkling2Processor(t.Inkling2ImageProcessor(), tokenizer, template),
+        tokens={"image_token": "<|unused_200054|>", "a": "<|content_image|>"},
+        image="<|content_image|><|unused_200054|>",
+        config={"vision_config": {"patch_size": 20}},
+    ),
+    Tiny(
+        "inkling_mm_model",
+        lambda tokenizer, template: t.InklingProcessor(
+            t.InklingFeatureExtractor(), t.InklingImageProcessor(size={"height": 16, "width": 16}), tokenizer, template
+        ),
+        tokens={
+            "image_token": "<|unused_200054|>",
+            "audio_token": "<|unused_200053|>",
+            "a": "<|content_image|>",
+            "b": "<|content_audio_input|>",
+        },
+        image="<|content_image|><|unused_200054|>",
+        config={"vision_config": {"patch_size": 16, "n_layers": 3}},
+    ),
+    Tiny(
+        "internvl",
+        lambda tokenizer, template: t.InternVLProcessor(
+            t.GotOcr2ImageProcessor(size=SQUARE, max_patches=3),
+            tokenizer,
+            t.InternVLVideoProcessor(size=SQUARE),
+            image_seq_length=1,
+            chat_template=template,
+        ),
+        tokens={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        image="<IMG_CONTEXT>\n",
+        video="<video>\n",
+    ),
+]

@@ -1,0 +1,939 @@
+"""The families whose model type begins with j to z."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from transformers import (
+    CLIPImageProcessor,
+    GotOcr2ImageProcessor,
+    JanusImageProcessor,
+    JanusProcessor,
+    Kimi_K25ImageProcessor,
+    Kimi_K25Processor,
+    Kimi_K25VideoProcessor,
+    Lfm2VlImageProcessor,
+    Lfm2VlProcessor,
+    Lfm3VlProcessor,
+    LightOnOcrProcessor,
+    Llama4ImageProcessor,
+    Llama4Processor,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    LlavaNextVideoProcessor,
+    LlavaNextVideoVideoProcessor,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
+    LlavaProcessor,
+    MiniCPMOcrImageProcessor,
+    MiniCPMOcrProcessor,
+    MiniCPMOcrVideoProcessor,
+    MiniCPMV4_6ImageProcessor,
+    MiniCPMV4_6Processor,
+    MiniCPMV4_6VideoProcessor,
+    MiniCPMV4_7Processor,
+    MiniMaxM3VLImageProcessor,
+    MiniMaxM3VLProcessor,
+    MiniMaxM3VLVideoProcessor,
+    Molmo2ImageProcessor,
+    Molmo2Processor,
+    Molmo2VideoProcessor,
+    MuseGlimmerImageProcessor,
+    MuseGlimmerProcessor,
+    MuseGlimmerVideoProcessor,
+    MuseSparkFeatureExtractor,
+    MuseSparkProcessor,
+    NemotronH_Omni_Reasoning_V3ImageProcessor,
+    NemotronH_Omni_Reasoning_V3Processor,
+    NemotronH_Omni_Reasoning_V3VideoProcessor,
+    Ovis2ImageProcessor,
+    Ovis2Processor,
+    PaddleOCRVLImageProcessor,
+    PaddleOCRVLProcessor,
+    PaliGemmaProcessor,
+    ParakeetFeatureExtractor,
+    PerceptionLMImageProcessor,
+    PerceptionLMProcessor,
+    PerceptionLMVideoProcessor,
+    PixtralImageProcessor,
+    PixtralProcessor,
+    QianfanOCRProcessor,
+    Qwen2_5_VLProcessor,
+    Qwen2_5OmniProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3OmniMoeProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+    SiglipImageProcessor,
+    SmolVLMImageProcessor,
+    SmolVLMVideoProcessor,
+    Step3p7ImageProcessor,
+    Step3p7Processor,
+    UnlimitedOcrImageProcessor,
+    UnlimitedOcrProcessor,
+    VideoLlama3ImageProcessor,
+    VideoLlama3Processor,
+    VideoLlama3VideoProcessor,
+    VideoLlavaImageProcessor,
+    VideoLlavaProcessor,
+    VideoLlavaVideoProcessor,
+    WhisperFeatureExtractor,
+)
+from transformers.models.smolvlm import processing_smolvlm
+
+from .tiny import Tiny
+
+SQUARE = {"height": 28, "width": 28}
+SHORT = {"shortest_edge": 28}
+GRIDS = [[28, 28], [28, 56], [56, 28]]  # the sizes to which LLaVA-NeXT enlarges images
+MEDIA = {"image_token": "<image>", "video_token": "<video>"}
+
+
+def area(patch: int) -> dict[str, int]:
+    """Return limits of an image's pixels: of one to six merged patches."""
+    return {"shortest_edge": (2 * patch) ** 2, "longest_edge": 6 * (2 * patch) ** 2}
+
+
+# LLaVA and those who built on it ------------------------------------------------------------------------------------
+# CLIP's class token is counted and then dropped.
+LLAVA = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+
+
+def llava(tokenizer: Any, template: str) -> LlavaProcessor:
+    return LlavaProcessor(CLIPImageProcessor(size=SHORT, crop_size=SQUARE), tokenizer, chat_template=template, **LLAVA)
+
+
+LLAVAS = [
+    Tiny("llava", llava, image="<image>\n"),
+    Tiny("vipllava", llava, image="<image>\n", config={"vision_feature_layer": [-1, -2]}),
+    Tiny(
+        "llava_next",
+        lambda tokenizer, template: LlavaNextProcessor(
+            LlavaNextImageProcessor(size=SHORT, crop_size=SQUARE, image_grid_pinpoints=GRIDS),
+            tokenizer,
+            chat_template=template,
+            **LLAVA,
+        ),
+        image="<image>\n",
+        config={"image_grid_pinpoints": GRIDS},
+    ),
+    Tiny(
+        "llava_next_video",
+        lambda tokenizer, template: LlavaNextVideoProcessor(
+            LlavaNextVideoVideoProcessor(size=SHORT, crop_size=SQUARE),
+            LlavaNextImageProcessor(size=SHORT, crop_size=SQUARE, image_grid_pinpoints=GRIDS),
+            tokenizer,
+            chat_template=template,
+            **LLAVA,
+        ),
+        tokens=MEDIA,
+        image="<image>\n",
+        video="<video>\n",
+        config={"image_grid_pinpoints": GRIDS},
+    ),
+    Tiny(
+        "llava_onevision",
+        lambda tokenizer, template: LlavaOnevisionProcessor(
+            LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=GRIDS),
+            tokenizer,
+            LlavaOnevisionVideoProcessor(size=SQUARE),
+            num_image_tokens=4,
+            vision_feature_select_strategy="full",
+            chat_template=template,
+        ),
+        tokens=MEDIA,
+        image="<image>\n",
+        video="<video>\n",
+        config={"image_grid_pinpoints": GRIDS},
+    ),
+    Tiny(
+        "video_llava",
+        lambda tokenizer, template: VideoLlavaProcessor(
+            VideoLlavaImageProcessor(size=SHORT, crop_size=SQUARE),
+            VideoLlavaVideoProcessor(size=SHORT, crop_size=SQUARE),
+            tokenizer,
+            patch_size=14,
+            chat_template=template,
+        ),
+        tokens=MEDIA,
+        image="<image>\n",
+        video="<video>\n",
+    ),
+]
+
+# Pixtral's tower ----------------------------------------------------------------------------------------------------
+# Multi-head latent attention, in the parts of DeepSeek.
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+PIXTRAL = {"head_dim": 16, "image_size": 112}
+
+
+def pixtral(tokenizer: Any, template: str) -> PixtralProcessor:
+    return PixtralProcessor(
+        PixtralImageProcessor(size={"longest_edge": 56}),
+        tokenizer,
+        patch_size=14,
+        spatial_merge_size=2,
+        chat_template=template,
+    )
+
+
+IMG = {"image_token": "[IMG]", "break_token": "[IMG_BREAK]", "end_token": "[IMG_END]"}
+INSTRUCT = "[{role}]{content}[/{role}]"
+PIXTRALS = [
+    Tiny("mistral3", pixtral, tokens=IMG, image="[IMG]", turn=INSTRUCT, config={"vision_config": PIXTRAL}),
+    Tiny(
+        "mistral_large4",
+        pixtral,
+        tokens=IMG,
+        image="[IMG]",
+        turn=INSTRUCT,
+        config={
+            "vision_config": PIXTRAL,
+            "text_config": {
+                **LATENT,
+                "mlp_layer_types": ["dense", "sparse"],
+                "layer_types": ["indexed_attention"] * 2,
+                "indexer_types": ["full"] * 2,
+                "no_rope_layers": [1, 0],
+                "kv_source_layers": [0, 1],
+                "index_head_dim": 16,
+                "index_n_heads": 2,
+                "head_dim": 8,
+            },
+        },
+    ),
+    Tiny(
+        "lighton_ocr",
+        lambda tokenizer, template: LightOnOcrProcessor(
+            PixtralImageProcessor(size={"longest_edge": 56}, patch_size=14), tokenizer, chat_template=template
+        ),
+        tokens={
+            "image_token": "<|image_pad|>",
+            "image_break_token": "<|vision_pad|>",
+            "image_end_token": "<|vision_end|>",
+        },
+        image="<|image_pad|>",
+        config={"vision_config": PIXTRAL},
+    ),
+]
+
+# Qwen's processors --------------------------------------------------------------------------------------------------
+QWEN = {
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+}
+THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA_NETS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+QWEN2_VISION = {"window_size": 56, "fullatt_block_indexes": [1]}
+QWEN3_VISION = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0], "patch_size": 16}
+QWEN3_5_VISION = {"num_position_embeddings": 64, "patch_size": 16}
+
+
+def qwen(model_type: str, processor: Callable[..., Any], patch: int, text: Any, vision: Any) -> Tiny:
+    video = Qwen3VLVideoProcessor if processor is Qwen3VLProcessor else Qwen2VLVideoProcessor
+    return Tiny(
+        model_type,
+        lambda tokenizer, template: processor(
+            image_processor=Qwen2VLImageProcessor(patch_size=patch, size=area(patch)),
+            tokenizer=tokenizer,
+            video_processor=video(patch_size=patch, size=area(patch)),
+            chat_template=template,
+        ),
+        tokens=QWEN,
+        image="<|vision_start|><|image_pad|><|vision_end|>",
+        video="<|vision_start|><|video_pad|><|vision_end|>",
+        config={"text_config": text, "vision_config": vision},
+        ids={"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
+    )
+
+
+OMNI = {
+    "image_token": "<|IMAGE|>",
+    "video_token": "<|VIDEO|>",
+    "audio_token": "<|AUDIO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+EARS = {
+    "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "num_mel_bins": 16,
+    "output_dim": 64,
+}  # fmt: skip
+
+
+def omni(
+    model_type: str, processor: Callable[..., Any], patch: int, text: Any, vision: Any, audio: Any, audio_id: str
+) -> Tiny:
+    return Tiny(
+        model_type,
+        lambda tokenizer, template: processor(
+            Qwen2VLImageProcessor(patch_size=patch, size=area(patch)),
+            Qwen2VLVideoProcessor(patch_size=patch, size=area(patch)),
+            WhisperFeatureExtractor(feature_size=16),
+            tokenizer,
+            chat_template=template,
+        ),
+        tokens=OMNI,
+        image="<|vision_bos|><|IMAGE|><|vision_eos|>",
+        video="<|vision_bos|><|VIDEO|><|vision_eos|>",
+        config={"text_config": text, "vision_config": vision, "audio_config": {**EARS, **audio}},
+        ids={
+            audio_id: "<|AUDIO|>",
+            "audio_start_token_id": "<|audio_bos|>",
+            "vision_start_token_id": "<|vision_bos|>",
+            "vision_end_token_id": "<|vision_eos|>",
+        },
+    )
+
+
+QWENS = [
+    qwen("qwen2_vl", Qwen2VLProcessor, 14, {"rope_parameters": THREE_AXES}, {"hidden_size": 64, "mlp_ratio": 2}),
+    qwen("qwen2_5_vl", Qwen2_5_VLProcessor, 14, {"rope_parameters": THREE_AXES}, QWEN2_VISION),
+    qwen("qwen3_vl", Qwen3VLProcessor, 16, {"rope_parameters": THREE_AXES}, QWEN3_VISION),
+    qwen("qwen3_vl_moe", Qwen3VLProcessor, 16, {"rope_parameters": THREE_AXES, **FOUR_EXPERTS}, QWEN3_VISION),
+    qwen("qwen3_5", Qwen3VLProcessor, 16, DELTA_NETS, QWEN3_5_VISION),
+    qwen("qwen3_5_moe", Qwen3VLProcessor, 16, {**DELTA_NETS, **FOUR_EXPERTS}, QWEN3_5_VISION),
+    qwen(
+        "qwen4_exp",
+        Qwen3VLProcessor,
+        16,
+        {
+            **DELTA_NETS,
+            **FOUR_EXPERTS,
+            "layer_types": ["linear_attention", "indexed_attention"] * 2,
+            "hc_count": 2,
+            "hc_lowrank": 8,
+            "ple_embed_dim": 16,
+            "ngram_vocab_size_base": 64,
+            "make_ngram_vocab_size_divisible_by": 8,
+            "split_ngram_parts": 4,
+            "heads_per_ngram": 2,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 8,
+            "indexer_budget": 2048,
+            "indexer_compress_ratio": 4,
+        },
+        QWEN3_5_VISION,
+    ),
+    omni(
+        "qwen2_5_omni_thinker",
+        Qwen2_5OmniProcessor,
+        14,
+        {"rope_parameters": THREE_AXES},
+        QWEN2_VISION,
+        {},
+        "audio_token_index",
+    ),
+    omni(
+        "qwen3_omni_moe_thinker",
+        Qwen3OmniMoeProcessor,
+        16,
+        {"rope_parameters": {**THREE_AXES, "mrope_interleaved": True}, **FOUR_EXPERTS},
+        QWEN3_VISION,
+        {"downsample_hidden_size": 16},
+        "audio_token_id",
+    ),
+]
+
+# MiniCPM-V: slices, and delta nets in the language model ------------------------------------------------------------
+MINICPM = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "image_start_token": "<image>",
+    "image_end_token": "</image>",
+    "slice_start_token": "<slice>",
+    "slice_end_token": "</slice>",
+    "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}
+
+
+def minicpm(model_type: str, processor: Any, image: Any, video: Any, ids: dict[str, str] | None = None) -> Tiny:
+    return Tiny(
+        model_type,
+        lambda tokenizer, template: processor(
+            image(scale_resolution=28, max_slice_nums=2, patch_size=7),
+            video(scale_resolution=28, max_slice_nums=1, patch_size=7),
+            tokenizer,
+            chat_template=template,
+        ),
+        tokens=MINICPM,
+        image="<|image_pad|>\n",
+        video="<|video_pad|>\n",
+        config={
+            "insert_layer_id": 1,
+            "patch_size": 7,
+            "text_config": {
+                **DELTA_NETS,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            },
+            "vision_config": {"num_hidden_layers": 3, "insert_layer_id": 1, "patch_size": 7, "image_size": 56},
+        },
+        ids=ids or {},
+    )
+
+
+MINICPMS = [
+    minicpm("minicpm_ocr", MiniCPMOcrProcessor, MiniCPMOcrImageProcessor, MiniCPMOcrVideoProcessor),
+    minicpm("minicpmv4_6", MiniCPMV4_6Processor, MiniCPMV4_6ImageProcessor, MiniCPMV4_6VideoProcessor),
+    minicpm(
+        "minicpmv4_7",
+        MiniCPMV4_7Processor,
+        MiniCPMV4_6ImageProcessor,
+        MiniCPMV4_6VideoProcessor,
+        {
+            "image_start_id": "<image>",
+            "image_end_id": "</image>",
+            "slice_start_id": "<slice>",
+            "slice_end_id": "</slice>",
+            "newline_id": "Ċ",  # a line feed, in the alphabet of byte-level tokenizers
+        },
+    ),
+]
+
+# Muse ---------------------------------------------------------------------------------------------------------------
+MUSE = {
+    "image_token": "<|patch|>",
+    "video_token": "<|video|>",
+    **{name: f"<|{name}|>" for name in ("image_start", "image_end", "vid_frame_separator", "vid_start", "vid_end")},
+}
+MUSE_TEXT = {"layer_rope_theta": [10000.0, 0]}
+MUSE_VISION = {"pos_emb_height": 4, "pos_emb_width": 4}
+
+
+def muse_media() -> tuple[MuseGlimmerImageProcessor, MuseGlimmerVideoProcessor]:
+    return MuseGlimmerImageProcessor(max_image_tokens=6), MuseGlimmerVideoProcessor(max_video_frame_tokens=4)
+
+
+MUSES = [
+    Tiny(
+        "muse_glimmer",
+        lambda tokenizer, template: MuseGlimmerProcessor(*muse_media(), tokenizer, template),
+        tokens=MUSE,
+        image="<|patch|>",
+        video="<|video|>",
+        config={
+            "text_config": MUSE_TEXT,
+            "vision_config": MUSE_VISION,
+            "out_hidden_size": 128,
+            "projector_hidden_size": 32,
+        },
+    ),
+    Tiny(
+        "muse_spark",
+        lambda tokenizer, template: MuseSparkProcessor(
+            *muse_media(), tokenizer, MuseSparkFeatureExtractor(), template
+        ),
+        tokens={
+            **MUSE,
+            "audio_token": "<|audio|>",
+            "audio_start": "<|soft_audio_start|>",
+            "audio_end": "<|soft_audio_end|>",
+        },
+        image="<|patch|>",
+        video="<|video|>",
+        config={
+            "text_config": {**MUSE_TEXT, "moe_hidden_size": 32, "mlp_layer_types": ["dense", "sparse"]},
+            "vision_config": MUSE_VISION,
+            "audio_config": {
+                "hidden_sizes": [8] * 4,
+                "depths": [1] * 4,
+                "num_hidden_layers": 4,
+                "out_hidden_size": 64,
+            },
+            "out_hidden_size": 128,
+            "projector_hidden_size": 32,
+        },
+        ids={"audio_token_id": "<|audio|>"},
+    ),
+]
+
+
+# The others ---------------------------------------------------------------------------------------------------------
+def paligemma(tokenizer: Any, template: str) -> PaliGemmaProcessor:
+    images = SiglipImageProcessor(size=SQUARE)
+    images.image_seq_length = 4
+    return PaliGemmaProcessor(images, tokenizer, chat_template=template)
+
+
+def smolvlm(tokenizer: Any, template: str) -> Any:
+    # It writes the number of frames in words, with a package that nothing else here needs.
+    processing_smolvlm.num2words = processing_smolvlm.num2words or str
+    return processing_smolvlm.SmolVLMProcessor(
+        SmolVLMImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+        tokenizer,
+        SmolVLMVideoProcessor(
+            size={"longest_edge": 28}, max_image_size={"longest_edge": 28}, num_frames=4, fps=1, patch_size=14
+        ),
+        image_seq_len=1,
+        chat_template=template,
+    )
+
+
+SINGLES = [
+    Tiny(
+        "janus",
+        lambda tokenizer, template: JanusProcessor(
+            JanusImageProcessor(size=SQUARE), tokenizer, chat_template=template, num_image_tokens=4
+        ),
+        tokens={
+            "image_token": "<image_placeholder>",
+            "boi_token": "<begin_of_image>",
+            "eoi_token": "<end_of_image>",
+        },
+        image="<image_placeholder>\n",
+        config={
+            "vision_config": {"projection_dim": 64, "num_image_tokens": 4, "mlp_ratio": 2.0},
+            "vq_config": {
+                "embed_dim": 8,
+                "num_embeddings": 16,
+                "latent_channels": 32,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1],
+                "num_res_blocks": 1,
+                "num_patches": 2,
+                "projection_dim": 64,
+                "image_token_embed_dim": 64,
+            },
+        },
+        ids={"image_token_id": "<image_placeholder>"},
+    ),
+    Tiny(
+        "kimi_k25",
+        lambda tokenizer, template: Kimi_K25Processor(
+            Kimi_K25ImageProcessor(size={"max_height": 84, "max_width": 84}),
+            tokenizer,
+            Kimi_K25VideoProcessor(size={"max_height": 56, "max_width": 56}),
+            chat_template=template,
+        ),
+        tokens={
+            "image_token": "<|media_pad|>",
+            "video_token": "<|kimi_k25_video_placeholder|>",
+            "start": "<|media_begin|>",
+            "content": "<|media_content|>",
+            "end": "<|media_end|>",
+        },
+        image="<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+        video="<|kimi_k25_video_placeholder|>",
+        turn="<|im_{role}|>{role}<|im_middle|>{content}<|im_end|>",
+        config={
+            "text_config": {**LATENT, "q_lora_rank": 16, "n_group": 2},
+            "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8},
+            "projection_hidden_size": 32,
+        },
+        ids={"vision_start_token_id": "<|media_begin|>", "vision_end_token_id": "<|media_end|>"},
+    ),
+    Tiny(
+        "lfm2_vl",
+        lambda tokenizer, template: Lfm2VlProcessor(
+            Lfm2VlImageProcessor(
+                tile_size=32,
+                size={"height": 32, "width": 32},
+                min_image_tokens=1,
+                max_image_tokens=2,
+                max_tiles=2,
+                max_num_patches=8,
+            ),
+            tokenizer,
+            chat_template=template,
+        ),
+        tokens={
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+            "image_thumbnail_token": "<|img_thumbnail|>",
+            **{f"row_{row}_{column}": f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)},
+        },
+        config={
+            "text_config": {
+                "num_hidden_layers": 4,
+                "layer_types": ["conv", "full_attention"] * 2,
+                "block_multiple_of": 8,
+            },
+            "vision_config": {"patch_size": 16, "num_patches": 16, "vision_use_head": False},
+            "projector_hidden_size": 32,
+        },
+    ),
+    Tiny(
+        "lfm3_vl",
+        lambda tokenizer, template: Lfm3VlProcessor(
+            image_processor=Qwen2VLImageProcessor(patch_size=16, size=area(16)),
+            tokenizer=tokenizer,
+            video_processor=Qwen3VLVideoProcessor(patch_size=16, size=area(16)),
+            chat_template=template,
+        ),
+        tokens={**MEDIA, "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"},
+        image="<|vision_start|><image><|vision_end|>",
+        video="<video>",
+        config={
+            "text_config": {"layer_types": ["conv", "full_attention", "sliding_attention"]},
+            "vision_config": {"patch_size": 16, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]},
+            "projector_hidden_size": 32,
+        },
+        ids={"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
+    ),
+    Tiny(
+        "llama4",
+        lambda tokenizer, template: Llama4Processor(
+            Llama4ImageProcessor(size=SQUARE, max_patches=2), tokenizer, patch_size=7, chat_template=template
+        ),
+        tokens={
+            name: f"<|{name}|>"
+            for name in ("image", "image_start", "image_end", "patch", "tile_x_separator", "tile_y_separator")
+        },
+        image="<|image|>",
+        turn="<|header_start|>{role}<|header_end|>\n\n{content}<|eot|>",
+        config={
+            "text_config": {
+                "num_hidden_layers": 4,
+                "intermediate_size_mlp": 96,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 2,
+                "no_rope_layers": [1, 0, 1, 0],
+                "attention_chunk_size": 24,
+                "layer_types": ["chunked_attention", "full_attention"] * 2,
+                "floor_scale": 8,
+            },
+            "vision_config": {
+                "patch_size": 7,
+                "intermediate_size": 128,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+        },
+        ids={
+            "boi_token_index": "<|image_start|>",
+            "eoi_token_index": "<|image_end|>",
+            "image_token_index": "<|patch|>",
+        },
+    ),
+    Tiny(
+        "minimax_m3_vl",
+        lambda tokenizer, template: MiniMaxM3VLProcessor(
+            MiniMaxM3VLImageProcessor(size=area(14)),
+            tokenizer,
+            MiniMaxM3VLVideoProcessor(size={"height": 56, "width": 56}),
+            chat_template=template,
+        ),
+        tokens={
+            "image_token": "]<]image[>[",
+            "video_token": "]<]video[>[",
+            "start": "]<]start of image[>[",
+            "end": "]<]end of image[>[",
+        },
+        image="]<]image[>[",
+        video="]<]video[>[",
+        turn="]~b]{role}\n{content}[e~[\n",
+        config={
+            "text_config": {
+                "dense_intermediate_size": 96,
+                "shared_intermediate_size": 32,
+                "intermediate_size": 32,
+                "rotary_dim": 8,
+                "mlp_layer_types": ["dense", "sparse"],
+                "index_n_heads": 2,
+                "index_head_dim": 8,
+            },
+            "vision_config": {"image_size": 56},
+            "projector_hidden_size": 32,
+        },
+    ),
+    Tiny(
+        "molmo2",
+        lambda tokenizer, template: Molmo2Processor(
+            Molmo2ImageProcessor(size={"height": 56, "width": 56}, max_crops=2, overlap_margins=[1, 1]),
+            Molmo2VideoProcessor(size={"height": 56, "width": 56}),
+            tokenizer,
+            chat_template=template,
+        ),
+        tokens={
+            "image_token": "<|image|>",
+            "video_token": "<|video|>",
+            **{
+                name: f"<{name}>"
+                for name in (
+                    "im_patch",
+                    "im_col",
+                    "im_start",
+                    "low_res_im_start",
+                    "frame_start",
+                    "im_end",
+                    "frame_end",
+                    "im_low",
+                )
+            },
+        },
+        image="<|image|>",
+        video="<|video|>",
+        config={
+            "text_config": {"rope_scaling_layers": None, "additional_vocab_size": 16},
+            "vision_config": {"head_dim": 16, "image_size": [56, 56], "num_position_embeddings": 16},
+            "adapter_config": {
+                "vision_feature_layer": [1, 0],
+                "head_dim": 16,
+                "text_hidden_size": 64,
+            },
+        },
+        ids={
+            "image_start_token_id": "<im_start>",
+            "low_res_image_start_token_id": "<low_res_im_start>",
+            "image_end_token_id": "<im_end>",
+            "image_token_id": "<im_patch>",
+            "video_token_id": "<im_patch>",
+            "frame_start_token_id": "<frame_start>",
+            "frame_end_token_id": "<frame_end>",
+        },
+    ),
+    Tiny(
+        "nemotron_h_omni",
+        lambda tokenizer, template: NemotronH_Omni_Reasoning_V3Processor(
+            NemotronH_Omni_Reasoning_V3ImageProcessor(min_num_patches=4, max_num_patches=16),
+            NemotronH_Omni_Reasoning_V3VideoProcessor(video_target_num_patches=4),
+            tokenizer,
+            ParakeetFeatureExtractor(),
+            chat_template=template,
+        ),
+        tokens={
+            "image_start_token": "<img>",
+            "image_end_token": "</img>",
+            "video_token": "<video>",
+            "audio_token": "<so_embedding>",
+            "audio_start": "<so_start>",
+            "audio_end": "<so_end>",
+        },
+        video="<video>",
+        config={
+            "text_config": {
+                "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+                "mamba_num_heads": 4,
+                "mamba_head_dim": 16,
+                "ssm_state_size": 8,
+                "n_groups": 2,
+                "chunk_size": 8,
+                "moe_shared_expert_intermediate_size": 32,
+            },
+            "vision_config": {
+                "model_type": "radio",
+                "patch_size": 16,
+                "image_size": 64,
+                "max_img_size": 128,
+                "num_cls_tokens": 1,
+                "num_registers": 1,
+                "summary_idxs": [0],
+                "mlp_ratio": 2.0,
+                "video_temporal_patch_size": 2,
+            },
+            "projector_hidden_size": 32,
+            "vision_hidden_size": 32,
+        },
+        ids={"image_token_id": "<image>", "video_token_id": "<video>", "audio_token_id": "<so_embedding>"},
+    ),
+    Tiny(
+        "ovis2",
+        lambda tokenizer, template: Ovis2Processor(
+            Ovis2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=2),
+            tokenizer,
+            image_seq_length=4,
+            chat_template=template,
+        ),
+        tokens={
+            "start": "<IMG_START>",
+            "atom": "<IMG_ATOM>",
+            "grid": "<IMG_GRID>",
+            "column": "<IMG_COL>",
+            "row": "<IMG_ROW>",
+            "end": "<IMG_END>",
+        },
+        image="<image>\n",
+        config={"vision_config": {"vocab_size": 32, "hidden_stride": 1}, "hidden_size": 64},
+        ids={
+            "image_token_id": "<IMG_ATOM>",
+            "visual_indicator_token_ids": ["<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"],
+        },
+    ),
+    Tiny(
+        "paddleocr_vl",
+        lambda tokenizer, template: PaddleOCRVLProcessor(
+            PaddleOCRVLImageProcessor(size=area(14)), tokenizer, chat_template=template
+        ),
+        tokens={
+            "image_token": "<|IMAGE_PLACEHOLDER|>",
+            "start": "<|IMAGE_START|>",
+            "end": "<|IMAGE_END|>",
+            "video_token": "<|video_pad|>",
+        },
+        image="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+        config={"text_config": {"rope_parameters": THREE_AXES}, "vision_config": {"image_size": 56}},
+        ids={
+            "video_token_id": "<|video_pad|>",
+            "vision_start_token_id": "<|IMAGE_START|>",
+            "vision_end_token_id": "<|IMAGE_END|>",
+        },
+    ),
+    Tiny(
+        "paligemma",
+        paligemma,
+        config={
+            "text_config": {"num_image_tokens": 4},
+            "vision_config": {"projection_dim": 64},
+            "projection_dim": 64,
+            "hidden_size": 64,
+        },
+    ),
+    Tiny(
+        "perception_lm",
+        lambda tokenizer, template: PerceptionLMProcessor(
+            PerceptionLMVideoProcessor(size=SQUARE),
+            PerceptionLMImageProcessor(tile_size=28, max_num_tiles=2),
+            tokenizer,
+            patch_size=14,
+            pooling_ratio=1,
+            chat_template=template,
+        ),
+        tokens={"image_token": "<|image|>", "video_token": "<|video|>"},
+        image="<|image|>",
+        video="<|video|>",
+        config={
+            "vision_config": {
+                "architecture": "vit_pe_core_large_patch14_336",
+                "model_args": {
+                    "embed_dim": 32,
+                    "img_size": [28, 28],
+                    "depth": 2,
+                    "num_heads": 2,
+                    "global_pool": "",
+                    "use_post_transformer_norm": False,
+                    "init_values": 0.1,
+                    "ref_feat_shape": [2, 2],
+                },
+            },
+        },
+        refused=None if find_spec("timm") else "its vision tower is made by timm, which is not installed",
+        lacks={"turns": "its processor does not take images of different numbers of tiles"},
+    ),
+    Tiny(
+        "qianfan_ocr",
+        lambda tokenizer, template: QianfanOCRProcessor(
+            GotOcr2ImageProcessor(size=SQUARE, max_patches=2), tokenizer, image_seq_length=4, chat_template=template
+        ),
+        tokens={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+        },
+        image="<image>\n",
+        config={
+            "vision_config": {"image_size": [28, 28], "patch_size": [7, 7], "drop_path_rate": 0.0},
+            "image_seq_length": 4,
+        },
+    ),
+    Tiny(
+        "smolvlm",
+        smolvlm,
+        tokens={
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+            "video_token": "<video>",
+            **{f"row_{row}_{column}": f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)},
+        },
+        video="<video>",
+        turn="<|im_start|>{role}:{content}<end_of_utterance>\n",
+        config={"scale_factor": 2},
+    ),
+    Tiny(
+        "step3p7",
+        lambda tokenizer, template: Step3p7Processor(
+            Step3p7ImageProcessor(size={"height": 112, "width": 112}, patch_size=56), tokenizer, chat_template=template
+        ),
+        tokens={
+            name: f"<{name}>"
+            for name in ("im_patch", "im_start", "im_end", "patch_start", "patch_end", "patch_newline")
+        },
+        image="<im_patch>",
+        config={
+            "text_config": {
+                "num_hidden_layers": 4,
+                "share_expert_dim": 32,
+                "num_sliding_attention_heads": 4,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+                "sliding_window": 6,
+                "mlp_layer_types": ["dense", "sparse"] * 2,
+                "query_pre_attn_scalar": 16,
+                "rope_parameters": {
+                    kind: {"rope_type": "default", "rope_theta": 1e4}
+                    for kind in ("full_attention", "sliding_attention")
+                },
+            },
+            "vision_config": {"image_size": 112, "mlp_ratio": 1.5, "max_position_embeddings": 64},
+        },
+    ),
+    Tiny(
+        "unlimited_ocr",
+        lambda tokenizer, template: UnlimitedOcrProcessor(
+            UnlimitedOcrImageProcessor(size={"height": 128, "width": 128}, tile_size=64, max_patches=2),
+            tokenizer,
+            chat_template=template,
+        ),
+        image="<image>\n",
+        config={
+            "vision_config": {
+                "sam_config": {
+                    "hidden_size": 32,
+                    "output_channels": 16,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "image_size": 128,
+                    "window_size": 4,
+                    "global_attn_indexes": [1],
+                    "mlp_dim": 48,
+                    "downsample_channels": [16, 32],
+                },
+                "encoder_config": {
+                    "hidden_size": 32,
+                    "intermediate_size": 48,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "image_size": 28,
+                    "patch_size": 14,
+                },
+            },
+        },
+    ),
+    Tiny(
+        "video_llama_3",
+        lambda tokenizer, template: VideoLlama3Processor(
+            VideoLlama3ImageProcessor(size=area(14)),
+            tokenizer,
+            VideoLlama3VideoProcessor(size=area(14)),
+            chat_template=template,
+        ),
+        tokens=QWEN,
+        image="<|image_pad|>",
+        video="<|video_pad|>",
+    ),
+]
+
+FAMILIES = [*LLAVAS, *PIXTRALS, *QWENS, *MINICPMS, *MUSES, *SINGLES]
