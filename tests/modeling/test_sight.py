@@ -10,7 +10,7 @@ from runs import assert_equal_weights, colour_pairs
 from transformers import Qwen2_5_VLModel
 
 from vlmrm.errors import CheckpointError
-from vlmrm.modeling import attention, load_checkpoint, load_for_training, load_processor, make_tiny_reward_model
+from vlmrm.modeling import kernels, load_checkpoint, load_for_training, load_processor, make_tiny_reward_model
 from vlmrm.modeling.attention import attention_of
 from vlmrm.modeling.sight import prove_sight
 from vlmrm.scoring import load_scorer
@@ -49,7 +49,7 @@ def dropping(monkeypatch) -> None:
 @pytest.fixture
 def broken(monkeypatch) -> None:
     """A shared attention in which answers do not see the end of their prompt."""
-    along = attention._along
+    along = kernels._along
 
     def shortsighted(states, ranges):
         keys = along(states, ranges).clone()
@@ -57,7 +57,7 @@ def broken(monkeypatch) -> None:
             keys[:, :, : ranges[0][1] - ranges[0][0]] = 0
         return keys
 
-    monkeypatch.setattr(attention, "_along", shortsighted)
+    monkeypatch.setattr(kernels, "_along", shortsighted)
 
 
 @pytest.mark.parametrize("build", ["blind", "dropping"])

@@ -29,6 +29,7 @@ from vlmrm.libraries import install_command, relies_on
 from vlmrm.modeling.kernels import attend
 from vlmrm.modeling.masks import REFERENCE, MaskRule, mask_rule
 from vlmrm.modeling.reward_model import RewardModel
+from vlmrm.modeling.state import fork_states, unknown_state_layers
 
 logger = logging.getLogger("vlmrm")
 
@@ -108,19 +109,41 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
     """
     if batching not in BATCHINGS:
         raise ConfigError(f"batching is {batching!r}: choose from {', '.join(BATCHINGS)}.")
-    if batching == "shared" and (reason := not_shared(model)):
-        logger.warning("batching: reference, because shared attention does not know %s", reason)
-    elif batching == "shared":
-        check_kernel()
-        model.set_attn_implementation({"text_config": SHARED_PREFIX})
-        prune_last_layer(model.model.language_model)
-        return SharedBatcher.of(model)
+    if batching == "shared":
+        reason = not_shared(model)
+        if reason is None and not (model.family.tested or model.proved):
+            reason = "no test covers it, and it has not proved that it can share prefixes (check_sight)"
+        if reason is None:
+            return share(model)
+        logger.warning("batching: reference for %s, because %s", model.family.name, reason)
     return PaddedBatcher.for_processor(processor, model.type_names)
 
 
+def share(model: RewardModel) -> SharedBatcher:
+    """Prepare a model for shared batches, and return their batcher. Calling it again does nothing more.
+
+    Raises:
+        ConfigError: when this torch lacks a feature that shared attention needs.
+    """
+    check_kernel()
+    model.set_attn_implementation({"text_config": SHARED_PREFIX})
+    fork_states(model)
+    prune_last_layer(model.language_model)
+    return SharedBatcher.of(model)
+
+
 def not_shared(model: RewardModel) -> str | None:
-    """Return the property of the model that keeps it from shared batches; None where there is none."""
-    return model.family.padded or model.padded_because
+    """Return why a model cannot share prefixes; None where it can.
+
+    One of a family that the tests do not cover may try, in the proof of sight, and has to prove itself there.
+    """
+    if reason := model.family.padded or model.padded_because:
+        return reason
+    if "mm_encoder_outputs" not in model.input_names or "position_ids" not in model.input_names:
+        return "its backbone does not take features of images and positions apart"
+    if layers := unknown_state_layers(model):
+        return f"its layers {', '.join(layers)} carry a state that cannot be forked here"
+    return None
 
 
 def check_kernel() -> None:
@@ -214,8 +237,9 @@ def prune_last_layer(language_model: Any) -> None:
     After the last attention no token sees another, so nothing reads the hidden states of unscored ones. Hooks do it,
     for packed rows alone, whose layout has the positions. Scores and gradients are unchanged.
     """
-    layer = language_model.layers[-1]
-    if hasattr(layer, "ends"):
+    layer = getattr(language_model, "layers", [None])[-1]
+    # Experts are not pruned: figures and losses of their routers are over all tokens.
+    if hasattr(layer, "ends") or not type(getattr(layer, "mlp", None)).__name__.endswith("MLP"):
         return
     layer.ends = ends = _Ends()
     layer.register_forward_pre_hook(ends, with_kwargs=True)

@@ -82,7 +82,8 @@ class RewardModel(PreTrainedModel):
     # A blank image. Run the tower in every batch, with or without images, so that all ranks gather and reduce the same
     # weights in the same order. Training sets it.
     touch_vision: Any = None
-    # Why a probe of the loaded model took it for unable to share prefixes.
+    # Whether the loaded model has proved that it sees, and why it then could not share prefixes.
+    proved = False
     padded_because: str | None = None
     # A vision-language checkpoint has a language head, for which there is no use here.
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 (the library's own form)
@@ -222,6 +223,12 @@ class RewardModel(PreTrainedModel):
     def family(self) -> Family:
         """What is declared of the model's family."""
         return family_of(self.config)
+
+    @property
+    def language_model(self) -> nn.Module:
+        """The language model inside the backbone."""
+        modules = dict(self.model.named_modules())
+        return next((modules[path] for path in self.family.language_models if path in modules), self.model)
 
     @property
     def input_names(self) -> Sequence[str]:
