@@ -189,6 +189,7 @@ def test_a_mean_over_the_losses_of_pieces_would_be_another_loss(models, rendered
 def test_the_second_forward_draws_the_dropout_of_the_first():
     layer, dropout = torch.nn.Linear(4, 1), torch.nn.Dropout(0.5)
     part: dict = {"inputs": [{"x": torch.randn(3, 4)}, {"x": torch.randn(2, 4)}], "order": torch.arange(5)}
+    part["pairs"] = {"weight": torch.ones(2)}
     ahead, behind, plain = [], [], []
 
     def forward(inputs):
