@@ -37,6 +37,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from vlmrm.batching.media import DistinctMedia, Media
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
+from vlmrm.modeling.experts import tokens_of_vision_experts
 from vlmrm.modeling.families import BY_MODEL_TYPE, Family, family_of
 from vlmrm.modeling.features import EncoderOutput, Features, assemble, split
 
@@ -146,6 +147,8 @@ class RewardModel(PreTrainedModel):
             sizes = (name for name in tensors if name in self.input_names and not name.startswith("pixel"))
             inputs |= {name: tensors[name] for name in sizes}
             inputs["mm_encoder_outputs"] = {kind: self.encode(kind, distinct) for kind, distinct in media.items()}
+            if "moe_mm_token_type_ids" in self.input_names:
+                inputs["moe_mm_token_type_ids"] = tokens_of_vision_experts(self.config, inputs["input_ids"])
         hidden = self.model(**inputs).last_hidden_state
         if self.touch_vision is None or media or any(name.startswith("pixel_values") for name in inputs):
             return hidden
