@@ -171,14 +171,14 @@ LLAVAS = [
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
-PIXTRAL = {"head_dim": 16, "image_size": 112}
+PIXTRAL = {"head_dim": 16, "image_size": 112, "patch_size": 7}
 
 
 def pixtral(tokenizer: Any, template: str) -> PixtralProcessor:
     return PixtralProcessor(
-        PixtralImageProcessor(size={"longest_edge": 56}),
+        PixtralImageProcessor(size={"longest_edge": 42}),
         tokenizer,
-        patch_size=14,
+        patch_size=7,
         spatial_merge_size=2,
         chat_template=template,
     )
@@ -205,14 +205,16 @@ PIXTRALS = [
                 "kv_source_layers": [0, 1],
                 "index_head_dim": 16,
                 "index_n_heads": 2,
-                "head_dim": 8,
             },
         },
     ),
     Tiny(
         "lighton_ocr",
         lambda tokenizer, template: LightOnOcrProcessor(
-            PixtralImageProcessor(size={"longest_edge": 56}, patch_size=14), tokenizer, chat_template=template
+            PixtralImageProcessor(size={"longest_edge": 42}, patch_size=7),
+            tokenizer,
+            patch_size=7,
+            chat_template=template,
         ),
         tokens={
             "image_token": "<|image_pad|>",

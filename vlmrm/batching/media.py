@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -32,19 +32,28 @@ class DistinctMedia(TypedDict):
 Media = dict[str, DistinctMedia]  # by kind: image, video
 
 
-def distinct_media(media: Sequence[ProcessedMedia]) -> DistinctMedia:
-    """Return the distinct ones of `media`, which are of one kind, each once in the order of its first occurrence."""
+def distinct_media(media: Sequence[ProcessedMedia], placeholders: Collection[int]) -> DistinctMedia:
+    """Return the distinct ones of `media`, which are of one kind, each once in the order of its first occurrence.
+
+    `placeholders` are the tokens in whose places the features stand.
+    """
     distinct = {medium.key: medium for medium in media}
     index_of = {key: index for index, key in enumerate(distinct)}
+    tensors = join(list(distinct.values()))
     return {
-        "tensors": join(list(distinct.values())),
+        "tensors": tensors,
         "rows": {
-            name: [len(medium.tensors[name]) for medium in distinct.values()]
-            for name in next(iter(distinct.values())).tensors
+            name: [len(medium.tensors[name]) if name in medium.tensors else 0 for medium in distinct.values()]
+            for name in tensors
         },
-        "tokens": [medium.tokens for medium in distinct.values()],
+        "tokens": [placeholders_in(medium, placeholders) for medium in distinct.values()],
         "order": [index_of[medium.key] for medium in media],
     }
+
+
+def placeholders_in(medium: ProcessedMedia, placeholders: Collection[int]) -> int:
+    """Return how many of the tokens that stand for a medium are placeholders for its features."""
+    return sum(token in placeholders for token in medium.ids)
 
 
 def select(media: DistinctMedia, indices: Sequence[int]) -> DistinctMedia:
@@ -62,10 +71,10 @@ def select(media: DistinctMedia, indices: Sequence[int]) -> DistinctMedia:
     }
 
 
-def blank_image(processor: Any) -> DistinctMedia:
-    """Return a small grey image, as a processor gives it to the model."""
+def blank_image(processor: Any, placeholders: Collection[int]) -> DistinctMedia:
+    """Return a small grey image, as a processor gives it to the model; `placeholders` as in `distinct_media`."""
     grey = Pillow.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey")
-    return distinct_media(Renderer(processor).process([Message.of("user", Image(grey))]))
+    return distinct_media(Renderer(processor).process([Message.of("user", Image(grey))]), placeholders)
 
 
 def join(media: Sequence[ProcessedMedia]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ conversation; the vision tower encodes each distinct image once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from vlmrm.batching.collator import Unit
-from vlmrm.batching.media import Media, distinct_media, join
-from vlmrm.rendering import TYPE_IDS, ProcessedMedia, Rendered
+from vlmrm.batching.media import Media, distinct_media, join, placeholders_in
+from vlmrm.rendering import ProcessedMedia, Rendered
 
 # Sharing a segment saves its tokens on all paths but one, and cuts attention into more pieces. A prefix that saves
 # less than this share of the tokens that follow it (a system prompt before thousand-token images) is repeated instead.
@@ -298,6 +298,7 @@ class SharedBatcher:
 
     positions: Callable[[Rendered], torch.Tensor]
     type_names: Sequence[str]
+    placeholders: Collection[int]  # the tokens in whose places features stand
     # The tokens of an image see those of other images in the conversation, also of later ones.
     images_see_all: bool
 
@@ -306,7 +307,7 @@ class SharedBatcher:
         """Return the batcher for a reward model."""
         backbone = type(model.model)
         positions = RotaryPositions(backbone, model.config) if hasattr(backbone, "get_rope_index") else path_positions
-        return cls(positions, model.type_names, model.family.images_see_all)
+        return cls(positions, model.type_names, model.placeholders, model.family.images_see_all)
 
     def __call__(self, rendered: Sequence[Rendered]) -> dict[str, Any]:
         numbers: Numbers = {}
@@ -359,42 +360,42 @@ class SharedBatcher:
         """
         ids = np.array(rendered.input_ids, dtype=np.int64)
         types = np.array(rendered.type_ids)
-        media = np.empty(len(ids), dtype=object)
-        for kind, positions in _placeholders(rendered):
-            keys = [m.key for m in rendered.media if m.kind == kind for _ in range(m.tokens)]
-            media[positions] = keys
+        media = np.full(len(ids), None)
+        for medium, positions in self._placed(rendered):
+            media[positions] = medium.key
         every = tuple(medium.key for medium in rendered.media)
-        for start, stop in runs(np.isin(types, list(TYPE_IDS.values()))):
+        for start, stop in runs((types > 0) | (media != None)):  # noqa: E711 (of each element)
             keys = every if self.images_see_all else tuple(dict.fromkeys(media[start:stop]))
             ids[start:stop] = -1 - numbers.setdefault(keys, len(numbers))  # negative: no token has such an id
         return ids
 
     def _media(self, rendered: Sequence[Rendered], tree: Tree) -> Media:
         media: Media = {}
-        for kind in TYPE_IDS:
-            in_row = [medium for segment in tree.segments for medium in _media_in(rendered, segment, kind)]
-            if in_row:
-                media[kind] = distinct_media(in_row)
+        in_row = [medium for segment in tree.segments for medium in self._media_in(rendered, segment)]
+        for kind in dict.fromkeys(medium.encoded_as for medium in in_row):
+            of_kind = [medium for medium in in_row if medium.encoded_as == kind]
+            media[kind] = distinct_media(of_kind, self.placeholders)
         return media
+
+    def _placed(self, rendered: Rendered) -> list[tuple[ProcessedMedia, np.ndarray]]:
+        """Return the media of a conversation, each with the positions of its placeholders."""
+        counts = [placeholders_in(medium, self.placeholders) for medium in rendered.media]
+        if 0 in counts:
+            medium = rendered.media[counts.index(0)]
+            raise ValueError(
+                f"the {medium.kind} {medium.key} stands as {medium.replacement!r:.99}: no token of features"
+            )
+        positions = np.flatnonzero(np.isin(rendered.input_ids, list(self.placeholders)))
+        return list(zip(rendered.media, np.split(positions, np.cumsum(counts)[:-1]), strict=True)) if counts else []
+
+    def _media_in(self, rendered: Sequence[Rendered], segment: Segment) -> list[ProcessedMedia]:
+        """Return the media whose tokens are in the segment. No segment ends inside an image."""
+        placed = self._placed(rendered[segment.sequence])
+        return [medium for medium, places in placed if segment.begin <= places[0] < segment.end]
 
 
 # By the keys of the media whose placeholders stand side by side.
 Numbers = dict[tuple[str, ...], int]
-
-
-def _placeholders(rendered: Rendered) -> list[tuple[str, np.ndarray]]:
-    """Return the positions of the placeholders of each kind of media."""
-    types = np.array(rendered.type_ids)
-    return [(kind, np.flatnonzero(types == type_id)) for kind, type_id in TYPE_IDS.items()]
-
-
-def _media_in(rendered: Sequence[Rendered], segment: Segment, kind: str) -> list[ProcessedMedia]:
-    """Return the media of one kind whose tokens are in the segment. No segment ends inside an image."""
-    item = rendered[segment.sequence]
-    media = [medium for medium in item.media if medium.kind == kind]
-    positions = dict(_placeholders(item))[kind]
-    firsts = np.cumsum([0, *(medium.tokens for medium in media)])[:-1]
-    return [m for m, first in zip(media, firsts, strict=True) if segment.begin <= positions[first] < segment.end]
 
 
 def runs(flags: np.ndarray) -> list[tuple[int, int]]:
