@@ -22,7 +22,8 @@ from benchmarks.contest import Contest
 from benchmarks.harness import Row, Skipped, row
 from benchmarks.shapes import Pair, configuration, training
 from vlmrm.batching.shared import PackedLayout, grow
-from vlmrm.modeling.attention import per_segment, shared_prefix
+from vlmrm.modeling.attention import shared_prefix
+from vlmrm.modeling.kernels import per_segment
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGURATIONS = {"3b": "qwen2.5-vl-3b-config", "7b": "qwen2.5-vl-7b-processor"}

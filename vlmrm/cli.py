@@ -112,7 +112,7 @@ def init_tiny(folder: Path, *, arch: str = "qwen2_5_vl", seed: int = 0, reward: 
 
     Args:
         folder: Folder of the model.
-        arch: qwen2_5_vl, qwen2_vl, qwen3_vl or mimo_vl.
+        arch: qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_5 or mimo_vl.
         seed: Seed of the weights.
         reward: Make it a reward model, with an untrained head.
     """

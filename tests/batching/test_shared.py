@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from contextlib import contextmanager, nullcontext
 
@@ -19,7 +18,8 @@ from vlmrm.batching.shared import PackedLayout, grow
 from vlmrm.errors import ConfigError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import attention, freeze, load_for_training
-from vlmrm.modeling.attention import batcher_for, per_segment, shared_prefix
+from vlmrm.modeling.attention import batcher_for, shared_prefix
+from vlmrm.modeling.kernels import per_segment
 from vlmrm.modeling.tiny import make_tiny
 from vlmrm.rendering import Renderer
 
@@ -345,13 +345,12 @@ def windowed(checkpoints, tmp_path):
     return folder
 
 
-def test_a_sliding_window_is_not_lost_on_the_way_to_the_shared_batch(checkpoints, windowed, caplog):
-    with caplog.at_level(logging.WARNING, "vlmrm"):
-        reference, shared = (scores for scores, _ in both(windowed, CASES["one pair"]))
-    torch.testing.assert_close(shared, reference, rtol=1e-5, atol=1e-5)
-    without = both(checkpoints["qwen2_5_vl"], CASES["one pair"])[0][0]
-    assert (reference - without).abs().max() > 1e-3, "the window changes scores"
-    assert "batching: reference, because shared attention does not know the sliding window of 8" in caplog.text
+def test_a_sliding_window_is_computed_along_the_paths(checkpoints, windowed):
+    case = CASES["irrelevant branches"]
+    results = both(windowed, case, dtype=torch.float64)
+    assert_equal(results, 1e-10)
+    without = both(checkpoints["qwen2_5_vl"], case, dtype=torch.float64)[0][0]
+    assert (results[0][0] - without).abs().max() > 1e-3, "the window changes scores"
 
 
 def attend(**keywords):
@@ -365,8 +364,7 @@ def attend(**keywords):
     "keywords",
     [
         {"sliding_window": 5},
-        {"s_aux": torch.zeros(2)},
-        {"softcap": 30.0},
+        {"position_bias": torch.zeros(1, 2, 6, 6)},
         {"is_causal": False},
         {"cu_seq_lens_q": torch.tensor([0, 3])},
         {"a_keyword_of_tomorrow": 1},

@@ -48,8 +48,8 @@ FAMILIES = [
             size_conversion={490: 4, 980: 8},
         ),
         config={
-            "projector_patch_to_query_dict": {35 * 35: 4, 4900: 8},
-            "vision_config": {"image_size": 490},
+            "projector_patch_to_query_dict": {49: 4, 196: 8},
+            "vision_config": {"image_size": 490, "patch_size": 70},
             "text_config": {"num_key_value_heads": 4},
         },
     ),
@@ -83,7 +83,10 @@ FAMILIES = [
     Tiny(
         "cohere_compass",
         lambda tokenizer, template: t.CohereCompassProcessor(
-            t.CohereCompassImageProcessor(size=AREA), tokenizer, t.CohereCompassVideoProcessor(size=AREA), template
+            t.CohereCompassImageProcessor(size=AREA),
+            tokenizer,
+            t.CohereCompassVideoProcessor(size=AREA, patch_size=14),
+            template,
         ),
         tokens={
             "image_token": "<|IMAGE_PAD|>",
@@ -94,6 +97,7 @@ FAMILIES = [
         image="<|VISION_START|><|IMAGE_PAD|><|VISION_END|>",
         video="<|VIDEO_PAD|>",
         ids={"vision_start_token_id": "<|VISION_START|>", "vision_end_token_id": "<|VISION_END|>"},
+        config={"text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}},
     ),
     Tiny(
         "cosmos3_edge",
@@ -102,6 +106,7 @@ FAMILIES = [
         ),
         **QWEN,
         config={"projector_hidden_size": 48, "vision_config": {"patch_size": 16, "num_patches": 16}},
+        options={"return_mm_token_type_ids": True},
     ),
     Tiny(
         "cosmos3_omni",
@@ -117,8 +122,25 @@ FAMILIES = [
     Tiny(
         "deepseek_ocr2",
         lambda tokenizer, template: t.DeepseekOcr2Processor(
-            t.DeepseekOcr2ImageProcessor(size={"height": 64, "width": 64}, tile_size=64), tokenizer, template
+            t.DeepseekOcr2ImageProcessor(size={"height": 48, "width": 48}, tile_size=48),
+            tokenizer,
+            template,
+            patch_size=1,
         ),
+        config={
+            "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
+            "vision_config": {
+                "sam_config": {
+                    "image_size": 48,
+                    "patch_size": 1,
+                    "mlp_dim": 48,
+                    "output_channels": 8,
+                    "downsample_channels": [16, 32],
+                    "window_size": 6,
+                    "global_attn_indexes": [],
+                }
+            },
+        },
     ),
     Tiny(
         "deepseek_vl",
@@ -178,6 +200,17 @@ FAMILIES = [
             "image_wrapper_token": "<|image token|>",
             "eof_token": "<|extra_201|>",
         },
+        options={"add_special_tokens": False},
+        codes=["<image>", "<|extra_200|>", *(f"<|visual token {i:06d}|>" for i in range(8))],
+        config={
+            "vq_config": {
+                "codebook_size": 8,
+                "embed_dim": 4,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1, 1, 1],
+                "num_res_blocks": 1,
+            }
+        },
     ),
     Tiny(
         "ernie4_5_vl_moe",
@@ -200,7 +233,12 @@ FAMILIES = [
             "video_start_token_id": "<|VIDEO_START|>",
             "video_end_token_id": "<|VIDEO_END|>",
         },
-        config={"text_config": {"moe_intermediate_size": [32, 16]}},
+        config={
+            "text_config": {
+                "moe_intermediate_size": [32, 16],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+            }
+        },
     ),
     Tiny(
         "exaone4_5",
@@ -278,7 +316,19 @@ FAMILIES = [
         image="<|image|>",
         video="<|video|>",
         turn=GEMMA_TURN,
-        config={"vision_config": {"patch_size": 4, "head_dim": 16}},
+        config={
+            "vision_config": {
+                "model_type": "gemma4_vision",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "patch_size": 4,
+                "position_embedding_size": 64,
+            }
+        },
     ),
     Tiny(
         "glm46v",
@@ -313,6 +363,7 @@ FAMILIES = [
             template,
         ),
         **GLM,
+        config={"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
     ),
     Tiny(
         "glm_ocr",
@@ -337,14 +388,15 @@ FAMILIES = [
         ),
         tokens={"image_token": "<imgpad>", "a": "<img>", "b": "</img>"},
         image="<img><imgpad></img>\n",
+        nested=False,
         config={
             "vision_config": {
                 "image_size": 64,
-                "patch_size": 16,
+                "patch_size": 1,
                 "mlp_dim": 48,
                 "output_channels": 8,
-                "window_size": 2,
-                "global_attn_indexes": [1],
+                "window_size": 8,
+                "global_attn_indexes": [],
             }
         },
     ),
@@ -359,10 +411,14 @@ FAMILIES = [
             vision_feature_select_strategy="default",
             chat_template=template,
             num_additional_image_tokens=1,
+            downsample_rate="1/2",
         ),
         config={
             "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
             "qformer_config": {"encoder_hidden_size": 32},
+            "deepstack_layer_map": [[-2, 0]],
+            "spatial_target_layers": [1],
+            "downsample_rate": "1/2",
         },
     ),
     Tiny(
@@ -381,7 +437,12 @@ FAMILIES = [
         lambda tokenizer, template: t.HunYuanVLProcessor(t.HunYuanVLImageProcessor(size=AREA16), tokenizer, template),
         tokens={"image_token": "<img>", "image_start_token": "<img_start>", "image_end_token": "<img_end>"},
         image="<img_start><img><img_end>",
-        config={"vision_config": {"patch_size": 16, "text_hidden_size": 64, "max_image_size": 128}},
+        config={
+            "vision_config": {"patch_size": 16, "max_image_size": 128},
+            "text_config": {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}
+            },
+        },
         ids={"im_start_id": "<img_start>", "im_end_id": "<img_end>"},
     ),
     Tiny(
@@ -428,11 +489,12 @@ FAMILIES = [
         lambda tokenizer, template: t.Inkling2Processor(t.Inkling2ImageProcessor(), tokenizer, template),
         tokens={"image_token": "<|unused_200054|>", "a": "<|content_image|>"},
         image="<|content_image|><|unused_200054|>",
+        config={"vision_config": {"patch_size": 20}},
     ),
     Tiny(
         "inkling_mm_model",
         lambda tokenizer, template: t.InklingProcessor(
-            t.InklingFeatureExtractor(), t.InklingImageProcessor(), tokenizer, template
+            t.InklingFeatureExtractor(), t.InklingImageProcessor(size={"height": 16, "width": 16}), tokenizer, template
         ),
         tokens={
             "image_token": "<|unused_200054|>",
@@ -441,6 +503,7 @@ FAMILIES = [
             "b": "<|content_audio_input|>",
         },
         image="<|content_image|><|unused_200054|>",
+        config={"vision_config": {"patch_size": 16, "n_layers": 3}},
     ),
     Tiny(
         "internvl",

@@ -16,6 +16,8 @@ from vlmrm.conversation import Conversation, Video, media_of
 from vlmrm.data.media import open_image, open_video
 from vlmrm.rendering import Renderer
 
+from .tiny import Tiny
+
 
 @contextmanager
 def rounding_nowhere() -> Generator[None]:
@@ -27,12 +29,12 @@ def rounding_nowhere() -> Generator[None]:
         yield
 
 
-def processed(processor: Any, conversation: Conversation) -> dict[str, torch.Tensor]:
+def processed(family: Tiny, processor: Any, conversation: Conversation) -> dict[str, torch.Tensor]:
     """Return what the processor's own call makes of a conversation, through its chat template."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(family.options)
     media = media_of(conversation.messages)
     if images := [open_image(medium.reference) for medium in media if not isinstance(medium, Video)]:
-        options["images"] = [images]
+        options["images"] = [images] if family.nested else images
     if videos := [open_video(medium, 2.0, 768) for medium in media if isinstance(medium, Video)]:
         options |= {
             "videos": [frames for frames, _ in videos],
@@ -47,19 +49,18 @@ def processed(processor: Any, conversation: Conversation) -> dict[str, torch.Ten
     return {name: value for name, value in outputs.items() if name != "video_metadata"}
 
 
-def to_float64(inputs: dict[str, Any]) -> dict[str, Any]:
+def to_float64(inputs: Any) -> Any:
     """Return the inputs with float64 in place of every other floating type."""
-    return {
-        name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
+    if isinstance(inputs, dict):
+        return {name: to_float64(value) for name, value in inputs.items()}
+    return inputs.double() if torch.is_tensor(inputs) and inputs.is_floating_point() else inputs
 
 
-def own_scores(model: Any, processor: Any, conversations: Sequence[Conversation]) -> torch.Tensor:
+def own_scores(family: Tiny, model: Any, processor: Any, conversations: Sequence[Conversation]) -> torch.Tensor:
     """Return the score of each conversation [N], float64."""
     scores = []
     for conversation in conversations:
-        inputs = to_float64(processed(processor, conversation))
+        inputs = to_float64(processed(family, processor, conversation))
         with rounding_nowhere():
             hidden = model.model(**inputs, use_cache=False).last_hidden_state
             scores.append(model.head(hidden[:, -1])[0, 0])

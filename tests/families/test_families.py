@@ -59,7 +59,7 @@ def test_the_renderers_tokens_are_those_of_the_processors_own_call(family):
     for name, conversations in cases_of(family).items():
         with naming(errors, name):
             for conversation, item in zip(conversations, rendered_of(family, conversations), strict=True):
-                assert item.input_ids == processed(processor_of(family), conversation)["input_ids"][0].tolist()
+                assert item.input_ids == processed(family, processor_of(family), conversation)["input_ids"][0].tolist()
     if errors:
         raise ExceptionGroup(family.model_type, errors)
 
@@ -71,7 +71,7 @@ def test_scores_and_gradients_are_those_of_the_familys_own_forward(family, monke
     expected = {}
     for name, conversations in cases_of(family).items():
         with naming(errors, name):
-            scores = own_scores(model, processor, conversations)
+            scores = own_scores(family, model, processor, conversations)
             assert (scores.max() - scores.min()) > 1e-4  # else there would be nothing to compare
             expected[name] = scores.detach(), gradients(model, scores) if name in WITH_GRADIENTS else {}
     batcher = batcher_for(model, processor, "shared" if family.padded is None else "reference")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -35,7 +35,8 @@ VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_layers": 2, "depth": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "num_heads": 2, "embed_dim": 32, "out_hidden_size": 64,
     "image_size": 28, "patch_size": 14, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [1],
-    "num_position_embeddings": 16, "vision_use_head": False,
+    "num_position_embeddings": 16, "vision_use_head": False, "text_hidden_size": 64, "adapter_in_dim": 32,
+    "adapter_out_dim": 64,
 }  # fmt: skip
 # Of the pairs of rotary frequencies: how many turn with time, height and width.
 SECTIONS = {8: [2, 3, 3], 4: [2, 1, 1], 2: [1, 1, 0]}
@@ -54,6 +55,9 @@ class Tiny:
         turn: how it writes a message, with {role} and {content}; `start` comes before the first.
         config: what to change in the configuration, by sub-configuration.
         ids: the tokens of the configuration's token ids, beyond those of images and videos.
+        codes: the tokens of the configuration's `vocabulary_map`, where images are words of a codebook.
+        options: what the processor's own call needs beside a text and its media.
+        nested: whether that call takes a list of images for each text.
         padded: why its batches are padded, not shared.
         refused: why it cannot be a reward model here at all.
         lacks: cases that the family cannot have, and why.
@@ -69,6 +73,9 @@ class Tiny:
     start: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     ids: Mapping[str, str] = field(default_factory=dict)
+    codes: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    nested: bool = True
     padded: str | None = None
     refused: str | None = None
     lacks: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +111,12 @@ class Tiny:
             eos_token="<|im_end|>",
             pad_token="<|endoftext|>",
             bos_token=None,
-            extra_special_tokens={"im_start_token": "<|im_start|>", "image_token": "<image>", **self.tokens},
+            extra_special_tokens={
+                "im_start_token": "<|im_start|>",
+                "image_token": "<image>",
+                **self.tokens,
+                **{f"code{i}": token for i, token in enumerate(self.codes)},
+            },
             model_max_length=4096,
         )
         processor = self.processor(tokenizer, self.template())
@@ -115,23 +127,19 @@ class Tiny:
     def make_config(self, processor: Any) -> PreTrainedConfig:
         """Return the family's configuration, shrunk: the commonest sizes where it has them, and then its own."""
         make = CONFIG_MAPPING[self.model_type]
-        default = make()
-        values: dict[str, Any] = {}
-        for name in default.sub_configs:
-            if (part := getattr(default, name, None)) is not None:
-                sizes = TEXT if name == "text_config" else VISION
-                values[name] = _merged({"model_type": part.model_type, **_shrunk(part, sizes)}, self.config.get(name))
-        if "text_config" not in values:
-            values |= _shrunk(default, TEXT)
+        default, tokenizer = make(), processor.tokenizer
+        values = _shrunk(default, {} if "text_config" in default.sub_configs else TEXT)
         text = default.get_text_config()
-        vocabularies = [name for name in ("vocab_size", "vocab_size_per_layer_input") if hasattr(text, name)]
-        values.get("text_config", values).update(dict.fromkeys(vocabularies, len(processor.tokenizer)))
+        vocabularies = [name for name in ("vocab_size", "vocab_size_per_layer_input") if _get(text, name) is not None]
+        values.get("text_config", values).update(dict.fromkeys(vocabularies, len(tokenizer)))
         for kind in ("image", "video"):
             for name in (f"{kind}_token_id", f"{kind}_token_index"):
                 if hasattr(default, name) and isinstance(token := getattr(processor, f"{kind}_token_id", None), int):
                     values[name] = token
-        values |= {name: processor.tokenizer.convert_tokens_to_ids(token) for name, token in self.ids.items()}
-        return make(**_merged(values, {k: v for k, v in self.config.items() if k not in default.sub_configs}))
+        values |= {name: tokenizer.convert_tokens_to_ids(token) for name, token in self.ids.items()}
+        if self.codes:
+            values["vocabulary_map"] = {token: tokenizer.convert_tokens_to_ids(token) for token in self.codes}
+        return make(**_merged(values, self.config))
 
     def make_model(self, processor: Any) -> Any:
         """Return the reward model in float64, on the CPU, with equal weights in every process."""
@@ -140,8 +148,7 @@ class Tiny:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = reward_model_class(config)(config).double().eval()
-        if model._can_set_experts_implementation():
-            model.set_experts_implementation("eager")  # the kernels of grouped products do not take float64
+        model.model.set_experts_implementation("eager")  # the kernels of grouped products do not take float64
         with torch.no_grad():
             for weight in model.parameters():
                 # Gates and scales begin at zero or one, and then hide what they multiply.
@@ -154,26 +161,41 @@ def _base_tokenizer() -> Qwen2Tokenizer:
     return tiny._tokenizer()
 
 
+def _get(config: PreTrainedConfig, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers raises for what differs between layers
+        return None
+
+
 def _shrunk(config: PreTrainedConfig, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes that the configuration has, with the lists that go with a smaller number of layers."""
+    """Return the sizes that the configuration has, with the lists that go with a smaller number of layers.
+
+    So too for its sub-configurations, those of the language model in its sizes and all others in those of a tower.
+    """
     shrunk = {
         name: size
         for name, size in sizes.items()
-        if hasattr(config, name) and (getattr(config, name) is not None or name == "head_dim")
+        if _get(config, name) is not None or (name == "head_dim" and "head_dim" in config.__dict__)
     }
-    for name in ("layer_types", "mlp_layer_types"):
-        if kinds := list(dict.fromkeys(getattr(config, name, None) or ())):
-            layers = max(shrunk["num_hidden_layers"], len(kinds))
-            shrunk["num_hidden_layers"] = layers
-            shrunk[name] = (kinds * layers)[:layers]
-    for name in ("layer_types", "mlp_layer_types"):  # the one may have raised the number for both
-        if name in shrunk:
-            shrunk[name] = (shrunk[name] * 4)[: shrunk["num_hidden_layers"]]
-    rotary = getattr(config, "rope_parameters", None)
+    types = {name: kinds for name in ("layer_types", "mlp_layer_types") if (kinds := _kinds(config, name))}
+    if types:
+        layers = shrunk["num_hidden_layers"] = max(2, *map(len, types.values()))
+        shrunk |= {name: (kinds * layers)[:layers] for name, kinds in types.items()}
+    rotary = _get(config, "rope_parameters")
     if isinstance(rotary, dict) and "mrope_section" in rotary:
         pairs = int(shrunk["head_dim"] * rotary.get("partial_rotary_factor", 1)) // 2
         shrunk["rope_parameters"] = {**rotary, "mrope_section": SECTIONS[pairs]}
+    for name in config.sub_configs:
+        if (part := _get(config, name)) is not None:
+            sizes = TEXT if name == "text_config" else VISION
+            shrunk[name] = {"model_type": part.model_type, **_shrunk(part, sizes)}
     return shrunk
+
+
+def _kinds(config: PreTrainedConfig, name: str) -> list[str]:
+    """Return each kind of layers once."""
+    return list(dict.fromkeys(_get(config, name) or ()))
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any] | None) -> dict[str, Any]:

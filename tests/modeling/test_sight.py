@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import wraps
+
 import pytest
 import torch
 from runs import assert_equal_weights, colour_pairs
 from transformers import Qwen2_5_VLModel
 
 from vlmrm.errors import CheckpointError
-from vlmrm.modeling import attention, load_checkpoint, load_for_training, load_processor, make_tiny_reward_model
+from vlmrm.modeling import kernels, load_checkpoint, load_for_training, load_processor, make_tiny_reward_model
 from vlmrm.modeling.attention import attention_of
 from vlmrm.modeling.sight import prove_sight
 from vlmrm.scoring import load_scorer
@@ -23,6 +25,7 @@ def blind(monkeypatch) -> None:
     """A build whose features of images are zeros."""
     features = Qwen2_5_VLModel.get_image_features
 
+    @wraps(features)
     def nothing(self, *args, **kwargs):
         output = features(self, *args, **kwargs)
         output["pooler_output"] = tuple(0 * image for image in output.pooler_output)
@@ -36,6 +39,7 @@ def dropping(monkeypatch) -> None:
     """A build that drops the features among its other keywords, as transformers 5.15 to 5.17 did."""
     forward = Qwen2_5_VLModel.forward
 
+    @wraps(forward)
     def drop(self, *args, mm_encoder_outputs=None, **kwargs):
         return forward(self, *args, **kwargs)
 
@@ -45,7 +49,7 @@ def dropping(monkeypatch) -> None:
 @pytest.fixture
 def broken(monkeypatch) -> None:
     """A shared attention in which answers do not see the end of their prompt."""
-    along = attention._along
+    along = kernels._along
 
     def shortsighted(states, ranges):
         keys = along(states, ranges).clone()
@@ -53,7 +57,7 @@ def broken(monkeypatch) -> None:
             keys[:, :, : ranges[0][1] - ranges[0][0]] = 0
         return keys
 
-    monkeypatch.setattr(attention, "_along", shortsighted)
+    monkeypatch.setattr(kernels, "_along", shortsighted)
 
 
 @pytest.mark.parametrize("build", ["blind", "dropping"])

@@ -14,30 +14,36 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from vlmrm.batching import PaddedBatcher, SharedBatcher
 from vlmrm.batching.shared import PackedLayout
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
+from vlmrm.modeling.kernels import attend
+from vlmrm.modeling.masks import REFERENCE, MaskRule, mask_rule
 from vlmrm.modeling.reward_model import RewardModel
+from vlmrm.modeling.state import fork_states, unknown_state_layers
 
 logger = logging.getLogger("vlmrm")
 
 relies_on(PreTrainedConfig, "_attn_implementation")
+relies_on(sdpa_mask, *inspect.signature(mask_rule).parameters.keys() - {"keywords"})  # the interface of masks
 
 ATTENTION = ("auto", "flash_attention_2", "sdpa")
 BATCHINGS = ("shared", "reference")
 # Not "flash...": transformers takes any name with that word in it for FlashAttention, also in the vision tower.
 SHARED_PREFIX = "shared_prefix"
 
-# Keywords without effect here: positions are in the queries and keys already, and no key is kept for later.
-WITHOUT_EFFECT = ("position_ids", "use_cache")
+# Keywords without effect here: positions are in the queries and keys already, no key is kept for later, and outputs
+# beside the hidden states are for the layers around.
+WITHOUT_EFFECT = ("position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits")
 KERNEL_KEYWORDS = ("scale", "window_size", "enable_gqa")
 
 
@@ -103,25 +109,40 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
     """
     if batching not in BATCHINGS:
         raise ConfigError(f"batching is {batching!r}: choose from {', '.join(BATCHINGS)}.")
-    if batching == "shared" and (reason := not_shared(model)):
-        logger.warning("batching: reference, because shared attention does not know %s", reason)
-    elif batching == "shared":
-        check_kernel()
-        model.set_attn_implementation({"text_config": SHARED_PREFIX})
-        prune_last_layer(model.model.language_model)
-        return SharedBatcher.of(model)
+    if batching == "shared":
+        reason = not_shared(model)
+        if reason is None and not (model.family.tested or model.proved):
+            reason = "no test covers it, and it has not proved that it can share prefixes (check_sight)"
+        if reason is None:
+            return share(model)
+        logger.warning("batching: reference for %s, because %s", model.family.name, reason)
     return PaddedBatcher.for_processor(processor, model.type_names)
 
 
+def share(model: RewardModel) -> SharedBatcher:
+    """Prepare a model for shared batches, and return their batcher. Calling it again does nothing more.
+
+    Raises:
+        ConfigError: when this torch lacks a feature that shared attention needs.
+    """
+    check_kernel()
+    model.set_attn_implementation({"text_config": SHARED_PREFIX})
+    fork_states(model)
+    prune_last_layer(model.language_model)
+    return SharedBatcher.of(model)
+
+
 def not_shared(model: RewardModel) -> str | None:
-    """Return the property of the model that keeps it from shared batches; None where there is none."""
+    """Return why a model cannot share prefixes; None where it can.
+
+    One of a family that the tests do not cover may try, in the proof of sight, and has to prove itself there.
+    """
     if reason := model.family.padded or model.padded_because:
         return reason
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    windowed = window is not None and "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if windowed and window < config.max_position_embeddings:
-        return f"the sliding window of {window} tokens in its layers"
+    if "mm_encoder_outputs" not in model.input_names or "position_ids" not in model.input_names:
+        return "its backbone does not take features of images and positions apart"
+    if layers := unknown_state_layers(model):
+        return f"its layers {', '.join(layers)} carry a state that cannot be forked here"
     return None
 
 
@@ -144,102 +165,70 @@ def shared_prefix(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None,
+    attention_mask: MaskRule | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    layout: PackedLayout,
+    layout: PackedLayout | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend over a packed row: query[1, H, T, D], key and value[1, KV, T, D] → [1, T, H, D].
+    """Attend over a packed row: query[1, H, T, D], key[1, KV, T, D], value[1, KV, T, V] → [1, T, H, V].
 
-    The kernel follows from the device and the type.
+    `attention_mask` is the rule that the family's mask became, None where it is causal. `softcap` bounds scores by
+    `softcap * tanh(score / softcap)`; `s_aux` [H] are attention sinks, further scores of each softmax without a value.
+    The kernel follows from the device, the type and what there is to compute.
 
     Raises:
-        ConfigError: for a window, a mask or any other keyword that changes attention and is not computed here.
+        ConfigError: for a tensor as mask, and for any other keyword that changes attention and is not computed here.
     """
     # transformers passes new features as keywords: an unknown one must not be dropped silently.
     refused = [name for name, value in keywords.items() if value is not None and name not in WITHOUT_EFFECT]
-    if attention_mask is not None:
+    if layout is None or query.shape[2] != len(layout) or key.shape[2] != len(layout):
+        refused.append("attention without the layout of its tokens")
+        raise _refusal(refused, module)
+    rule = attention_mask if isinstance(attention_mask, MaskRule) else None
+    if attention_mask is not None and rule is None:
         refused.append("attention_mask")
-    if sliding_window is not None and sliding_window < layout.longest:
-        refused.append(f"sliding_window={sliding_window} over {layout.longest} tokens")
+    if rule is None and (is_causal is False or getattr(module, "is_causal", True) is False):
+        refused.append("is_causal=False")
+    seen = layout.longest if rule is None else rule.window
+    if sliding_window is not None and seen is not None and sliding_window != seen and sliding_window < layout.longest:
+        refused.append(f"sliding_window={sliding_window} over {seen} tokens")
     if refused:
-        raise ConfigError(
-            f"batching: shared does not compute {', '.join(refused)} of {type(module).__name__}: write batching: "
-            "reference."
-        )
-    if value.is_cuda and value.dtype in (torch.bfloat16, torch.float16) and not dropout:
-        return varlen(query, key, value, layout, scaling), None
-    return per_segment(query, key, value, layout, scaling, dropout), None
-
-
-def per_segment(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: PackedLayout,
-    scaling: float | None,
-    dropout: float,
-) -> torch.Tensor:
-    """Call torch's attention once per span; on any device, in any type.
-
-    A dense mask over the row would compute the full T x T square of all its conversations instead.
-    """
-    grouped = key.shape[1] != query.shape[1]
-    outputs = []
-    # Split, not sliced: the backward of each slice would add a whole row of zeros.
-    queries = query.split([span.stop - span.start for span in layout.spans], dim=2)
-    for span, span_query in zip(layout.spans, queries, strict=True):
-        mask = layout.mask(span, query.device) if span.before else None
-        outputs.append(
-            scaled_dot_product_attention(
-                span_query,
-                _along(key, span.keys),
-                _along(value, span.keys),
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None,
-                scale=scaling,
-                enable_gqa=grouped,
-            ).transpose(1, 2)
-        )
-    return torch.cat(outputs, dim=1)
-
-
-def varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout, scaling: float | None
-) -> torch.Tensor:
-    """Call torch's variable-length attention once for all spans, over the keys gathered for each.
-
-    For CUDA in half precision. Its causal mask is aligned to the bottom right, as a segment after its path needs.
-    """
-    gathered = layout.gathered(query.device)
-    # Under autocast the rotary embedding promotes queries and keys to float32, which the kernel does not take.
-    queries, keys, values = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
-    output: Any = varlen_attn(
-        queries.contiguous(),
-        keys.index_select(0, gathered.keys),
-        values.index_select(0, gathered.keys),
-        gathered.cu_queries,
-        gathered.cu_keys,
-        gathered.max_queries,
-        gathered.max_keys,
-        scale=scaling,
-        window_size=(-1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
+        raise _refusal(refused, module)
+    query = _temperature_along_path(module, query, layout)
+    output = attend(
+        module, query, key, value, layout, rule, scaling=scaling, dropout=dropout, softcap=softcap, sinks=s_aux
     )
-    return output.unsqueeze(0)
+    return output, None
 
 
-def _along(states: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return states[1, H, T, D] at the ranges of positions, without a copy where there is one range."""
-    pieces = [states[:, :, start:stop] for start, stop in ranges]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+def _refusal(refused: Sequence[str], module: nn.Module) -> ConfigError:
+    names = ", ".join(refused)
+    return ConfigError(f"batching: shared does not compute {names} of {type(module).__name__}: {REFERENCE}.")
+
+
+def _temperature_along_path(module: Any, query: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    """Return queries whose temperature follows from their positions, not from their places in the row.
+
+    Llama 4 scales those of layers without rotary positions by a step function of the place, from `floor_scale` on.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope or len(layout) < module.floor_scale:
+        return query
+
+    def temperature(positions: np.ndarray) -> np.ndarray:
+        return 1 + module.attn_scale * np.log1p((positions + 1) // module.floor_scale)
+
+    ratio = temperature(layout.positions()) / temperature(np.arange(len(layout)))
+    return query * torch.as_tensor(ratio).to(query)[:, None]
 
 
 AttentionInterface.register(SHARED_PREFIX, shared_prefix)
+AttentionMaskInterface.register(SHARED_PREFIX, mask_rule)
 
 
 def prune_last_layer(language_model: Any) -> None:
@@ -248,8 +237,9 @@ def prune_last_layer(language_model: Any) -> None:
     After the last attention no token sees another, so nothing reads the hidden states of unscored ones. Hooks do it,
     for packed rows alone, whose layout has the positions. Scores and gradients are unchanged.
     """
-    layer = language_model.layers[-1]
-    if hasattr(layer, "ends"):
+    layer = getattr(language_model, "layers", [None])[-1]
+    # Experts are not pruned: figures and losses of their routers are over all tokens.
+    if hasattr(layer, "ends") or not type(getattr(layer, "mlp", None)).__name__.endswith("MLP"):
         return
     layer.ends = ends = _Ends()
     layer.register_forward_pre_hook(ends, with_kwargs=True)

@@ -1,27 +1,24 @@
 """What a vision tower answers, taken apart by image and put together again in another order.
 
 Families hold the features of a batch of images in different forms: a tensor for each image or tile, one tensor for
-all of them, further ones for deepstack layers. A `FeatureForm` is that of one family; it gives its backbone the
-features of images as often, and in the order, that they are shown.
+all of them, further ones for deepstack layers. Each image's features keep the form of their family, in which its
+backbone is given them as often, and in the order, that the images are shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from transformers.modeling_outputs import ModelOutput
 
-# Features of one image: those of the merger [tokens, H], then those of each deepstack layer.
-Features = list[torch.Tensor]
-
 
 @dataclass
 class EncoderOutput(ModelOutput):
-    """Features in the form that a family's backbone takes as one of its `mm_encoder_outputs`; a field of each family
-    that has another."""
+    """Features as a backbone takes them in `mm_encoder_outputs`; a field for each that a family reads."""
 
     pooler_output: Any = None
     deepstack_features: Any = None
@@ -30,12 +27,15 @@ class EncoderOutput(ModelOutput):
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """The features of one layer: whether the family has a tensor for all images, the last dimensions, and the index of
-    the language model's layer that they are named by, if they are."""
+class LayerForm:
+    """How a family holds the features of one layer.
+
+    `one_tensor` for all images, or one each; `shape` of a tensor without its first dimension; `index` of the language
+    model's layer beside which they stand.
+    """
 
     one_tensor: bool
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     index: int | None
 
     def assemble(self, images: Sequence[torch.Tensor]) -> Any:
@@ -46,58 +46,78 @@ class _Layer:
 
 @dataclass(frozen=True)
 class FeatureForm:
-    """The form of a family's output: `field` has the features that take the placeholders' places, `constants` are what
-    is in it for no image in particular."""
+    """How a family holds features: the field of the merger's, the layers, and whether some are deepstack layers.
 
-    field: str
-    layers: Sequence[_Layer]
+    `constants` are what else is in an output, for no image in particular.
+    """
+
+    merged: str
+    layers: Sequence[LayerForm]
     deepstack: bool
-    constants: dict[str, torch.Tensor]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps([self.merged, [asdict(layer) for layer in self.layers], self.deepstack])
 
     @classmethod
-    def of(cls, output: ModelOutput, field: str, constants: Sequence[str]) -> FeatureForm:
-        """Return the form of a tower's output."""
-        deepstack = output.get("deepstack_features")
-        layers = [_layer(value) for value in _values(output, field)]
-        return cls(field, layers, deepstack is not None, {name: output[name] for name in constants})
-
-    def split(self, output: ModelOutput, tokens: Sequence[int]) -> list[Features]:
-        """Return the features of each image, of which image i has `tokens[i]` placeholders.
-
-        Raises:
-            ValueError: when the tower has more features than that, or fewer.
-        """
-        layers = []
-        for value in _values(output, self.field):
-            rows = _rows(value)
-            if len(rows) != sum(tokens):
-                raise ValueError(f"its vision tower has {len(rows)} features for {sum(tokens)} placeholders")
-            layers.append(rows.split(list(tokens)))
-        return [list(image) for image in zip(*layers, strict=True)]
-
-    def assemble(self, images: Sequence[Features]) -> EncoderOutput:
-        """Return the output for images in the order shown."""
-        merged, *deepstack = (
-            layer.assemble(features) for layer, features in zip(self.layers, zip(*images, strict=True), strict=True)
-        )
-        deepstack_features = deepstack if self.deepstack else None
-        return EncoderOutput(**{self.field: merged}, **self.constants, deepstack_features=deepstack_features)
+    def from_json(cls, text: str) -> FeatureForm:
+        merged, layers, deepstack = json.loads(text)
+        return cls(merged, [LayerForm(**layer) for layer in layers], deepstack)
 
 
-def _values(output: ModelOutput, field: str) -> list[Any]:
-    return [output[field], *(output.get("deepstack_features") or ())]
+@dataclass(frozen=True)
+class Features:
+    """Features of one image: those of the merger [tokens, H], then those of each deepstack layer."""
+
+    layers: Sequence[torch.Tensor]
+    form: FeatureForm
 
 
-def _layer(value: Any) -> _Layer:
-    named = isinstance(value, tuple) and isinstance(value[0], int)
-    index, value = value if named else (None, value)
-    tensor = value if isinstance(value, torch.Tensor) else value[0]
-    return _Layer(isinstance(value, torch.Tensor), tuple(tensor.shape[1:]), index)
+def split(output: ModelOutput, tokens: Sequence[int], merged: str, constants: Sequence[str]) -> list[Features]:
+    """Return the features of each image, of which image i has `tokens[i]` placeholders.
+
+    Raises:
+        ValueError: when the tower has more features than that, or fewer.
+    """
+    deepstack = output.get("deepstack_features")
+    values = [output[merged], *(deepstack or ())]
+    form = FeatureForm(
+        merged, [_form(value) for value in values], deepstack is not None, {name: output[name] for name in constants}
+    )
+    layers = []
+    for value in values:
+        rows = torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in _tensors(value)])
+        if len(rows) != sum(tokens):
+            raise ValueError(f"its vision tower has {len(rows)} features for {sum(tokens)} placeholders")
+        layers.append(rows.split(list(tokens)))
+    return [Features(image, form) for image in zip(*layers, strict=True)]
 
 
-def _rows(value: Any) -> torch.Tensor:
-    """Return the features of all images, one after the other, [tokens, H]."""
-    if isinstance(value, tuple) and isinstance(value[0], int):
-        value = value[1]
-    pieces = [value] if isinstance(value, torch.Tensor) else value
-    return torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
+def assemble(images: Sequence[Features]) -> EncoderOutput:
+    """Return the output for images in the order shown."""
+    form = images[0].form
+    merged, *deepstack = (
+        layer.assemble(pieces)
+        for layer, pieces in zip(form.layers, zip(*(image.layers for image in images), strict=True), strict=True)
+    )
+    return EncoderOutput(
+        **{form.merged: merged}, **form.constants, deepstack_features=deepstack if form.deepstack else None
+    )
+
+
+def _form(value: Any) -> LayerForm:
+    return LayerForm(
+        isinstance(value, torch.Tensor) or (_is_named(value) and isinstance(value[1], torch.Tensor)),
+        tuple(_tensors(value)[0].shape[1:]),
+        value[0] if _is_named(value) else None,
+    )
+
+
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
+    value = value[1] if _is_named(value) else value
+    return [value] if isinstance(value, torch.Tensor) else value
+
+
+def _is_named(value: Any) -> bool:
+    """Return whether these are the index of a layer and its features (Granite Vision 4)."""
+    return isinstance(value, tuple) and isinstance(value[0], int)

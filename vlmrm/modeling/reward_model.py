@@ -38,7 +38,7 @@ from vlmrm.batching.media import DistinctMedia, Media
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.modeling.families import BY_MODEL_TYPE, Family, family_of
-from vlmrm.modeling.features import EncoderOutput, FeatureForm, Features
+from vlmrm.modeling.features import EncoderOutput, Features, assemble, split
 
 logger = logging.getLogger("vlmrm")
 
@@ -82,7 +82,8 @@ class RewardModel(PreTrainedModel):
     # A blank image. Run the tower in every batch, with or without images, so that all ranks gather and reduce the same
     # weights in the same order. Training sets it.
     touch_vision: Any = None
-    # Why a probe of the loaded model took it for unable to share prefixes.
+    # Whether the loaded model has proved that it sees, and why it then could not share prefixes.
+    proved = False
     padded_because: str | None = None
     # A vision-language checkpoint has a language head, for which there is no use here.
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 (the library's own form)
@@ -94,7 +95,6 @@ class RewardModel(PreTrainedModel):
         config.reward_head = getattr(config, "reward_head", "linear")
         super().__init__(config)
         self.model = AutoModel.from_config(config)
-        self._forms: dict[str, FeatureForm] = {}  # of the tower's last output, by the kind of media
         width = config.get_text_config().hidden_size
         if config.reward_head == "mlp":
             self.score_hidden = nn.Sequential(Float32Linear(width, width), nn.SiLU())
@@ -151,23 +151,19 @@ class RewardModel(PreTrainedModel):
             return hidden
         # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
         features = self.run_tower("image", self.touch_vision)
-        return hidden + torch.stack([(0 * layer).sum() for image in features for layer in image]).sum()
+        return hidden + torch.stack([(0 * layer).sum() for image in features for layer in image.layers]).sum()
 
     def encode(self, kind: str, media: DistinctMedia) -> EncoderOutput:
         """Return the features of media of one `kind` in the order shown, as the backbone takes them."""
         features = self.vision_features(kind, media)
-        return self._forms[kind].assemble([features[index] for index in media["order"]])
+        return assemble([features[index] for index in media["order"]])
 
     def vision_features(self, kind: str, media: DistinctMedia) -> list[Features]:
         """Return the features of each distinct image or video, from the cache where there is one.
 
         Pixels that need a gradient are never cached.
         """
-        if (
-            self.vision_cache is None
-            or kind not in self._forms  # which only the tower knows
-            or any(tensor.requires_grad for tensor in media["tensors"].values())
-        ):
+        if self.vision_cache is None or any(tensor.requires_grad for tensor in media["tensors"].values()):
             return self.run_tower(kind, media)
         ran = False
 
@@ -195,8 +191,7 @@ class RewardModel(PreTrainedModel):
         # Adapters of the language model leave the whole tower frozen: its activations need not be kept then.
         with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
             output = encode(**inputs, return_dict=True)
-        form = self._forms[kind] = FeatureForm.of(output, self.family.feature_field, self.family.constants)
-        return form.split(output, media["tokens"])
+        return split(output, media["tokens"], self.family.feature_field, self.family.constants)
 
     def _media_of(self, inputs: dict[str, Any]) -> Media:
         """Take the media out of a processor's batch, for a family whose grids say which patches are whose."""
@@ -228,6 +223,12 @@ class RewardModel(PreTrainedModel):
     def family(self) -> Family:
         """What is declared of the model's family."""
         return family_of(self.config)
+
+    @property
+    def language_model(self) -> nn.Module:
+        """The language model inside the backbone."""
+        modules = dict(self.model.named_modules())
+        return next((modules[path] for path in self.family.language_models if path in modules), self.model)
 
     @property
     def input_names(self) -> Sequence[str]:
@@ -287,6 +288,10 @@ class RewardModel(PreTrainedModel):
             raise ConfigError(
                 "vision_cache_dir: the features of a trained vision tower or merger change with every step: set "
                 "freeze_vit: true without freeze_merger: false, or remove vision_cache_dir."
+            )
+        if self.family.constants:
+            raise ConfigError(
+                f"vision_cache_dir: the tower of {self.family.name} gives more than features of images: remove it."
             )
         self.vision_cache = VisionCache(directory, gigabytes)
 

@@ -5,7 +5,7 @@ A blind model scores as smoothly as any: transformers 5.15 to 5.17 dropped the f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,22 @@ from transformers import ProcessorMixin
 
 from vlmrm.batching import PaddedBatcher, to_device
 from vlmrm.conversation import Conversation, Image, Message
-from vlmrm.errors import CheckpointError, RowError
-from vlmrm.modeling.attention import attention_of, batcher_for, not_shared
+from vlmrm.errors import CheckpointError, ConfigError, RowError, first_line
+from vlmrm.modeling.attention import attention_of, not_shared, share
 from vlmrm.modeling.reward_model import RewardModel
-from vlmrm.rendering import Renderer
+from vlmrm.rendering import Rendered, Renderer
 
+# What a library raises that was made for other calls; a family that is not tested may do so.
+PROGRAM_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ConfigError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 SIDE = 56  # pixels; processors enlarge it to what their models take
 ANSWERS = ("A gradient.", "A photo of a street at night.")
 # The largest relative distance between hidden states. Rounding through all layers of a large model reaches a tenth of
@@ -38,7 +49,8 @@ def prove_sight(
     """Refuse a model whose scores do not depend on images, or whose scores of a shared and a padded batch differ.
 
     Two images must give different hidden states, bit for bit. With `batching: shared`, two answers about one image
-    must give those of the padded batch, up to rounding. Three forwards; the state of the model is restored.
+    must give those of the padded batch, up to rounding; a model of a family that the tests do not cover is padded from
+    here on where they do not. Three forwards; the state of the model is restored.
 
     Args:
         name: the model's name in errors.
@@ -66,27 +78,52 @@ def prove_sight(
         if shared:
             # Shared attention needs a layout, which a padded batch does not have.
             model.set_attn_implementation({"text_config": "sdpa"})
-        (reference, dtype), (reference_inverted, _) = (_hidden(model, run, padded(pair)) for pair in pairs)
+        try:
+            (reference, dtype), (reference_inverted, _) = (_hidden(model, run, padded(pair)) for pair in pairs)
+        except PROGRAM_ERRORS as error:
+            raise CheckpointError(
+                f"{name} cannot score a question about an image: {model.family.name} answers {first_line(error)!r}; "
+                "install other versions of transformers and torch, or take another model."
+            ) from error
         if torch.equal(reference, reference_inverted):
             raise CheckpointError(
                 f"{name} does not see: two different images give it the same hidden states here, so that its scores "
                 f"would be of the text alone; install other versions of transformers and torch, or write check_sight: "
                 "false to go on."
             )
-        if shared:
-            packed, _ = _hidden(model, run, batcher_for(model, processor, batching)(pairs[0]))
-            distance = float(((packed - reference).norm(dim=1) / reference.norm(dim=1)).max())
-            if distance > _tolerance(dtype, reference.device):
+        if shared and (fault := _fault_of_sharing(model, run, pairs[0], reference, dtype)):
+            if model.family.tested:
                 raise CheckpointError(
-                    f"the shared batch is wrong for {name}: hidden states are {distance:.2g} of their norm away from "
-                    "those of the padded batch; write batching: reference, or install other versions of transformers "
-                    "and torch."
+                    f"the shared batch is wrong for {name}: {fault}; write batching: reference, or install other "
+                    "versions of transformers and torch."
                 )
+            model.padded_because = f"its shared batch is wrong: {fault}"
+        model.proved = True
     finally:
         if shared:
             model.set_attn_implementation({"text_config": attention})
         model.train(training)
         model.vision_cache = cache
+
+
+def _fault_of_sharing(
+    model: RewardModel,
+    run: Callable,
+    pair: Sequence[Rendered],
+    reference: torch.Tensor,
+    dtype: torch.dtype,
+) -> str | None:
+    """Return what is wrong with a model's shared batch of two answers, whose padded one gave `reference`[2, H]."""
+    try:
+        packed, _ = _hidden(model, run, share(model)(pair))
+    except PROGRAM_ERRORS as error:
+        if model.family.tested:
+            raise
+        return first_line(error)
+    distance = float(((packed - reference).norm(dim=1) / reference.norm(dim=1)).max())
+    if distance > _tolerance(dtype, reference.device):
+        return f"hidden states are {distance:.2g} of their norm away from those of the padded batch"
+    return None
 
 
 def _about(image: Pillow.Image, answer: str) -> Conversation:

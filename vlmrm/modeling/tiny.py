@@ -79,14 +79,24 @@ MIMO_TEXT: dict[str, Any] = {
     "num_key_value_heads": 3,
     "rms_norm_eps": 1e-5,
 }
-ARCHITECTURES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "mimo_vl")
+# Qwen3.5: three gated delta nets to a layer of attention, whose heads rotate a quarter of their channels.
+DELTA_TEXT: dict[str, Any] = {
+    **TEXT,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+ARCHITECTURES = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_5", "mimo_vl")
 
 
 def make_tiny(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Path:
     """Write a tiny `*ForConditionalGeneration` checkpoint of `arch` into `folder`, and return the folder.
 
     `arch` is one of `ARCHITECTURES`; `mimo_vl` is a Qwen2.5-VL in MiMo-VL's proportions. Equal seeds write equal
-    bytes. Images are 56x56 (64x64 for Qwen3-VL) and larger.
+    bytes. Images are 56x56 (64x64 for Qwen3-VL and Qwen3.5) and larger.
 
     Raises:
         ConfigError: when `arch` is not one of `ARCHITECTURES`, `folder` has something in it, or it cannot be a folder.
@@ -160,11 +170,12 @@ def _processor(arch: str, tokenizer: Qwen2Tokenizer) -> ProcessorMixin:
     template = resources.files("vlmrm.modeling").joinpath("chat_template.jinja").read_text(encoding="utf-8")
     if arch == "mimo_vl":
         template = template.replace("You are a helpful assistant.", MIMO_SYSTEM_PROMPT)
-    patch = 16 if arch == "qwen3_vl" else 14
+    patch = 16 if arch in ("qwen3_vl", "qwen3_5") else 14
     pixels = {"shortest_edge": 4 * (2 * patch) ** 2, "longest_edge": 64 * (2 * patch) ** 2}
     make, make_video = {
         "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor),
         "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
+        "qwen3_5": (Qwen3VLProcessor, Qwen3VLVideoProcessor),
     }.get(arch, (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor))
     return make(
         image_processor=Qwen2VLImageProcessor(patch_size=patch, size=pixels),
@@ -175,7 +186,7 @@ def _processor(arch: str, tokenizer: Qwen2Tokenizer) -> ProcessorMixin:
 
 
 def _config(arch: str, tokenizer: Qwen2Tokenizer) -> PreTrainedConfig:
-    text = MIMO_TEXT if arch == "mimo_vl" else TEXT
+    text = {"mimo_vl": MIMO_TEXT, "qwen3_5": DELTA_TEXT}.get(arch, TEXT)
     # As in the real checkpoints, there are more embedding rows than tokens; MiMo-VL and Qwen differ in how many.
     rows = 64 if arch == "mimo_vl" else 16
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
@@ -184,10 +195,14 @@ def _config(arch: str, tokenizer: Qwen2Tokenizer) -> PreTrainedConfig:
         text_config={
             **text,
             "vocab_size": len(tokenizer) + rows - len(tokenizer) % rows,
-            "head_dim": 16,
+            "head_dim": 32 if arch == "qwen3_5" else 16,
             "max_position_embeddings": 4096,
             "initializer_range": WEIGHT_STD,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [2, 1, 1] if arch == "qwen3_5" else [2, 3, 3],  # half of the rotated channels
+            },
             "bos_token_id": ids["<|endoftext|>"],
             "eos_token_id": ids["<|im_end|>"],
             "pad_token_id": ids["<|endoftext|>"],
@@ -208,4 +223,6 @@ def _vision(arch: str, out: int) -> dict[str, Any]:
     widths = {**common, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": out}
     if arch == "qwen3_vl":
         return {**widths, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    if arch == "qwen3_5":
+        return {**widths, "num_position_embeddings": 64}
     return {**widths, "window_size": 112, "fullatt_block_indexes": [1]}

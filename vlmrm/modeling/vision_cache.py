@@ -29,7 +29,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from vlmrm.batching.media import DistinctMedia, select
 from vlmrm.errors import ConfigError
 from vlmrm.files import make_folder, plain_write_errors, write_file
-from vlmrm.modeling.features import Features
+from vlmrm.modeling.features import FeatureForm, Features
 
 logger = logging.getLogger("vlmrm")
 
@@ -85,7 +85,11 @@ class VisionCache:
             keys = list(pool.map(lambda tensors: self._key(tensors, compute_type), parts))
         distinct = list(dict.fromkeys(keys))
         stored = {key: self._load(key) for key in distinct}
-        by_key = {key: [f.to(device) for f in features] for key, features in stored.items() if features}
+        by_key = {
+            key: Features([layer.to(device) for layer in features.layers], features.form)
+            for key, features in stored.items()
+            if features
+        }
         missing = [keys.index(key) for key in distinct if key not in by_key]
         if missing:
             for i, features in zip(missing, run(select(media, missing)), strict=True):
@@ -108,8 +112,9 @@ class VisionCache:
         path = self._path(key)
         try:
             with safe_open(path, framework="pt") as file:
-                features = [file.get_tensor(str(i)) for i in range(len(file.keys()))]
-                intact = (file.metadata() or {}).get("crc32") == _checksum(features)
+                layers = [file.get_tensor(str(i)) for i in range(len(file.keys()))]
+                about = json.loads((file.metadata() or {}).get("about", "{}"))
+                intact = about.get("crc32") == _checksum(layers)
             os.utime(path)  # the time of its last use, by which files are removed
         except FileNotFoundError:
             return None
@@ -121,14 +126,15 @@ class VisionCache:
             return None
         if not intact:
             self._warn("%s is broken: its features are computed anew", path)
-        return features if intact else None
+        return Features(layers, FeatureForm.from_json(about["form"])) if intact else None
 
     def _store(self, key: str, features: Features) -> None:
         path = self._path(key)
-        tensors = {str(i): layer.detach().cpu().contiguous() for i, layer in enumerate(features)}
+        tensors = {str(i): layer.detach().cpu().contiguous() for i, layer in enumerate(features.layers)}
         try:
             path.parent.mkdir(exist_ok=True)
-            content = save(tensors, {"crc32": _checksum(tensors.values())})
+            about = {"crc32": _checksum(tensors.values()), "form": features.form.to_json()}
+            content = save(tensors, {"about": json.dumps(about)})  # in one, as safetensors orders them at random
             write_file(path, content, durable=False)
             self._written += len(content)
             if self._written > CHECK * self.limit:

@@ -285,6 +285,9 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
     model.touch_vision = blank_image(processor, model.placeholders)
     if args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = not model.family.trains_all
+    if not model.family.tested and model_args.check_sight and not is_deepspeed_zero3_enabled():
+        # Before its batcher is made, which is for shared batches only if they are exact.
+        prove_sight(model, processor, name=model_args.model_name_or_path, batching=model_args.batching)
     return model
 
 

@@ -1,0 +1,230 @@
+"""Kernels of attention over packed rows, and the rule by which one is chosen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.flex_attention import flex_attention_forward
+
+from vlmrm.batching.shared import PackedLayout
+from vlmrm.modeling.masks import MaskedSpan, MaskRule, plain_spans
+
+logger = logging.getLogger("vlmrm")
+
+WIDEST_HEAD = 256  # that the kernels for half precision on CUDA take
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    rule: MaskRule | None,
+    *,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend over a packed row with the kernel of `kernel_for`: query[1, H, T, D] → [1, T, H, V].
+
+    key is [1, KV, T, D], value [1, KV, T, V]. `softcap` bounds scores by `softcap * tanh(score / softcap)`; `sinks`
+    [H] are further scores of each softmax, without a value.
+    """
+    widths = query.shape[3], value.shape[3]
+    kernel = kernel_for(value.device.type, value.dtype, widths, rule, softcap is None and sinks is None, dropout)
+    _log_once(kernel, f"{value.dtype} on {value.device.type}")
+    if kernel == "varlen":
+        return varlen(query, key, value, layout, scaling, rule)
+    if kernel == "flex":
+        return flex(module, query, key, value, layout, rule, scaling, softcap, sinks)
+    if kernel == "sdpa":
+        return per_segment(query, key, value, layout, scaling, dropout, rule)
+    return explicit(query, key, value, layout, rule, scaling, dropout, softcap, sinks)
+
+
+def kernel_for(
+    device: str, dtype: torch.dtype, widths: tuple[int, int], rule: MaskRule | None, plain: bool, dropout: float
+) -> str:
+    """Return the kernel for tensors of this type, with heads of the `widths` of keys and values.
+
+    On CUDA in half precision without dropout: `varlen`, one call for all spans, where masks are causal or windows;
+    `flex` for masks that it cannot express. Elsewhere a call per span: torch's own (`sdpa`), or `explicit`, which
+    knows soft caps and sinks (not `plain`).
+    """
+    if device != "cuda" or dtype not in (torch.bfloat16, torch.float16) or dropout or max(widths) > WIDEST_HEAD:
+        return "sdpa" if plain else "explicit"
+    if plain and widths[0] == widths[1] and (rule is None or rule.window is not None):
+        return "varlen"
+    return "flex"
+
+
+@cache
+def _log_once(kernel: str, where: str) -> None:
+    logger.info("shared attention: %s for %s", kernel, where)
+
+
+def per_segment(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    dropout: float,
+    rule: MaskRule | None = None,
+) -> torch.Tensor:
+    """Call torch's attention once per span; on any device, in any type.
+
+    A dense mask over the row would compute the full T x T square of all its conversations instead.
+    """
+    grouped = key.shape[1] != query.shape[1]
+    outputs = []
+    for span, queries in _queries(query, _spans(layout, rule, query.device)):
+        outputs.append(
+            scaled_dot_product_attention(
+                queries,
+                _along(key, span.keys),
+                _along(value, span.keys),
+                attn_mask=span.mask,
+                dropout_p=dropout,
+                is_causal=span.mask is None,
+                scale=scaling,
+                enable_gqa=grouped,
+            ).transpose(1, 2)
+        )
+    return torch.cat(outputs, dim=1)
+
+
+def explicit(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    rule: MaskRule | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute the softmax once per span, with soft caps and sinks; on any device, in any type."""
+    heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    outputs = []
+    for span, queries in _queries(query, _spans(layout, rule, query.device)):
+        grouped = queries.unflatten(1, (heads, groups))  # [1, KV, H / KV, queries, D]
+        scores = scale * grouped @ _along(key, span.keys).unsqueeze(2).transpose(3, 4)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        mask = span.mask
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(1, heads, groups, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
+        weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        if sinks is not None:
+            weights = weights[..., :-1]
+        weights = drop(weights.to(value.dtype), dropout)
+        outputs.append((weights @ _along(value, span.keys).unsqueeze(2)).flatten(1, 2).transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+def varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    rule: MaskRule | None = None,
+) -> torch.Tensor:
+    """Call torch's variable-length attention once for all spans, over the keys gathered for each.
+
+    For CUDA in half precision. Its causal mask is aligned to the bottom right, as a segment after its path needs; a
+    window counts back from there along the path.
+    """
+    gathered = layout.gathered(query.device)
+    # Under autocast the rotary embedding promotes queries and keys to float32, which the kernel does not take.
+    queries, keys, values = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
+    window = None if rule is None else rule.window
+    output: Any = varlen_attn(
+        queries.contiguous(),
+        keys.index_select(0, gathered.keys),
+        values.index_select(0, gathered.keys),
+        gathered.cu_queries,
+        gathered.cu_keys,
+        gathered.max_queries,
+        gathered.max_keys,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return output.unsqueeze(0)
+
+
+def flex(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    rule: MaskRule | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Call the library's FlexAttention with the row's mask, for what `varlen` cannot express. For CUDA."""
+    query, key = query.to(value.dtype), key.to(value.dtype)  # see `varlen`
+    mask = block_mask(layout, rule, query.device)
+    return flex_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=sinks)[0]
+
+
+_block_masks: WeakKeyDictionary[PackedLayout, dict[MaskRule | None, BlockMask]] = WeakKeyDictionary()
+
+
+def block_mask(layout: PackedLayout, rule: MaskRule | None, device: torch.device) -> BlockMask:
+    """Return the mask of the row for FlexAttention, made once for all layers. It takes T * T bytes."""
+    made = _block_masks.setdefault(layout, {})
+    if rule not in made:
+        mask = dense(layout, rule, device)
+        length = len(layout)
+        made[rule] = create_block_mask(
+            lambda batch, head, query, key: mask[query, key], None, None, length, length, device=str(device)
+        )
+    return made[rule]
+
+
+def dense(layout: PackedLayout, rule: MaskRule | None, device: torch.device) -> torch.Tensor:
+    """Return which tokens of the row attend to which, boolean [T, T]."""
+    mask = torch.zeros(len(layout), len(layout), dtype=torch.bool, device=device)
+    for span in _spans(layout, rule, device):
+        size = span.stop - span.start, sum(stop - start for start, stop in span.keys)
+        allowed = torch.ones(size, dtype=torch.bool, device=device).tril() if span.mask is None else span.mask
+        pieces = allowed.split([stop - start for start, stop in span.keys], dim=1)
+        for (start, stop), piece in zip(span.keys, pieces, strict=True):
+            mask[span.start : span.stop, start:stop] = piece
+    return mask
+
+
+def _spans(layout: PackedLayout, rule: MaskRule | None, device: torch.device) -> list[MaskedSpan]:
+    return plain_spans(layout, device) if rule is None else rule.spans(layout, device)
+
+
+def _queries(query: torch.Tensor, spans: list[MaskedSpan]) -> list[tuple[MaskedSpan, torch.Tensor]]:
+    # Split, not sliced: the backward of each slice would add a whole row of zeros.
+    return list(zip(spans, query.split([span.stop - span.start for span in spans], dim=2), strict=True))
+
+
+def _along(states: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return states[1, H, T, D] at the ranges of positions, without a copy where there is one range."""
+    pieces = [states[:, :, start:stop] for start, stop in ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
