@@ -628,6 +628,7 @@ SINGLES = [
         ids={
             "boi_token_index": "<|image_start|>",
             "eoi_token_index": "<|image_end|>",
+            "image_token_id": "<|patch|>",
             "image_token_index": "<|patch|>",
         },
     ),
