@@ -32,6 +32,7 @@ from vlmrm.data.media import media_key, open_image, open_video
 from vlmrm.errors import CheckpointError, ConfigError, MediaError, RowError
 from vlmrm.files import write_file
 from vlmrm.libraries import relies_on
+from vlmrm.processors import expanded, process_one, template_token
 
 logger = logging.getLogger("vlmrm")
 
@@ -188,18 +189,14 @@ class Renderer:
     def _process_one(
         self, medium: Any, reference: Any, key: str, kind: str, options: dict[str, Any]
     ) -> ProcessedMedia:
-        # The two steps of a processor's call, pixels and then the text for them, for a single medium: so that it is
-        # processed once, however many conversations share it.
-        process = self.processor._process_images if kind == "image" else self.processor._process_videos
-        options = self._defaults[f"{kind}s_kwargs"] | options | {"return_tensors": "pt"}
+        # For a single medium, so that it is processed once, however many conversations share it.
         try:
-            outputs, replacements = process([medium], **options)
+            outputs, replacement = process_one(self.processor, kind, medium, self._defaults, options)
         except ValueError as error:  # the library's own limits, such as the aspect ratio
             raise MediaError(f"the model cannot take the {kind} {_name(reference)}: {error}") from error
-        outputs = {name: value for name, value in outputs.items() if name not in self.processor.unused_input_names}
         tensors = {name: torch.as_tensor(value) for name, value in outputs.items() if name != "video_metadata"}
-        ids = self.tokenizer(replacements[0], add_special_tokens=False)["input_ids"]
-        return ProcessedMedia(key, kind, tensors, replacements[0], ids)
+        ids = self.tokenizer(replacement, add_special_tokens=False)["input_ids"]
+        return ProcessedMedia(key, kind, tensors, replacement, ids)
 
     @cached_property
     def _defaults(self) -> dict[str, dict[str, Any]]:
@@ -243,14 +240,13 @@ class Renderer:
             kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")
         }
         for kind, texts in replacements.items():
-            token = getattr(self.processor, f"{kind}_token", None)
+            token = template_token(self.processor, kind)
             if token is not None and text.count(token) != len(texts):
                 raise RowError(
                     f"the rendered text has {text.count(token)} {token} for {len(texts)} {kind}s: a text of this row "
                     "contains that token; remove it"
                 )
-        expanded, _ = self.processor.get_text_with_replacements([text], replacements["image"], replacements["video"])
-        ids = self._token_ids(expanded[0], marks)
+        ids = self._token_ids(expanded(self.processor, text, replacements), marks)
         return Rendered(ids, self.processor.create_mm_token_type_ids([ids])[0], tuple(media))
 
     def _marked(self, messages: Messages) -> tuple[Messages, dict[str, str]]:

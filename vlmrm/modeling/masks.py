@@ -59,7 +59,7 @@ def mask_rule(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | MaskRule | None = None,
     allow_is_causal_skip: bool = True,
     **keywords: Any,
 ) -> MaskRule | None:
@@ -70,6 +70,8 @@ def mask_rule(
     Raises:
         ConfigError: for what is not one packed row without padding, and for a mask that the layers would change.
     """
+    if isinstance(attention_mask, MaskRule):
+        return attention_mask  # made by the backbone, and given to its language model
     if batch_size != 1 or q_length != kv_length or q_offset or kv_offset:
         raise ConfigError(
             f"batching: shared attends over one packed row without a cache, not over {batch_size} rows of {q_length} "
@@ -101,6 +103,9 @@ class MaskRule:
     function: MaskFunction
     _spans: dict[torch.device, list[MaskedSpan]] = field(default_factory=dict, init=False)
     _layout: PackedLayout | None = field(default=None, init=False)
+
+    # Of a mask that is complete, for the library.
+    ndim = 4
 
     @property
     def window(self) -> int | None:
