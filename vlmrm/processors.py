@@ -25,14 +25,16 @@ def process_one(
     `defaults` are the options of the processor's own call, by the kind of its parts.
     """
     step = processor._process_images if kind == "image" else processor._process_videos
-    parameters = inspect.signature(step).parameters
+    named = [p.name for p in inspect.signature(step).parameters.values() if p.kind is not p.VAR_KEYWORD]
     of_kind = {**defaults[f"{kind}s_kwargs"], **options, "return_tensors": "pt"}
-    if "processed_audio" in parameters:  # omni models take the options of all kinds for a video
+    if "processed_audio" in named:  # omni models take the options of all kinds for a video
         of_call = {**defaults, f"{kind}s_kwargs": of_kind}
     else:
-        of_call = {name: value for name, value in defaults.items() if name in parameters} | of_kind
+        of_call = {name: value for name, value in defaults.items() if name in named} | of_kind
     outputs, replacements = step([medium], **of_call)
-    return {name: value for name, value in outputs.items() if name not in processor.unused_input_names}, replacements[0]
+    return {name: value for name, value in outputs.items() if name not in processor.unused_input_names}, replacements[
+        0
+    ]
 
 
 def expanded(processor: Any, text: str, replacements: Mapping[str, Sequence[str]]) -> str:

@@ -169,7 +169,8 @@ LLAVAS = [
 # Pixtral's tower ----------------------------------------------------------------------------------------------------
 # Multi-head latent attention, in the parts of DeepSeek.
 LATENT = {
-    "head_dim": 8, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "head_dim": 8, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
 }  # fmt: skip
 PIXTRAL = {"head_dim": 16, "image_size": 112, "patch_size": 7}
 
@@ -904,7 +905,8 @@ SINGLES = [
         config={
             "vision_config": {
                 "sam_config": {
-                    "patch_size": 16, "hidden_size": 32,
+                    "patch_size": 16,
+                    "hidden_size": 32,
                     "output_channels": 16,
                     "num_hidden_layers": 2,
                     "num_attention_heads": 2,

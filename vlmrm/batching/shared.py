@@ -266,6 +266,8 @@ class RotaryPositions:
         """Return the class's own methods and constants, which `get_rope_index` calls."""
         if name.startswith("__"):
             raise AttributeError(name)
+        if not hasattr(self.backbone, name):  # what an instance has from its configuration, as Qwen's omni models do
+            return getattr(self.config.vision_config, name)
         member = inspect.getattr_static(self.backbone, name)
         return member.__get__(self, type(self)) if hasattr(member, "__get__") else member
 
@@ -277,6 +279,8 @@ class RotaryPositions:
             "mm_token_type_ids": torch.tensor([rendered.type_ids]),
             "attention_mask": torch.ones_like(ids),
         }
+        if "video_second_per_grid" in inputs:  # by this name in the omni models' forward
+            inputs["second_per_grids"] = inputs["video_second_per_grid"]
         parameters = inspect.signature(inspect.unwrap(self.backbone.get_rope_index)).parameters
         known = {name: value for name, value in inputs.items() if name in parameters}
         positions, _ = self.backbone.get_rope_index(self, input_ids=ids, **known)

@@ -89,7 +89,7 @@ def mask_rule(
                 f"batching: shared does not compute attention with an index of its own keys: {REFERENCE}."
             )
         return None
-    return MaskRule(mask_function)
+    return MaskRule(mask_function, q_length)
 
 
 @dataclass(eq=False)
@@ -101,11 +101,16 @@ class MaskRule:
     """
 
     function: MaskFunction
+    length: int  # of the row
     _spans: dict[torch.device, list[MaskedSpan]] = field(default_factory=dict, init=False)
     _layout: PackedLayout | None = field(default=None, init=False)
 
-    # Of a mask that is complete, for the library.
+    # For the library, where a backbone gives it to a language model that makes masks itself.
     ndim = 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return 1, 1, self.length, self.length
 
     @property
     def window(self) -> int | None:
