@@ -9,7 +9,13 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import MiniCPMOcrProcessor, MiniCPMV4_6Processor, MiniCPMV4_7Processor
+
 from vlmrm.errors import RowError
+from vlmrm.libraries import relies_on
+
+for _processor in (MiniCPMOcrProcessor, MiniCPMV4_6Processor, MiniCPMV4_7Processor):
+    relies_on(_processor, "_prepend_local_ids")
 
 
 def template_token(processor: Any, kind: str) -> str | None:
