@@ -29,6 +29,9 @@ def process_one(
     """Return the outputs for one medium, and the text that stands for it in a conversation.
 
     `defaults` are the options of the processor's own call, by the kind of its parts.
+
+    Raises:
+        ValueError: when the processor cannot take it, or not without the conversation.
     """
     step = processor._process_images if kind == "image" else processor._process_videos
     named = [p.name for p in inspect.signature(step).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -37,7 +40,10 @@ def process_one(
         of_call = {**defaults, f"{kind}s_kwargs": of_kind}
     else:
         of_call = {name: value for name, value in defaults.items() if name in named} | of_kind
-    outputs, replacements = step([medium], **of_call)
+    try:
+        outputs, replacements = step([medium], **of_call)
+    except KeyError as error:  # Nemotron-H Omni's text of a video needs what its call alone knows
+        raise ValueError(f"{type(processor).__name__} needs {error} for one apart from its conversation") from error
     return {name: value for name, value in outputs.items() if name not in processor.unused_input_names}, replacements[
         0
     ]

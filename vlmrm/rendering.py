@@ -219,8 +219,13 @@ class Renderer:
 
     def text(self, messages: Sequence[Message]) -> str:
         """Return `messages` through the chat template, with one placeholder for each image or video."""
+        template = self.processor.chat_template
         return self.processor.apply_chat_template(
-            [_for_template(message) for message in messages], tokenize=False, add_generation_prompt=False
+            [_for_template(message) for message in messages],
+            # By name: SmolVLM takes another for videos, which leaves out the messages without one.
+            chat_template=template if isinstance(template, str) else None,
+            tokenize=False,
+            add_generation_prompt=False,
         )
 
     def render(self, conversation: Conversation, cache: dict[str, ProcessedMedia] | None = None) -> Rendered:
