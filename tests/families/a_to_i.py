@@ -187,6 +187,15 @@ FAMILIES = [
         },
         image="<|img|><|imgpad|><|endofimg|>",
         video="<|img|><|video_pad|><|endofimg|>",
+        config={
+            "audio_config": {
+                "feature_size": 8,
+                "adapter_input_size": 32,
+                "downsample_hidden_size": 8,
+                "conv_output_size": 8,
+                "head_dim": 16,
+            }
+        },
     ),
     Tiny(
         "emu3",
@@ -200,7 +209,7 @@ FAMILIES = [
             "image_wrapper_token": "<|image token|>",
             "eof_token": "<|extra_201|>",
         },
-        options={"add_special_tokens": False},
+        differs="its processor begins each text with a token that its chat template does not write",
         codes=["<image>", "<|extra_200|>", *(f"<|visual token {i:06d}|>" for i in range(8))],
         config={
             "vq_config": {
@@ -259,11 +268,7 @@ FAMILIES = [
     ),
     Tiny(
         "fuyu",
-        lambda tokenizer, template: t.FuyuProcessor(
-            t.FuyuImageProcessor(size={"height": 60, "width": 90}, patch_size=SQUARE), tokenizer
-        ),
-        tokens={"speaker": "|SPEAKER|", "newline": "|NEWLINE|", "bos": "<s>"},
-        image="|SPEAKER|",
+        refused="its processor writes each image at the beginning of a text itself, wherever the conversation has it",
     ),
     Tiny(
         "gemma3",
@@ -300,9 +305,9 @@ FAMILIES = [
         "gemma4",
         lambda tokenizer, template: t.Gemma4Processor(
             t.Gemma4AudioFeatureExtractor(),
-            t.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70),
+            t.Gemma4ImageProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
             tokenizer,
-            t.Gemma4VideoProcessor(patch_size=4, max_soft_tokens=70),
+            t.Gemma4VideoProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
             template,
         ),
         tokens={
@@ -326,6 +331,7 @@ FAMILIES = [
                 "num_key_value_heads": 2,
                 "head_dim": 16,
                 "patch_size": 4,
+                "pooling_kernel_size": 2,
                 "position_embedding_size": 64,
             }
         },
@@ -363,7 +369,17 @@ FAMILIES = [
             template,
         ),
         **GLM,
-        config={"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
+        config={
+            "vision_config": {"projection_intermediate_size": 48},
+            "text_config": {
+                "num_key_value_heads": 4,
+                "qk_rope_head_dim": 0,
+                "linear_head_dim": 16,
+                "linear_num_heads": 2,
+                "index_n_heads": 2,
+                "index_head_dim": 16,
+            },
+        },
     ),
     Tiny(
         "glm_ocr",
@@ -389,6 +405,7 @@ FAMILIES = [
         tokens={"image_token": "<imgpad>", "a": "<img>", "b": "</img>"},
         image="<img><imgpad></img>\n",
         nested=False,
+        lacks={"text": "it reads images"},
         config={
             "vision_config": {
                 "image_size": 64,
@@ -414,8 +431,9 @@ FAMILIES = [
             downsample_rate="1/2",
         ),
         config={
+            "vision_config": {"hidden_size": 64},
             "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
-            "qformer_config": {"encoder_hidden_size": 32},
+            "qformer_config": {"encoder_hidden_size": 64},
             "deepstack_layer_map": [[-2, 0]],
             "spatial_target_layers": [1],
             "downsample_rate": "1/2",
@@ -503,7 +521,7 @@ FAMILIES = [
             "b": "<|content_audio_input|>",
         },
         image="<|content_image|><|unused_200054|>",
-        config={"vision_config": {"patch_size": 16, "n_layers": 3}},
+        config={"vision_config": {"patch_size": 16, "n_layers": 3}, "audio_config": {"n_mel_bins": 4}},
     ),
     Tiny(
         "internvl",

@@ -28,7 +28,8 @@ TEXT = {
     "shared_expert_intermediate_size": 32, "n_shared_experts": 1, "moe_num_shared_experts": 1,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
     "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "laurel_rank": 8,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 6,
+    "rel_extent": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 VISION = {
@@ -65,7 +66,7 @@ class Tiny:
     """
 
     model_type: str
-    processor: Callable[[Any, str], Any]
+    processor: Callable[[Any, str], Any] | None = None
     tokens: Mapping[str, str] = field(default_factory=dict)
     image: str = "<image>"
     video: str | None = None
