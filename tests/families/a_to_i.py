@@ -66,6 +66,30 @@ FAMILIES = [
         turn="<|START_OF_TURN_TOKEN|>{role}\n{content}<|END_OF_TURN_TOKEN|>",
         config={"downsample_factor": 1},
     ),
+    Tiny("blip", refused="its answers come from a decoder that sees one image and no chat"),
+    Tiny("blip-2", refused="its processor writes one image before each text, wherever the conversation has it"),
+    Tiny(
+        "chameleon",
+        lambda tokenizer, template: t.ChameleonProcessor(
+            t.ChameleonImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
+            tokenizer,
+            image_seq_length=16,
+        ),
+        tokens={"boi_token": "<racm3:break>", "eoi_token": "<eoss>"},
+        codes=["<image>", *(f"IMGIMG{letter}Z" for letter in "ABCDEFGH")],
+        options={"return_for_text_completion": True},
+        config={
+            "vq_config": {
+                "num_embeddings": 8,
+                "embed_dim": 4,
+                "latent_channels": 4,
+                "resolution": 32,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1, 1, 1],
+                "num_res_blocks": 1,
+            }
+        },
+    ),
     Tiny(
         "cohere2_vision",
         lambda tokenizer, template: t.Cohere2VisionProcessor(
@@ -169,12 +193,13 @@ FAMILIES = [
             }
         },
     ),
+    Tiny("diffusion_gemma", refused="it fills in blocks of masked tokens, and has no state of a finished answer"),
     Tiny(
         "dots3_note",
         lambda tokenizer, template: t.Dots3NoteProcessor(
-            t.Qwen2VLImageProcessor(size=AREA),
+            t.Qwen2VLImageProcessor(size=AREA, temporal_patch_size=1),
             tokenizer,
-            t.Qwen3VLVideoProcessor(size=AREA),
+            t.Qwen3VLVideoProcessor(size=AREA, patch_size=14, temporal_patch_size=1),
             t.WhisperFeatureExtractor(),
             template,
         ),
@@ -188,13 +213,26 @@ FAMILIES = [
         image="<|img|><|imgpad|><|endofimg|>",
         video="<|img|><|video_pad|><|endofimg|>",
         config={
+            "text_config": {
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 8,
+                "shared_experts_intermediate_size": 32,
+                "index_head_dim": 16,
+                "index_n_heads": 2,
+                **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")},
+                **{f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "head_dim", "v_head_dim")},
+                "swa_qk_nope_head_dim": 8,
+            },
+            "vision_config": {"mlp_layer_types": ["dense", "sparse"]},
             "audio_config": {
                 "feature_size": 8,
                 "adapter_input_size": 32,
                 "downsample_hidden_size": 8,
                 "conv_output_size": 8,
                 "head_dim": 16,
-            }
+            },
         },
     ),
     Tiny(
@@ -249,6 +287,7 @@ FAMILIES = [
             }
         },
     ),
+    Tiny("evolla", refused="it reads proteins, not images"),
     Tiny(
         "exaone4_5",
         lambda tokenizer, template: t.Exaone4_5_Processor(
@@ -259,13 +298,17 @@ FAMILIES = [
     Tiny(
         "fast_vlm",
         lambda tokenizer, template: t.LlavaProcessor(
-            t.CLIPImageProcessor(size=SQUARE, crop_size=SQUARE),
+            t.CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}),
             tokenizer,
-            patch_size=14,
+            patch_size=32,
             vision_feature_select_strategy="full",
             chat_template=template,
         ),
+        config={"vision_config": {"architecture": "mobilenetv3_small_050", "hidden_size": 288}},
+        scatter=0.4,
+        needs="timm",
     ),
+    Tiny("florence2", refused="an encoder-decoder: a prompt and its answer are not one sequence of tokens"),
     Tiny(
         "fuyu",
         refused="its processor writes each image at the beginning of a text itself, wherever the conversation has it",
@@ -300,6 +343,13 @@ FAMILIES = [
         },
         image="<image_soft_token>",
         turn=GEMMA_TURN,
+        config={
+            "vision_soft_tokens_per_image": 4,
+            "vision_config": {"architecture": "mobilenetv3_small_050", "hidden_size": 288},
+            "audio_config": {"conf_num_hidden_layers": 1},
+        },
+        scatter=0.4,
+        needs="timm",
     ),
     Tiny(
         "gemma4",
@@ -336,6 +386,38 @@ FAMILIES = [
             }
         },
     ),
+    Tiny(
+        "gemma4_unified",
+        lambda tokenizer, template: t.Gemma4UnifiedProcessor(
+            t.Gemma4UnifiedAudioFeatureExtractor(),
+            t.Gemma4UnifiedImageProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
+            tokenizer,
+            t.Gemma4UnifiedVideoProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
+            template,
+        ),
+        tokens={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        image="<|image|>",
+        video="<|video|>",
+        turn=GEMMA_TURN,
+        config={
+            "vision_config": {
+                "model_type": "gemma4_unified_vision",
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 64,
+                "mm_posemb_size": 64,
+                "output_proj_dims": 64,
+            }
+        },
+    ),
+    Tiny("git", refused="its processor writes one image before each text, wherever the conversation has it"),
     Tiny(
         "glm46v",
         lambda tokenizer, template: t.Glm46VProcessor(
@@ -470,6 +552,7 @@ FAMILIES = [
         ),
         **QWEN,
     ),
+    Tiny("idefics", refused="its processor takes no text of a chat template, but lists of texts and images"),
     Tiny(
         "idefics2",
         lambda tokenizer, template: t.Idefics2Processor(
@@ -522,6 +605,11 @@ FAMILIES = [
         },
         image="<|content_image|><|unused_200054|>",
         config={"vision_config": {"patch_size": 16, "n_layers": 3}, "audio_config": {"n_mel_bins": 4}},
+    ),
+    Tiny("instructblip", refused="its processor writes one image before each text, wherever the conversation has it"),
+    Tiny(
+        "instructblipvideo",
+        refused="its processor writes one video before each text, wherever the conversation has it",
     ),
     Tiny(
         "internvl",
