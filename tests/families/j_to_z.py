@@ -168,16 +168,17 @@ LLAVAS = [
 # Pixtral's tower ----------------------------------------------------------------------------------------------------
 # Multi-head latent attention, in the parts of DeepSeek.
 LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "head_dim": 8, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
 }  # fmt: skip
-PIXTRAL = {"head_dim": 16, "image_size": 112}
+PIXTRAL = {"head_dim": 16, "image_size": 112, "patch_size": 7}
 
 
 def pixtral(tokenizer: Any, template: str) -> PixtralProcessor:
     return PixtralProcessor(
-        PixtralImageProcessor(size={"longest_edge": 56}),
+        PixtralImageProcessor(size={"longest_edge": 42}),
         tokenizer,
-        patch_size=14,
+        patch_size=7,
         spatial_merge_size=2,
         chat_template=template,
     )
@@ -204,14 +205,16 @@ PIXTRALS = [
                 "kv_source_layers": [0, 1],
                 "index_head_dim": 16,
                 "index_n_heads": 2,
-                "head_dim": 8,
             },
         },
     ),
     Tiny(
         "lighton_ocr",
         lambda tokenizer, template: LightOnOcrProcessor(
-            PixtralImageProcessor(size={"longest_edge": 56}, patch_size=14), tokenizer, chat_template=template
+            PixtralImageProcessor(size={"longest_edge": 42}, patch_size=7),
+            tokenizer,
+            patch_size=7,
+            chat_template=template,
         ),
         tokens={
             "image_token": "<|image_pad|>",
@@ -625,6 +628,7 @@ SINGLES = [
         ids={
             "boi_token_index": "<|image_start|>",
             "eoi_token_index": "<|image_end|>",
+            "image_token_id": "<|patch|>",
             "image_token_index": "<|patch|>",
         },
     ),
@@ -900,6 +904,7 @@ SINGLES = [
         config={
             "vision_config": {
                 "sam_config": {
+                    "patch_size": 16,
                     "hidden_size": 32,
                     "output_channels": 16,
                     "num_hidden_layers": 2,

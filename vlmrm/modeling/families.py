@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 # Paths in backbones. The Qwen family's mergers are inside its tower.
-TOWERS = ("visual", "vision_tower", "vision_model")
-MERGERS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")
+TOWERS = ("visual", "vision_tower", "vision_model", "vision_encoder", "image_tower", "video_tower")
+MERGERS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector", "vision_projection")
 LANGUAGE_MODELS = ("language_model", "text_model")
 
 

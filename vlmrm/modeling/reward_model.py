@@ -240,6 +240,13 @@ class RewardModel(PreTrainedModel):
         """The names under which the backbone takes the kinds of tokens, `Rendered.type_ids`."""
         return [name for name in ("mm_token_type_ids", "token_type_ids") if name in self.input_names]
 
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """The tokens in whose places the features of images and videos stand."""
+        names = (f"{kind}_token_{form}" for kind in ("image", "video") for form in ("id", "index"))
+        tokens = (getattr(self.config, name, None) for name in names)
+        return frozenset(token for token in tokens if token is not None)
+
     def vision_modules(self) -> list[nn.Module]:
         """Return the vision towers and mergers, on whose weights the features of images depend."""
         paths = (*self.family.towers, *self.family.mergers)
@@ -360,7 +367,7 @@ def _generated_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedMod
     base = next(parent for parent in language_model.__mro__ if parent.__name__.endswith("PreTrainedModel"))
     if config_class.model_type not in BY_MODEL_TYPE:
         logger.warning("using the generic factory for %s: training it this way is untested", config_class.model_type)
-    model_class = type(name, (RewardModel, base), {"__module__": __name__})
+    model_class = type(name, (RewardModel, base), {"__module__": __name__, "config_class": config_class})
     _register(config_class, model_class, language_model.__name__)
     return model_class
 

@@ -282,7 +282,7 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
     # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
     # A single process does too, for equal results: the optimizer skips weights without a gradient, but not those with
     # a zero one (weight decay, momentum).
-    model.touch_vision = blank_image(processor)
+    model.touch_vision = blank_image(processor, model.placeholders)
     if args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = not model.family.trains_all
     if not model.family.tested and model_args.check_sight and not is_deepspeed_zero3_enabled():
