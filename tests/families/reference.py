@@ -69,7 +69,9 @@ def own_scores(family: Tiny, model: Any, processor: Any, conversations: Sequence
     for conversation in conversations:
         inputs = to_float64(processed(family, processor, conversation))
         with rounding_nowhere():
-            hidden = model.model(**inputs, use_cache=False).last_hidden_state
+            output = model.model(**inputs, use_cache=False)
+            # Some families have no backbone without their language head, in whose place the identity stands.
+            hidden = output.logits if model.family.language_head else output.last_hidden_state
             scores.append(model.head(hidden[:, -1])[0, 0])
     return torch.stack(scores)
 

@@ -25,6 +25,7 @@ class Family:
         towers: paths of the vision towers in the backbone, those that exist.
         mergers: paths of what maps a tower's features to the language model's width.
         language_models: paths of the language model; the first that exists.
+        language_head: path of a head over the hidden states that the backbone itself has; it is left out.
         feature_field: the field of `get_image_features` whose rows take the placeholders' places.
         constants: further fields that the backbone reads, which depend on no image.
         images_see_all: whether the tokens of an image see those of later images of the conversation.
@@ -40,6 +41,7 @@ class Family:
     towers: Sequence[str] = TOWERS
     mergers: Sequence[str] = MERGERS
     language_models: Sequence[str] = LANGUAGE_MODELS
+    language_head: str | None = None
     feature_field: str = "pooler_output"
     constants: Sequence[str] = ()
     images_see_all: bool = False
@@ -53,7 +55,19 @@ FAMILIES = (
     Family("Qwen2-VL", ["qwen2_vl"], trains_all=True),
     Family("Qwen2.5-VL, MiMo-VL", ["qwen2_5_vl"], trains_all=True),
     Family("Qwen3-VL", ["qwen3_vl"], trains_all=True),
-    Family("Llama 4", ["llama4"], feature_field="last_hidden_state"),
+    Family(
+        "Llama 4",
+        ["llama4"],
+        language_models=["language_model.model"],
+        language_head="language_model.lm_head",
+        feature_field="last_hidden_state",
+    ),
+    Family(
+        "Nemotron-H Omni",
+        ["nemotron_h_omni"],
+        language_models=["language_model.model"],
+        language_head="language_model.lm_head",
+    ),
     Family("Molmo 2", ["molmo2"], images_see_all=True),
     Family("Ovis 2", ["ovis2"], constants=["visual_indicator_features"]),
 )

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
     AutoModel,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -86,7 +88,7 @@ class RewardModel(PreTrainedModel):
     proved = False
     padded_because: str | None = None
     # A vision-language checkpoint has a language head, for which there is no use here.
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 (the library's own form)
+    _keys_to_ignore_on_load_unexpected = [r"\blm_head\."]  # noqa: RUF012 (the library's own form)
     _keep_in_fp32_modules_strict = ["score", "score_hidden"]  # noqa: RUF012
 
     def __init__(self, config: PreTrainedConfig):
@@ -94,7 +96,11 @@ class RewardModel(PreTrainedModel):
         config.problem_type = "regression"
         config.reward_head = getattr(config, "reward_head", "linear")
         super().__init__(config)
-        self.model = AutoModel.from_config(config)
+        # Nemotron-H Omni has no class for its backbone alone.
+        make = AutoModel if type(config) in MODEL_MAPPING else AutoModelForImageTextToText
+        self.model = make.from_config(config)
+        if self.family.language_head:
+            self.model.set_submodule(self.family.language_head, nn.Identity())
         width = config.get_text_config().hidden_size
         if config.reward_head == "mlp":
             self.score_hidden = nn.Sequential(Float32Linear(width, width), nn.SiLU())
@@ -146,7 +152,8 @@ class RewardModel(PreTrainedModel):
             sizes = (name for name in tensors if name in self.input_names and not name.startswith("pixel"))
             inputs |= {name: tensors[name] for name in sizes}
             inputs["mm_encoder_outputs"] = {kind: self.encode(kind, distinct) for kind, distinct in media.items()}
-        hidden = self.model(**inputs).last_hidden_state
+        output = self.model(**inputs)
+        hidden = output.logits if self.family.language_head else output.last_hidden_state
         if self.touch_vision is None or media or any(name.startswith("pixel_values") for name in inputs):
             return hidden
         # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
