@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 from transformers import (
@@ -841,7 +840,7 @@ SINGLES = [
                 },
             },
         },
-        refused=None if find_spec("timm") else "its vision tower is made by timm, which is not installed",
+        needs="timm",
         lacks={"turns": "its processor does not take images of different numbers of tiles"},
     ),
     Tiny(

@@ -54,7 +54,7 @@ def test_the_loss_of_a_step_does_not_depend_on_its_number_of_equal_batches(train
 
 
 def test_a_model_without_experts_is_refused(train_here, data):
-    with pytest.raises(ConfigError, match="router_aux_loss_coef is for mixtures.* Qwen2_5_VLModel has no routers"):
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef is for mixtures.* Qwen2_5_VLModel has no routers"):
         train_here(data, router_aux_loss_coef=0.01)
 
 

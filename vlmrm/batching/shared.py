@@ -17,6 +17,7 @@ import torch
 
 from vlmrm.batching.collator import Unit
 from vlmrm.batching.media import Media, distinct_media, join, placeholders_in
+from vlmrm.batching.pieces import cheapest_runs, shared_costs
 from vlmrm.rendering import ProcessedMedia, Rendered
 
 # Sharing a segment saves its tokens on all paths but one, and cuts attention into more pieces. A prefix that saves
@@ -354,6 +355,24 @@ class SharedBatcher:
             used, previous, keys = used + tokens + patches, identities[index][-1], keys | media.keys()
         return parts
 
+    def cut(self, unit: Unit, budget: int) -> list[list[int]]:
+        """Return pieces under the budget, in each of which shared tokens and images count once."""
+        numbers: Numbers = {}
+        identities = [self.identities(item, numbers) for item in unit]
+        order = sorted(range(len(unit)), key=lambda i: sort_key(identities[i]))
+        costs = shared_costs(
+            [len(identities[i]) for i in order],
+            [0, *(common_prefix(identities[a], identities[b]) for a, b in pairwise(order))],
+            [{medium.key: medium.patches for medium in unit[i].media} for i in order],
+        )
+        pieces = cheapest_runs(len(order), costs, budget, lambda run: self.size([unit[order[n]] for n in run]))
+        return [[order[n] for n in run] for run in pieces]
+
+    def size(self, rendered: Sequence[Rendered]) -> int:
+        numbers: Numbers = {}
+        tokens = len(grow([self.identities(item, numbers) for item in rendered]))
+        return tokens + sum({medium.key: medium.patches for item in rendered for medium in item.media}.values())
+
     def identities(self, rendered: Rendered, numbers: Numbers) -> np.ndarray:
         """Return the conversation as integers [T]: token ids, with those of media replaced by a number for them.
 
@@ -367,9 +386,12 @@ class SharedBatcher:
         media = np.full(len(ids), None)
         for medium, positions in self._placed(rendered):
             media[positions] = medium.key
-        every = tuple(medium.key for medium in rendered.media)
-        for start, stop in runs((types > 0) | (media != None)):  # noqa: E711 (of each element)
-            keys = every if self.images_see_all else tuple(dict.fromkeys(media[start:stop]))
+        in_runs = runs((types > 0) | (media != None))  # noqa: E711 (of each element)
+        # An image that sees the last one also sees, through it, every word before that.
+        ahead = [*(medium.key for medium in rendered.media), str(ids[: in_runs[-1][1]].tolist())] if in_runs else []
+        for start, stop in in_runs:
+            # With its length: an image twice is no prefix of an image once.
+            keys = tuple(ahead) if self.images_see_all else (*dict.fromkeys(media[start:stop]), str(stop - start))
             ids[start:stop] = -1 - numbers.setdefault(keys, len(numbers))  # negative: no token has such an id
         return ids
 
