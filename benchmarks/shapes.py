@@ -170,7 +170,7 @@ class Words:
             "pixel_values": torch.randn(tokens * merge**2, numbers, generator=self.generator, device="cpu"),
             "image_grid_thw": torch.tensor([[1, rows * merge, tokens // rows * merge]], device="cpu"),
         }
-        return ProcessedMedia(f"picture {self.images}", "image", tensors, "", tokens)
+        return ProcessedMedia(f"picture {self.images}", "image", tensors, "", [self.config.image_token_id] * tokens)
 
 
 def answered(prompt: Rendered, answer: Sequence[int]) -> Rendered:

@@ -32,6 +32,7 @@ from vlmrm.data.media import media_key, open_image, open_video
 from vlmrm.errors import CheckpointError, ConfigError, MediaError, RowError
 from vlmrm.files import write_file
 from vlmrm.libraries import relies_on
+from vlmrm.processors import expanded, process_one, template_token
 
 logger = logging.getLogger("vlmrm")
 
@@ -42,7 +43,6 @@ relies_on(
 )
 
 PATCH_VALUES = 3 * 14 * 14  # of a usual patch, where a processor returns pictures instead of patches
-TYPE_IDS = {"image": 1, "video": 2}  # in `Rendered.type_ids`; 0 is text
 PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters to which Unicode assigns no meaning
 
 
@@ -51,14 +51,19 @@ class ProcessedMedia:
     """An image or video as the model's input.
 
     `tensors` are the processor's outputs for it alone (`pixel_values` [patches, dim], `image_grid_thw` [1, 3], ...);
-    `replacement` is the text that represents it in the rendered conversation, with `tokens` placeholders for features.
+    `replacement` is the text that represents it in the rendered conversation, and `ids` are its tokens.
     """
 
     key: str
     kind: str
     tensors: dict[str, torch.Tensor]
     replacement: str
-    tokens: int
+    ids: Sequence[int]
+
+    @property
+    def encoded_as(self) -> str:
+        """The kind as which the model encodes it: to SmolVLM a video is images."""
+        return "video" if any("video" in name for name in self.tensors) else "image"
 
     @property
     def patches(self) -> int:
@@ -184,26 +189,19 @@ class Renderer:
     def _process_one(
         self, medium: Any, reference: Any, key: str, kind: str, options: dict[str, Any]
     ) -> ProcessedMedia:
-        # The two steps of a processor's call, pixels and then the text for them, for a single medium: so that it is
-        # processed once, however many conversations share it.
-        process = self.processor._process_images if kind == "image" else self.processor._process_videos
-        options = self._defaults[f"{kind}s_kwargs"] | options | {"return_tensors": "pt"}
+        # For a single medium, so that it is processed once, however many conversations share it.
         try:
-            outputs, replacements = process([medium], **options)
+            outputs, replacement = process_one(self.processor, kind, medium, self._defaults, options)
         except ValueError as error:  # the library's own limits, such as the aspect ratio
             raise MediaError(f"the model cannot take the {kind} {_name(reference)}: {error}") from error
-        outputs = {name: value for name, value in outputs.items() if name not in self.processor.unused_input_names}
         tensors = {name: torch.as_tensor(value) for name, value in outputs.items() if name != "video_metadata"}
-        return ProcessedMedia(key, kind, tensors, replacements[0], self._placeholders(replacements[0], kind))
+        ids = self.tokenizer(replacement, add_special_tokens=False)["input_ids"]
+        return ProcessedMedia(key, kind, tensors, replacement, ids)
 
     @cached_property
     def _defaults(self) -> dict[str, dict[str, Any]]:
         """The options that the processor's own call would use, by the kind of its parts."""
         return self.processor._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.init_kwargs)
-
-    def _placeholders(self, replacement: str, kind: str) -> int:
-        ids = self.tokenizer(replacement, add_special_tokens=False)["input_ids"]
-        return self.processor.create_mm_token_type_ids([ids])[0].count(TYPE_IDS[kind])
 
     def _image_size(self) -> dict[str, Any]:
         if self.limits.min_pixels is None and self.limits.max_pixels is None:
@@ -221,8 +219,13 @@ class Renderer:
 
     def text(self, messages: Sequence[Message]) -> str:
         """Return `messages` through the chat template, with one placeholder for each image or video."""
+        template = self.processor.chat_template
         return self.processor.apply_chat_template(
-            [_for_template(message) for message in messages], tokenize=False, add_generation_prompt=False
+            [_for_template(message) for message in messages],
+            # By name: SmolVLM takes another for videos, which leaves out the messages without one.
+            chat_template=template if isinstance(template, str) else None,
+            tokenize=False,
+            add_generation_prompt=False,
         )
 
     def render(self, conversation: Conversation, cache: dict[str, ProcessedMedia] | None = None) -> Rendered:
@@ -242,14 +245,13 @@ class Renderer:
             kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")
         }
         for kind, texts in replacements.items():
-            token = getattr(self.processor, f"{kind}_token", None)
+            token = template_token(self.processor, kind)
             if token is not None and text.count(token) != len(texts):
                 raise RowError(
                     f"the rendered text has {text.count(token)} {token} for {len(texts)} {kind}s: a text of this row "
                     "contains that token; remove it"
                 )
-        expanded, _ = self.processor.get_text_with_replacements([text], replacements["image"], replacements["video"])
-        ids = self._token_ids(expanded[0], marks)
+        ids = self._token_ids(expanded(self.processor, text, replacements), marks)
         return Rendered(ids, self.processor.create_mm_token_type_ids([ids])[0], tuple(media))
 
     def _marked(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
@@ -373,13 +375,13 @@ class MediaStore:
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()["about"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        return ProcessedMedia(about["key"], about["kind"], tensors, about["replacement"], about["tokens"])
+        return ProcessedMedia(about["key"], about["kind"], tensors, about["replacement"], about["ids"])
 
     def put(self, key: str, media: ProcessedMedia) -> None:
         size = sum(tensor.nbytes for tensor in media.tensors.values())
         if self.used + size > self.limit:
             return
-        about = {"key": media.key, "kind": media.kind, "replacement": media.replacement, "tokens": media.tokens}
+        about = {"key": media.key, "kind": media.kind, "replacement": media.replacement, "ids": media.ids}
         tensors = {name: tensor.contiguous() for name, tensor in media.tensors.items()}
         try:
             write_file(self._path(key), save(tensors, {"about": json.dumps(about)}), durable=False)

@@ -66,6 +66,30 @@ FAMILIES = [
         turn="<|START_OF_TURN_TOKEN|>{role}\n{content}<|END_OF_TURN_TOKEN|>",
         config={"downsample_factor": 1},
     ),
+    Tiny("blip", refused="its answers come from a decoder that sees one image and no chat"),
+    Tiny("blip-2", refused="its processor writes one image before each text, wherever the conversation has it"),
+    Tiny(
+        "chameleon",
+        lambda tokenizer, template: t.ChameleonProcessor(
+            t.ChameleonImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}),
+            tokenizer,
+            image_seq_length=16,
+        ),
+        tokens={"boi_token": "<racm3:break>", "eoi_token": "<eoss>"},
+        codes=["<image>", *(f"IMGIMG{letter}Z" for letter in "ABCDEFGH")],
+        options={"return_for_text_completion": True},
+        config={
+            "vq_config": {
+                "num_embeddings": 8,
+                "embed_dim": 4,
+                "latent_channels": 4,
+                "resolution": 32,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1, 1, 1],
+                "num_res_blocks": 1,
+            }
+        },
+    ),
     Tiny(
         "cohere2_vision",
         lambda tokenizer, template: t.Cohere2VisionProcessor(
@@ -169,12 +193,13 @@ FAMILIES = [
             }
         },
     ),
+    Tiny("diffusion_gemma", refused="it fills in blocks of masked tokens, and has no state of a finished answer"),
     Tiny(
         "dots3_note",
         lambda tokenizer, template: t.Dots3NoteProcessor(
-            t.Qwen2VLImageProcessor(size=AREA),
+            t.Qwen2VLImageProcessor(size=AREA, temporal_patch_size=1),
             tokenizer,
-            t.Qwen3VLVideoProcessor(size=AREA),
+            t.Qwen3VLVideoProcessor(size=AREA, patch_size=14, temporal_patch_size=1),
             t.WhisperFeatureExtractor(),
             template,
         ),
@@ -187,6 +212,28 @@ FAMILIES = [
         },
         image="<|img|><|imgpad|><|endofimg|>",
         video="<|img|><|video_pad|><|endofimg|>",
+        config={
+            "text_config": {
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 8,
+                "shared_experts_intermediate_size": 32,
+                "index_head_dim": 16,
+                "index_n_heads": 2,
+                **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")},
+                **{f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "head_dim", "v_head_dim")},
+                "swa_qk_nope_head_dim": 8,
+            },
+            "vision_config": {"mlp_layer_types": ["dense", "sparse"]},
+            "audio_config": {
+                "feature_size": 8,
+                "adapter_input_size": 32,
+                "downsample_hidden_size": 8,
+                "conv_output_size": 8,
+                "head_dim": 16,
+            },
+        },
     ),
     Tiny(
         "emu3",
@@ -200,7 +247,7 @@ FAMILIES = [
             "image_wrapper_token": "<|image token|>",
             "eof_token": "<|extra_201|>",
         },
-        options={"add_special_tokens": False},
+        differs="its processor begins each text with a token that its chat template does not write",
         codes=["<image>", "<|extra_200|>", *(f"<|visual token {i:06d}|>" for i in range(8))],
         config={
             "vq_config": {
@@ -240,6 +287,7 @@ FAMILIES = [
             }
         },
     ),
+    Tiny("evolla", refused="it reads proteins, not images"),
     Tiny(
         "exaone4_5",
         lambda tokenizer, template: t.Exaone4_5_Processor(
@@ -250,20 +298,20 @@ FAMILIES = [
     Tiny(
         "fast_vlm",
         lambda tokenizer, template: t.LlavaProcessor(
-            t.CLIPImageProcessor(size=SQUARE, crop_size=SQUARE),
+            t.CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}),
             tokenizer,
-            patch_size=14,
+            patch_size=32,
             vision_feature_select_strategy="full",
             chat_template=template,
         ),
+        config={"vision_config": {"architecture": "mobilenetv3_small_050", "hidden_size": 288}},
+        scatter=0.4,
+        needs="timm",
     ),
+    Tiny("florence2", refused="an encoder-decoder: a prompt and its answer are not one sequence of tokens"),
     Tiny(
         "fuyu",
-        lambda tokenizer, template: t.FuyuProcessor(
-            t.FuyuImageProcessor(size={"height": 60, "width": 90}, patch_size=SQUARE), tokenizer
-        ),
-        tokens={"speaker": "|SPEAKER|", "newline": "|NEWLINE|", "bos": "<s>"},
-        image="|SPEAKER|",
+        refused="its processor writes each image at the beginning of a text itself, wherever the conversation has it",
     ),
     Tiny(
         "gemma3",
@@ -295,14 +343,21 @@ FAMILIES = [
         },
         image="<image_soft_token>",
         turn=GEMMA_TURN,
+        config={
+            "vision_soft_tokens_per_image": 4,
+            "vision_config": {"architecture": "mobilenetv3_small_050", "hidden_size": 288},
+            "audio_config": {"conf_num_hidden_layers": 1},
+        },
+        scatter=0.4,
+        needs="timm",
     ),
     Tiny(
         "gemma4",
         lambda tokenizer, template: t.Gemma4Processor(
             t.Gemma4AudioFeatureExtractor(),
-            t.Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70),
+            t.Gemma4ImageProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
             tokenizer,
-            t.Gemma4VideoProcessor(patch_size=4, max_soft_tokens=70),
+            t.Gemma4VideoProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
             template,
         ),
         tokens={
@@ -326,10 +381,43 @@ FAMILIES = [
                 "num_key_value_heads": 2,
                 "head_dim": 16,
                 "patch_size": 4,
+                "pooling_kernel_size": 2,
                 "position_embedding_size": 64,
             }
         },
     ),
+    Tiny(
+        "gemma4_unified",
+        lambda tokenizer, template: t.Gemma4UnifiedProcessor(
+            t.Gemma4UnifiedAudioFeatureExtractor(),
+            t.Gemma4UnifiedImageProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
+            tokenizer,
+            t.Gemma4UnifiedVideoProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
+            template,
+        ),
+        tokens={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        image="<|image|>",
+        video="<|video|>",
+        turn=GEMMA_TURN,
+        config={
+            "vision_config": {
+                "model_type": "gemma4_unified_vision",
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 64,
+                "mm_posemb_size": 64,
+                "output_proj_dims": 64,
+            }
+        },
+    ),
+    Tiny("git", refused="its processor writes one image before each text, wherever the conversation has it"),
     Tiny(
         "glm46v",
         lambda tokenizer, template: t.Glm46VProcessor(
@@ -363,7 +451,17 @@ FAMILIES = [
             template,
         ),
         **GLM,
-        config={"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}},
+        config={
+            "vision_config": {"projection_intermediate_size": 48},
+            "text_config": {
+                "num_key_value_heads": 4,
+                "qk_rope_head_dim": 0,
+                "linear_head_dim": 16,
+                "linear_num_heads": 2,
+                "index_n_heads": 2,
+                "index_head_dim": 16,
+            },
+        },
     ),
     Tiny(
         "glm_ocr",
@@ -389,6 +487,7 @@ FAMILIES = [
         tokens={"image_token": "<imgpad>", "a": "<img>", "b": "</img>"},
         image="<img><imgpad></img>\n",
         nested=False,
+        lacks={"text": "it reads images"},
         config={
             "vision_config": {
                 "image_size": 64,
@@ -414,8 +513,9 @@ FAMILIES = [
             downsample_rate="1/2",
         ),
         config={
+            "vision_config": {"hidden_size": 64},
             "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
-            "qformer_config": {"encoder_hidden_size": 32},
+            "qformer_config": {"encoder_hidden_size": 64},
             "deepstack_layer_map": [[-2, 0]],
             "spatial_target_layers": [1],
             "downsample_rate": "1/2",
@@ -452,6 +552,7 @@ FAMILIES = [
         ),
         **QWEN,
     ),
+    Tiny("idefics", refused="its processor takes no text of a chat template, but lists of texts and images"),
     Tiny(
         "idefics2",
         lambda tokenizer, template: t.Idefics2Processor(
@@ -503,7 +604,12 @@ FAMILIES = [
             "b": "<|content_audio_input|>",
         },
         image="<|content_image|><|unused_200054|>",
-        config={"vision_config": {"patch_size": 16, "n_layers": 3}},
+        config={"vision_config": {"patch_size": 16, "n_layers": 3}, "audio_config": {"n_mel_bins": 4}},
+    ),
+    Tiny("instructblip", refused="its processor writes one image before each text, wherever the conversation has it"),
+    Tiny(
+        "instructblipvideo",
+        refused="its processor writes one video before each text, wherever the conversation has it",
     ),
     Tiny(
         "internvl",

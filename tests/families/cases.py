@@ -25,7 +25,9 @@ CASES = {
     "text": [asked("Is it?", a) for a in ("y", "n no")],
     "image": [asked((RED, "What?"), a) for a in ("It is a cat.", "dog")],
     "two images": [asked((RED, BLUE, "Compare."), a) for a in ("one", "two of")],
-    "images in answers": [asked("Draw it.", (a,)) for a in (RED, BLUE, WIDE)],
+    "images in answers": [
+        asked("Draw a red square, a blue circle and a green house on a hill.", (a,)) for a in (RED, BLUE, WIDE)
+    ],
     "ranked list": [asked((BLUE, "Rank."), a) for a in ("a", "a b", "a b c", "d", "a b")],
     "irrelevant branches": [
         *(asked((RED, "What?"), a) for a in ("red one", "other")),

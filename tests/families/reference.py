@@ -30,7 +30,10 @@ def rounding_nowhere() -> Generator[None]:
 
 
 def processed(family: Tiny, processor: Any, conversation: Conversation) -> dict[str, torch.Tensor]:
-    """Return what the processor's own call makes of a conversation, through its chat template."""
+    """Return what the processor's own call makes of a conversation, through its chat template.
+
+    Where its tokens are known to differ from the renderer's, they are the renderer's.
+    """
     options: dict[str, Any] = dict(family.options)
     media = media_of(conversation.messages)
     if images := [open_image(medium.reference) for medium in media if not isinstance(medium, Video)]:
@@ -46,7 +49,11 @@ def processed(family: Tiny, processor: Any, conversation: Conversation) -> dict[
         }
     text = Renderer(processor).text(conversation.messages)
     outputs = processor(text=[text], return_tensors="pt", **options)
-    return {name: value for name, value in outputs.items() if name != "video_metadata"}
+    outputs = {name: value for name, value in outputs.items() if name != "video_metadata"}
+    if family.differs is not None:
+        outputs["input_ids"] = torch.tensor([Renderer(processor).render(conversation).input_ids])
+        outputs["attention_mask"] = torch.ones_like(outputs["input_ids"])
+    return outputs
 
 
 def to_float64(inputs: Any) -> Any:
@@ -62,7 +69,9 @@ def own_scores(family: Tiny, model: Any, processor: Any, conversations: Sequence
     for conversation in conversations:
         inputs = to_float64(processed(family, processor, conversation))
         with rounding_nowhere():
-            hidden = model.model(**inputs, use_cache=False).last_hidden_state
+            output = model.model(**inputs, use_cache=False)
+            # Some families have no backbone without their language head, in whose place the identity stands.
+            hidden = output.logits if model.family.language_head else output.last_hidden_state
             scores.append(model.head(hidden[:, -1])[0, 0])
     return torch.stack(scores)
 

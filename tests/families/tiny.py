@@ -28,7 +28,9 @@ TEXT = {
     "shared_expert_intermediate_size": 32, "n_shared_experts": 1, "moe_num_shared_experts": 1,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
     "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "laurel_rank": 8,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 6,
+    "rel_extent": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 VISION = {
@@ -36,7 +38,7 @@ VISION = {
     "num_attention_heads": 2, "num_key_value_heads": 2, "num_heads": 2, "embed_dim": 32, "out_hidden_size": 64,
     "image_size": 28, "patch_size": 14, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [1],
     "num_position_embeddings": 16, "vision_use_head": False, "text_hidden_size": 64, "adapter_in_dim": 32,
-    "adapter_out_dim": 64,
+    "adapter_out_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
 }  # fmt: skip
 # Of the pairs of rotary frequencies: how many turn with time, height and width.
 SECTIONS = {8: [2, 3, 3], 4: [2, 1, 1], 2: [1, 1, 0]}
@@ -56,16 +58,18 @@ class Tiny:
         config: what to change in the configuration, by sub-configuration.
         ids: the tokens of the configuration's token ids, beyond those of images and videos.
         codes: the tokens of the configuration's `vocabulary_map`, where images are words of a codebook.
+        scatter: the standard deviation of what is added to each weight.
         options: what the processor's own call needs beside a text and its media.
         nested: whether that call takes a list of images for each text.
         padded: why its batches are padded, not shared.
         refused: why it cannot be a reward model here at all.
+        needs: a package without which transformers does not make its model.
         lacks: cases that the family cannot have, and why.
         differs: why the renderer's tokens are not those of the processor's own call.
     """
 
     model_type: str
-    processor: Callable[[Any, str], Any]
+    processor: Callable[[Any, str], Any] | None = None
     tokens: Mapping[str, str] = field(default_factory=dict)
     image: str = "<image>"
     video: str | None = None
@@ -74,10 +78,12 @@ class Tiny:
     config: Mapping[str, Any] = field(default_factory=dict)
     ids: Mapping[str, str] = field(default_factory=dict)
     codes: Sequence[str] = ()
+    scatter: float = 0.05
     options: Mapping[str, Any] = field(default_factory=dict)
     nested: bool = True
     padded: str | None = None
     refused: str | None = None
+    needs: str | None = None
     lacks: Mapping[str, str] = field(default_factory=dict)
     differs: str | None = None
 
@@ -152,7 +158,7 @@ class Tiny:
         with torch.no_grad():
             for weight in model.parameters():
                 # Gates and scales begin at zero or one, and then hide what they multiply.
-                weight.add_(0.05 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
+                weight.add_(self.scatter * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
         return model
 
 

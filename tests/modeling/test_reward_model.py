@@ -158,7 +158,7 @@ def test_touching_vision_gives_every_weight_a_gradient_and_changes_no_score(mode
     untouched = gradients(model, **batch)
     expected = model(**batch).logits
     assert not any("visual" in name for name in untouched)
-    model.touch_vision = blank_image(processor)
+    model.touch_vision = blank_image(processor, model.placeholders)
     try:
         touched = gradients(model, **batch)
         torch.testing.assert_close(model(**batch).logits, expected, atol=0, rtol=0)

@@ -112,7 +112,7 @@ def test_what_is_sharded_over_ranks_is_entered_in_every_batch(tiny_checkpoint, t
     batches = [picture_batch(processor, "red"), batch_of(processor, [conversation("What?", "A text.")])]
     expected = [score(model, batch) for batch in batches]
     model.use_vision_cache(tmp_path)
-    model.touch_vision = blank_image(processor)
+    model.touch_vision = blank_image(processor, model.placeholders)
     with counted(model) as runs:
         for _ in range(2):
             for batch, scores in zip(batches, expected, strict=True):

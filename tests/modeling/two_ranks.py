@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 distributed.init_process_group("gloo")
 model = load_for_training(sys.argv[1])
 processor = load_processor(sys.argv[1])
-model.touch_vision = blank_image(processor)
+model.touch_vision = blank_image(processor, model.placeholders)
 parallel = DistributedDataParallel(model)
 batches = [batch_of(processor, SAMPLES[4:6]), batch_of(processor, SAMPLES[:2])]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -29,43 +29,49 @@ class DistinctMedia(TypedDict):
     order: list[int]
 
 
+Tensors = dict[str, torch.Tensor]
 Media = dict[str, DistinctMedia]  # by kind: image, video
 
 
-def distinct_media(media: Sequence[ProcessedMedia]) -> DistinctMedia:
-    """Return the distinct ones of `media`, which are of one kind, each once in the order of its first occurrence."""
+def distinct_media(media: Sequence[ProcessedMedia], placeholders: Collection[int]) -> DistinctMedia:
+    """Return the distinct ones of `media`, which are of one kind, each once in the order of its first occurrence.
+
+    `placeholders` are the tokens in whose places the features stand.
+    """
     distinct = {medium.key: medium for medium in media}
     index_of = {key: index for index, key in enumerate(distinct)}
+    tensors = join(list(distinct.values()))
     return {
-        "tensors": join(list(distinct.values())),
+        "tensors": tensors,
         "rows": {
-            name: [len(medium.tensors[name]) for medium in distinct.values()]
-            for name in next(iter(distinct.values())).tensors
+            name: [m.tensors[name].shape[_axis(name, tensors)] if name in m.tensors else 0 for m in distinct.values()]
+            for name in tensors
         },
-        "tokens": [medium.tokens for medium in distinct.values()],
+        "tokens": [placeholders_in(medium, placeholders) for medium in distinct.values()],
         "order": [index_of[medium.key] for medium in media],
     }
 
 
+def placeholders_in(medium: ProcessedMedia, placeholders: Collection[int]) -> int:
+    """Return how many of the tokens that stand for a medium are placeholders for its features."""
+    return sum(token in placeholders for token in medium.ids)
+
+
 def select(media: DistinctMedia, indices: Sequence[int]) -> DistinctMedia:
     """Return the distinct media `indices`, each of which occurs once."""
-    tensors = {}
-    for name, tensor in media["tensors"].items():
-        parts = tensor.split(media["rows"][name])
-        tensors[name] = torch.cat([parts[index] for index in indices])
-    rows = {name: [counts[index] for index in indices] for name, counts in media["rows"].items()}
+    parts = _parts(media)
     return {
-        "tensors": tensors,
-        "rows": rows,
+        "tensors": _joined([parts[index] for index in indices]),
+        "rows": {name: [counts[index] for index in indices] for name, counts in media["rows"].items()},
         "tokens": [media["tokens"][index] for index in indices],
         "order": list(range(len(indices))),
     }
 
 
-def blank_image(processor: Any) -> DistinctMedia:
-    """Return a small grey image, as a processor gives it to the model."""
+def blank_image(processor: Any, placeholders: Collection[int]) -> DistinctMedia:
+    """Return a small grey image, as a processor gives it to the model; `placeholders` as in `distinct_media`."""
     grey = Pillow.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey")
-    return distinct_media(Renderer(processor).process([Message.of("user", Image(grey))]))
+    return distinct_media(Renderer(processor).process([Message.of("user", Image(grey))]), placeholders)
 
 
 def join(media: Sequence[ProcessedMedia]) -> dict[str, torch.Tensor]:
@@ -73,14 +79,56 @@ def join(media: Sequence[ProcessedMedia]) -> dict[str, torch.Tensor]:
 
     So do the processors that pad images of different sizes; their models know the sizes by further tensors.
     """
-    names = dict.fromkeys(name for medium in media for name in medium.tensors)
-    return {name: _join([m.tensors[name] for m in media if name in m.tensors]) for name in names}
+    return _joined([medium.tensors for medium in media])
 
 
-def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(media: Sequence[Tensors]) -> Tensors:
+    moved, patches = [], 0
+    for tensors in media:
+        moved.append(_moved(tensors, patches))
+        patches += _patches(tensors)
+    names = dict.fromkeys(name for tensors in media for name in tensors)
+    return {name: _join([t[name] for t in moved if name in t], _axis(name, names)) for name in names}
+
+
+def _parts(media: DistinctMedia) -> list[Tensors]:
+    """Return the tensors of each medium, as they were joined."""
+    split = {
+        name: tensor.split(media["rows"][name], _axis(name, media["tensors"]))
+        for name, tensor in media["tensors"].items()
+    }
+    parts, patches = [], 0
+    for index in range(len(media["tokens"])):
+        tensors = {name: pieces[index] for name, pieces in split.items() if media["rows"][name][index]}
+        parts.append(_moved(tensors, -patches))
+        patches += _patches(tensors)
+    return parts
+
+
+def _axis(name: str, names: Collection[str]) -> int:
+    """Return the dimension along which a tensor of several media is joined.
+
+    MiniCPM-V's slices stand side by side in one row of patches, with their `target_sizes`.
+    """
+    return -1 if name.startswith("pixel_values") and any(other.startswith("target_sizes") for other in names) else 0
+
+
+def _moved(tensors: Tensors, patches: int) -> Tensors:
+    """Return a medium's tensors behind `patches` of other media: Molmo 2 numbers the patches that it pools."""
+    return {
+        name: torch.where(tensor >= 0, tensor + patches, tensor) if name.endswith("_token_pooling") else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _patches(tensors: Tensors) -> int:
+    return sum(len(tensor) * tensor.shape[1] for name, tensor in tensors.items() if name.startswith("pixel_values"))
+
+
+def _join(tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
     sizes = [tensor.shape[1:] for tensor in tensors]
-    if len(set(sizes)) == 1:
-        return torch.cat(list(tensors))
+    if axis or len(set(sizes)) == 1:
+        return torch.cat(list(tensors), axis)
     largest = [max(lengths) for lengths in zip(*sizes, strict=True)]
     return torch.cat([_pad(tensor, largest) for tensor in tensors])
 

@@ -7,7 +7,7 @@ conversation; the vision tower encodes each distinct image once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from vlmrm.batching.collator import Unit
-from vlmrm.batching.media import Media, distinct_media, join
+from vlmrm.batching.media import Media, distinct_media, join, placeholders_in
 from vlmrm.batching.pieces import cheapest_runs, shared_costs
-from vlmrm.rendering import TYPE_IDS, ProcessedMedia, Rendered
+from vlmrm.rendering import ProcessedMedia, Rendered
 
 # Sharing a segment saves its tokens on all paths but one, and cuts attention into more pieces. A prefix that saves
 # less than this share of the tokens that follow it (a system prompt before thousand-token images) is repeated instead.
@@ -267,6 +267,8 @@ class RotaryPositions:
         """Return the class's own methods and constants, which `get_rope_index` calls."""
         if name.startswith("__"):
             raise AttributeError(name)
+        if not hasattr(self.backbone, name):  # what an instance has from its configuration, as Qwen's omni models do
+            return getattr(self.config.vision_config, name)
         member = inspect.getattr_static(self.backbone, name)
         return member.__get__(self, type(self)) if hasattr(member, "__get__") else member
 
@@ -278,6 +280,8 @@ class RotaryPositions:
             "mm_token_type_ids": torch.tensor([rendered.type_ids]),
             "attention_mask": torch.ones_like(ids),
         }
+        if "video_second_per_grid" in inputs:  # by this name in the omni models' forward
+            inputs["second_per_grids"] = inputs["video_second_per_grid"]
         parameters = inspect.signature(inspect.unwrap(self.backbone.get_rope_index)).parameters
         known = {name: value for name, value in inputs.items() if name in parameters}
         positions, _ = self.backbone.get_rope_index(self, input_ids=ids, **known)
@@ -299,6 +303,7 @@ class SharedBatcher:
 
     positions: Callable[[Rendered], torch.Tensor]
     type_names: Sequence[str]
+    placeholders: Collection[int]  # the tokens in whose places features stand
     # The tokens of an image see those of other images in the conversation, also of later ones.
     images_see_all: bool
 
@@ -307,7 +312,7 @@ class SharedBatcher:
         """Return the batcher for a reward model."""
         backbone = type(model.model)
         positions = RotaryPositions(backbone, model.config) if hasattr(backbone, "get_rope_index") else path_positions
-        return cls(positions, model.type_names, model.family.images_see_all)
+        return cls(positions, model.type_names, model.placeholders, model.family.images_see_all)
 
     def __call__(self, rendered: Sequence[Rendered]) -> dict[str, Any]:
         numbers: Numbers = {}
@@ -378,11 +383,10 @@ class SharedBatcher:
         """
         ids = np.array(rendered.input_ids, dtype=np.int64)
         types = np.array(rendered.type_ids)
-        media = np.empty(len(ids), dtype=object)
-        for kind, positions in _placeholders(rendered):
-            keys = [m.key for m in rendered.media if m.kind == kind for _ in range(m.tokens)]
-            media[positions] = keys
-        in_runs = runs(np.isin(types, list(TYPE_IDS.values())))
+        media = np.full(len(ids), None)
+        for medium, positions in self._placed(rendered):
+            media[positions] = medium.key
+        in_runs = runs((types > 0) | (media != None))  # noqa: E711 (of each element)
         # An image that sees the last one also sees, through it, every word before that.
         ahead = [*(medium.key for medium in rendered.media), str(ids[: in_runs[-1][1]].tolist())] if in_runs else []
         for start, stop in in_runs:
@@ -393,30 +397,31 @@ class SharedBatcher:
 
     def _media(self, rendered: Sequence[Rendered], tree: Tree) -> Media:
         media: Media = {}
-        for kind in TYPE_IDS:
-            in_row = [medium for segment in tree.segments for medium in _media_in(rendered, segment, kind)]
-            if in_row:
-                media[kind] = distinct_media(in_row)
+        in_row = [medium for segment in tree.segments for medium in self._media_in(rendered, segment)]
+        for kind in dict.fromkeys(medium.encoded_as for medium in in_row):
+            of_kind = [medium for medium in in_row if medium.encoded_as == kind]
+            media[kind] = distinct_media(of_kind, self.placeholders)
         return media
+
+    def _placed(self, rendered: Rendered) -> list[tuple[ProcessedMedia, np.ndarray]]:
+        """Return the media of a conversation, each with the positions of its placeholders."""
+        counts = [placeholders_in(medium, self.placeholders) for medium in rendered.media]
+        if 0 in counts:
+            medium = rendered.media[counts.index(0)]
+            raise ValueError(
+                f"the {medium.kind} {medium.key} stands as {medium.replacement!r:.99}: no token of features"
+            )
+        positions = np.flatnonzero(np.isin(rendered.input_ids, list(self.placeholders)))
+        return list(zip(rendered.media, np.split(positions, np.cumsum(counts)[:-1]), strict=True)) if counts else []
+
+    def _media_in(self, rendered: Sequence[Rendered], segment: Segment) -> list[ProcessedMedia]:
+        """Return the media whose tokens are in the segment. No segment ends inside an image."""
+        placed = self._placed(rendered[segment.sequence])
+        return [medium for medium, places in placed if segment.begin <= places[0] < segment.end]
 
 
 # By the keys of the media whose placeholders stand side by side.
 Numbers = dict[tuple[str, ...], int]
-
-
-def _placeholders(rendered: Rendered) -> list[tuple[str, np.ndarray]]:
-    """Return the positions of the placeholders of each kind of media."""
-    types = np.array(rendered.type_ids)
-    return [(kind, np.flatnonzero(types == type_id)) for kind, type_id in TYPE_IDS.items()]
-
-
-def _media_in(rendered: Sequence[Rendered], segment: Segment, kind: str) -> list[ProcessedMedia]:
-    """Return the media of one kind whose tokens are in the segment. No segment ends inside an image."""
-    item = rendered[segment.sequence]
-    media = [medium for medium in item.media if medium.kind == kind]
-    positions = dict(_placeholders(item))[kind]
-    firsts = np.cumsum([0, *(medium.tokens for medium in media)])[:-1]
-    return [m for m, first in zip(media, firsts, strict=True) if segment.begin <= positions[first] < segment.end]
 
 
 def runs(flags: np.ndarray) -> list[tuple[int, int]]:

@@ -59,7 +59,7 @@ def mask_rule(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | MaskRule | None = None,
     allow_is_causal_skip: bool = True,
     **keywords: Any,
 ) -> MaskRule | None:
@@ -70,6 +70,8 @@ def mask_rule(
     Raises:
         ConfigError: for what is not one packed row without padding, and for a mask that the layers would change.
     """
+    if isinstance(attention_mask, MaskRule):
+        return attention_mask  # made by the backbone, and given to its language model
     if batch_size != 1 or q_length != kv_length or q_offset or kv_offset:
         raise ConfigError(
             f"batching: shared attends over one packed row without a cache, not over {batch_size} rows of {q_length} "
@@ -87,7 +89,7 @@ def mask_rule(
                 f"batching: shared does not compute attention with an index of its own keys: {REFERENCE}."
             )
         return None
-    return MaskRule(mask_function)
+    return MaskRule(mask_function, q_length)
 
 
 @dataclass(eq=False)
@@ -99,8 +101,16 @@ class MaskRule:
     """
 
     function: MaskFunction
+    length: int  # of the row
     _spans: dict[torch.device, list[MaskedSpan]] = field(default_factory=dict, init=False)
     _layout: PackedLayout | None = field(default=None, init=False)
+
+    # For the library, where a backbone gives it to a language model that makes masks itself.
+    ndim = 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return 1, 1, self.length, self.length
 
     @property
     def window(self) -> int | None:

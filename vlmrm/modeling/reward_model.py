@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
     AutoModel,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -37,7 +39,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from vlmrm.batching.media import DistinctMedia, Media
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
-from vlmrm.modeling.experts import tokens_of_vision_experts
+from vlmrm.modeling.experts import tokens_of_vision_experts, touch_vision_experts
 from vlmrm.modeling.families import BY_MODEL_TYPE, Family, family_of
 from vlmrm.modeling.features import EncoderOutput, Features, assemble, split
 
@@ -87,7 +89,7 @@ class RewardModel(PreTrainedModel):
     proved = False
     padded_because: str | None = None
     # A vision-language checkpoint has a language head, for which there is no use here.
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012 (the library's own form)
+    _keys_to_ignore_on_load_unexpected = [r"\blm_head\."]  # noqa: RUF012 (the library's own form)
     _keep_in_fp32_modules_strict = ["score", "score_hidden"]  # noqa: RUF012
 
     def __init__(self, config: PreTrainedConfig):
@@ -95,11 +97,16 @@ class RewardModel(PreTrainedModel):
         config.problem_type = "regression"
         config.reward_head = getattr(config, "reward_head", "linear")
         super().__init__(config)
-        self.model = AutoModel.from_config(config)
+        # Nemotron-H Omni has no class for its backbone alone.
+        make = AutoModel if type(config) in MODEL_MAPPING else AutoModelForImageTextToText
+        self.model = make.from_config(config)
+        if self.family.language_head:
+            self.model.set_submodule(self.family.language_head, nn.Identity())
         width = config.get_text_config().hidden_size
         if config.reward_head == "mlp":
             self.score_hidden = nn.Sequential(Float32Linear(width, width), nn.SiLU())
         self.score = Float32Linear(width, 1, bias=False)
+        touch_vision_experts(self)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -149,7 +156,8 @@ class RewardModel(PreTrainedModel):
             inputs["mm_encoder_outputs"] = {kind: self.encode(kind, distinct) for kind, distinct in media.items()}
             if "moe_mm_token_type_ids" in self.input_names:
                 inputs["moe_mm_token_type_ids"] = tokens_of_vision_experts(self.config, inputs["input_ids"])
-        hidden = self.model(**inputs).last_hidden_state
+        output = self.model(**inputs)
+        hidden = output.logits if self.family.language_head else output.last_hidden_state
         if self.touch_vision is None or media or any(name.startswith("pixel_values") for name in inputs):
             return hidden
         # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
@@ -242,6 +250,13 @@ class RewardModel(PreTrainedModel):
     def type_names(self) -> Sequence[str]:
         """The names under which the backbone takes the kinds of tokens, `Rendered.type_ids`."""
         return [name for name in ("mm_token_type_ids", "token_type_ids") if name in self.input_names]
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """The tokens in whose places the features of images and videos stand."""
+        names = (f"{kind}_token_{form}" for kind in ("image", "video") for form in ("id", "index"))
+        tokens = (getattr(self.config, name, None) for name in names)
+        return frozenset(token for token in tokens if token is not None)
 
     def vision_modules(self) -> list[nn.Module]:
         """Return the vision towers and mergers, on whose weights the features of images depend."""
@@ -363,7 +378,7 @@ def _generated_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedMod
     base = next(parent for parent in language_model.__mro__ if parent.__name__.endswith("PreTrainedModel"))
     if config_class.model_type not in BY_MODEL_TYPE:
         logger.warning("using the generic factory for %s: training it this way is untested", config_class.model_type)
-    model_class = type(name, (RewardModel, base), {"__module__": __name__})
+    model_class = type(name, (RewardModel, base), {"__module__": __name__, "config_class": config_class})
     _register(config_class, model_class, language_model.__name__)
     return model_class
 

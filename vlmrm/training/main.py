@@ -46,7 +46,6 @@ from vlmrm.modeling import (
 )
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.checkpoint import read_config
-from vlmrm.modeling.experts import touch_vision_experts
 from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_finished, local_folder, read_json_of, weights_digest
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.sight import prove_sight
@@ -283,8 +282,7 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
     # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
     # A single process does too, for equal results: the optimizer skips weights without a gradient, but not those with
     # a zero one (weight decay, momentum).
-    model.touch_vision = blank_image(processor)
-    touch_vision_experts(model)
+    model.touch_vision = blank_image(processor, model.placeholders)
     if args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = not model.family.trains_all
     if not model.family.tested and model_args.check_sight and not is_deepspeed_zero3_enabled():

@@ -1,0 +1,68 @@
+"""What the own calls of processors do beyond the steps that rendering takes: media to pixels, then their text.
+
+A processor's call reads a whole conversation; rendering reads each image once, whichever conversations show it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import MiniCPMOcrProcessor, MiniCPMV4_6Processor, MiniCPMV4_7Processor
+
+from vlmrm.errors import RowError
+from vlmrm.libraries import relies_on
+
+for _processor in (MiniCPMOcrProcessor, MiniCPMV4_6Processor, MiniCPMV4_7Processor):
+    relies_on(_processor, "_prepend_local_ids")
+
+
+def template_token(processor: Any, kind: str) -> str | None:
+    """Return the token that a chat template writes for an image or a video; None where the processor names none."""
+    return getattr(processor, f"{kind}_placeholder_token", None) or getattr(processor, f"{kind}_token", None)
+
+
+def process_one(
+    processor: Any, kind: str, medium: Any, defaults: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Return the outputs for one medium, and the text that stands for it in a conversation.
+
+    `defaults` are the options of the processor's own call, by the kind of its parts.
+
+    Raises:
+        ValueError: when the processor cannot take it, or not without the conversation.
+    """
+    step = processor._process_images if kind == "image" else processor._process_videos
+    named = [p.name for p in inspect.signature(step).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    of_kind = {**defaults[f"{kind}s_kwargs"], **options, "return_tensors": "pt"}
+    if "processed_audio" in named:  # omni models take the options of all kinds for a video
+        of_call = {**defaults, f"{kind}s_kwargs": of_kind}
+    else:
+        of_call = {name: value for name, value in defaults.items() if name in named} | of_kind
+    try:
+        outputs, replacements = step([medium], **of_call)
+    except KeyError as error:  # Nemotron-H Omni's text of a video needs what its call alone knows
+        raise ValueError(f"{type(processor).__name__} needs {error} for one apart from its conversation") from error
+    return {name: value for name, value in outputs.items() if name not in processor.unused_input_names}, replacements[
+        0
+    ]
+
+
+def expanded(processor: Any, text: str, replacements: Mapping[str, Sequence[str]]) -> str:
+    """Return a rendered text with what stands for each image and each video.
+
+    Raises:
+        RowError: when the processor reads the images of a conversation in another way than one alone.
+    """
+    images, videos = list(replacements["image"]), list(replacements["video"])
+    if len(images) > 1 and "batch_num_images" in processor.model_input_names:
+        raise RowError(f"{type(processor).__name__} reads several images of a conversation coarsely: show it one")
+    if getattr(processor, "default_use_image_id", False):  # MiniCPM-V counts the images of a conversation
+        images = processor._prepend_local_ids([text], images, processor.image_token)
+        videos = processor._prepend_local_ids([text], videos, processor.video_token)
+    if type(processor).__name__ == "Molmo2Processor":  # its templates do not write this
+        begin = processor.tokenizer.bos_token or processor.tokenizer.eos_token
+        text = text if text.startswith(begin) else begin + text
+    texts, _ = processor.get_text_with_replacements([text], images, videos)
+    return texts[0]
