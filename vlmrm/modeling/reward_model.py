@@ -161,8 +161,11 @@ class RewardModel(PreTrainedModel):
         if self.touch_vision is None or media or any(name.startswith("pixel_values") for name in inputs):
             return hidden
         # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
-        features = self.run_tower("image", self.touch_vision)
-        return hidden + torch.stack([(0 * layer).sum() for image in features for layer in image.layers]).sum()
+        layers = [layer for image in self.run_tower("image", self.touch_vision) for layer in image.layers]
+        if self.family.feature_field == "last_hidden_state":  # before the merger, which the backbone runs
+            modules = dict(self.model.named_modules())
+            layers += [modules[path](layer) for path in self.family.mergers if path in modules for layer in layers]
+        return hidden + torch.stack([(0 * layer).sum() for layer in layers]).sum()
 
     def encode(self, kind: str, media: DistinctMedia) -> EncoderOutput:
         """Return the features of media of one `kind` in the order shown, as the backbone takes them."""
