@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
 
-from vlmrm.batching.shared import PackedLayout, grow
+from vlmrm.batching.shared import PackedLayout, SharedBatcher, common_prefix, grow, path_positions
 from vlmrm.errors import ConfigError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import attention, freeze, load_for_training
 from vlmrm.modeling.attention import batcher_for, shared_prefix
 from vlmrm.modeling.kernels import per_segment
 from vlmrm.modeling.tiny import make_tiny
-from vlmrm.rendering import Renderer
+from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:
@@ -98,7 +98,8 @@ def scored(model, inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def rounding_nowhere():
     """The models round to float32 in places whatever their type (RMSNorm, rotary embeddings, the head): here not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "float32", torch.float64)
+        for name in ("float32", "float"):
+            patch.setattr(torch, name, torch.float64)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         yield
 
@@ -258,6 +259,28 @@ def test_an_image_prefix_is_shared_by_different_questions(checkpoints):
     inputs = batcher(rendered)
     assert inputs["media"]["image"]["order"] == [0]
     assert int((inputs["input_ids"] == 1).numel()) < sum(map(len, rendered)) / 2
+
+
+def rendered_with(*items) -> Rendered:
+    """A conversation of words, by their ids, and images of three tokens, by their keys."""
+    ids = [token for item in items for token in ([9] * 3 if isinstance(item, str) else [item])]
+    media = tuple(ProcessedMedia(item, "image", {}, "", 3) for item in items if isinstance(item, str))
+    return Rendered(ids, [int(token == 9) for token in ids], media)
+
+
+@pytest.mark.parametrize(
+    ("images_see_all", "other", "shared"),
+    [
+        (False, [1, "A", 3, "B", 4], 4),
+        (True, [1, "A", 3, "B", 4], 1),  # the first image sees the second, and so the word between them
+        (True, [1, "A", 2, "B", 4], 8),
+        (False, [1, "A", "A", 2], 1),  # a run of six, of which three are no prefix
+    ],
+)
+def test_images_are_the_same_where_all_that_they_see_is(images_see_all, other, shared):
+    batcher, numbers = SharedBatcher(path_positions, [], images_see_all), {}
+    first, second = (batcher.identities(rendered_with(*items), numbers) for items in ([1, "A", 2, "B", 3], other))
+    assert common_prefix(first, second) == shared
 
 
 tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=8)

@@ -382,9 +382,12 @@ class SharedBatcher:
         for kind, positions in _placeholders(rendered):
             keys = [m.key for m in rendered.media if m.kind == kind for _ in range(m.tokens)]
             media[positions] = keys
-        every = tuple(medium.key for medium in rendered.media)
-        for start, stop in runs(np.isin(types, list(TYPE_IDS.values()))):
-            keys = every if self.images_see_all else tuple(dict.fromkeys(media[start:stop]))
+        in_runs = runs(np.isin(types, list(TYPE_IDS.values())))
+        # An image that sees the last one also sees, through it, every word before that.
+        ahead = [*(medium.key for medium in rendered.media), str(ids[: in_runs[-1][1]].tolist())] if in_runs else []
+        for start, stop in in_runs:
+            # With its length: an image twice is no prefix of an image once.
+            keys = tuple(ahead) if self.images_see_all else (*dict.fromkeys(media[start:stop]), str(stop - start))
             ids[start:stop] = -1 - numbers.setdefault(keys, len(numbers))  # negative: no token has such an id
         return ids
 

@@ -32,6 +32,7 @@ class Pass(TypedDict):
 
     inputs: Mapping[str, Any]
     objective: Callable[[torch.Tensor], torch.Tensor]
+    pair_weight: float  # its share of the weights of the part's pairs
     random_state: RandomState | None  # to draw the dropout of an earlier forward again
 
 
@@ -73,8 +74,9 @@ def passes_of(parts: Sequence[Part], loss: Loss, score: Score, device: torch.dev
     passes: list[Pass] = []
     for part in parts:
         objective = partial(_in_order, part=part, loss=loss)
+        weight = float(part["pairs"]["weight"].sum()) / len(part["inputs"])
         if len(part["inputs"]) == 1:
-            passes.append(Pass(inputs=part["inputs"][0], objective=objective, random_state=None))
+            passes.append(Pass(inputs=part["inputs"][0], objective=objective, pair_weight=weight, random_state=None))
             continue
         states: list[RandomState] = []
         pieces: list[torch.Tensor] = []
@@ -86,7 +88,9 @@ def passes_of(parts: Sequence[Part], loss: Loss, score: Score, device: torch.dev
         [gradient] = torch.autograd.grad(value, scores)
         value = value.detach() / len(pieces)
         for inputs, share, state in zip(part["inputs"], gradient.split([*map(len, pieces)]), states, strict=True):
-            passes.append(Pass(inputs=inputs, objective=Surrogate(share, value), random_state=state))
+            passes.append(
+                Pass(inputs=inputs, objective=Surrogate(share, value), pair_weight=weight, random_state=state)
+            )
     return passes
 
 

@@ -33,6 +33,7 @@ from vlmrm.libraries import relies_on
 from vlmrm.measures.analysis import trl_summary
 from vlmrm.measures.pairs import scored_pairs
 from vlmrm.modeling import write_complete
+from vlmrm.modeling.experts import Routers, balance_loss, find_routers
 from vlmrm.modeling.manifest import COMPLETE
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import PROBED, EpochCallback, PreemptionCallback, ProbedDataset, RowTally
@@ -96,6 +97,12 @@ class ComparisonTrainer(trl.RewardTrainer):
         self.row_tally = RowTally()
         self._last_inputs: Any = None  # of the last forward, to score again before a save
         self._figures = StepFigures()
+        self._routers = Routers(find_routers(model))
+        if args.router_aux_loss_coef and not self._routers.routers:
+            raise ConfigError(
+                f"router_aux_loss_coef is for mixtures of experts, and {type(model.model).__name__} has no routers: "
+                "remove it."
+            )
         self._evaluated: list[ScoredRow] = []
 
     def _show(self, *callbacks: TrainerCallback) -> None:
@@ -229,9 +236,18 @@ class ComparisonTrainer(trl.RewardTrainer):
             return model(**self._prepare_inputs(inputs)).logits.squeeze(-1)
 
     def compute_loss(self, model, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
-        scores = model(**inputs["inputs"]).logits.squeeze(-1)
+        with self._routers.watching(inputs["inputs"]) as decisions:
+            scores = model(**inputs["inputs"]).logits.squeeze(-1)
+        self._routers.add(decisions)
+        loss = inputs["objective"](scores)
+        if coefficient := self.args.router_aux_loss_coef:
+            # A mean over the step's forwards, each with the weight of its pairs.
+            total = num_items_in_batch.sum().clamp_min(torch.finfo(torch.float32).tiny)
+            balance = coefficient * inputs["pair_weight"] / total * balance_loss(decisions)
+            self._figures.sums["loss_router"] += balance.item()
+            loss = loss + balance
         # Each rank's loss is its share of the step's mean, to be summed, but DDP averages gradients over ranks.
-        loss = inputs["objective"](scores) * self.accelerator.num_processes
+        loss = loss * self.accelerator.num_processes
         return (loss, scores) if return_outputs else loss
 
     def _loss(self, scores: torch.Tensor, part: Part, totals: torch.Tensor) -> torch.Tensor:
@@ -251,7 +267,7 @@ class ComparisonTrainer(trl.RewardTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            figures = self._figures.flush(self.accelerator)
+            figures = self._figures.flush(self.accelerator) | self._routers.flush(self.accelerator.reduce)
             figures["num_tokens"] = self.state.num_input_tokens_seen
             self.row_tally.warn_early()
             self._chance.add(*self._figures.flushed)
@@ -396,7 +412,7 @@ def _save_error(error: Exception, folder: Path) -> TrainingError:
 # Names are TRL's where TRL has one.
 SUMMED = (
     *("pairs", "correct", "margin", "rewards", "reward", "irrelevant_pairs", "irrelevant_margin"),
-    *("loss_preference", "loss_irrelevant", "loss_center", "dropped_rows"),
+    *("loss_preference", "loss_irrelevant", "loss_center", "loss_router", "dropped_rows"),
 )
 
 
@@ -461,7 +477,7 @@ class StepFigures:
             "dropped_rows": total["dropped_rows"],
         }
         # Each rank has its share of a step's mean loss, so the shares add up.
-        if total["irrelevant_pairs"] or total["loss_center"]:
+        if total["irrelevant_pairs"] or total["loss_center"] or total["loss_router"]:
             figures |= {name: total[name] / max(self.steps, 1) for name in SUMMED if name.startswith("loss_")}
         if total["irrelevant_pairs"]:
             figures["irrelevant_margin"] = total["irrelevant_margin"] / total["irrelevant_pairs"]

@@ -1,0 +1,228 @@
+"""The families' own forwards under shared attention: language models with windows, chunks, image blocks, sinks and
+soft caps give the scores and gradients of the padded batch, in float64.
+
+Features of images are given; towers and processors are tested with the families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    CLIPVisionConfig,
+    Cohere2VisionConfig,
+    Exaone4_5_Config,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma4Config,
+    GptOssConfig,
+    Llama4Config,
+    LlavaConfig,
+    PreTrainedConfig,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from vlmrm.batching.shared import PackedLayout, grow
+from vlmrm.modeling import kernels
+from vlmrm.modeling.attention import SHARED_PREFIX
+from vlmrm.modeling.masks import MaskRule
+from vlmrm.modeling.reward_model import reward_model_class
+
+IMAGE = 299
+TEXT = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 300, "pad_token_id": 0},
+    **{"bos_token_id": 1, "eos_token_id": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+}
+WINDOWED = TEXT | {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = {name: value for name, value in WINDOWED.items() if name != "rope_parameters"}
+VISION = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"image_size": 28, "patch_size": 14},
+}
+
+
+def llava(text: PreTrainedConfig) -> LlavaConfig:
+    return LlavaConfig(text_config=text, vision_config=CLIPVisionConfig(**VISION), image_token_index=IMAGE)
+
+
+def gemma3() -> Gemma3Config:
+    text = GEMMA | {"query_pre_attn_scalar": 16}
+    return Gemma3Config(text_config=text, vision_config=VISION, image_token_id=IMAGE)
+
+
+def gemma4() -> Gemma4Config:
+    text = GEMMA | {
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300, "num_kv_shared_layers": 0},
+        **{"global_head_dim": 32, "use_bidirectional_attention": "vision"},
+    }
+    vision = VISION | {"num_key_value_heads": 2, "head_dim": 16}
+    return Gemma4Config(text_config=text, vision_config=vision, audio_config=None, image_token_id=IMAGE)
+
+
+def llama4() -> Llama4Config:
+    text = TEXT | {
+        **{"intermediate_size_mlp": 96, "num_local_experts": 2, "interleave_moe_layer_step": 2},
+        **{"attention_chunk_size": 8, "layer_types": ["chunked_attention", "full_attention"]},
+        **{"no_rope_layers": [1, 0], "floor_scale": 7},
+    }
+    vision = VISION | {"vision_output_dim": 64, "intermediate_size": 128, "projector_output_dim": 32}
+    return Llama4Config(text_config=text, vision_config=vision, image_token_index=IMAGE)
+
+
+def cohere2_vision() -> Cohere2VisionConfig:
+    vision = VISION | {"model_type": "siglip_vision_model"}
+    return Cohere2VisionConfig(
+        text_config=WINDOWED | {"model_type": "cohere2"}, vision_config=vision, image_token_id=IMAGE
+    )
+
+
+def exaone4_5() -> Exaone4_5_Config:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+    return Exaone4_5_Config(
+        text_config=WINDOWED | {"model_type": "exaone4"}, vision_config=vision, image_token_id=IMAGE
+    )
+
+
+def sinks() -> LlavaConfig:
+    return llava(GptOssConfig(**WINDOWED, num_local_experts=2, num_experts_per_tok=1))
+
+
+def soft_caps() -> LlavaConfig:
+    return llava(Gemma2Config(**WINDOWED, attn_logit_softcapping=0.5, query_pre_attn_scalar=16))
+
+
+class Case(NamedTuple):
+    config: Callable[[], PreTrainedConfig]
+    # The features of images [I, tokens, H] in the form that the backbone takes.
+    features: Callable[[torch.Tensor], Any] = tuple
+    reference: str = "sdpa"
+
+
+CASES = {
+    "gemma3": Case(gemma3, lambda features: features),
+    "gemma4": Case(gemma4),
+    "llama4": Case(llama4, lambda features: features),
+    "cohere2_vision": Case(cohere2_vision, lambda features: features),
+    "exaone4_5": Case(exaone4_5),
+    "sinks": Case(sinks, reference="eager"),
+    "soft caps": Case(soft_caps, reference="eager"),
+}
+
+
+def built(config: PreTrainedConfig) -> Any:
+    torch.manual_seed(0)
+    model = reward_model_class(config)(config)
+    if config.model_type == "llama4":
+        # It has no backbone: its language head must pass the hidden states on.
+        model.model.language_model.lm_head = nn.Identity()
+        model.hidden_states = lambda **inputs: model.model(**inputs).logits
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 or name.endswith("sinks"):
+            nn.init.normal_(weight, std=0.1)
+    model.set_experts_implementation("eager")
+    return model.double().eval()
+
+
+@contextmanager
+def rounding_nowhere():
+    """The models round to float32 in places whatever their type: here not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+class Batch:
+    """Three answers about two images, and another question about the first."""
+
+    def __init__(self, tokens_of_prompt: int = 7):
+        words = torch.Generator().manual_seed(1)
+
+        def text(count: int) -> torch.Tensor:
+            return torch.randint(5, 250, (count,), generator=words)
+
+        image = torch.full((5,), IMAGE)
+        prompt = torch.cat([text(tokens_of_prompt), image, text(3)])
+        second = torch.cat([prompt, text(2), image, text(4)])
+        self.sequences = [torch.cat([second, text(n)]) for n in (4, 9, 3)] + [torch.cat([prompt, text(6)])]
+        # Of the images by token: -1 and -2, so that only the same image is shared.
+        marked = [s.clone() for s in self.sequences]
+        for sequence in marked:
+            sequence[sequence == IMAGE] = torch.tensor([-1, -2]).repeat_interleave(5)[: (sequence == IMAGE).sum()]
+        tree = grow([sequence.numpy() for sequence in marked])
+        self.layout = PackedLayout.of(tree)
+        self.row = torch.cat([self.sequences[s.sequence][s.begin : s.end] for s in tree.segments])[None]
+        self.ends = torch.tensor([self.layout.segments[end].stop - 1 for end in tree.ends])
+        self.features = torch.randn(2, 5, 64, generator=words, dtype=torch.float64).requires_grad_()
+
+    def padded(self) -> tuple[dict[str, Any], list[int]]:
+        ids = nn.utils.rnn.pad_sequence(self.sequences, batch_first=True)
+        lengths = torch.tensor([len(sequence) for sequence in self.sequences])
+        mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        return {"input_ids": ids, "attention_mask": mask}, [0, 1, 0, 1, 0, 1, 0]
+
+    def shared(self) -> tuple[dict[str, Any], list[int]]:
+        return {
+            "input_ids": self.row,
+            "attention_mask": torch.ones_like(self.row),
+            "position_ids": torch.as_tensor(self.layout.positions())[None],
+            "branch_ends": self.ends,
+            "layout": self.layout,
+        }, [0, 1]
+
+
+def scored(
+    model, attention: str, batch: Batch, features, inputs, shown
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Scores, and the gradients of parameters and features."""
+    model.set_attn_implementation({"text_config": attention})
+    model.zero_grad()
+    batch.features.grad = None
+    images = features(batch.features[shown])
+    output = BaseModelOutputWithPooling(last_hidden_state=images, pooler_output=images)
+    types = dict.fromkeys(model.type_names, (inputs["input_ids"] == IMAGE).long())
+    with rounding_nowhere():
+        scores = model(**inputs, **types, mm_encoder_outputs={"image": output}).logits[:, 0]
+        (scores.square().sum() - nn.functional.logsigmoid(scores[:-1] - scores[1:]).sum()).backward()
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    return scores.detach(), gradients | {"features": batch.features.grad.clone()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scores_and_gradients_are_those_of_the_padded_batch(name, monkeypatch):
+    case, batch = CASES[name], Batch()
+    model = built(case.config())
+    reference, gradients = scored(model, case.reference, batch, case.features, *batch.padded())
+    computed = []
+    attend = kernels.attend
+
+    def counted(module, query, key, value, layout, rule, **keywords):
+        computed.append((query.shape[2], rule, keywords["softcap"], keywords["sinks"]))
+        return attend(module, query, key, value, layout, rule, **keywords)
+
+    monkeypatch.setattr("vlmrm.modeling.attention.attend", counted)
+    scores, shared_gradients = scored(model, SHARED_PREFIX, batch, case.features, *batch.shared())
+    assert [tokens for tokens, *_ in computed] == [batch.row.shape[1]] * 2
+    assert batch.row.shape[1] < sum(map(len, batch.sequences)) * 0.6
+    assert any(isinstance(rule, MaskRule) for _, rule, _, _ in computed)
+    assert (computed[0][2] is not None) == (name == "soft caps") and (computed[0][3] is not None) == (name == "sinks")
+    assert (scores - reference).abs().max() <= 1e-10
+    assert (reference.max() - reference.min()) > 1e-2
+    assert gradients.keys() == shared_gradients.keys()
+    for weight, gradient in gradients.items():
+        distance = (shared_gradients[weight] - gradient).norm() / gradient.norm().clamp_min(1e-6)
+        assert distance <= 1e-8, f"{weight}: {distance}"
+
+    def causal(module, query, key, value, layout, rule, **keywords):
+        return attend(module, query, key, value, layout, None, **keywords | {"softcap": None, "sinks": None})
+
+    monkeypatch.setattr("vlmrm.modeling.attention.attend", causal)
+    control, _ = scored(model, SHARED_PREFIX, batch, case.features, *batch.shared())
+    assert (control - reference).abs().max() > 1e-4, "the family's mask changes scores"
