@@ -146,12 +146,13 @@ class RewardModel(PreTrainedModel):
             sizes = (name for name in tensors if name in self.input_names and not name.startswith("pixel"))
             inputs |= {name: tensors[name] for name in sizes}
             inputs["mm_encoder_outputs"] = {kind: self.encode(kind, distinct) for kind, distinct in media.items()}
-        hidden = self.model(**inputs).last_hidden_state
         if self.touch_vision is None or media or any(name.startswith("pixel_values") for name in inputs):
-            return hidden
-        # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
+            return self.model(**inputs).last_hidden_state
+        # Before the language model, as with images: under ZeRO-3 all ranks gather weights in one order.
         features = self.run_tower("image", self.touch_vision)
-        return hidden + torch.stack([(0 * layer).sum() for image in features for layer in image.layers]).sum()
+        # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
+        zero = torch.stack([(0 * layer).sum() for image in features for layer in image.layers]).sum()
+        return self.model(**inputs).last_hidden_state + zero
 
     def encode(self, kind: str, media: DistinctMedia) -> EncoderOutput:
         """Return the features of media of one `kind` in the order shown, as the backbone takes them."""
