@@ -65,7 +65,7 @@ class Steps:
         """Return the wall-clock seconds of a step, the mean over all batches."""
         started = time.perf_counter()
         for part in itertools.chain.from_iterable(batch["parts"] for batch in self.batches):
-            scores = self.model(**part["inputs"]).logits.squeeze(-1)
+            scores = self.model(**part["inputs"][0]).logits.squeeze(-1)
             losses = self.loss(scores, part["pairs"], weights(part["pairs"]))
             torch.stack(list(losses.values())).sum().backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -63,8 +63,8 @@ def forward_only(checkpoints: list[Path], data: Path) -> tuple[Callable[[], Any]
     @torch.inference_mode()
     def forward() -> None:
         for checkpoint in loaded:
-            for part in (part for batch in batches for part in batch["parts"]):
-                checkpoint.model(**part["inputs"])
+            for inputs in (inputs for batch in batches for part in batch["parts"] for inputs in part["inputs"]):
+                checkpoint.model(**inputs)
 
     return forward, lambda: runs.batches(collators[0], data, BATCH)
 

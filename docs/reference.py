@@ -82,6 +82,7 @@ MODEL = {
         "lora_alpha",
         "lora_dropout",
         "lora_target_modules",
+        "lora_experts",
         "load_in_4bit",
     ),
     "Compute and memory": (

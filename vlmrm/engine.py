@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from vlmrm.batching import Batch, ComparisonCollator, Part, to_device
 from vlmrm.batching.collator import plain_worker_errors
+from vlmrm.batching.pieces import log_cut
 from vlmrm.errors import RowError, ScoreError, finite_or_error
 from vlmrm.rendering import ProcessedMedia, Rendered
 
@@ -106,8 +107,14 @@ class Engine:
         with plain_worker_errors():
             yield from loader
 
+    def scores(self, part: Part) -> torch.Tensor:
+        """Return the raw logits [N], float32, of a part of a batch, differentiable as `forward`."""
+        log_cut(*part["cut"], self.collator.max_tokens_per_batch)
+        logits = torch.cat([self.forward(inputs) for inputs in part["inputs"]])
+        return logits[part["order"].to(logits.device)]
+
     def score_batch(self, batch: Batch) -> list[ScoredRow]:
-        """Return the rows of a collated batch, one forward per part.
+        """Return the rows of a collated batch.
 
         Unlike `rows` it does not enter inference mode, in which ZeRO-3 and FSDP cannot gather weights.
         """
@@ -116,7 +123,7 @@ class Engine:
         return sorted(rows, key=lambda row: row.index)
 
     def _score_part(self, part: Part) -> list[ScoredRow]:
-        scores = iter(self.forward(part["inputs"]).tolist())
+        scores = iter(self.scores(part).tolist())
         table = part["rows"]
         counts = zip(table["index"].tolist(), table["id"], table["branches"].tolist(), strict=True)
         rows = {index: ScoredRow(index, row_id, [*islice(scores, count)]) for index, row_id, count in counts}

@@ -47,8 +47,13 @@ def only_part(batch) -> dict:
     return part
 
 
+def only_inputs(batch) -> dict:
+    [inputs] = only_part(batch)["inputs"]
+    return inputs
+
+
 def answer_texts(processor, batch) -> list[str]:
-    texts = processor.tokenizer.batch_decode(only_part(batch)["inputs"]["input_ids"], skip_special_tokens=True)
+    texts = processor.tokenizer.batch_decode(only_inputs(batch)["input_ids"], skip_special_tokens=True)
     return [text.split("assistant\n")[-1].strip() for text in texts]
 
 
@@ -93,7 +98,7 @@ def test_padding_is_masked_and_images_follow_the_rows_that_show_them(processor):
     batch = collator(processor)(
         rows(comparison("a", {"y": 1, "a much longer answer": 0}, "red"), comparison("b", {"1": 1, "2": 0}))
     )
-    inputs = only_part(batch)["inputs"]
+    inputs = only_inputs(batch)
     assert inputs["input_ids"].shape == inputs["attention_mask"].shape == inputs["mm_token_type_ids"].shape
     assert inputs["image_grid_thw"].shape == (2, 3)
     image_tokens = (inputs["mm_token_type_ids"] == 1).sum(1).tolist()
@@ -113,7 +118,7 @@ def test_an_overlong_row_is_dropped_by_name(processor):
 def test_an_overlong_answer_is_trimmed_and_stays_in(processor):
     batch = collator(processor, overlong="trim")(rows(comparison("long", {"x " * 300: 1, "y": 0}, "red")))
     assert batch["dropped"] == []
-    assert only_part(batch)["inputs"]["input_ids"].shape[1] <= 256
+    assert only_inputs(batch)["input_ids"].shape[1] <= 256
     same_start = comparison("same", {"x " * 300 + "a": 1, "x " * 300 + "b": 0})
     dropped = collator(processor, overlong="trim")(rows(same_start))["dropped"]
     assert "differ only past max_seq_length" in dropped[0][1].reason
@@ -133,7 +138,7 @@ def test_a_bad_image_stops_the_run_or_is_skipped_by_name(processor, tmp_path):
 
 def test_a_batch_of_only_bad_rows_still_makes_a_step(processor):
     batch = collator(processor, bad_rows="skip")(rows(RowError("no answers", "r1")))
-    assert only_part(batch)["inputs"]["input_ids"].shape[0] == 1
+    assert only_inputs(batch)["input_ids"].shape[0] == 1
     assert only_part(batch)["pairs"]["chosen"].shape == (0,)
     assert [(index, str(error)) for index, error in batch["dropped"]] == [(0, "row r1: no answers")]
 
@@ -145,14 +150,14 @@ def test_irrelevant_answers_stand_under_another_prompt(processor):
     )
     queries = IrrelevantQueries(1, seed=0, draw=lambda rng: None)
     batch = collator(processor, irrelevant=queries)(rows(red, blue))
-    texts = processor.tokenizer.batch_decode(only_part(batch)["inputs"]["input_ids"], skip_special_tokens=True)
+    texts = processor.tokenizer.batch_decode(only_inputs(batch)["input_ids"], skip_special_tokens=True)
     added = [i for i, is_irrelevant in enumerate(only_part(batch)["pairs"]["irrelevant"].tolist()) if is_irrelevant]
     assert len(added) == 2
     chosen = {texts[only_part(batch)["pairs"]["chosen"][i]] for i in added}
     assert any("Blue?" in text and text.split("assistant\n")[-1].strip() == "r" for text in chosen)
     assert any("Red?" in text and text.split("assistant\n")[-1].strip() == "b" for text in chosen)
     assert only_part(batch)["rows"]["branches"].sum() == 4
-    assert only_part(batch)["inputs"]["image_grid_thw"].shape[0] == 8
+    assert only_inputs(batch)["image_grid_thw"].shape[0] == 8
 
 
 def test_without_another_prompt_in_the_batch_the_data_set_gives_one(processor):
@@ -162,8 +167,8 @@ def test_without_another_prompt_in_the_batch_the_data_set_gives_one(processor):
         batch = collator(processor, irrelevant=queries)(rows(red))
         assert only_part(batch)["pairs"]["irrelevant"].tolist() == [False, True]
     first, second = (
-        only_part(batch)["inputs"]["pixel_values"].chunk(4)[0],
-        only_part(batch)["inputs"]["pixel_values"].chunk(4)[2],
+        only_inputs(batch)["pixel_values"].chunk(4)[0],
+        only_inputs(batch)["pixel_values"].chunk(4)[2],
     )
     assert not torch.equal(first, second)
 

@@ -98,7 +98,8 @@ def scored(model, inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def rounding_nowhere():
     """The models round to float32 in places whatever their type (RMSNorm, rotary embeddings, the head): here not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "float32", torch.float64)
+        for name in ("float32", "float"):
+            patch.setattr(torch, name, torch.float64)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         yield
 

@@ -2,8 +2,11 @@
 
 A batch is a dictionary that the trainer moves to the device as it is:
 
-    parts    one forward each; a single part, unless a token budget splits the batch:
-        inputs   the model's keywords; it answers one score for each conversation
+    parts    of comparisons; a single part, unless a token budget splits the batch:
+        inputs   the model's keywords of each forward: one, unless the part is a comparison that alone is over the
+                 budget; a forward answers one score for each of its conversations
+        order    [N] which of the forwards' scores, one after another, is each score of the part
+        cut      tokens and patches of a part of several forwards: what they would be in one, and what they are
         pairs    [N] tensors over pairs of conversations: chosen, rejected (indices), margin, weight, tie, irrelevant
         rows     of the comparisons [R]: index (in the data set), branches (number of their own scores), id (a list)
         altered  (index, name of the intervention, number of scores) of each altered comparison
@@ -37,7 +40,7 @@ from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
 # Slow and plain: the oracle that the shared batch is tested against.
 
 
-# Conversations that must stay in one forward: the branches of one comparison, whose scores are compared.
+# Conversations that stay in one forward where the budget allows: of one comparison, whose scores are compared.
 Unit = Sequence[Rendered]
 
 
@@ -50,6 +53,14 @@ class Batcher(Protocol):
 
     def split(self, units: Sequence[Unit], budget: int) -> list[list[int]]:
         """Return indices of `units` in parts of at most `budget` tokens and patches; a larger unit goes alone."""
+        ...
+
+    def cut(self, unit: Unit, budget: int) -> list[list[int]]:
+        """Return indices of a unit's conversations in pieces of at most `budget`; a larger one is its own piece."""
+        ...
+
+    def size(self, rendered: Sequence[Rendered]) -> int:
+        """Return the tokens and patches that are computed for conversations in one forward."""
         ...
 
 
@@ -86,13 +97,24 @@ class PaddedBatcher:
         # Longest first: the first unit of a part sets its padded width.
         for index in sorted(range(len(units)), key=lambda i: -max(map(len, units[i]))):
             unit = units[index]
-            unit_patches = sum(medium.patches for item in unit for medium in item.media)
+            unit_patches = sum(map(_patches, unit))
             if not parts or width * (rows + len(unit)) + patches + unit_patches > budget:
                 parts.append([])
                 width, rows, patches = max(map(len, unit)), 0, 0
             parts[-1].append(index)
             rows, patches = rows + len(unit), patches + unit_patches
         return parts
+
+    def cut(self, unit: Unit, budget: int) -> list[list[int]]:
+        """Return pieces under the budget, padding included; conversations of similar length go together."""
+        return self.split([[item] for item in unit], budget)
+
+    def size(self, rendered: Sequence[Rendered]) -> int:
+        return max(map(len, rendered)) * len(rendered) + sum(map(_patches, rendered))
+
+
+def _patches(item: Rendered) -> int:
+    return sum(medium.patches for medium in item.media)
 
 
 def _pad(rows: Sequence[Sequence[int]], length: int, value: int) -> torch.Tensor:
@@ -102,10 +124,17 @@ def _pad(rows: Sequence[Sequence[int]], length: int, value: int) -> torch.Tensor
 logger = logging.getLogger("vlmrm")
 
 
-class Part(TypedDict):
-    """One forward's share of a batch; the top of this file describes its keys."""
+class Forwards(TypedDict):
+    """What computes a part's scores: one forward, or the pieces of a comparison that was cut."""
 
-    inputs: dict[str, Any]
+    inputs: list[dict[str, Any]]
+    order: torch.Tensor
+    cut: tuple[int, int]
+
+
+class Part(Forwards):
+    """Comparisons whose scores are computed together; the top of this file describes its keys."""
+
     pairs: dict[str, torch.Tensor]
     rows: dict[str, Any]
     altered: list[tuple[int, str, int]]
@@ -214,7 +243,7 @@ class ComparisonCollator:
             rendered += [better, worse]
         columns = list(zip(*pairs, strict=True)) or [()] * len(PAIR_TYPES)
         return {
-            "inputs": self.batcher(rendered or [self.renderer.render(PLACEHOLDER)]),
+            **self._forwards(rendered or [self.renderer.render(PLACEHOLDER)], whole=len(units) != 1),
             "pairs": {
                 name: torch.tensor(column, dtype=dtype)
                 for (name, dtype), column in zip(PAIR_TYPES.items(), columns, strict=True)
@@ -225,6 +254,20 @@ class ComparisonCollator:
                 "id": [unit.comparison.id for unit in units],
             },
             "altered": altered,
+        }
+
+    def _forwards(self, rendered: list[Rendered], whole: bool) -> Forwards:
+        """Return the forwards of a part's conversations: one, or pieces where they are over the budget."""
+        budget = self.max_tokens_per_batch
+        pieces = [list(range(len(rendered)))]
+        if budget is not None and not whole:
+            cut = self.batcher.cut(rendered, budget)
+            pieces = cut if len(cut) > 1 else pieces
+        parts = [[rendered[i] for i in piece] for piece in pieces]
+        return {
+            "inputs": [self.batcher(part) for part in parts],
+            "order": torch.tensor([i for piece in pieces for i in piece]).argsort(),
+            "cut": (self.batcher.size(rendered), sum(map(self.batcher.size, parts))) if len(parts) > 1 else (0, 0),
         }
 
     def _render(self, comparison: Comparison, cache: dict[str, ProcessedMedia]) -> list[Rendered]:

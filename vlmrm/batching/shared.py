@@ -17,6 +17,7 @@ import torch
 
 from vlmrm.batching.collator import Unit
 from vlmrm.batching.media import Media, distinct_media, join
+from vlmrm.batching.pieces import cheapest_runs, shared_costs
 from vlmrm.rendering import TYPE_IDS, ProcessedMedia, Rendered
 
 # Sharing a segment saves its tokens on all paths but one, and cuts attention into more pieces. A prefix that saves
@@ -348,6 +349,24 @@ class SharedBatcher:
             parts[-1].append(index)
             used, previous, keys = used + tokens + patches, identities[index][-1], keys | media.keys()
         return parts
+
+    def cut(self, unit: Unit, budget: int) -> list[list[int]]:
+        """Return pieces under the budget, in each of which shared tokens and images count once."""
+        numbers: Numbers = {}
+        identities = [self.identities(item, numbers) for item in unit]
+        order = sorted(range(len(unit)), key=lambda i: sort_key(identities[i]))
+        costs = shared_costs(
+            [len(identities[i]) for i in order],
+            [0, *(common_prefix(identities[a], identities[b]) for a, b in pairwise(order))],
+            [{medium.key: medium.patches for medium in unit[i].media} for i in order],
+        )
+        pieces = cheapest_runs(len(order), costs, budget, lambda run: self.size([unit[order[n]] for n in run]))
+        return [[order[n] for n in run] for run in pieces]
+
+    def size(self, rendered: Sequence[Rendered]) -> int:
+        numbers: Numbers = {}
+        tokens = len(grow([self.identities(item, numbers) for item in rendered]))
+        return tokens + sum({medium.key: medium.patches for item in rendered for medium in item.media}.values())
 
     def identities(self, rendered: Rendered, numbers: Numbers) -> np.ndarray:
         """Return the conversation as integers [T]: token ids, with those of media replaced by a number for them.

@@ -100,7 +100,13 @@ class ModelArguments(ComputeArguments):
     lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA matrices."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the LoRA matrices."})
     lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "Names of linear layers to adapt. Default: all of the language model."}
+        default=None,
+        metadata={
+            "help": "Names of linear layers, or routers, to adapt. Default: all linear layers of the language model."
+        },
+    )
+    lora_experts: bool = field(
+        default=False, metadata={"help": "Adapt the experts of a mixture of experts too, which are no linear layers."}
     )
     load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: hold the frozen weights in 4 bits."})
 
@@ -124,3 +130,5 @@ class ModelArguments(ComputeArguments):
             raise ConfigError(f"lora_r is {self.lora_r} and lora_alpha {self.lora_alpha}: both must be at least 1.")
         if not 0.0 <= self.lora_dropout < 1.0:
             raise ConfigError(f"lora_dropout is {self.lora_dropout}: it is a share, at least 0 and below 1.")
+        if self.lora_experts and self.lora_dropout:
+            raise ConfigError("lora_dropout cannot be applied to experts: remove it, or lora_experts.")

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import logging
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from vlmrm.errors import ConfigError
-from vlmrm.libraries import missing
+from vlmrm.libraries import missing, relies_on
 from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.modeling.experts import expert_weights, find_routers
 from vlmrm.modeling.families import LANGUAGE_MODELS, MERGERS, TOWERS
 from vlmrm.modeling.reward_model import RewardModel
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+logger = logging.getLogger("vlmrm")
 
 HEAD_MODULES = ("score", "score_hidden")
 # All modules outside the language model. transformers matches the pattern with the start of a module's name, so a list
@@ -79,34 +85,90 @@ def _grad_back(module: Any, args: tuple, output: object) -> None:
 
 
 def lora_config(arguments: ModelArguments, model: RewardModel) -> LoraConfig:
-    """Return LoRA's configuration: linear layers of the language model, all or those named, and the whole head.
+    """Return LoRA's configuration: layers of the language model, all linear ones or those named, and the whole head.
+
+    Routers are adapted where `lora_target_modules` names them, experts with `lora_experts`; the log says what is left.
 
     Raises:
-        ConfigError: when a named layer is not a linear layer of the language model.
+        ConfigError: when a name is of no linear layer or router of the language model, or it has no experts to adapt.
     """
     from peft import LoraConfig, TaskType
 
     path = language_model_path(model)
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in model.get_submodule(path).named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    targets = set(arguments.lora_target_modules or linear)
-    if not targets <= linear:
+    language_model = model.get_submodule(path)
+    routers = _router_weights(language_model)
+    linear = {name for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
+    in_routers = {name for name in linear if any(f"{name}.".startswith(f"{router}.") for router in routers)}
+    layers = {_last(name) for name in linear - in_routers}
+    named = set(arguments.lora_target_modules or layers)
+    if unknown := named - layers - set(map(_last, routers)):
         raise ConfigError(
-            f"lora_target_modules names {', '.join(sorted(targets - linear))}: the language model has "
-            f"{', '.join(sorted(linear))}."
+            f"lora_target_modules names {', '.join(sorted(unknown))}: the language model has "
+            f"{', '.join(sorted(layers | set(map(_last, routers))))}."
         )
+    experts = expert_weights(language_model)
+    if arguments.lora_experts and not experts:
+        raise ConfigError(f"lora_experts: {type(language_model).__name__} has no tensors of experts: remove it.")
+    if experts and not arguments.lora_experts:
+        logger.info("LoRA leaves the experts as they are (%d tensors): lora_experts: true adapts them", len(experts))
+    parameters = experts if arguments.lora_experts else []
+    parameters += [weight for router, weights in routers.items() if _last(router) in named for weight in weights]
+    keep_adapters_names()
     return LoraConfig(
         task_type=TaskType.SEQ_CLS,
         r=arguments.lora_r,
         lora_alpha=arguments.lora_alpha,
         lora_dropout=arguments.lora_dropout,
         # A pattern: a list of names would also match layers of the vision tower.
-        target_modules=rf"{re.escape(path)}\..*\.({'|'.join(sorted(targets))})",
+        target_modules=rf"{re.escape(path)}\..*\.({'|'.join(sorted(named & layers))})",
+        exclude_modules=[f"{path}.{name}" for name in sorted(in_routers) if _last(name) in named & layers] or None,
+        target_parameters=[f"{path}.{name}" for name in parameters] or None,
         modules_to_save=[name for name in HEAD_MODULES if hasattr(model, name)],
     )
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _router_weights(language_model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of the matrices of each router by the router's name."""
+    return {
+        router.path: [
+            f"{router.path}.{name}"
+            for name, weight in router.module.named_parameters(recurse=False)
+            if len(getattr(weight, "ds_shape", weight.shape)) == 2
+        ]
+        for router in find_routers(language_model)
+        if not expert_weights(router.module)  # else it is a layer with its experts
+    }
+
+
+@cache
+def keep_adapters_names() -> None:
+    """Keep peft from renaming the targets and the weights of a reward model's adapters.
+
+    It renames them as it would those of transformers 4: `up_proj` becomes the experts instead of the shared ones, and
+    weights whose new names fit nothing stay random, in silence. The names of a reward model are those in memory.
+    """
+    conversion: Any = importlib.import_module("peft.utils.transformers_weight_conversion")
+    rename_targets = conversion.convert_peft_config_for_transformers
+    rename_weights = conversion.convert_peft_adapter_state_dict_for_transformers
+    relies_on(rename_targets, "peft_config", "model", "conversions")
+    relies_on(rename_weights, "model", "adapter_state_dict")
+
+    def targets(peft_config: Any, model: Any, conversions: Any) -> None:
+        if not isinstance(model, RewardModel):
+            rename_targets(peft_config, model, conversions)
+
+    def weights(model: Any, peft_config: Any, adapter_state_dict: Any, **options: Any) -> Any:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if isinstance(base, RewardModel):
+            return adapter_state_dict
+        return rename_weights(model, peft_config, adapter_state_dict, **options)
+
+    conversion.convert_peft_config_for_transformers = targets
+    conversion.convert_peft_adapter_state_dict_for_transformers = weights
 
 
 def quantization_config(arguments: ModelArguments) -> Any:

@@ -17,6 +17,7 @@ from vlmrm.errors import CheckpointError, first_line
 from vlmrm.files import require_new_folder
 from vlmrm.libraries import parse_device
 from vlmrm.modeling.checkpoint import load_for_training, load_reward_model, load_scoring_files, refuse_separate_head
+from vlmrm.modeling.freezing import keep_adapters_names
 from vlmrm.modeling.manifest import (
     ADAPTER_CONFIG,
     WEIGHTS,
@@ -194,6 +195,7 @@ def open_adapter(
     model = load_for_training(base, head=head, revision=revision, check_files=check_files, **options)
     if check_files:
         _check_base(path, base, revision, info.get("base_digest"))
+    keep_adapters_names()
     try:
         # Puts the trained head in place of the base's new one: modules_to_save.
         adapted = PeftModel.from_pretrained(model, str(path))
@@ -202,12 +204,20 @@ def open_adapter(
             f"the adapter {path} does not fit its base {base}: name the one it was trained on."
         ) from error
     # peft leaves weights that it misses random, and passes over those that it does not know.
-    if wrong := saved ^ set(get_peft_model_state_dict(adapted, save_embedding_layers=False)):
+    loaded = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    with safe_open(weights, framework="pt") as file:
+        same = {name for name in saved & loaded.keys() if _equal(file.get_tensor(name), loaded[name])}
+    if wrong := (saved | loaded.keys()) - same:
         raise CheckpointError(
             f"the adapter {path} and its configuration differ in {len(wrong)} weights ({min(wrong)}, ...): save it "
             "again."
         )
     return adapted
+
+
+def _equal(saved: torch.Tensor, loaded: torch.Tensor) -> bool:
+    """Return whether a weight was loaded, in whatever type."""
+    return saved.shape == loaded.shape and torch.equal(saved.to(loaded), loaded)
 
 
 def _check_base(path: str | Path, base: str | Path, revision: str | None, expected: str | None) -> None:

@@ -22,6 +22,7 @@ LEAST = {
     **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "seed", "data_seed"), 0),
     **dict.fromkeys(("adam_epsilon", "adam_beta1", "adam_beta2", "center_rewards_coefficient"), 0),
     **dict.fromkeys(("dataloader_num_workers", "irrelevant_loss_weight", "tie_threshold", "probe_samples"), 0),
+    "router_aux_loss_coef": 0,
 }
 
 
@@ -41,6 +42,12 @@ class RewardTrainingArguments(trl.RewardConfig):
         metadata={
             "help": "Rao-Kupper's log θ: score differences below it count as ties. 0: Bradley-Terry, where a tie is "
             "half a win for either side."
+        },
+    )
+    router_aux_loss_coef: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight of the loss that spreads tokens evenly over the experts of a mixture of experts. 0: off."
         },
     )
     probe_samples: int = field(

@@ -163,7 +163,9 @@ class Switch:
 
 
 SWITCHES = (
-    Switch("use_peft", "true", "false", ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")),
+    Switch(
+        "use_peft", "true", "false", ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_experts")
+    ),
     Switch("use_irrelevant_queries", "true", "false", ("num_irrelevant_pairs", "irrelevant_loss_weight")),
     Switch("streaming", "true", "false", ("shuffle_buffer",)),
     Switch("vision_cache_dir", "FOLDER", "null", ("vision_cache_gb",)),

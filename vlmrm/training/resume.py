@@ -36,7 +36,7 @@ FIXED = (
     "rows_per_step", "dataloader_drop_last", "rows_per_batch",
     # The weights and the optimizer's state must fit the model.
     "head", "dtype", "freeze_vit", "freeze_merger", "freeze_llm", "load_in_4bit",
-    "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules",
+    "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_experts",
 )  # fmt: skip
 # Also fixed where the schedule is not a function of the step, so that it cannot be entered in its middle.
 SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,17 +25,20 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
-from vlmrm.batching import Batch, ComparisonCollator, Part
+from vlmrm.batching import Batch, ComparisonCollator, Part, to_device
+from vlmrm.batching.pieces import log_cut
 from vlmrm.engine import Engine, ScoredRow
 from vlmrm.errors import ConfigError, RowError, ScoreError, TrainingError, first_line
 from vlmrm.libraries import relies_on
 from vlmrm.measures.analysis import trl_summary
 from vlmrm.measures.pairs import scored_pairs
 from vlmrm.modeling import write_complete
+from vlmrm.modeling.experts import Routers, balance_loss, find_routers
 from vlmrm.modeling.manifest import COMPLETE
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import PROBED, EpochCallback, PreemptionCallback, ProbedDataset, RowTally
 from vlmrm.training.losses import PreferenceLoss, weights
+from vlmrm.training.passes import forwards_of, passes_of
 from vlmrm.training.progress import Bar, ChanceCallback, CurvesCallback, FiguresCallback
 from vlmrm.training.resume import any_rank
 
@@ -91,8 +95,14 @@ class ComparisonTrainer(trl.RewardTrainer):
         )
         self.save_extras = save_extras
         self.row_tally = RowTally()
-        self._last_part: Part | None = None  # of the last step, to score again before a save
+        self._last_inputs: Any = None  # of the last forward, to score again before a save
         self._figures = StepFigures()
+        self._routers = Routers(find_routers(model))
+        if args.router_aux_loss_coef and not self._routers.routers:
+            raise ConfigError(
+                f"router_aux_loss_coef is for mixtures of experts, and {type(model.model).__name__} has no routers: "
+                "remove it."
+            )
         self._evaluated: list[ScoredRow] = []
 
     def _show(self, *callbacks: TrainerCallback) -> None:
@@ -141,11 +151,12 @@ class ComparisonTrainer(trl.RewardTrainer):
 
         They are summed over the accumulated batches and all ranks, in one reduction with the counts for the log.
         """
-        totals = torch.zeros(6, dtype=torch.float64)
+        totals = torch.zeros(8, dtype=torch.float64)
         for batch in batch_samples:
             for part in batch["parts"]:
                 totals[:2] += weights(part["pairs"]).cpu()
                 totals[4] += len(part["rows"]["index"])
+                totals[6:] += torch.tensor(part["cut"])
             totals[2:4] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
             totals[5] += len(batch["dropped"])
             self._report_dropped(batch["dropped"])
@@ -153,6 +164,7 @@ class ComparisonTrainer(trl.RewardTrainer):
         totals = self.accelerator.reduce(totals.float().to(device), "sum")
         self.state.num_input_tokens_seen += int(totals[2])
         self._figures.start_step(tokens=int(totals[2]), pairs=int(totals[3]))
+        log_cut(int(totals[6]), int(totals[7]), self.collator.max_tokens_per_batch, trained=True)
         self.row_tally.add(rows=int(totals[4]), dropped=int(totals[5]), weight=float(totals[:2].sum()))
         return totals[:2]
 
@@ -170,7 +182,7 @@ class ComparisonTrainer(trl.RewardTrainer):
 
     def get_batch_samples(self, *args, **kwargs):
         started = time.perf_counter()
-        self._last_part = None  # frees its tensors before the next batch is moved
+        self._last_inputs = None  # frees its tensors before the next batch is moved
         samples = super().get_batch_samples(*args, **kwargs)
         self._figures.waited += time.perf_counter() - started
         return samples
@@ -178,22 +190,32 @@ class ComparisonTrainer(trl.RewardTrainer):
     # Training -------------------------------------------------------------------------------------------------------
 
     def training_step(self, model, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run forward and backward of each part of the batch; gradients are reduced over ranks with the last one."""
+        """Run every forward and backward of the batch; gradients are reduced over ranks with the last one."""
+        model.train()
+        optimizer: Any = self.optimizer
+        if callable(getattr(optimizer, "train", None)):
+            optimizer.train()  # a schedule-free one has other weights for evaluation
+        # Each forward waits for all ranks, so ranks with fewer run empty ones.
+        ahead, behind = self._missing(*forwards_of(inputs["parts"]))
+        empty = [self.collator.empty_part() for _ in range(max(ahead, behind))]
+        loss, score = partial(self._loss, totals=num_items_in_batch), partial(self._score, model)
+        passes = passes_of([*inputs["parts"], *empty[:behind]], loss, score, self.args.device)
+        for part in empty[:ahead]:
+            score(part["inputs"][0])
         losses = []
-        parts = self._pad_to_ranks(inputs["parts"])
-        for number, part in enumerate(parts, 1):
-            with self._reducing(model, number == len(parts)):
-                losses.append(super().training_step(model, part, num_items_in_batch))
-        self._last_part = parts[-1]
+        for number, each in enumerate(passes, 1):
+            state = each["random_state"]
+            with self._reducing(model, number == len(passes)), state.again() if state else nullcontext():
+                losses.append(super().training_step(model, each, num_items_in_batch))
+        self._last_inputs = passes[-1]["inputs"]
         return torch.stack(losses).sum()
 
-    def _pad_to_ranks(self, parts: list[Part]) -> list[Part]:
-        """Add empty parts until every rank has as many as any other: each forward waits for all ranks."""
+    def _missing(self, *counts: int) -> list[int]:
+        """Return how many more of each count another rank has, whose batch the token budget splits otherwise."""
         if self.args.world_size == 1 or self.collator.max_tokens_per_batch is None:
-            return parts
-        counts = self.accelerator.gather(torch.tensor([len(parts)], device=self.args.device))
-        empty = cast(Part, self._prepare_inputs(cast(Any, self.collator.empty_part())))
-        return parts + [empty] * (int(counts.max()) - len(parts))
+            return [0] * len(counts)
+        own = torch.tensor([counts], device=self.args.device)
+        return (self.accelerator.gather(own).amax(0) - own[0]).tolist()
 
     @contextmanager
     def _reducing(self, model, last: bool) -> Generator[None]:
@@ -208,16 +230,35 @@ class ComparisonTrainer(trl.RewardTrainer):
         finally:
             self.accelerator.sync_gradients = True
 
+    @torch.no_grad()
+    def _score(self, model, inputs: Any) -> torch.Tensor:
+        with self.compute_loss_context_manager():
+            return model(**self._prepare_inputs(inputs)).logits.squeeze(-1)
+
     def compute_loss(self, model, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
-        scores = model(**inputs["inputs"]).logits.squeeze(-1)
-        terms = self.loss_function(scores, inputs["pairs"], num_items_in_batch)
-        loss = torch.stack(list(terms.values())).sum()
-        if not torch.isfinite(loss):
-            raise self._not_finite(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
-        self._figures.add(scores.detach(), inputs, terms)
+        with self._routers.watching(inputs["inputs"]) as decisions:
+            scores = model(**inputs["inputs"]).logits.squeeze(-1)
+        self._routers.add(decisions)
+        loss = inputs["objective"](scores)
+        if coefficient := self.args.router_aux_loss_coef:
+            # A mean over the step's forwards, each with the weight of its pairs.
+            total = num_items_in_batch.sum().clamp_min(torch.finfo(torch.float32).tiny)
+            balance = coefficient * inputs["pair_weight"] / total * balance_loss(decisions)
+            self._figures.sums["loss_router"] += balance.item()
+            loss = loss + balance
         # Each rank's loss is its share of the step's mean, to be summed, but DDP averages gradients over ranks.
         loss = loss * self.accelerator.num_processes
         return (loss, scores) if return_outputs else loss
+
+    def _loss(self, scores: torch.Tensor, part: Part, totals: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a part's scores, checked and added to the log's figures."""
+        part = {**part, "pairs": to_device(part["pairs"], scores.device)}
+        terms = self.loss_function(scores, part["pairs"], totals)
+        loss = torch.stack(list(terms.values())).sum()
+        if not torch.isfinite(loss):
+            raise self._not_finite(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
+        self._figures.add(scores.detach(), part, terms)
+        return loss
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate a batch's FLOPs: 6 per parameter and token, forward and backward (Kaplan et al. 2020, §2.1)."""
@@ -226,7 +267,7 @@ class ComparisonTrainer(trl.RewardTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            figures = self._figures.flush(self.accelerator)
+            figures = self._figures.flush(self.accelerator) | self._routers.flush(self.accelerator.reduce)
             figures["num_tokens"] = self.state.num_input_tokens_seen
             self.row_tally.warn_early()
             self._chance.add(*self._figures.flushed)
@@ -251,7 +292,8 @@ class ComparisonTrainer(trl.RewardTrainer):
 
     def prediction_step(self, model, inputs: Any, prediction_loss_only, ignore_keys=None):
         batch: Any = self._prepare_inputs(inputs)
-        batch["parts"] = self._pad_to_ranks(batch["parts"])
+        _, missing = self._missing(*forwards_of(batch["parts"]))
+        batch["parts"] += [self.eval_collator.empty_part()] * missing
         with torch.no_grad(), self.compute_loss_context_manager():
             self._evaluated += Engine(model, self.eval_collator, self.args.device).score_batch(batch)
         self._report_dropped(batch["dropped"])
@@ -316,11 +358,11 @@ class ComparisonTrainer(trl.RewardTrainer):
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         # Under ZeRO-3 each rank's partition of a weight is in ds_tensor.
         finite = all(bool(getattr(weight, "ds_tensor", weight).detach().isfinite().all()) for weight in trained)
-        if self._last_part is not None:
+        if self._last_inputs is not None:
             training = model.training
             model.eval()  # no dropout, which would draw random numbers that a resumed run does not draw
             with torch.no_grad(), self.compute_loss_context_manager():
-                inputs: Any = self._prepare_inputs(self._last_part["inputs"])
+                inputs: Any = self._prepare_inputs(self._last_inputs)
                 scores = Engine(model, self.eval_collator, self.args.device).forward(inputs)
             model.train(training)
             finite = finite and bool(scores.isfinite().all())
@@ -370,7 +412,7 @@ def _save_error(error: Exception, folder: Path) -> TrainingError:
 # Names are TRL's where TRL has one.
 SUMMED = (
     *("pairs", "correct", "margin", "rewards", "reward", "irrelevant_pairs", "irrelevant_margin"),
-    *("loss_preference", "loss_irrelevant", "loss_center", "dropped_rows"),
+    *("loss_preference", "loss_irrelevant", "loss_center", "loss_router", "dropped_rows"),
 )
 
 
@@ -435,7 +477,7 @@ class StepFigures:
             "dropped_rows": total["dropped_rows"],
         }
         # Each rank has its share of a step's mean loss, so the shares add up.
-        if total["irrelevant_pairs"] or total["loss_center"]:
+        if total["irrelevant_pairs"] or total["loss_center"] or total["loss_router"]:
             figures |= {name: total[name] / max(self.steps, 1) for name in SUMMED if name.startswith("loss_")}
         if total["irrelevant_pairs"]:
             figures["irrelevant_margin"] = total["irrelevant_margin"] / total["irrelevant_pairs"]

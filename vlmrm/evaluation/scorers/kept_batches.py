@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, ValuesView
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class KeptBatches:
             return
         full = False  # kept batches are the first ones, without a gap
         for batch in collate(Subset(rows, range(first, len(rows)))):
-            size = _bytes(batch)
+            size = _bytes(batch["parts"])
             full = full or size > self.limit
             if not full:
                 self.limit -= size
@@ -40,6 +40,9 @@ class KeptBatches:
             yield batch
 
 
-def _bytes(batch: Batch) -> int:
-    tensors = (value for part in batch["parts"] for value in part["inputs"].values() if torch.is_tensor(value))
-    return sum(tensor.nbytes for tensor in tensors)
+def _bytes(values: Any) -> int:
+    """Return the bytes of the tensors in nested dictionaries and lists."""
+    if isinstance(values, torch.Tensor):
+        return values.nbytes
+    values = values.values() if isinstance(values, dict) else values
+    return sum(map(_bytes, values)) if isinstance(values, (list, ValuesView)) else 0

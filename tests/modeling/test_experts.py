@@ -1,0 +1,163 @@
+"""Routers: their loss and figures count a token once for each conversation that holds it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from mixtures import CHOICES, EXPERTS, LAYERS, make_tiny_mixture
+from transformers import AutoProcessor
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
+
+from vlmrm.errors import ConfigError
+from vlmrm.formats.openai import read_conversation
+from vlmrm.modeling import batcher_for, load_for_training
+from vlmrm.modeling.experts import Routers, balance_loss, find_routers, token_weights
+from vlmrm.rendering import Renderer
+
+sys.path.append(str(Path(__file__).parents[1] / "batching"))
+
+from test_shared import CASES, in_type, rounding_nowhere
+
+BATCHINGS = ("reference", "shared")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    return make_tiny_mixture(tmp_path_factory.mktemp("mixture") / "qwen3_vl_moe")
+
+
+@pytest.fixture(scope="module")
+def batches(mixture):
+    """The padded and the shared batch of answers to two prompts, under each other's prompts too, in float64."""
+    processor = AutoProcessor.from_pretrained(mixture)
+    model = load_for_training(mixture, dtype=torch.float32, attn_implementation="sdpa")
+    rendered = [Renderer(processor).render(read_conversation(c)) for c in CASES["irrelevant branches"]]
+    padded, shared = (in_type(batcher_for(model, processor, it)(rendered), torch.float64) for it in BATCHINGS)
+    assert shared["input_ids"].numel() < padded["attention_mask"].sum() / 2
+    return padded, shared
+
+
+def opened(mixture, batching="shared", **checkpointing):
+    model = load_for_training(mixture, dtype=torch.float32, attn_implementation="sdpa", seed=1).double()
+    model.set_experts_implementation("eager")
+    batcher_for(model, AutoProcessor.from_pretrained(mixture), batching)
+    if checkpointing:
+        model.gradient_checkpointing_enable(checkpointing)
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def balanced(model, inputs):
+    """The balance loss of a forward, its gradients by name, and the routers' decisions."""
+    routers = Routers(find_routers(model))
+    with rounding_nowhere():
+        with routers.watching(inputs) as decisions:
+            model(**inputs)
+        loss = balance_loss(decisions)
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, decisions
+
+
+def decisions_of(mixture, batching, inputs):
+    return balanced(opened(mixture, batching), inputs)[2]
+
+
+def library_loss(model, inputs):
+    """The loss as transformers computes it, over the padded batch, and its gradients."""
+    outputs = []
+    for router in find_routers(model):
+        router.module.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+    with rounding_nowhere():
+        model(**inputs)
+        loss = load_balancing_loss_func(tuple(outputs), EXPERTS, CHOICES, inputs["attention_mask"])
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(result, expected):
+    (loss, gradients), (expected_loss, expected_gradients) = result[:2], expected[:2]
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
+    assert gradients.keys() == expected_gradients.keys()
+    assert any(name.endswith("gate.weight") for name in gradients)
+    for name, gradient in expected_gradients.items():
+        assert (gradients[name] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-16, name
+
+
+@pytest.fixture(scope="module")
+def expected(mixture, batches):
+    return library_loss(opened(mixture, "reference"), batches[0])
+
+
+def test_a_shared_batch_has_the_librarys_loss_of_the_padded_one(mixture, batches, expected):
+    assert_same(balanced(opened(mixture, "reference"), batches[0]), expected)
+    assert_same(balanced(opened(mixture), batches[1]), expected)
+
+
+def test_tokens_counted_once_would_give_another_loss(mixture, batches, expected):
+    decisions = decisions_of(mixture, "shared", batches[1])
+    with rounding_nowhere():
+        once = balance_loss([replace(it, weights=torch.ones_like(it.weights)) for it in decisions])
+    assert (once - expected[0]).abs() > 1e-3
+
+
+def test_under_gradient_checkpointing(mixture, batches, expected):
+    assert_same(balanced(opened(mixture, use_reentrant=False), batches[1]), expected)
+
+
+def test_without_gradients_it_is_refused(mixture, batches):
+    with pytest.raises(ConfigError, match="router_aux_loss_coef changes no weight"):
+        balanced(opened(mixture, use_reentrant=True), batches[1])
+
+
+def test_sharing_changes_no_tokens_route(mixture, batches):
+    padded, shared = batches
+    routes = {}
+    for batching, inputs in zip(BATCHINGS, batches, strict=True):
+        routes[batching] = [it.chosen.sort(-1).values for it in decisions_of(mixture, batching, inputs)]
+    assert len(routes["shared"]) == LAYERS
+    for row, (mask, end) in enumerate(zip(padded["attention_mask"], shared["branch_ends"].tolist(), strict=True)):
+        path = positions_of(shared["layout"], end)
+        columns = mask.nonzero().flatten() + row * len(mask)
+        for alone, together in zip(routes["reference"], routes["shared"], strict=True):
+            assert torch.equal(alone[columns], together[path])
+
+
+def positions_of(layout, end):
+    """The row positions of the conversation whose last token is at `end`."""
+    index = next(i for i, segment in enumerate(layout.segments) if segment.start <= end < segment.stop)
+    path = []
+    while index >= 0:
+        path = [*range(layout.segments[index].start, layout.segments[index].stop), *path]
+        index = layout.segments[index].parent
+    return path
+
+
+def test_figures_are_of_the_conversations_tokens(mixture, batches):
+    figures = []
+    for batching, inputs in zip(BATCHINGS, batches, strict=True):
+        model = opened(mixture, batching)
+        routers = Routers(find_routers(model))
+        with rounding_nowhere(), torch.no_grad():
+            for _ in range(2):
+                with routers.watching(inputs) as decisions:
+                    model(**inputs)
+                routers.add(decisions)
+            figures.append(routers.flush(lambda values: 2 * values))  # two ranks with equal batches
+    assert figures[0] == pytest.approx(figures[1], rel=1e-9)
+    weights = token_weights(batches[0]).bool()
+    logits = [decision.logits[weights].detach() for decision in decisions_of(mixture, "reference", batches[0])]
+    entropies = [
+        torch.distributions.Categorical(logits=it).entropy().mean() / torch.tensor(EXPERTS).log() for it in logits
+    ]
+    chosen = [torch.bincount(it.topk(CHOICES).indices.flatten(), minlength=EXPERTS) for it in logits]
+    assert figures[0]["router_entropy"] == pytest.approx(float(sum(entropies) / LAYERS), rel=1e-6)
+    assert figures[0]["router_max_load"] == pytest.approx(max(float(EXPERTS * it.max() / it.sum()) for it in chosen))
+    assert figures[0]["router_dead_experts"] == sum(int((it == 0).sum()) for it in chosen)
+
+
+def test_a_model_without_experts_has_no_routers(tiny_checkpoint):
+    assert find_routers(load_for_training(tiny_checkpoint)) == []
