@@ -26,7 +26,7 @@ from vlmrm.errors import ConfigError
 
 REFERENCE = "write batching: reference"
 # Queries that one call of attention takes where a rule is masked. Fewer leave more keys out, more call less often.
-QUERIES = 256
+QUERIES = 128
 
 # Of the indices of batch, head, query and key. The library annotates them as numbers; here they are tensors.
 MaskFunction = Callable[..., Any]
@@ -132,7 +132,7 @@ class MaskRule(BlockMask):
         Raises:
             ConfigError: when a token attends to one after it that is not on the path of all its conversations.
         """
-        if self._layout is not layout:
+        if self._layout is None or self._layout.segments != layout.segments:  # FSDP copies layouts for each layer
             self._layout, self._spans = layout, {}
         if device not in self._spans:
             self._spans[device] = self._evaluate(layout, device)
