@@ -99,6 +99,7 @@ def rounding_nowhere():
     """The models round to float32 in places whatever their type (RMSNorm, rotary embeddings, the head): here not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
         yield
 

@@ -53,6 +53,7 @@ FAMILIES = (
     Family("Qwen2-VL", ["qwen2_vl"], trains_all=True),
     Family("Qwen2.5-VL, MiMo-VL", ["qwen2_5_vl"], trains_all=True),
     Family("Qwen3-VL", ["qwen3_vl"], trains_all=True),
+    Family("Qwen3.5", ["qwen3_5"], trains_all=True),
     Family("Llama 4", ["llama4"], feature_field="last_hidden_state"),
     Family("Molmo 2", ["molmo2"], images_see_all=True),
     Family("Ovis 2", ["ovis2"], constants=["visual_indicator_features"]),
