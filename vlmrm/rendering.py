@@ -32,7 +32,7 @@ from vlmrm.data.media import media_key, open_image, open_video
 from vlmrm.errors import CheckpointError, ConfigError, MediaError, RowError
 from vlmrm.files import write_file
 from vlmrm.libraries import relies_on
-from vlmrm.processors import expanded, process_one, template_token
+from vlmrm.processors import expanded, process_one, template_token, type_ids
 
 logger = logging.getLogger("vlmrm")
 
@@ -252,7 +252,7 @@ class Renderer:
                     "contains that token; remove it"
                 )
         ids = self._token_ids(expanded(self.processor, text, replacements), marks)
-        return Rendered(ids, self.processor.create_mm_token_type_ids([ids])[0], tuple(media))
+        return Rendered(ids, type_ids(self.processor, ids), tuple(media))
 
     def _marked(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
         """Return the messages with a private-use character for each control token in a text, and the tokens by it."""

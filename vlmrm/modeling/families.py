@@ -26,7 +26,8 @@ class Family:
         mergers: paths of what maps a tower's features to the language model's width.
         language_models: paths of the language model; the first that exists.
         language_head: path of a head over the hidden states that the backbone itself has; it is left out.
-        feature_field: the field of `get_image_features` whose rows take the placeholders' places.
+        feature_field: the field of `get_image_features` whose rows take the placeholders' places; None where all stand
+            beside layers.
         constants: further fields that the backbone reads, which depend on no image.
         images_see_all: whether the tokens of an image see those of later images of the conversation.
         trains_all: whether a batch with an image gives every weight a gradient, so that DDP need not search for those
@@ -42,7 +43,7 @@ class Family:
     mergers: Sequence[str] = MERGERS
     language_models: Sequence[str] = LANGUAGE_MODELS
     language_head: str | None = None
-    feature_field: str = "pooler_output"
+    feature_field: str | None = "pooler_output"
     constants: Sequence[str] = ()
     images_see_all: bool = False
     trains_all: bool = False
@@ -53,6 +54,9 @@ class Family:
 
 BY_INDEX = "an index chooses the keys of each token among those before it in the row"
 FAMILIES = (
+    Family("Gemma 4 Unified", ["gemma4_unified"], towers=["embed_vision"]),
+    Family("Granite Docling", ["granite_docling"], constants=["router_logits"]),
+    Family("Granite Vision 4", ["granite4_vision"], feature_field=None),
     Family("Janus", ["janus"], mergers=["aligner"]),
     Family("Kimi K2.5", ["kimi_k25"], mergers=["mm_projector"]),
     Family("LFM2-VL", ["lfm2_vl"]),
@@ -96,7 +100,7 @@ FAMILIES = (
     Family("Qwen3-VL", ["qwen3_vl"], trains_all=True),
     Family("Qwen3-VL, mixtures of experts", ["qwen3_vl_moe"]),
     Family("Qwen3-Omni, its thinker", ["qwen3_omni_moe_thinker"], mergers=["visual.merger", "visual.merger_list"]),
-    Family("Qwen3.5", ["qwen3_5"]),
+    Family("Qwen3.5", ["qwen3_5"], trains_all=True),
     Family("Qwen3.5, mixtures of experts", ["qwen3_5_moe"]),
     Family("Qwen4, experimental", ["qwen4_exp"], padded=BY_INDEX),
     Family("SmolVLM", ["smolvlm"]),

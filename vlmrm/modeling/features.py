@@ -24,6 +24,7 @@ class EncoderOutput(ModelOutput):
     deepstack_features: Any = None
     last_hidden_state: Any = None
     visual_indicator_features: Any = None
+    router_logits: Any = None
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,12 @@ class LayerForm:
 class FeatureForm:
     """How a family holds features: the field of the merger's, the layers, and whether some are deepstack layers.
 
+    Where there is no such field, all are (Granite Vision 4).
+
     `constants` are what else is in an output, for no image in particular.
     """
 
-    merged: str
+    merged: str | None
     layers: Sequence[LayerForm]
     deepstack: bool
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -73,16 +76,19 @@ class Features:
     form: FeatureForm
 
 
-def split(output: ModelOutput, tokens: Sequence[int], merged: str, constants: Sequence[str]) -> list[Features]:
+def split(output: ModelOutput, tokens: Sequence[int], merged: str | None, constants: Sequence[str]) -> list[Features]:
     """Return the features of each image, of which image i has `tokens[i]` placeholders.
 
     Raises:
         ValueError: when the tower has more features than that, or fewer.
     """
     deepstack = output.get("deepstack_features")
-    values = [output[merged], *(deepstack or ())]
+    values = [*([output[merged]] if merged else ()), *(deepstack or ())]
     form = FeatureForm(
-        merged, [_form(value) for value in values], deepstack is not None, {name: output[name] for name in constants}
+        merged,
+        [_form(value) for value in values],
+        deepstack is not None,
+        {name: output.get(name) for name in constants},
     )
     layers = []
     for value in values:
@@ -96,13 +102,12 @@ def split(output: ModelOutput, tokens: Sequence[int], merged: str, constants: Se
 def assemble(images: Sequence[Features]) -> EncoderOutput:
     """Return the output for images in the order shown."""
     form = images[0].form
-    merged, *deepstack = (
+    layers = [
         layer.assemble(pieces)
         for layer, pieces in zip(form.layers, zip(*(image.layers for image in images), strict=True), strict=True)
-    )
-    return EncoderOutput(
-        **{form.merged: merged}, **form.constants, deepstack_features=deepstack if form.deepstack else None
-    )
+    ]
+    merged = {form.merged: layers.pop(0)} if form.merged else {}
+    return EncoderOutput(**merged, **form.constants, deepstack_features=layers if form.deepstack else None)
 
 
 def _form(value: Any) -> LayerForm:

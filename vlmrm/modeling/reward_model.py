@@ -156,16 +156,20 @@ class RewardModel(PreTrainedModel):
             inputs["mm_encoder_outputs"] = {kind: self.encode(kind, distinct) for kind, distinct in media.items()}
             if "moe_mm_token_type_ids" in self.input_names:
                 inputs["moe_mm_token_type_ids"] = tokens_of_vision_experts(self.config, inputs["input_ids"])
-        output = self.model(**inputs)
-        hidden = output.logits if self.family.language_head else output.last_hidden_state
         if self.touch_vision is None or media or any(name.startswith("pixel_values") for name in inputs):
-            return hidden
-        # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
+            return self._last_hidden_states(**inputs)
+        # Before the language model, as with images: under ZeRO-3 all ranks gather weights in one order.
         layers = [layer for image in self.run_tower("image", self.touch_vision) for layer in image.layers]
         if self.family.feature_field == "last_hidden_state":  # before the merger, which the backbone runs
             modules = dict(self.model.named_modules())
             layers += [modules[path](layer) for path in self.family.mergers if path in modules for layer in layers]
-        return hidden + torch.stack([(0 * layer).sum() for layer in layers]).sum()
+        # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
+        zero = torch.stack([(0 * layer).sum() for layer in layers]).sum()
+        return self._last_hidden_states(**inputs) + zero
+
+    def _last_hidden_states(self, **inputs: Any) -> torch.Tensor:
+        output = self.model(**inputs)
+        return output.logits if self.family.language_head else output.last_hidden_state
 
     def encode(self, kind: str, media: DistinctMedia) -> EncoderOutput:
         """Return the features of media of one `kind` in the order shown, as the backbone takes them."""
