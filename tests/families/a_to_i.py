@@ -89,6 +89,7 @@ FAMILIES = [
                 "num_res_blocks": 1,
             }
         },
+        padded="its images are words, whose embeddings are the language model's",
     ),
     Tiny(
         "cohere2_vision",
@@ -234,6 +235,7 @@ FAMILIES = [
                 "head_dim": 16,
             },
         },
+        padded="its attention chooses keys by an index of its own",
     ),
     Tiny(
         "emu3",
@@ -258,6 +260,7 @@ FAMILIES = [
                 "num_res_blocks": 1,
             }
         },
+        padded="its images are words, whose embeddings are the language model's",
     ),
     Tiny(
         "ernie4_5_vl_moe",
@@ -286,6 +289,7 @@ FAMILIES = [
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
             }
         },
+        lacks={"video": "its processor writes times onto frames in a font of its checkpoint"},
     ),
     Tiny("evolla", refused="it reads proteins, not images"),
     Tiny(
@@ -462,6 +466,7 @@ FAMILIES = [
                 "index_head_dim": 16,
             },
         },
+        padded="its attention chooses keys by an index of its own",
     ),
     Tiny(
         "glm_ocr",
@@ -591,6 +596,7 @@ FAMILIES = [
         tokens={"image_token": "<|unused_200054|>", "a": "<|content_image|>"},
         image="<|content_image|><|unused_200054|>",
         config={"vision_config": {"patch_size": 20}},
+        padded="its short convolutions carry a state from layer to layer",
     ),
     Tiny(
         "inkling_mm_model",
@@ -605,6 +611,7 @@ FAMILIES = [
         },
         image="<|content_image|><|unused_200054|>",
         config={"vision_config": {"patch_size": 16, "n_layers": 3}, "audio_config": {"n_mel_bins": 4}},
+        padded="its short convolutions carry a state from layer to layer",
     ),
     Tiny("instructblip", refused="its processor writes one image before each text, wherever the conversation has it"),
     Tiny(
