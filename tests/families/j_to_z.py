@@ -52,7 +52,6 @@ from transformers import (
     Ovis2Processor,
     PaddleOCRVLImageProcessor,
     PaddleOCRVLProcessor,
-    PaliGemmaProcessor,
     ParakeetFeatureExtractor,
     PerceptionLMImageProcessor,
     PerceptionLMProcessor,
@@ -68,7 +67,6 @@ from transformers import (
     Qwen3OmniMoeProcessor,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
-    SiglipImageProcessor,
     SmolVLMImageProcessor,
     SmolVLMVideoProcessor,
     Step3p7ImageProcessor,
@@ -84,6 +82,8 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 from transformers.models.smolvlm import processing_smolvlm
+
+from vlmrm.modeling.families import BY_INDEX, REFUSED
 
 from .tiny import Tiny
 
@@ -208,6 +208,7 @@ PIXTRALS = [
                 "index_n_heads": 2,
             },
         },
+        padded=BY_INDEX,
     ),
     Tiny(
         "lighton_ocr",
@@ -252,7 +253,9 @@ QWEN3_VISION = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0], 
 QWEN3_5_VISION = {"num_position_embeddings": 64, "patch_size": 16}
 
 
-def qwen(model_type: str, processor: Callable[..., Any], patch: int, text: Any, vision: Any) -> Tiny:
+def qwen(
+    model_type: str, processor: Callable[..., Any], patch: int, text: Any, vision: Any, padded: str | None = None
+) -> Tiny:
     video = Qwen3VLVideoProcessor if processor is Qwen3VLProcessor else Qwen2VLVideoProcessor
     return Tiny(
         model_type,
@@ -267,6 +270,7 @@ def qwen(model_type: str, processor: Callable[..., Any], patch: int, text: Any, 
         video="<|vision_start|><|video_pad|><|vision_end|>",
         config={"text_config": text, "vision_config": vision},
         ids={"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
+        padded=padded,
     )
 
 
@@ -339,6 +343,7 @@ QWENS = [
             "indexer_compress_ratio": 4,
         },
         QWEN3_5_VISION,
+        BY_INDEX,
     ),
     omni(
         "qwen2_5_omni_thinker",
@@ -475,12 +480,6 @@ MUSES = [
 
 
 # The others ---------------------------------------------------------------------------------------------------------
-def paligemma(tokenizer: Any, template: str) -> PaliGemmaProcessor:
-    images = SiglipImageProcessor(size=SQUARE)
-    images.image_seq_length = 4
-    return PaliGemmaProcessor(images, tokenizer, chat_template=template)
-
-
 def smolvlm(tokenizer: Any, template: str) -> Any:
     # It writes the number of frames in words, with a package that nothing else here needs.
     processing_smolvlm.num2words = processing_smolvlm.num2words or str
@@ -803,16 +802,6 @@ SINGLES = [
         },
     ),
     Tiny(
-        "paligemma",
-        paligemma,
-        config={
-            "text_config": {"num_image_tokens": 4},
-            "vision_config": {"projection_dim": 64},
-            "projection_dim": 64,
-            "hidden_size": 64,
-        },
-    ),
-    Tiny(
         "perception_lm",
         lambda tokenizer, template: PerceptionLMProcessor(
             PerceptionLMVideoProcessor(size=SQUARE),
@@ -947,4 +936,7 @@ SINGLES = [
     ),
 ]
 
-FAMILIES = [*LLAVAS, *PIXTRALS, *QWENS, *MINICPMS, *MUSES, *SINGLES]
+FAMILIES = [
+    *(LLAVAS + PIXTRALS + QWENS + MINICPMS + MUSES + SINGLES),
+    *(Tiny(name, refused=reason) for name, reason in REFUSED.items()),
+]

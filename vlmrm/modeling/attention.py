@@ -179,7 +179,7 @@ def shared_prefix(
 ) -> tuple[torch.Tensor, None]:
     """Attend over a packed row: query[1, H, T, D], key[1, KV, T, D], value[1, KV, T, V] → [1, T, H, V].
 
-    `attention_mask` is the rule that the family's mask became, None where it is causal. `softcap` bounds scores by
+    `attention_mask` is the rule that the family's mask became; without one it is causal. `softcap` bounds scores by
     `softcap * tanh(score / softcap)`; `s_aux` [H] are attention sinks, further scores of each softmax without a value.
     The kernel follows from the device, the type and what there is to compute.
 
@@ -194,6 +194,8 @@ def shared_prefix(
     rule = attention_mask if isinstance(attention_mask, MaskRule) else None
     if attention_mask is not None and rule is None:
         refused.append("attention_mask")
+    if rule is not None and rule.plain:
+        rule = None
     if rule is None and (is_causal is False or getattr(module, "is_causal", True) is False):
         refused.append("is_causal=False")
     seen = layout.longest if rule is None else rule.window

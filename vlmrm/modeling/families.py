@@ -52,13 +52,16 @@ class Family:
     tested: bool = True
 
 
+BY_INDEX = "an index chooses the keys of each token among those before it in the row"
 FAMILIES = (
     Family("Gemma 4 Unified", ["gemma4_unified"], towers=["embed_vision"]),
     Family("Granite Docling", ["granite_docling"], constants=["router_logits"]),
     Family("Granite Vision 4", ["granite4_vision"], feature_field=None),
-    Family("Qwen2-VL", ["qwen2_vl"], trains_all=True),
-    Family("Qwen2.5-VL, MiMo-VL", ["qwen2_5_vl"], trains_all=True),
-    Family("Qwen3-VL", ["qwen3_vl"], trains_all=True),
+    Family("Janus", ["janus"], mergers=["aligner"]),
+    Family("Kimi K2.5", ["kimi_k25"], mergers=["mm_projector"]),
+    Family("LFM2-VL", ["lfm2_vl"]),
+    Family("LFM3-VL", ["lfm3_vl"]),
+    Family("LightOnOCR", ["lighton_ocr"]),
     Family(
         "Llama 4",
         ["llama4"],
@@ -66,19 +69,67 @@ FAMILIES = (
         language_head="language_model.lm_head",
         feature_field="last_hidden_state",
     ),
+    Family("LLaVA", ["llava"]),
+    Family("LLaVA-NeXT", ["llava_next"]),
+    Family("LLaVA-NeXT-Video", ["llava_next_video"], mergers=["multi_modal_projector", "vision_resampler"]),
+    Family("LLaVA-OneVision", ["llava_onevision"]),
+    Family("MiniCPM-V 4.6, 4.7, MiniCPM-OCR", ["minicpmv4_6", "minicpmv4_7", "minicpm_ocr"], mergers=["merger"]),
+    Family("MiniMax M3", ["minimax_m3_vl"]),
+    Family("Mistral 3", ["mistral3"]),
+    Family("Mistral Large 4", ["mistral_large4"], padded=BY_INDEX),
+    Family("Molmo 2", ["molmo2"], images_see_all=True),
+    Family(
+        "Muse Glimmer, Muse Spark",
+        ["muse_glimmer", "muse_spark"],
+        mergers=["vision_adapter", "vision_projection", "perception_emb_norm"],
+    ),
     Family(
         "Nemotron-H Omni",
         ["nemotron_h_omni"],
+        mergers=["vision_final_layernorm", "multi_modal_projector"],
         language_models=["language_model.model"],
         language_head="language_model.lm_head",
     ),
-    Family("Molmo 2", ["molmo2"], images_see_all=True),
-    Family("Ovis 2", ["ovis2"], constants=["visual_indicator_features"]),
+    Family("Ovis 2", ["ovis2"], mergers=["visual_embeddings_table"], constants=["visual_indicator_features"]),
+    Family("PaddleOCR-VL", ["paddleocr_vl"], mergers=["projector"]),
+    Family("Perception LM", ["perception_lm"]),
+    Family("Qianfan-OCR", ["qianfan_ocr"]),
+    Family("Qwen2-VL", ["qwen2_vl"], trains_all=True),
+    Family("Qwen2.5-VL, MiMo-VL", ["qwen2_5_vl"], trains_all=True),
+    Family("Qwen2.5-Omni, its thinker", ["qwen2_5_omni_thinker"]),
+    Family("Qwen3-VL", ["qwen3_vl"], trains_all=True),
+    Family("Qwen3-VL, mixtures of experts", ["qwen3_vl_moe"]),
+    Family("Qwen3-Omni, its thinker", ["qwen3_omni_moe_thinker"], mergers=["visual.merger", "visual.merger_list"]),
+    Family("Qwen3.5", ["qwen3_5"]),
+    Family("Qwen3.5, mixtures of experts", ["qwen3_5_moe"]),
+    Family("Qwen4, experimental", ["qwen4_exp"], padded=BY_INDEX),
+    Family("SmolVLM", ["smolvlm"]),
+    Family("Step 3.7", ["step3p7"]),
+    Family("Unlimited-OCR", ["unlimited_ocr"]),
+    Family("VideoLLaMA 3", ["video_llama_3"], mergers=["projector"]),
+    Family("Video-LLaVA", ["video_llava"]),
+    Family("ViP-LLaVA", ["vipllava"]),
 )
+# Why a family cannot be a reward model at all, by the model type.
+REFUSED = {
+    "kosmos-2": "its processor writes one image before each text, wherever the conversation has it",
+    "kosmos-2.5": "its processor writes one image before each text, wherever the conversation has it",
+    "mistral4": "it has no vision tower; it is a language model of Mistral 3",
+    "mllama": "its images stand beside the text, in cross attention for which rendering writes no masks",
+    "paligemma": "its prompt sees both ways and its answer does not, and its processor takes no conversations",
+    "pi0": "it answers with the movements of a robot",
+    "pix2struct": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
+    "pp_chart2table": "its processor writes no places for images",
+    "pp_formulanet": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
+    "shieldgemma2": "its processor asks a question of its own about each image",
+    "t5gemma2": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
+    "udop": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
+    "vision-encoder-decoder": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
+}
 BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
 
 
 def family_of(config: PreTrainedConfig) -> Family:
     """Return the family of a configuration; for one that is not declared, the usual one, untested."""
-    declared = BY_MODEL_TYPE.get(config.model_type)
-    return declared or Family(config.model_type, [config.model_type], tested=False)
+    name = config.model_type
+    return BY_MODEL_TYPE.get(name) or Family(name, [name], refused=REFUSED.get(name), tested=False)

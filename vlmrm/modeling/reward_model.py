@@ -152,13 +152,17 @@ class RewardModel(PreTrainedModel):
             sizes = (name for name in tensors if name in self.input_names and not name.startswith("pixel"))
             inputs |= {name: tensors[name] for name in sizes}
             inputs["mm_encoder_outputs"] = {kind: self.encode(kind, distinct) for kind, distinct in media.items()}
-        output = self.model(**inputs)
-        hidden = output.logits if self.family.language_head else output.last_hidden_state
         if self.touch_vision is None or media or any(name.startswith("pixel_values") for name in inputs):
-            return hidden
-        # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
+            return self._last_hidden_states(**inputs)
+        # Before the language model, as with images: under ZeRO-3 all ranks gather weights in one order.
         features = self.run_tower("image", self.touch_vision)
-        return hidden + torch.stack([(0 * layer).sum() for image in features for layer in image.layers]).sum()
+        # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
+        zero = torch.stack([(0 * layer).sum() for image in features for layer in image.layers]).sum()
+        return self._last_hidden_states(**inputs) + zero
+
+    def _last_hidden_states(self, **inputs: Any) -> torch.Tensor:
+        output = self.model(**inputs)
+        return output.logits if self.family.language_head else output.last_hidden_state
 
     def encode(self, kind: str, media: DistinctMedia) -> EncoderOutput:
         """Return the features of media of one `kind` in the order shown, as the backbone takes them."""
