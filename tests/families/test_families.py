@@ -65,7 +65,7 @@ def named(families: Sequence[Tiny]) -> Any:
 
 def test_no_image_text_family_of_the_library_is_left_out():
     library = {config.model_type for config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
-    assert library - {"vision-encoder-decoder"} <= {family.model_type for family in FAMILIES}
+    assert library <= {family.model_type for family in FAMILIES}
 
 
 @named([family for family in SCORED if family.differs is None])
@@ -90,8 +90,8 @@ def test_scores_and_gradients_are_those_of_the_familys_own_forward(family, monke
             scores = own_scores(family, model, processor, conversations)
             assert scores.max() - scores.min() > 1e-5  # else there would be nothing to compare
             expected[name] = scores.detach(), gradients(model, scores) if name in WITH_GRADIENTS else {}
-    model.proved = True  # else one that is not declared as tested would be padded
-    batcher = batcher_for(model, processor, "shared" if family.padded is None else "reference")
+    assert model.family.tested
+    batcher = batcher_for(model, processor, "shared")
     assert isinstance(batcher, SharedBatcher) == (family.padded is None)
     calls = counting(monkeypatch)
     for name, (scores, own_gradients) in expected.items():
@@ -166,7 +166,6 @@ def test_the_comparison_sees_each_mechanism(name, case, spoil: Callable[[Any, di
     family = BY_NAME[name]
     processor = processor_of(family)
     model = family.make_model(processor)
-    model.proved = True
     with torch.no_grad():
         own = own_scores(family, model, processor, CASES[case])
         inputs = to_float64(batcher_for(model, processor, "shared")(rendered_of(family, case)))
