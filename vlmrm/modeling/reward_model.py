@@ -228,13 +228,20 @@ class RewardModel(PreTrainedModel):
                 )
             merge = getattr(self.config.vision_config, "spatial_merge_size", None)
             if merge is not None and len(pixels) == (patches := grid.prod(1)).sum():
-                tensors = {name: inputs.pop(name) for name in (f"pixel_values{suffix}", f"{kind}_grid_thw")}
                 media[kind] = {
-                    "tensors": tensors,
+                    "tensors": {name: inputs[name] for name in (f"pixel_values{suffix}", f"{kind}_grid_thw")},
                     "rows": {f"pixel_values{suffix}": patches.tolist(), f"{kind}_grid_thw": [1] * len(grid)},
                     "tokens": (patches // merge**2).tolist(),
                     "order": list(range(len(grid))),
                 }
+        placeholders = torch.tensor(sorted(self.placeholders), device=self.device)
+        ids = inputs.get("input_ids")
+        counted = sum(count for distinct in media.values() for count in distinct["tokens"])
+        if ids is None or torch.isin(ids.to(self.device), placeholders).sum() != counted:
+            return {}  # a grid of something else: the backbone takes the pixels as they are
+        for distinct in media.values():
+            for name in distinct["tensors"]:
+                del inputs[name]
         return media
 
     @property
