@@ -23,11 +23,13 @@ from transformers import (
     GptOssConfig,
     Llama4Config,
     LlavaConfig,
+    PaliGemmaConfig,
     PreTrainedConfig,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from vlmrm.batching.shared import PackedLayout, grow
+from vlmrm.errors import ConfigError
 from vlmrm.modeling import kernels
 from vlmrm.modeling.attention import SHARED_PREFIX
 from vlmrm.modeling.masks import MaskRule
@@ -139,34 +141,39 @@ def rounding_nowhere():
         yield
 
 
+def words(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(5, 250, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+PICTURE = torch.full((5,), IMAGE)
+
+
 class Batch:
-    """Three answers about two images, and another question about the first."""
+    """Conversations as a padded batch and as a packed row. Their first images are one image, their second another."""
 
-    def __init__(self, tokens_of_prompt: int = 7):
-        words = torch.Generator().manual_seed(1)
-
-        def text(count: int) -> torch.Tensor:
-            return torch.randint(5, 250, (count,), generator=words)
-
-        image = torch.full((5,), IMAGE)
-        prompt = torch.cat([text(tokens_of_prompt), image, text(3)])
-        second = torch.cat([prompt, text(2), image, text(4)])
-        self.sequences = [torch.cat([second, text(n)]) for n in (4, 9, 3)] + [torch.cat([prompt, text(6)])]
-        # Of the images by token: -1 and -2, so that only the same image is shared.
-        marked = [s.clone() for s in self.sequences]
-        for sequence in marked:
-            sequence[sequence == IMAGE] = torch.tensor([-1, -2]).repeat_interleave(5)[: (sequence == IMAGE).sum()]
-        tree = grow([sequence.numpy() for sequence in marked])
+    def __init__(self, sequences: list[torch.Tensor]):
+        self.sequences = sequences
+        tree = grow([self._identities(sequence).numpy() for sequence in sequences])
         self.layout = PackedLayout.of(tree)
-        self.row = torch.cat([self.sequences[s.sequence][s.begin : s.end] for s in tree.segments])[None]
+        self.row = torch.cat([sequences[s.sequence][s.begin : s.end] for s in tree.segments])[None]
         self.ends = torch.tensor([self.layout.segments[end].stop - 1 for end in tree.ends])
-        self.features = torch.randn(2, 5, 64, generator=words, dtype=torch.float64).requires_grad_()
+        images = max(map(self._images, sequences))
+        generator = torch.Generator().manual_seed(1)
+        self.features = torch.randn(images, 5, 64, generator=generator, dtype=torch.float64).requires_grad_()
+
+    def _images(self, sequence: torch.Tensor) -> int:
+        return int((sequence == IMAGE).sum()) // 5
+
+    def _identities(self, sequence: torch.Tensor) -> torch.Tensor:
+        numbers = torch.tensor([-1, -2]).repeat_interleave(5)
+        return sequence.clone().index_put((sequence == IMAGE,), numbers[: 5 * self._images(sequence)])
 
     def padded(self) -> tuple[dict[str, Any], list[int]]:
         ids = nn.utils.rnn.pad_sequence(self.sequences, batch_first=True)
         lengths = torch.tensor([len(sequence) for sequence in self.sequences])
         mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-        return {"input_ids": ids, "attention_mask": mask}, [0, 1, 0, 1, 0, 1, 0]
+        shown = [image for sequence in self.sequences for image in range(self._images(sequence))]
+        return {"input_ids": ids, "attention_mask": mask}, shown
 
     def shared(self) -> tuple[dict[str, Any], list[int]]:
         return {
@@ -175,19 +182,26 @@ class Batch:
             "position_ids": torch.as_tensor(self.layout.positions())[None],
             "branch_ends": self.ends,
             "layout": self.layout,
-        }, [0, 1]
+        }, list(range(len(self.features)))
+
+
+def two_images() -> Batch:
+    """Three answers about two images, and another question about the first."""
+    first = torch.cat([words(7, 1), PICTURE, words(3, 2)])
+    second = torch.cat([first, words(2, 3), PICTURE, words(4, 4)])
+    return Batch([*(torch.cat([second, words(n, n)]) for n in (4, 9, 3)), torch.cat([first, words(6, 6)])])
 
 
 def scored(
-    model, attention: str, batch: Batch, features, inputs, shown
+    model, attention: str, batch: Batch, features, inputs, shown, kinds=lambda ids: ids == IMAGE
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Scores, and the gradients of parameters and features."""
+    """Scores, and the gradients of parameters and features. `kinds` are the processor's types of tokens."""
     model.set_attn_implementation({"text_config": attention})
     model.zero_grad()
     batch.features.grad = None
     images = features(batch.features[shown])
     output = BaseModelOutputWithPooling(last_hidden_state=images, pooler_output=images)
-    types = dict.fromkeys(model.type_names, (inputs["input_ids"] == IMAGE).long())
+    types = dict.fromkeys(model.type_names, kinds(inputs["input_ids"]).long())
     with rounding_nowhere():
         scores = model(**inputs, **types, mm_encoder_outputs={"image": output}).logits[:, 0]
         (scores.square().sum() - nn.functional.logsigmoid(scores[:-1] - scores[1:]).sum()).backward()
@@ -195,9 +209,19 @@ def scored(
     return scores.detach(), gradients | {"features": batch.features.grad.clone()}
 
 
+def assert_equal(shared, reference) -> None:
+    (shared_scores, shared_gradients), (scores, gradients) = shared, reference
+    assert (shared_scores - scores).abs().max() <= 1e-10
+    assert scores.max() - scores.min() > 1e-2
+    assert gradients.keys() == shared_gradients.keys()
+    for weight, gradient in gradients.items():
+        distance = (shared_gradients[weight] - gradient).norm() / gradient.norm().clamp_min(1e-6)
+        assert distance <= 1e-8, f"{weight}: {distance}"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_scores_and_gradients_are_those_of_the_padded_batch(name, monkeypatch):
-    case, batch = CASES[name], Batch()
+    case, batch = CASES[name], two_images()
     model = built(case.config())
     reference, gradients = scored(model, case.reference, batch, case.features, *batch.padded())
     computed = []
@@ -213,12 +237,7 @@ def test_scores_and_gradients_are_those_of_the_padded_batch(name, monkeypatch):
     assert batch.row.shape[1] < sum(map(len, batch.sequences)) * 0.6
     assert any(isinstance(rule, MaskRule) for _, rule, _, _ in computed)
     assert (computed[0][2] is not None) == (name == "soft caps") and (computed[0][3] is not None) == (name == "sinks")
-    assert (scores - reference).abs().max() <= 1e-10
-    assert (reference.max() - reference.min()) > 1e-2
-    assert gradients.keys() == shared_gradients.keys()
-    for weight, gradient in gradients.items():
-        distance = (shared_gradients[weight] - gradient).norm() / gradient.norm().clamp_min(1e-6)
-        assert distance <= 1e-8, f"{weight}: {distance}"
+    assert_equal((scores, shared_gradients), (reference, gradients))
 
     def causal(module, query, key, value, layout, rule, **keywords):
         return attend(module, query, key, value, layout, None, **keywords | {"softcap": None, "sinks": None})
@@ -226,3 +245,24 @@ def test_scores_and_gradients_are_those_of_the_padded_batch(name, monkeypatch):
     monkeypatch.setattr("vlmrm.modeling.attention.attend", causal)
     control, _ = scored(model, SHARED_PREFIX, batch, case.features, *batch.shared())
     assert (control - reference).abs().max() > 1e-4, "the family's mask changes scores"
+
+
+def test_a_prefix_that_sees_both_ways_is_shared_whole_or_not_at_all():
+    """PaliGemma's, if the processor were told which words are a prefix: here those with ids below 250."""
+    vision = VISION | {"model_type": "siglip_vision_model", "projection_dim": 64}
+    text = TEXT | {"model_type": "gemma"}
+    model = built(PaliGemmaConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, projection_dim=64))
+    question = torch.cat([PICTURE, words(5, 1)])
+    answers = [250 + words(n, n) % 49 for n in (3, 6)]
+    kinds = {"features": lambda features: features, "kinds": lambda ids: (ids >= 250) & (ids != IMAGE)}
+    batch = Batch([torch.cat([question, answer]) for answer in answers])
+    padded, shown = batch.padded()
+    padded["position_ids"] = torch.arange(padded["input_ids"].shape[1])[None]  # its own begin at 1
+    reference = scored(model, "sdpa", batch, inputs=padded, shown=shown, **kinds)
+    row, shown = batch.shared()
+    assert row["input_ids"].shape[1] < sum(map(len, batch.sequences))
+    assert_equal(scored(model, SHARED_PREFIX, batch, inputs=row, shown=shown, **kinds), reference)
+    batch = Batch([torch.cat([PICTURE, words(5, n), answers[0]]) for n in range(2)])
+    row, shown = batch.shared()
+    with pytest.raises(ConfigError, match="cannot divide a prefix whose tokens attend to tokens after it"):
+        scored(model, SHARED_PREFIX, batch, inputs=row, shown=shown, **kinds)

@@ -231,7 +231,10 @@ def library_mask(create=create_causal_mask, rows=1, **arguments):
 
 
 def test_the_library_hands_its_masks_to_the_registered_rule():
-    assert library_mask() is None
+    rule = library_mask()
+    assert rule.plain
+    assert library_mask(attention_mask=rule) is rule, "which the language model takes as it is"
+    assert not library_mask(create_sliding_window_causal_mask).plain
     assert library_mask(create_sliding_window_causal_mask).window == 4
     assert library_mask(create_sliding_window_causal_mask, block_sequence_ids=torch.zeros(1, 6)).window is None
 

@@ -100,7 +100,7 @@ FAMILIES = (
     Family("Qwen3-VL", ["qwen3_vl"], trains_all=True),
     Family("Qwen3-VL, mixtures of experts", ["qwen3_vl_moe"]),
     Family("Qwen3-Omni, its thinker", ["qwen3_omni_moe_thinker"], mergers=["visual.merger", "visual.merger_list"]),
-    Family("Qwen3.5", ["qwen3_5"]),
+    Family("Qwen3.5", ["qwen3_5"], trains_all=True),
     Family("Qwen3.5, mixtures of experts", ["qwen3_5_moe"]),
     Family("Qwen4, experimental", ["qwen4_exp"], padded=BY_INDEX),
     Family("SmolVLM", ["smolvlm"]),

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 from transformers.masking_utils import (
     and_masks,
@@ -26,7 +26,7 @@ from vlmrm.errors import ConfigError
 
 REFERENCE = "write batching: reference"
 # Queries that one call of attention takes where a rule is masked. Fewer leave more keys out, more call less often.
-QUERIES = 256
+QUERIES = 128
 
 # Of the indices of batch, head, query and key. The library annotates them as numbers; here they are tensors.
 MaskFunction = Callable[..., Any]
@@ -59,19 +59,17 @@ def mask_rule(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction = causal_mask_function,
-    attention_mask: torch.Tensor | MaskRule | None = None,
+    attention_mask: torch.Tensor | None = None,
     allow_is_causal_skip: bool = True,
     **keywords: Any,
-) -> MaskRule | None:
-    """Return the rule of a packed row's mask; None where it is causal and nothing else.
+) -> MaskRule:
+    """Return the rule of a packed row's mask.
 
     The interface is that of `transformers.AttentionMaskInterface`; `keywords` are hints for kernels.
 
     Raises:
         ConfigError: for what is not one packed row without padding, and for a mask that the layers would change.
     """
-    if isinstance(attention_mask, MaskRule):
-        return attention_mask  # made by the backbone, and given to its language model
     if batch_size != 1 or q_length != kv_length or q_offset or kv_offset:
         raise ConfigError(
             f"batching: shared attends over one packed row without a cache, not over {batch_size} rows of {q_length} "
@@ -83,38 +81,47 @@ def mask_rule(
     if any(_made_like(function, packed_sequence_mask_function(torch.zeros(1, 1))) for function in functions):
         # Restarts of the positions are branches here, not documents that do not see each other.
         raise ConfigError("batching: shared needs an attention_mask of ones [1, T] beside the position_ids.")
-    if mask_function is causal_mask_function:
-        if not allow_is_causal_skip:
-            raise ConfigError(
-                f"batching: shared does not compute attention with an index of its own keys: {REFERENCE}."
-            )
-        return None
-    return MaskRule(mask_function, q_length)
+    rule = MaskRule(mask_function, q_length)
+    if rule.plain and not allow_is_causal_skip:
+        raise ConfigError(f"batching: shared does not compute attention with an index of its own keys: {REFERENCE}.")
+    return rule
 
 
-@dataclass(eq=False)
-class MaskRule:
+class MaskRule(BlockMask):
     """A family's mask, by its own function of (batch, head, query, key): tensors of indices that broadcast.
 
     In arithmetic the indices of queries and keys are positions on their path. Where the function reads a tensor at
     such an index, as it does with the number of each token's image, they are positions in the row.
+
+    By its type and `shape` the library takes it for a finished mask, where a family's outer model makes the mask and
+    its language model would make another. It has nothing else of a `BlockMask`.
     """
 
-    function: MaskFunction
-    length: int  # of the row
-    _spans: dict[torch.device, list[MaskedSpan]] = field(default_factory=dict, init=False)
-    _layout: PackedLayout | None = field(default=None, init=False)
-
-    # For the library, where a backbone gives it to a language model that makes masks itself.
     ndim = 4
+
+    def __init__(self, function: MaskFunction, length: int):
+        self.function = function
+        self.length = length
+        self._spans: dict[torch.device, list[MaskedSpan]] = {}
+        self._layout: PackedLayout | None = None
+
+    def __repr__(self) -> str:
+        return f"MaskRule({self.function}, {self.length})"
+
+    __str__ = __repr__
 
     @property
     def shape(self) -> tuple[int, ...]:
         return 1, 1, self.length, self.length
 
     @property
+    def plain(self) -> bool:
+        """Whether the rule is causal and nothing more."""
+        return self.function is causal_mask_function
+
+    @property
     def window(self) -> int | None:
-        """The number of tokens that a query sees back, itself included, if the rule is causal and nothing more."""
+        """The number of tokens that a query sees back, itself included, if that is the rule and nothing more."""
         parts = _conjuncts(self.function)
         windows = [part for part in parts if _made_like(part, sliding_window_overlay(1))]
         if len(parts) != 2 or len(windows) != 1 or causal_mask_function not in parts:
@@ -127,7 +134,7 @@ class MaskRule:
         Raises:
             ConfigError: when a token attends to one after it that is not on the path of all its conversations.
         """
-        if self._layout is not layout:
+        if self._layout is None or self._layout.segments != layout.segments:  # FSDP copies layouts for each layer
             self._layout, self._spans = layout, {}
         if device not in self._spans:
             self._spans[device] = self._evaluate(layout, device)

@@ -39,6 +39,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from vlmrm.batching.media import DistinctMedia, Media
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
+from vlmrm.modeling.experts import tokens_of_vision_experts, touch_vision_experts
 from vlmrm.modeling.families import BY_MODEL_TYPE, Family, family_of
 from vlmrm.modeling.features import EncoderOutput, Features, assemble, split
 
@@ -105,6 +106,7 @@ class RewardModel(PreTrainedModel):
         if config.reward_head == "mlp":
             self.score_hidden = nn.Sequential(Float32Linear(width, width), nn.SiLU())
         self.score = Float32Linear(width, 1, bias=False)
+        touch_vision_experts(self)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -152,6 +154,8 @@ class RewardModel(PreTrainedModel):
             sizes = (name for name in tensors if name in self.input_names and not name.startswith("pixel"))
             inputs |= {name: tensors[name] for name in sizes}
             inputs["mm_encoder_outputs"] = {kind: self.encode(kind, distinct) for kind, distinct in media.items()}
+            if "moe_mm_token_type_ids" in self.input_names:
+                inputs["moe_mm_token_type_ids"] = tokens_of_vision_experts(self.config, inputs["input_ids"])
         if self.touch_vision is None or media or any(name.startswith("pixel_values") for name in inputs):
             return self._last_hidden_states(**inputs)
         # Before the language model, as with images: under ZeRO-3 all ranks gather weights in one order.

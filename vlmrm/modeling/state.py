@@ -412,7 +412,9 @@ class Forked:
                     "the layout on: write batching: reference."
                 )
             return self.plain(*args, **keywords)
-        refused = [name for name in REFUSED & keywords.keys() if keywords[name] not in (None, False)]
+        refused = [
+            name for name in REFUSED & keywords.keys() if keywords[name] is not None and keywords[name] is not False
+        ]
         if refused:
             raise ConfigError(
                 f"batching: shared does not compute {', '.join(sorted(refused))} of {self.name}: write batching: "
