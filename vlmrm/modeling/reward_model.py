@@ -159,9 +159,12 @@ class RewardModel(PreTrainedModel):
         if self.touch_vision is None or media or any(name.startswith("pixel_values") for name in inputs):
             return self._last_hidden_states(**inputs)
         # Before the language model, as with images: under ZeRO-3 all ranks gather weights in one order.
-        features = self.run_tower("image", self.touch_vision)
+        layers = [layer for image in self.run_tower("image", self.touch_vision) for layer in image.layers]
+        if self.family.feature_field == "last_hidden_state":  # before the merger, which the backbone runs
+            modules = dict(self.model.named_modules())
+            layers += [modules[path](layer) for path in self.family.mergers if path in modules for layer in layers]
         # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
-        zero = torch.stack([(0 * layer).sum() for image in features for layer in image.layers]).sum()
+        zero = torch.stack([(0 * layer).sum() for layer in layers]).sum()
         return self._last_hidden_states(**inputs) + zero
 
     def _last_hidden_states(self, **inputs: Any) -> torch.Tensor:
