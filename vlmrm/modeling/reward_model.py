@@ -221,7 +221,8 @@ class RewardModel(PreTrainedModel):
             if pixels is None or grid is None:
                 raise ValueError(f"a batch with {kind}s needs both their pixels and {kind}_grid_thw.")
             # transformers falls back to one-dimensional positions without an error.
-            if hasattr(self.model, "get_rope_index") and inputs.keys().isdisjoint(["position_ids", *self.type_names]):
+            known = ["position_ids", *self.type_names]
+            if self.type_names and hasattr(self.model, "get_rope_index") and inputs.keys().isdisjoint(known):
                 raise ValueError(
                     "a batch with images needs mm_token_type_ids (the processor returns them) or position_ids: "
                     "without them its images would silently get the positions of text."
@@ -403,10 +404,11 @@ def _register(config_class: type[PreTrainedConfig], model_class: type[PreTrained
     transformers looks up how to rename a checkpoint's weights by the name of the class, and skips classes that are not
     its own: unregistered, a downloaded checkpoint would load as a random backbone.
     """
-    mapping = get_checkpoint_conversion_mapping(language_model)
-    if mapping is None:
-        mapping = get_checkpoint_conversion_mapping(config_class.model_type)
-    register_checkpoint_conversion_mapping(model_class.__name__, mapping or [], overwrite=True)
+    name, mapping = model_class.__name__, get_checkpoint_conversion_mapping(language_model)
+    if mapping is None and (of_type := get_checkpoint_conversion_mapping(config_class.model_type)) is not None:
+        # Under the type's own name, so that it is not applied to the backbone, which is of that type, once more.
+        name, mapping = config_class.model_type, of_type
+    register_checkpoint_conversion_mapping(name, mapping or [], overwrite=True)
     AutoModelForSequenceClassification.register(config_class, model_class, exist_ok=True)
 
 
