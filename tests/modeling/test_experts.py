@@ -35,6 +35,7 @@ def batches(mixture):
     """The padded and the shared batch of answers to two prompts, under each other's prompts too, in float64."""
     processor = AutoProcessor.from_pretrained(mixture)
     model = load_for_training(mixture, dtype=torch.float32, attn_implementation="sdpa")
+    model.proved = True
     rendered = [Renderer(processor).render(read_conversation(c)) for c in CASES["irrelevant branches"]]
     padded, shared = (in_type(batcher_for(model, processor, it)(rendered), torch.float64) for it in BATCHINGS)
     assert shared["input_ids"].numel() < padded["attention_mask"].sum() / 2
@@ -44,6 +45,7 @@ def batches(mixture):
 def opened(mixture, batching="shared", **checkpointing):
     model = load_for_training(mixture, dtype=torch.float32, attn_implementation="sdpa", seed=1).double()
     model.set_experts_implementation("eager")
+    model.proved = True
     batcher_for(model, AutoProcessor.from_pretrained(mixture), batching)
     if checkpointing:
         model.gradient_checkpointing_enable(checkpointing)

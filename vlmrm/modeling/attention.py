@@ -26,7 +26,6 @@ from vlmrm.batching import PaddedBatcher, SharedBatcher
 from vlmrm.batching.shared import PackedLayout
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
-from vlmrm.modeling.experts import find_routers
 from vlmrm.modeling.kernels import attend
 from vlmrm.modeling.masks import REFERENCE, MaskRule, mask_rule
 from vlmrm.modeling.reward_model import RewardModel
@@ -241,12 +240,12 @@ def prune_last_layer(language_model: Any) -> None:
     for packed rows alone, whose layout has the positions. Scores and gradients are unchanged.
     """
     layer = getattr(language_model, "layers", [None])[-1]
+    mixer = getattr(layer, "self_attn", None) or getattr(layer, "linear_attn", None)
     # Experts are not pruned: figures and losses of their routers are over all tokens.
-    if hasattr(layer, "ends") or not type(getattr(layer, "mlp", None)).__name__.endswith("MLP"):
+    if mixer is None or hasattr(layer, "ends") or not type(getattr(layer, "mlp", None)).__name__.endswith("MLP"):
         return
-    inside = set(layer.modules())
-    layer.ends = ends = _Ends(routes=any(router.module in inside for router in find_routers(language_model)))
-    layer.register_forward_pre_hook(ends, with_kwargs=True)
+    layer.ends = ends = _Ends()
+    mixer.register_forward_pre_hook(ends, with_kwargs=True)
     layer.mlp.register_forward_pre_hook(ends.select)
     layer.mlp.register_forward_hook(ends.restore)
 
@@ -255,14 +254,14 @@ def prune_last_layer(language_model: Any) -> None:
 class _Ends:
     """Hooks that select the last tokens of the current row's conversations, and put them back.
 
-    The layout comes with each call of the layer, so checkpointing's recomputation has the right one.
+    The layout comes with each call of the layer's attention, so checkpointing's recomputation has the right one; hooks
+    of the layer itself are outside of it, and would keep that of the latest batch.
     """
 
     layout: PackedLayout | None = None
-    routes: bool = False  # to experts: the loss and the figures of a training are of the routes of all tokens
 
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.layout = None if self.routes and layer.training else kwargs.get("layout")
+    def __call__(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.layout = kwargs.get("layout")
 
     def select(self, mlp: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
         """Return hidden[1, T, H] at the ends, [1, N, H]."""

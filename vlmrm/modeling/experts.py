@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from vlmrm.batching.shared import PackedLayout
@@ -77,6 +77,36 @@ def token_weights(inputs: Mapping[str, Any]) -> torch.Tensor:
     if mask is None:
         return torch.ones(tokens.numel(), device=tokens.device)
     return mask.flatten().float()
+
+
+def tokens_of_vision_experts(config: PreTrainedConfig, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return 1 for the tokens [B, T] that ERNIE 4.5 VL sends to its experts for images, and 0 for others.
+
+    They are those of images and videos and, unlike in `mm_token_type_ids`, of the marks around them.
+    """
+    names = [f"{kind}{mark}_token_id" for kind in ("image", "video") for mark in ("", "_start", "_end")]
+    ids = torch.tensor([getattr(config, name) for name in names], device=token_ids.device)
+    return torch.isin(token_ids, ids).long()
+
+
+def touch_vision_experts(model: nn.Module) -> None:
+    """Make every batch of a training reach ERNIE 4.5 VL's experts for images, with images or without.
+
+    Ranks then reduce the same gradients, those of a batch of texts zeros. Other families' experts are one tensor a
+    layer, which has a gradient wherever any token goes.
+    """
+    for module in model.modules():
+        if hasattr(module, "vision_moe"):
+            module.register_forward_hook(_add_zero)
+
+
+def _add_zero(
+    layer: Any, args: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if not layer.training or (len(args) > 1 and args[1] is not None):
+        return None
+    hidden, logits = layer.vision_moe(args[0][:1, :1])
+    return output[0] + 0 * (hidden.sum() + logits.sum()), output[1]
 
 
 @dataclass(frozen=True)
