@@ -10,9 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import transformers
 from transformers import ProcessorMixin
 
 from vlmrm.errors import RowError
+from vlmrm.libraries import relies_on
+
+for _name in ("MiniCPMV4_6Processor", "MiniCPMV4_7Processor", "MiniCPMOcrProcessor"):
+    if hasattr(transformers, _name):  # older versions lack some
+        relies_on(getattr(transformers, _name), "_prepend_local_ids")
 
 
 def template_token(processor: Any, kind: str) -> str | None:
