@@ -86,6 +86,19 @@ def attention_of(model: PreTrainedModel) -> str:
     return model.config.get_text_config()._attn_implementation
 
 
+def use_attention(model: PreTrainedModel, name: str) -> None:
+    """Run the language model with the attention of this name, and leave that of the towers as it is.
+
+    Raises:
+        ConfigError: when the model does not take its attention from the library's interface, which would warn at most.
+    """
+    model.set_attn_implementation({"text_config": name})
+    if attention_of(model) != name:
+        model.set_attn_implementation({"": name})  # one configuration for all
+    if attention_of(model) != name:
+        raise ConfigError(f"{type(model).__name__} computes attention in its own way, not by {name}: {REFERENCE}.")
+
+
 def sequence_limit(config: PreTrainedConfig, max_seq_length: int | None) -> int:
     """Return the longest conversation in tokens: `max_seq_length`, or all that the model has positions for.
 
@@ -126,7 +139,7 @@ def share(model: RewardModel) -> SharedBatcher:
         ConfigError: when this torch lacks a feature that shared attention needs.
     """
     check_kernel()
-    model.set_attn_implementation({"text_config": SHARED_PREFIX})
+    use_attention(model, SHARED_PREFIX)
     fork_states(model)
     prune_last_layer(model.language_model)
     return SharedBatcher.of(model)
