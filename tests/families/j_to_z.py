@@ -83,7 +83,7 @@ from transformers import (
 )
 from transformers.models.smolvlm import processing_smolvlm
 
-from vlmrm.modeling.families import BY_INDEX, REFUSED
+from vlmrm.modeling.families import BY_INDEX
 
 from .tiny import Tiny
 
@@ -936,7 +936,4 @@ SINGLES = [
     ),
 ]
 
-FAMILIES = [
-    *(LLAVAS + PIXTRALS + QWENS + MINICPMS + MUSES + SINGLES),
-    *(Tiny(name, refused=reason) for name, reason in REFUSED.items()),
-]
+FAMILIES = [*LLAVAS, *PIXTRALS, *QWENS, *MINICPMS, *MUSES, *SINGLES]

@@ -52,11 +52,52 @@ class Family:
     tested: bool = True
 
 
+BY_CONVOLUTIONS = "its short convolutions and their state layers cannot be forked here"
+BY_WORDS = "its images are words, whose embeddings are those of the language model"
 BY_INDEX = "an index chooses the keys of each token among those before it in the row"
 FAMILIES = (
+    Family("Aria", ["aria"]),
+    Family("Aya Vision", ["aya_vision"]),
+    Family("Chameleon", ["chameleon"], towers=["vqmodel"], padded=BY_WORDS),
+    Family("Command A Vision", ["cohere2_vision"]),
+    Family("Cohere Compass", ["cohere_compass"]),
+    Family("Cosmos 3 Edge", ["cosmos3_edge"], mergers=["projector"]),
+    Family("Cosmos 3 Omni", ["cosmos3_omni"]),
+    Family("DeepSeek-OCR 2", ["deepseek_ocr2"]),
+    Family("DeepSeek-VL", ["deepseek_vl"], mergers=["aligner"]),
+    Family(
+        "DeepSeek-VL, hybrid",
+        ["deepseek_vl_hybrid"],
+        towers=["vision_model", "high_res_vision_model"],
+        mergers=["aligner", "high_res_vision_neck", "high_res_vision_proj"],
+    ),
+    Family("Dots 3 Note", ["dots3_note"], mergers=["vision_tower.merger"], padded=BY_INDEX),
+    Family("ERNIE 4.5 VL", ["ernie4_5_vl_moe"], mergers=["resampler_model"]),
+    Family("EXAONE 4.5", ["exaone4_5"]),
+    Family("FastVLM", ["fast_vlm"]),
+    Family("Gemma 3", ["gemma3"]),
+    Family("Gemma 3n", ["gemma3n"], mergers=["embed_vision"]),
+    Family("Gemma 4", ["gemma4"], mergers=["embed_vision"]),
     Family("Gemma 4 Unified", ["gemma4_unified"], towers=["embed_vision"]),
-    Family("Granite Docling", ["granite_docling"], constants=["router_logits"]),
-    Family("Granite Vision 4", ["granite4_vision"], feature_field=None),
+    Family("GLM-4.1V, 4.6V, GLM-GA", ["glm4v", "glm46v", "glmga"]),
+    Family("GLM-4.5V", ["glm4v_moe"]),
+    Family("GLM-5 Next", ["glm5_next"], padded=BY_INDEX),
+    Family("GLM-OCR", ["glm_ocr"]),
+    Family("GOT-OCR 2", ["got_ocr2"]),
+    Family("Granite Docling", ["granite_docling"], mergers=["vision_model.connector"], constants=["router_logits"]),
+    Family(
+        "Granite Vision 4",
+        ["granite4_vision"],
+        mergers=["layerwise_projectors", "spatial_projectors"],
+        feature_field=None,
+    ),
+    Family("HunYuan VL", ["hunyuan_vl"], mergers=["vision_tower.patch_merger"]),
+    Family("HyperCLOVA X Vision 2", ["hyperclovax_vision_v2"], mergers=["projector"]),
+    Family("Idefics 2", ["idefics2"]),
+    Family("Idefics 3", ["idefics3"]),
+    Family("Inkling", ["inkling_mm_model"], padded=BY_CONVOLUTIONS),
+    Family("Inkling 2", ["inkling2"], padded=BY_CONVOLUTIONS),
+    Family("InternVL", ["internvl"]),
     Family("Janus", ["janus"], mergers=["aligner"]),
     Family("Kimi K2.5", ["kimi_k25"], mergers=["mm_projector"]),
     Family("LFM2-VL", ["lfm2_vl"]),
@@ -112,6 +153,17 @@ FAMILIES = (
 )
 # Why a family cannot be a reward model at all, by the model type.
 REFUSED = {
+    "blip": "its answers come from a decoder that sees one image and no chat",
+    "blip-2": "its processor writes one image before each text, wherever the conversation has it",
+    "diffusion_gemma": "it fills in blocks of masked tokens, and has no state of a finished answer",
+    "emu3": "the words of an image depend on the sizes of others in its batch",
+    "evolla": "it reads proteins, not images",
+    "florence2": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
+    "fuyu": "its processor writes one image before each text, wherever the conversation has it",
+    "git": "its processor writes one image before each text, wherever the conversation has it",
+    "idefics": "its processor takes no text of a chat template, but lists of texts and images",
+    "instructblip": "its processor writes one image before each text, wherever the conversation has it",
+    "instructblipvideo": "its processor writes one video before each text, wherever the conversation has it",
     "kosmos-2": "its processor writes one image before each text, wherever the conversation has it",
     "kosmos-2.5": "its processor writes one image before each text, wherever the conversation has it",
     "mistral4": "it has no vision tower; it is a language model of Mistral 3",
