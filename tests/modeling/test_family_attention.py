@@ -24,6 +24,7 @@ from transformers import (
     GptOssConfig,
     Llama4Config,
     LlavaConfig,
+    MiniMaxM3VLConfig,
     PaliGemmaConfig,
     PreTrainedConfig,
 )
@@ -32,7 +33,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from vlmrm.batching.shared import PackedLayout, grow
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import families, kernels
-from vlmrm.modeling.attention import SHARED_PREFIX, attention_of, use_attention
+from vlmrm.modeling.attention import SHARED_PREFIX, attention_of, not_shared, use_attention
 from vlmrm.modeling.masks import MaskRule
 from vlmrm.modeling.reward_model import reward_model_class
 
@@ -280,3 +281,14 @@ def test_a_model_that_does_not_take_attention_from_the_library_is_refused(monkey
     monkeypatch.setattr(type(model.model.language_model), "_can_set_attn_implementation", lambda self: False)
     with pytest.raises(ConfigError, match="computes attention in its own way, not by shared_prefix"):
         use_attention(model, SHARED_PREFIX)
+
+
+def test_a_layer_that_indexes_its_keys_is_found_in_any_family():
+    """In MiniMax M3 some checkpoints have such layers, and others have none."""
+    text = TEXT | {"dense_intermediate_size": 96, "shared_intermediate_size": 32, "rotary_dim": 8}
+    sparse = text | {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 8}
+    reasons = [
+        not_shared(built(MiniMaxM3VLConfig(text_config=layers, vision_config={"hidden_size": 32, "depth": 1})))
+        for layers in (text, sparse)
+    ]
+    assert reasons == [None, families.BY_INDEX]

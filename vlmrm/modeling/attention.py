@@ -26,6 +26,7 @@ from vlmrm.batching import PaddedBatcher, SharedBatcher
 from vlmrm.batching.shared import PackedLayout
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
+from vlmrm.modeling.families import BY_INDEX
 from vlmrm.modeling.kernels import attend
 from vlmrm.modeling.masks import REFERENCE, MaskRule, mask_rule
 from vlmrm.modeling.reward_model import RewardModel
@@ -154,6 +155,8 @@ def not_shared(model: RewardModel) -> str | None:
         return reason
     if "mm_encoder_outputs" not in model.input_names or "position_ids" not in model.input_names:
         return "its backbone does not take features of images and positions apart"
+    if any(type(module).__name__.endswith("Indexer") for module in model.language_model.modules()):
+        return BY_INDEX
     if layers := unknown_state_layers(model):
         return f"its layers {', '.join(layers)} carry a state that cannot be forked here"
     return None
