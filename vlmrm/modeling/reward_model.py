@@ -198,11 +198,14 @@ class RewardModel(PreTrainedModel):
 
     def run_tower(self, kind: str, media: DistinctMedia) -> list[Features]:
         """Return the features of `vision_features`, computed by the tower."""
-        encode = getattr(self.model, f"get_{kind}_features")
+        # To some a video is images, whose tensors have other names.
+        encode = getattr(self.model, f"get_{kind}_features", self.model.get_image_features)
+        named = {name.removesuffix("_videos"): tensor for name, tensor in media["tensors"].items()}
+        tensors = named if encode == self.model.get_image_features else media["tensors"]
         dtype = next(self.vision_modules()[0].parameters()).dtype
         inputs = {
             name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in media["tensors"].items()
+            for name, tensor in tensors.items()
             if name in _parameters(encode)
         }
         differentiable = self.trains_vision() or any(tensor.requires_grad for tensor in inputs.values())
