@@ -534,6 +534,7 @@ FAMILIES = [
         ),
         tokens={"image_boundary_token": "<fake_token_around_image>"},
         config={
+            "text_config": {"sliding_window": 24},  # in all layers: a smaller one sees no image from the end
             "perceiver_config": {
                 "hidden_size": 64,
                 "resampler_n_latents": 4,
@@ -541,7 +542,7 @@ FAMILIES = [
                 "resampler_n_heads": 4,
                 "resampler_head_dim": 16,
                 "num_key_value_heads": 2,
-            }
+            },
         },
     ),
     Tiny(
