@@ -27,6 +27,7 @@ from .table import FAMILIES
 from .tiny import Tiny
 
 SCORES, GRADIENTS = 1e-10, 1e-8
+OF_TOKENS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids"}
 SCORED = [family for family in FAMILIES if family.refused is None]
 BY_NAME = {family.model_type: family for family in FAMILIES}
 
@@ -72,13 +73,17 @@ def test_no_image_text_family_of_the_library_is_left_out():
 
 
 @named(SCORED)
-def test_the_renderers_tokens_are_those_of_the_processors_own_call(family):
+def test_the_renderers_tokens_and_pixels_are_those_of_the_processors_own_call(family):
     errors: list[Exception] = []
     for name, conversations in cases_of(family).items():
         with naming(errors, name):
             for conversation, item in zip(conversations, rendered_of(family, name), strict=True):
                 own = processed(family, processor_of(family), conversation)
                 assert item.input_ids == own["input_ids"][0].tolist()
+                if name == "image":  # several may be padded to one size, and are compared by their scores
+                    assert item.media[0].tensors.keys() == own.keys() - OF_TOKENS
+                    for tensor_name, tensor in item.media[0].tensors.items():
+                        assert torch.equal(tensor, torch.as_tensor(own[tensor_name]).reshape(tensor.shape))
     if errors:
         raise ExceptionGroup(family.model_type, errors)
 
