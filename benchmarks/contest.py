@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import Qwen2_5_VLConfig
+from transformers import PreTrainedConfig
 
 from benchmarks import flops
 from benchmarks.naive import NaiveRewardModel, padded
@@ -21,7 +21,7 @@ class Contest:
 
     def __init__(
         self,
-        config: Qwen2_5_VLConfig,
+        config: PreTrainedConfig,
         work: Workload,
         *,
         tolerance: float = 1e-4,

@@ -164,7 +164,7 @@ def operations(model: RewardModel, run: Callable[[], Any]) -> tuple[float, int, 
 
     def count(model: Any, args: Any, inputs: dict[str, Any]) -> None:
         work = flops.of_shared(model.config, inputs)
-        parts.append((work.forward, work.tokens, len(inputs["image_grid_thw"])))
+        parts.append((work.forward, work.tokens, len(inputs["media"]["image"]["tokens"]) if inputs["media"] else 0))
 
     hook = model.register_forward_pre_hook(count, with_kwargs=True)
     run()

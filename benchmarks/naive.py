@@ -42,12 +42,14 @@ def padded(conversations: Sequence[Rendered]) -> dict[str, torch.Tensor]:
     length = max(map(len, conversations))
     padding = [length - len(item) for item in conversations]
     media = [medium for item in conversations for medium in item.media]
+    types = [item.type_ids + [0] * n for item, n in zip(conversations, padding, strict=True)]
     rows = {
         "input_ids": [item.input_ids + [PAD] * n for item, n in zip(conversations, padding, strict=True)],
         "attention_mask": [[1] * len(item) + [0] * n for item, n in zip(conversations, padding, strict=True)],
-        "mm_token_type_ids": [item.type_ids + [0] * n for item, n in zip(conversations, padding, strict=True)],
+        # Gemma's name for it and Qwen's.
+        ("mm_token_type_ids" if "image_grid_thw" in media[0].tensors else "token_type_ids"): types,
     }
     return {
         **{name: torch.tensor(values) for name, values in rows.items()},
-        **{name: torch.cat([m.tensors[name] for m in media]) for name in ("pixel_values", "image_grid_thw")},
+        **{name: torch.cat([m.tensors[name] for m in media]) for name in media[0].tensors},
     }

@@ -30,8 +30,8 @@ class ComputeArguments:
     max_tokens_per_batch: int | None = field(
         default=None,
         metadata={
-            "help": "Most text tokens and image patches computed at once; a larger batch goes through in parts, "
-            "with the same result. Default: no limit."
+            "help": "Most text tokens and image patches computed at once; a larger batch, or comparison, goes through "
+            "in parts with the same result, and only a single conversation may be larger. Default: no limit."
         },
     )
     vision_cache_dir: str | None = field(
