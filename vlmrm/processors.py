@@ -17,6 +17,7 @@ from transformers import (
     MiniCPMOcrProcessor,
     MiniCPMV4_6Processor,
     MiniCPMV4_7Processor,
+    PerceptionLMProcessor,
     ProcessorMixin,
 )
 
@@ -61,6 +62,8 @@ def process_one(
         outputs.pop("num_patches", None)
         if kind == "video":  # its model takes the frames of videos as images
             outputs = {"pixel_values": outputs["pixel_values_videos"].flatten(0, 1)}
+    if isinstance(processor, PerceptionLMProcessor) and kind == "image":
+        outputs["pixel_values"] = outputs["pixel_values"].transpose(0, 1)  # tiles first: images have more and fewer
     unused = processor.unused_input_names
     return {name: value for name, value in outputs.items() if name not in unused}, replacements[0]
 

@@ -115,7 +115,7 @@ FAMILIES = (
     Family("LLaVA-NeXT-Video", ["llava_next_video"], mergers=["multi_modal_projector", "vision_resampler"]),
     Family("LLaVA-OneVision", ["llava_onevision"]),
     Family("MiniCPM-V 4.6, 4.7, MiniCPM-OCR", ["minicpmv4_6", "minicpmv4_7", "minicpm_ocr"], mergers=["merger"]),
-    Family("MiniMax M3", ["minimax_m3_vl"]),
+    Family("MiniMax M3", ["minimax_m3_vl"], padded=BY_INDEX),
     Family("Mistral 3", ["mistral3"]),
     Family("Mistral Large 4", ["mistral_large4"], padded=BY_INDEX),
     Family("Molmo 2", ["molmo2"], images_see_all=True),

@@ -198,11 +198,14 @@ class RewardModel(PreTrainedModel):
 
     def run_tower(self, kind: str, media: DistinctMedia) -> list[Features]:
         """Return the features of `vision_features`, computed by the tower."""
-        encode = getattr(self.model, f"get_{kind}_features")
+        # To some a video is images, whose tensors have other names.
+        encode = getattr(self.model, f"get_{kind}_features", self.model.get_image_features)
+        named = {name.removesuffix("_videos"): tensor for name, tensor in media["tensors"].items()}
+        tensors = named if encode == self.model.get_image_features else media["tensors"]
         dtype = next(self.vision_modules()[0].parameters()).dtype
         inputs = {
             name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in media["tensors"].items()
+            for name, tensor in tensors.items()
             if name in _parameters(encode)
         }
         differentiable = self.trains_vision() or any(tensor.requires_grad for tensor in inputs.values())
@@ -221,7 +224,8 @@ class RewardModel(PreTrainedModel):
             if pixels is None or grid is None:
                 raise ValueError(f"a batch with {kind}s needs both their pixels and {kind}_grid_thw.")
             # transformers falls back to one-dimensional positions without an error.
-            if hasattr(self.model, "get_rope_index") and inputs.keys().isdisjoint(["position_ids", *self.type_names]):
+            known = ["position_ids", *self.type_names]
+            if self.type_names and hasattr(self.model, "get_rope_index") and inputs.keys().isdisjoint(known):
                 raise ValueError(
                     "a batch with images needs mm_token_type_ids (the processor returns them) or position_ids: "
                     "without them its images would silently get the positions of text."
@@ -403,10 +407,11 @@ def _register(config_class: type[PreTrainedConfig], model_class: type[PreTrained
     transformers looks up how to rename a checkpoint's weights by the name of the class, and skips classes that are not
     its own: unregistered, a downloaded checkpoint would load as a random backbone.
     """
-    mapping = get_checkpoint_conversion_mapping(language_model)
-    if mapping is None:
-        mapping = get_checkpoint_conversion_mapping(config_class.model_type)
-    register_checkpoint_conversion_mapping(model_class.__name__, mapping or [], overwrite=True)
+    name, mapping = model_class.__name__, get_checkpoint_conversion_mapping(language_model)
+    if mapping is None and (of_type := get_checkpoint_conversion_mapping(config_class.model_type)) is not None:
+        # Under the type's own name, so that it is not applied to the backbone, which is of that type, once more.
+        name, mapping = config_class.model_type, of_type
+    register_checkpoint_conversion_mapping(name, mapping or [], overwrite=True)
     AutoModelForSequenceClassification.register(config_class, model_class, exist_ok=True)
 
 
