@@ -16,6 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoConfig
+from transformers.masking_utils import (
+    blockwise_overlay,
+    causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
 
 from benchmarks import harness
 from benchmarks.contest import Contest
@@ -23,7 +29,7 @@ from benchmarks.harness import Row, Skipped, row
 from benchmarks.shapes import Pair, configuration, training
 from vlmrm.batching.shared import PackedLayout, grow
 from vlmrm.modeling.attention import shared_prefix
-from vlmrm.modeling.kernels import per_segment
+from vlmrm.modeling.masks import mask_rule
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGURATIONS = {"3b": "qwen2.5-vl-3b-config", "7b": "qwen2.5-vl-7b-processor"}
@@ -40,7 +46,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     if not cuda and not options.quick:
         raise Skipped("there is no CUDA GPU: run it on one (--quick runs a tiny model on a CPU)")
     device = "cuda" if cuda else "cpu"
-    rows = [attention_error(device)]
+    rows = attention_errors(device)
     peak = matrix_product(device, 256 if options.quick else 8192)
     rows.append(row("matrix_product", peak / 1e12, "TFLOP/s"))
     for size, config in configurations(options.quick).items():
@@ -106,33 +112,44 @@ def matrix_product(device: str, size: int) -> float:
     return 10 * 2 * size**3 / timings.median("product")
 
 
-def attention_error(device: str) -> Row:
-    """Return the error of shared-prefix attention in bfloat16 (on CUDA, the variable-length kernel), relative to one
-    call per span in float32: of output and gradients, as a fraction of their norm.
+def attention_errors(device: str) -> list[Row]:
+    """Return the errors of shared-prefix attention in bfloat16 (on CUDA, the variable-length kernel, and FlexAttention
+    for image blocks and sinks), relative to one call per span in float32: of output and gradients, as a fraction of
+    their norm.
 
     Raises:
-        AssertionError: when that is more than rounding; the kernel then reads the layout differently.
+        AssertionError: when one is more than rounding; the kernel then reads the layout differently.
     """
     lists = [[0] * 200 + [n] * (30 + 7 * n) for n in range(1, 4)] + [[9] * 64 + [n] * 5 for n in range(2)]
     layout = PackedLayout.of(grow([np.array(tokens) for tokens in lists]))
-    length = layout.spans[-1].stop
+    length = len(layout)
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(1, heads, length, 64, generator=generator).bfloat16() for heads in (8, 2, 2, 8)]
     *inputs, out_gradient = (state.to(device) for state in states)
+    images = torch.full((1, length), -1, device=device)
+    images[:, 20:60] = 0  # in a prompt
+    both_ways = or_masks(causal_mask_function, blockwise_overlay(images))
 
-    def run(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    def run(dtype: torch.dtype, function: Callable, sinks: bool) -> list[torch.Tensor]:
         leaves = [state.to(dtype).requires_grad_() for state in inputs]
-        output = attend(*leaves)
-        gradients = torch.autograd.grad(output, leaves, out_gradient.to(dtype).transpose(1, 2))
-        return [output, *gradients]
+        keywords = {"s_aux": torch.linspace(-1, 1, 8, device=device, dtype=dtype)} if sinks else {}
+        rule = mask_rule(1, length, length, mask_function=function)
+        output = shared_prefix(torch.nn.Identity(), *leaves, rule, 0.125, layout=layout, **keywords)[0]
+        return [output, *torch.autograd.grad(output, leaves, out_gradient.to(dtype).transpose(1, 2))]
 
-    module = torch.nn.Identity()
-    kernel = run(lambda q, k, v: shared_prefix(module, q, k, v, None, 0.125, layout=layout)[0], torch.bfloat16)
-    exact = run(lambda q, k, v: per_segment(q, k, v, layout, 0.125, 0.0), torch.float32)
-    error = max(((a.float() - b).norm() / b.norm()).item() for a, b in zip(kernel, exact, strict=True))
-    if not error <= ROUNDING:
-        raise AssertionError(f"shared-prefix attention is off by {error:.2g} of its size on {device}")
-    return row("attention_error", error, "of its size", at_most=ROUNDING)
+    rows = []
+    for name, function, sinks in (
+        ("attention_error", causal_mask_function, False),
+        ("attention_error window", sliding_window_causal_mask_function(48), False),
+        ("attention_error images", both_ways, False),
+        ("attention_error sinks", causal_mask_function, True),
+    ):
+        kernel, exact = (run(dtype, function, sinks) for dtype in (torch.bfloat16, torch.float32))
+        error = max(((a.float() - b).norm() / b.norm()).item() for a, b in zip(kernel, exact, strict=True))
+        if not error <= ROUNDING:
+            raise AssertionError(f"{name}: shared-prefix attention is off by {error:.2g} of its size on {device}")
+        rows.append(row(name, error, "of its size", at_most=ROUNDING))
+    return rows
 
 
 if __name__ == "__main__":

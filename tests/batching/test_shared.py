@@ -264,7 +264,7 @@ def test_an_image_prefix_is_shared_by_different_questions(checkpoints):
 def rendered_with(*items) -> Rendered:
     """A conversation of words, by their ids, and images of three tokens, by their keys."""
     ids = [token for item in items for token in ([9] * 3 if isinstance(item, str) else [item])]
-    media = tuple(ProcessedMedia(item, "image", {}, "", 3) for item in items if isinstance(item, str))
+    media = tuple(ProcessedMedia(item, "image", {}, "", [9] * 3) for item in items if isinstance(item, str))
     return Rendered(ids, [int(token == 9) for token in ids], media)
 
 
@@ -278,7 +278,7 @@ def rendered_with(*items) -> Rendered:
     ],
 )
 def test_images_are_the_same_where_all_that_they_see_is(images_see_all, other, shared):
-    batcher, numbers = SharedBatcher(path_positions, [], images_see_all), {}
+    batcher, numbers = SharedBatcher(path_positions, [], {9}, images_see_all), {}
     first, second = (batcher.identities(rendered_with(*items), numbers) for items in ([1, "A", 2, "B", 3], other))
     assert common_prefix(first, second) == shared
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import transformers as t
 
+from vlmrm.modeling.families import BY_CONVOLUTIONS, BY_INDEX, BY_WORDS
+
 from .tiny import Tiny
 
 SQUARE = {"height": 28, "width": 28}
@@ -66,8 +68,6 @@ FAMILIES = [
         turn="<|START_OF_TURN_TOKEN|>{role}\n{content}<|END_OF_TURN_TOKEN|>",
         config={"downsample_factor": 1},
     ),
-    Tiny("blip", refused="its answers come from a decoder that sees one image and no chat"),
-    Tiny("blip-2", refused="its processor writes one image before each text, wherever the conversation has it"),
     Tiny(
         "chameleon",
         lambda tokenizer, template: t.ChameleonProcessor(
@@ -89,6 +89,7 @@ FAMILIES = [
                 "num_res_blocks": 1,
             }
         },
+        padded=BY_WORDS,
     ),
     Tiny(
         "cohere2_vision",
@@ -193,7 +194,6 @@ FAMILIES = [
             }
         },
     ),
-    Tiny("diffusion_gemma", refused="it fills in blocks of masked tokens, and has no state of a finished answer"),
     Tiny(
         "dots3_note",
         lambda tokenizer, template: t.Dots3NoteProcessor(
@@ -234,30 +234,7 @@ FAMILIES = [
                 "head_dim": 16,
             },
         },
-    ),
-    Tiny(
-        "emu3",
-        lambda tokenizer, template: t.Emu3Processor(
-            t.Emu3ImageProcessor(min_pixels=32 * 32, max_pixels=64 * 64), tokenizer, template
-        ),
-        tokens={
-            "image_token": "<image>",
-            "boi_token": "<|image start|>",
-            "eoi_token": "<|image end|>",
-            "image_wrapper_token": "<|image token|>",
-            "eof_token": "<|extra_201|>",
-        },
-        differs="its processor begins each text with a token that its chat template does not write",
-        codes=["<image>", "<|extra_200|>", *(f"<|visual token {i:06d}|>" for i in range(8))],
-        config={
-            "vq_config": {
-                "codebook_size": 8,
-                "embed_dim": 4,
-                "base_channels": 32,
-                "channel_multiplier": [1, 1, 1, 1],
-                "num_res_blocks": 1,
-            }
-        },
+        padded=BY_INDEX,
     ),
     Tiny(
         "ernie4_5_vl_moe",
@@ -286,8 +263,8 @@ FAMILIES = [
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
             }
         },
+        lacks={"video": "its processor writes times onto frames in a font of its checkpoint"},
     ),
-    Tiny("evolla", refused="it reads proteins, not images"),
     Tiny(
         "exaone4_5",
         lambda tokenizer, template: t.Exaone4_5_Processor(
@@ -307,11 +284,6 @@ FAMILIES = [
         config={"vision_config": {"architecture": "mobilenetv3_small_050", "hidden_size": 288}},
         scatter=0.4,
         needs="timm",
-    ),
-    Tiny("florence2", refused="an encoder-decoder: a prompt and its answer are not one sequence of tokens"),
-    Tiny(
-        "fuyu",
-        refused="its processor writes each image at the beginning of a text itself, wherever the conversation has it",
     ),
     Tiny(
         "gemma3",
@@ -417,7 +389,6 @@ FAMILIES = [
             }
         },
     ),
-    Tiny("git", refused="its processor writes one image before each text, wherever the conversation has it"),
     Tiny(
         "glm46v",
         lambda tokenizer, template: t.Glm46VProcessor(
@@ -462,6 +433,7 @@ FAMILIES = [
                 "index_head_dim": 16,
             },
         },
+        padded=BY_INDEX,
     ),
     Tiny(
         "glm_ocr",
@@ -552,7 +524,6 @@ FAMILIES = [
         ),
         **QWEN,
     ),
-    Tiny("idefics", refused="its processor takes no text of a chat template, but lists of texts and images"),
     Tiny(
         "idefics2",
         lambda tokenizer, template: t.Idefics2Processor(
@@ -591,6 +562,7 @@ FAMILIES = [
         tokens={"image_token": "<|unused_200054|>", "a": "<|content_image|>"},
         image="<|content_image|><|unused_200054|>",
         config={"vision_config": {"patch_size": 20}},
+        padded=BY_CONVOLUTIONS,
     ),
     Tiny(
         "inkling_mm_model",
@@ -605,11 +577,7 @@ FAMILIES = [
         },
         image="<|content_image|><|unused_200054|>",
         config={"vision_config": {"patch_size": 16, "n_layers": 3}, "audio_config": {"n_mel_bins": 4}},
-    ),
-    Tiny("instructblip", refused="its processor writes one image before each text, wherever the conversation has it"),
-    Tiny(
-        "instructblipvideo",
-        refused="its processor writes one video before each text, wherever the conversation has it",
+        padded=BY_CONVOLUTIONS,
     ),
     Tiny(
         "internvl",

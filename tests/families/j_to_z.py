@@ -83,7 +83,7 @@ from transformers import (
 )
 from transformers.models.smolvlm import processing_smolvlm
 
-from vlmrm.modeling.families import BY_INDEX, REFUSED
+from vlmrm.modeling.families import BY_INDEX
 
 from .tiny import Tiny
 
@@ -659,12 +659,16 @@ SINGLES = [
                 "intermediate_size": 32,
                 "rotary_dim": 8,
                 "mlp_layer_types": ["dense", "sparse"],
+                "layer_types": ["full_attention", "minimax_m3_sparse"],
                 "index_n_heads": 2,
                 "index_head_dim": 8,
+                "index_block_size": 4,
+                "index_topk_blocks": 2,
             },
             "vision_config": {"image_size": 56},
             "projector_hidden_size": 32,
         },
+        padded=BY_INDEX,
     ),
     Tiny(
         "molmo2",
@@ -936,7 +940,4 @@ SINGLES = [
     ),
 ]
 
-FAMILIES = [
-    *(LLAVAS + PIXTRALS + QWENS + MINICPMS + MUSES + SINGLES),
-    *(Tiny(name, refused=reason) for name, reason in REFUSED.items()),
-]
+FAMILIES = [*LLAVAS, *PIXTRALS, *QWENS, *MINICPMS, *MUSES, *SINGLES]

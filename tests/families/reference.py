@@ -30,10 +30,7 @@ def rounding_nowhere() -> Generator[None]:
 
 
 def processed(family: Tiny, processor: Any, conversation: Conversation) -> dict[str, torch.Tensor]:
-    """Return what the processor's own call makes of a conversation, through its chat template.
-
-    Where its tokens are known to differ from the renderer's, they are the renderer's.
-    """
+    """Return what the processor's own call makes of a conversation, through its chat template."""
     options: dict[str, Any] = dict(family.options)
     media = media_of(conversation.messages)
     if images := [open_image(medium.reference) for medium in media if not isinstance(medium, Video)]:
@@ -49,11 +46,7 @@ def processed(family: Tiny, processor: Any, conversation: Conversation) -> dict[
         }
     text = Renderer(processor).text(conversation.messages)
     outputs = processor(text=[text], return_tensors="pt", **options)
-    outputs = {name: value for name, value in outputs.items() if name != "video_metadata"}
-    if family.differs is not None:
-        outputs["input_ids"] = torch.tensor([Renderer(processor).render(conversation).input_ids])
-        outputs["attention_mask"] = torch.ones_like(outputs["input_ids"])
-    return outputs
+    return {name: value for name, value in outputs.items() if name != "video_metadata"}
 
 
 def to_float64(inputs: Any) -> Any:

@@ -1,8 +1,11 @@
-"""All families, in alphabetical order."""
+"""All families, in alphabetical order: the tiny checkpoints, and those that are refused by name."""
 
 from __future__ import annotations
+
+from vlmrm.modeling.families import REFUSED
 
 from . import a_to_i, j_to_z
 from .tiny import Tiny
 
-FAMILIES: list[Tiny] = sorted([*a_to_i.FAMILIES, *j_to_z.FAMILIES], key=lambda family: family.model_type)
+REFUSALS = [Tiny(model_type, refused=reason) for model_type, reason in REFUSED.items()]
+FAMILIES: list[Tiny] = sorted([*a_to_i.FAMILIES, *j_to_z.FAMILIES, *REFUSALS], key=lambda family: family.model_type)

@@ -65,7 +65,6 @@ class Tiny:
         refused: why it cannot be a reward model here at all.
         needs: a package without which transformers does not make its model.
         lacks: cases that the family cannot have, and why.
-        differs: why the renderer's tokens are not those of the processor's own call.
     """
 
     model_type: str
@@ -85,7 +84,6 @@ class Tiny:
     refused: str | None = None
     needs: str | None = None
     lacks: Mapping[str, str] = field(default_factory=dict)
-    differs: str | None = None
 
     def template(self) -> str:
         """Return the chat template as Jinja; a message's content is a string or a list of parts."""

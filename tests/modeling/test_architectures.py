@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from vlmrm.errors import CheckpointError
-from vlmrm.modeling import load_for_training, make_tiny, reward_model_class
+from vlmrm.modeling import families, load_for_training, make_tiny, reward_model, reward_model_class
 from vlmrm.modeling.tiny import ARCHITECTURES
 
 
@@ -83,7 +83,9 @@ def test_opens_with_transformers_alone_and_names_what_vllm_looks_for(tiny_checkp
     assert "score.bias" not in weights
 
 
-def test_other_architectures_go_through_the_factory_and_say_so(tmp_path, caplog):
+def test_other_architectures_go_through_the_factory_and_say_so(tmp_path, caplog, monkeypatch):
+    monkeypatch.delitem(families.BY_MODEL_TYPE, "llava")
+    reward_model._generated_class.cache_clear()
     language_model = AutoModelForImageTextToText.from_config(tiny_llava())
     language_model.save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, "vlmrm"):

@@ -32,6 +32,7 @@ from vlmrm.batching.shared import PackedLayout, grow
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import kernels
 from vlmrm.modeling.attention import SHARED_PREFIX
+from vlmrm.modeling.families import REFUSED
 from vlmrm.modeling.masks import MaskRule
 from vlmrm.modeling.reward_model import reward_model_class
 
@@ -247,8 +248,9 @@ def test_scores_and_gradients_are_those_of_the_padded_batch(name, monkeypatch):
     assert (control - reference).abs().max() > 1e-4, "the family's mask changes scores"
 
 
-def test_a_prefix_that_sees_both_ways_is_shared_whole_or_not_at_all():
+def test_a_prefix_that_sees_both_ways_is_shared_whole_or_not_at_all(monkeypatch):
     """PaliGemma's, if the processor were told which words are a prefix: here those with ids below 250."""
+    monkeypatch.delitem(REFUSED, "paligemma")
     vision = VISION | {"model_type": "siglip_vision_model", "projection_dim": 64}
     text = TEXT | {"model_type": "gemma"}
     model = built(PaliGemmaConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, projection_dim=64))

@@ -278,6 +278,13 @@ def test_with_lora_on_a_state_layer(checkpoint):
     assert any("linear_attn" in name and "lora" in name for name in results[1][1])
 
 
+def test_in_bfloat16_the_error_is_of_the_same_order(checkpoint):
+    case = CASES["irrelevant branches"]
+    exact = both(checkpoint, case)[0][0]
+    padded, shared = (scores for scores, _ in both(checkpoint, case, dtype=torch.bfloat16))
+    assert (shared - exact).abs().max() <= 3 * (padded - exact).abs().max() + 1e-3
+
+
 # Other language models, with every kind of state layer that multimodal families have.
 
 

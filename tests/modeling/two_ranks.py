@@ -1,33 +1,47 @@
-"""Run by test_distributed under torchrun: the ranks take turns with a batch of texts and a batch of images."""
+"""Run by test_mixed_ranks under torchrun: the ranks take turns with a batch of texts and a batch of images."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
-from samples import SAMPLES, batch_of
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from families.cases import CASES
+from families.reference import rounding_nowhere, to_float64
+from families.table import FAMILIES
+
 from vlmrm.batching.media import blank_image
-from vlmrm.modeling import load_for_training, load_processor
+from vlmrm.modeling import batcher_for
+from vlmrm.rendering import Renderer
 
 torch.set_num_threads(1)
 distributed.init_process_group("gloo")
-model = load_for_training(sys.argv[1])
-processor = load_processor(sys.argv[1])
-model.touch_vision = blank_image(processor, model.placeholders)
-parallel = DistributedDataParallel(model)
-batches = [batch_of(processor, SAMPLES[4:6]), batch_of(processor, SAMPLES[:2])]
-
-for step in range(2):
-    parallel.zero_grad()
-    parallel(**batches[(distributed.get_rank() + step) % 2]).logits.sum().backward()
-
-alone = load_for_training(sys.argv[1])
-sum(alone(**batch).logits.sum() / 2 for batch in batches).backward()
-for (name, weight), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
-    torch.testing.assert_close(weight.grad, expected.grad, msg=name)
-if distributed.get_rank() == 0:
-    sys.stdout.write("equal\n")
+for family in FAMILIES:
+    if family.model_type not in sys.argv[1:]:
+        continue
+    processor = family.make_processor()
+    model, alone = (family.make_model(processor).train() for _ in range(2))
+    for one in (model, alone):
+        one.proved = True
+        one.touch_vision = blank_image(processor, one.placeholders)
+    renderer, batcher = Renderer(processor), batcher_for(model, processor, "shared")
+    batcher_for(alone, processor, "shared")
+    batches = [to_float64(batcher([renderer.render(it) for it in CASES[name]])) for name in ("text", "image")]
+    parallel = DistributedDataParallel(model)  # waits for every gradient
+    with rounding_nowhere():
+        for step in range(2):
+            parallel.zero_grad()
+            parallel(**batches[(distributed.get_rank() + step) % 2]).logits.sum().backward()
+        sum(alone(**batch).logits.sum() / 2 for batch in batches).backward()
+    for (name, weight), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, expected.grad, msg=name)
+    if distributed.get_rank() == 0:
+        sys.stdout.write(
+            f"{family.model_type} equal, {'searched' if not model.family.trains_all else 'all trained'}\n"
+        )
 distributed.destroy_process_group()

@@ -196,6 +196,8 @@ def _load(
 ) -> RewardModel:
     model_class: Any = reward_model_class(config)
     attention = resolve_attention(attn_implementation)
+    if attention == "sdpa" and not model_class._supports_sdpa:
+        attention = "eager"  # which is all that transformers has for a few families
     try:
         with _quiet():
             model, report = model_class.from_pretrained(

@@ -57,7 +57,7 @@ class FeatureForm:
     merged: str | None
     layers: Sequence[LayerForm]
     deepstack: bool
-    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    constants: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps([self.merged, [asdict(layer) for layer in self.layers], self.deepstack])

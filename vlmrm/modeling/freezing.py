@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from vlmrm.errors import ConfigError
 from vlmrm.libraries import missing, relies_on
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.experts import expert_weights, find_routers
-from vlmrm.modeling.families import LANGUAGE_MODELS, MERGERS, TOWERS
+from vlmrm.modeling.families import LANGUAGE_MODELS, Family
 from vlmrm.modeling.reward_model import RewardModel
 
 if TYPE_CHECKING:
@@ -41,27 +41,36 @@ def freeze(model: nn.Module, vit: bool = False, merger: bool | None = None, llm:
     Raises:
         ConfigError: when the architecture has no such part under a known name.
     """
-    backbone = model.get_submodule("model")
-    mergers = _find(backbone, MERGERS)
+    backbone, family = model.get_submodule("model"), _family_of(model)
+    mergers = _find(backbone, family.mergers)
     if vit:
-        for part in _parts_to_freeze(backbone, "vit", TOWERS):
-            for piece in _pieces_without(part, mergers):
-                piece.requires_grad_(False)
-                # Frozen weights alone are not enough: inputs that require gradients, as gradient checkpointing makes
-                # them, would still keep the activations.
-                piece.register_forward_pre_hook(_grad_off)
-                piece.register_forward_hook(_grad_back, always_call=True)
+        towers = _parts_to_freeze(backbone, "vit", family.towers)
+        trained = {weight for part in mergers for weight in part.parameters()}
+        for weight in {weight for part in towers for weight in part.parameters()} - trained:
+            weight.requires_grad_(False)
+        for piece in (piece for part in towers for piece in _pieces_without(part, mergers)):
+            # Frozen weights alone are not enough: inputs that require gradients, as gradient checkpointing makes
+            # them, would still keep the activations.
+            piece.register_forward_pre_hook(_grad_off)
+            piece.register_forward_hook(_grad_back, always_call=True)
         if merger is None and not mergers:
             raise ConfigError(
-                f"freeze_vit: {type(backbone).__name__} has no merger {' or '.join(MERGERS)}, only "
+                f"freeze_vit: {type(backbone).__name__} has no merger {' or '.join(family.mergers)}, only "
                 f"{_part_names(backbone)}: write freeze_merger: false to freeze the vision tower alone."
             )
     if merger or (vit and merger is None):
-        for part in _parts_to_freeze(backbone, "merger", MERGERS):
+        for part in _parts_to_freeze(backbone, "merger", family.mergers):
             part.requires_grad_(False)
+        for weight in backbone.parameters(recurse=False):  # marks between images and rows, as wide as their features
+            weight.requires_grad_(False)
     if llm:
-        for part in _parts_to_freeze(backbone, "llm", LANGUAGE_MODELS):
+        for part in _parts_to_freeze(backbone, "llm", family.language_models):
             part.requires_grad_(False)
+
+
+def _family_of(model: nn.Module) -> Family:
+    """Return the family of a reward model, and for other modules the usual one."""
+    return getattr(model, "family", None) or Family("")
 
 
 def _pieces_without(module: nn.Module, mergers: list[nn.Module]) -> Iterator[nn.Module]:
@@ -201,7 +210,7 @@ def language_model_path(model: nn.Module) -> str:
         ConfigError: when it has none under a known name.
     """
     backbone = model.get_submodule("model")
-    for path in LANGUAGE_MODELS:
+    for path in _family_of(model).language_models:
         if _find(backbone, [path]):
             return f"model.{path}"
     raise ConfigError(
@@ -209,7 +218,7 @@ def language_model_path(model: nn.Module) -> str:
     )
 
 
-def _parts_to_freeze(backbone: nn.Module, name: str, paths: tuple[str, ...]) -> list[nn.Module]:
+def _parts_to_freeze(backbone: nn.Module, name: str, paths: Sequence[str]) -> list[nn.Module]:
     parts = _find(backbone, paths)
     if not parts:
         raise ConfigError(

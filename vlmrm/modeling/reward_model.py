@@ -159,9 +159,12 @@ class RewardModel(PreTrainedModel):
         if self.touch_vision is None or media or any(name.startswith("pixel_values") for name in inputs):
             return self._last_hidden_states(**inputs)
         # Before the language model, as with images: under ZeRO-3 all ranks gather weights in one order.
-        features = self.run_tower("image", self.touch_vision)
+        layers = [layer for image in self.run_tower("image", self.touch_vision) for layer in image.layers]
+        if self.family.feature_field == "last_hidden_state":  # before the merger, which the backbone runs
+            modules = dict(self.model.named_modules())
+            layers += [modules[path](layer) for path in self.family.mergers if path in modules for layer in layers]
         # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
-        zero = torch.stack([(0 * layer).sum() for image in features for layer in image.layers]).sum()
+        zero = torch.stack([(0 * layer).sum() for layer in layers]).sum()
         return self._last_hidden_states(**inputs) + zero
 
     def _last_hidden_states(self, **inputs: Any) -> torch.Tensor:
@@ -195,11 +198,14 @@ class RewardModel(PreTrainedModel):
 
     def run_tower(self, kind: str, media: DistinctMedia) -> list[Features]:
         """Return the features of `vision_features`, computed by the tower."""
-        encode = getattr(self.model, f"get_{kind}_features")
+        # To some a video is images, whose tensors have other names.
+        encode = getattr(self.model, f"get_{kind}_features", self.model.get_image_features)
+        named = {name.removesuffix("_videos"): tensor for name, tensor in media["tensors"].items()}
+        tensors = named if encode == self.model.get_image_features else media["tensors"]
         dtype = next(self.vision_modules()[0].parameters()).dtype
         inputs = {
             name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
-            for name, tensor in media["tensors"].items()
+            for name, tensor in tensors.items()
             if name in _parameters(encode)
         }
         differentiable = self.trains_vision() or any(tensor.requires_grad for tensor in inputs.values())
@@ -218,20 +224,28 @@ class RewardModel(PreTrainedModel):
             if pixels is None or grid is None:
                 raise ValueError(f"a batch with {kind}s needs both their pixels and {kind}_grid_thw.")
             # transformers falls back to one-dimensional positions without an error.
-            if hasattr(self.model, "get_rope_index") and inputs.keys().isdisjoint(["position_ids", *self.type_names]):
+            known = ["position_ids", *self.type_names]
+            if self.type_names and hasattr(self.model, "get_rope_index") and inputs.keys().isdisjoint(known):
                 raise ValueError(
                     "a batch with images needs mm_token_type_ids (the processor returns them) or position_ids: "
                     "without them its images would silently get the positions of text."
                 )
             merge = getattr(self.config.vision_config, "spatial_merge_size", None)
             if merge is not None and len(pixels) == (patches := grid.prod(1)).sum():
-                tensors = {name: inputs.pop(name) for name in (f"pixel_values{suffix}", f"{kind}_grid_thw")}
                 media[kind] = {
-                    "tensors": tensors,
+                    "tensors": {name: inputs[name] for name in (f"pixel_values{suffix}", f"{kind}_grid_thw")},
                     "rows": {f"pixel_values{suffix}": patches.tolist(), f"{kind}_grid_thw": [1] * len(grid)},
                     "tokens": (patches // merge**2).tolist(),
                     "order": list(range(len(grid))),
                 }
+        placeholders = torch.tensor(sorted(self.placeholders), device=self.device)
+        ids = inputs.get("input_ids")
+        counted = sum(count for distinct in media.values() for count in distinct["tokens"])
+        if ids is None or torch.isin(ids.to(self.device), placeholders).sum() != counted:
+            return {}  # a grid of something else: the backbone takes the pixels as they are
+        for distinct in media.values():
+            for name in distinct["tensors"]:
+                del inputs[name]
         return media
 
     @property
@@ -393,10 +407,11 @@ def _register(config_class: type[PreTrainedConfig], model_class: type[PreTrained
     transformers looks up how to rename a checkpoint's weights by the name of the class, and skips classes that are not
     its own: unregistered, a downloaded checkpoint would load as a random backbone.
     """
-    mapping = get_checkpoint_conversion_mapping(language_model)
-    if mapping is None:
-        mapping = get_checkpoint_conversion_mapping(config_class.model_type)
-    register_checkpoint_conversion_mapping(model_class.__name__, mapping or [], overwrite=True)
+    name, mapping = model_class.__name__, get_checkpoint_conversion_mapping(language_model)
+    if mapping is None and (of_type := get_checkpoint_conversion_mapping(config_class.model_type)) is not None:
+        # Under the type's own name, so that it is not applied to the backbone, which is of that type, once more.
+        name, mapping = config_class.model_type, of_type
+    register_checkpoint_conversion_mapping(name, mapping or [], overwrite=True)
     AutoModelForSequenceClassification.register(config_class, model_class, exist_ok=True)
 
 

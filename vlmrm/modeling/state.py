@@ -247,7 +247,7 @@ def tree_delta_rule(
 
     def step(level: Level, states: torch.Tensor | None, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value, g, beta = inputs
-        size = {} if query.is_cuda else {"chunk_size": _chunk(level.length, 64)}  # kernels choose their own
+        size = {} if query.is_cuda else {"chunk_size": _chunk(level, 64)}  # kernels choose their own
         return plain(
             query, key, value, g=g, beta=beta, initial_state=states, output_final_state=True, **size, **keywords
         )
@@ -279,7 +279,7 @@ def tree_mamba(
 
     def step(level: Level, states: torch.Tensor | None, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_states, B, C, dt = inputs
-        size = _chunk(level.length, chunk_size)
+        size = chunk_size if dt.is_cuda else _chunk(level, chunk_size)
         return plain(
             hidden_states, dt, A, B, C, chunk_size=size, initial_states=states, return_final_states=True, **keywords
         )
@@ -291,9 +291,9 @@ def no_fused_scan(plain: Function, layout: PackedLayout, *args: Any, **keywords:
     """Return None, as the library does where it has no kernel for the whole layer: its parts are computed apart."""
 
 
-def _chunk(length: int, most: int) -> int:
-    """Return the tokens of a chunk: a power of two, and no more than the longest segment needs."""
-    return max(min(most, 1 << (length - 1).bit_length()), min(most, SMALLEST_CHUNK))
+def _chunk(level: Level, most: int) -> int:
+    """Return the tokens of a chunk: a power of two, and no more than a level of short segments needs."""
+    return min(most, max(SMALLEST_CHUNK, 1 << (level.length - 1).bit_length()))
 
 
 TREES: dict[str, Function] = {
