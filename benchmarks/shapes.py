@@ -53,6 +53,11 @@ SIZES = {
 }
 
 
+def quick(size: str) -> str:
+    """Return the tiny one of the architecture of a size."""
+    return f"{size.rpartition('_')[0]}_tiny".strip("_")
+
+
 def configuration(size: str, image: int = 144) -> PreTrainedConfig:
     """Return the configuration of one of `SIZES`; Gemma's images are all of `image` tokens."""
     name = size.rpartition("_")[0]

@@ -7,11 +7,13 @@ import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conversations import rated
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import BENCHMARKS, flops, harness
@@ -108,7 +110,7 @@ def test_peak_memory_counts_memory_held_at_once():
     assert left < 50
 
 
-PAIRS = [Pair(16, 8, 5, 9), Pair(20, 6, 7, 3)]
+PAIRS = [Pair(16, 8, 5, 9), Pair(16, 6, 7, 3)]
 
 
 def test_both_ways_give_one_score_for_each_conversation():
@@ -141,16 +143,48 @@ def counted(function, *inputs) -> int:
     return counter.get_total_flops() - attention
 
 
+@pytest.mark.parametrize("size", ["tiny", "windows_tiny", "state_tiny"])
 @pytest.mark.parametrize("work", ["training", "candidates"])
-def test_operations_are_those_that_torch_counts(work):
-    config = configuration("tiny")
+def test_operations_are_those_that_torch_counts(work, size, monkeypatch):
+    config = configuration(size, 16)
     made = training(config, PAIRS) if work == "training" else candidates(config, 5, 16, 8, 4)
     contest = Contest(config, made)
-    # Attention's share depends on the kernel; torch's counter knows only some of them.
+    # Attention's share depends on the kernel; torch's counter knows only some of them, and no triangular solves.
+    monkeypatch.setattr(flops, "delta_rule", partial(flops.delta_rule, solves=False))
     padded = flops.of_padded(config, made.conversations, attention=False)
     shared = flops.of_shared(config, contest.our_inputs(), attention=False)
-    assert counted(contest.naive_scores, contest.naive_inputs()) == pytest.approx(padded.forward, rel=0.01)
-    assert counted(contest.our_scores, contest.our_inputs()) == pytest.approx(shared.forward, rel=0.01)
+    # A convolution of a state layer also computes a few tokens before each of its rows.
+    most = 0.02 if size == "state_tiny" else 0.01
+    assert counted(contest.naive_scores, contest.naive_inputs()) == pytest.approx(padded.forward, rel=most)
+    assert counted(contest.our_scores, contest.our_inputs()) == pytest.approx(shared.forward, rel=most)
+
+
+@pytest.mark.parametrize("size", ["windows_tiny", "state_tiny"])
+def test_attention_with_windows_is_counted_as_the_kernel_is_called(size):
+    """Both ways' calls of torch's attention, as a mode sees them: queries times keys, half of it without a mask."""
+    config = configuration(size, 16)
+    made = training(config, PAIRS)
+    contest = Contest(config, made)
+    for scores, inputs, count in (
+        (contest.our_scores, contest.our_inputs(), partial(flops.of_shared, config, contest.our_inputs())),
+        (contest.naive_scores, contest.naive_inputs(), partial(flops.of_padded, config, made.conversations)),
+    ):
+        with Attended() as attended, torch.no_grad():
+            scores(inputs)
+        assert attended.operations == pytest.approx(count().forward - count(attention=False).forward)
+
+
+class Attended(TorchFunctionMode):
+    """Adds up the operations of attention's two products."""
+
+    operations = 0.0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            query, key, *_ = args
+            pairs = query.shape[0] * query.shape[2] * key.shape[2] / (2 if (kwargs or {}).get("is_causal") else 1)
+            self.operations += 4 * pairs * query.shape[1] * query.shape[3]
+        return func(*args, **(kwargs or {}))
 
 
 def test_attention_is_counted_over_visible_tokens():

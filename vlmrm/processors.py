@@ -10,22 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import (
-    Idefics2Processor,
-    Idefics3Processor,
-    InternVLProcessor,
-    MiniCPMOcrProcessor,
-    MiniCPMV4_6Processor,
-    MiniCPMV4_7Processor,
-    PerceptionLMProcessor,
-    ProcessorMixin,
-)
+import transformers
+from transformers import ProcessorMixin
 
 from vlmrm.errors import RowError
 from vlmrm.libraries import relies_on
 
-for _processor in (MiniCPMOcrProcessor, MiniCPMV4_6Processor, MiniCPMV4_7Processor):
-    relies_on(_processor, "_prepend_local_ids")
+for _name in ("MiniCPMV4_6Processor", "MiniCPMV4_7Processor", "MiniCPMOcrProcessor"):
+    if hasattr(transformers, _name):  # older versions lack some
+        relies_on(getattr(transformers, _name), "_prepend_local_ids")
 
 
 def template_token(processor: Any, kind: str) -> str | None:
@@ -50,7 +43,7 @@ def process_one(
         of_call = {**defaults, f"{kind}s_kwargs": of_kind}
     else:
         of_call = {name: value for name, value in defaults.items() if name in named} | of_kind
-    if isinstance(processor, Idefics2Processor):  # which writes what stands for images in its call
+    if _is(processor, "Idefics2Processor"):  # which writes what stands for images in its call
         tiles = 5 if processor.image_processor.do_image_splitting else 1
         fake, tokens = processor.fake_image_token, processor.image_token * processor.image_seq_len
         return dict(processor.image_processor([[medium]], **of_call)), f"{fake}{tokens}{fake}" * tiles
@@ -58,13 +51,13 @@ def process_one(
         outputs, replacements = step([medium], **of_call)
     except KeyError as error:  # Nemotron-H Omni's text of a video needs what its call alone knows
         raise ValueError(f"{type(processor).__name__} needs {error} for one apart from its conversation") from error
-    if isinstance(processor, InternVLProcessor):
+    if _is(processor, "InternVLProcessor"):
         outputs.pop("num_patches", None)
         if kind == "video":  # its model takes the frames of videos as images
             outputs = {"pixel_values": outputs["pixel_values_videos"].flatten(0, 1)}
-    if isinstance(processor, PerceptionLMProcessor) and kind == "image":
+    if _is(processor, "PerceptionLMProcessor") and kind == "image":
         outputs["pixel_values"] = outputs["pixel_values"].transpose(0, 1)  # tiles first: images have more and fewer
-    unused = processor.unused_input_names
+    unused = {*processor.unused_input_names, "rows", "cols"}  # the calls of Idefics 3 and its heirs drop these two
     return {name: value for name, value in outputs.items() if name not in unused}, replacements[0]
 
 
@@ -80,11 +73,11 @@ def expanded(processor: Any, text: str, replacements: Mapping[str, Sequence[str]
     if getattr(processor, "default_use_image_id", False):  # MiniCPM-V counts the images of a conversation
         images = processor._prepend_local_ids([text], images, processor.image_token)
         videos = processor._prepend_local_ids([text], videos, processor.video_token)
-    if type(processor).__name__ == "Molmo2Processor":  # its templates do not write this
+    if _is(processor, "Molmo2Processor"):  # its templates do not write this
         begin = processor.tokenizer.bos_token or processor.tokenizer.eos_token
         text = text if text.startswith(begin) else begin + text
     texts, _ = processor.get_text_with_replacements([text], images, videos)
-    if isinstance(processor, Idefics2Processor):  # one token stands between two images, and a space before a word
+    if _is(processor, "Idefics2Processor"):  # one token stands between two images, and a space before a word
         fake = re.escape(processor.fake_image_token)
         return re.sub(f"{fake}(?=[^\\s<])", f"{processor.fake_image_token} ", re.sub(fake * 2, fake, texts[0]))
     return texts[0]
@@ -92,6 +85,11 @@ def expanded(processor: Any, text: str, replacements: Mapping[str, Sequence[str]
 
 def type_ids(processor: Any, ids: Sequence[int]) -> list[int]:
     """Return the kind of each token: text 0, image 1, video 2."""
-    if isinstance(processor, Idefics3Processor):  # its own method needs the lengths of its images
+    if _is(processor, "Idefics3Processor"):  # its own method needs the lengths of its images
         return ProcessorMixin.create_mm_token_type_ids(processor, [list(ids)])[0]
     return processor.create_mm_token_type_ids([ids])[0]
+
+
+def _is(processor: Any, name: str) -> bool:
+    """Return whether the processor is of a class of transformers, which older versions may not have."""
+    return any(parent.__name__ == name for parent in type(processor).__mro__)
