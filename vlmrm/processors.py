@@ -10,9 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import transformers
 from transformers import ProcessorMixin
 
 from vlmrm.errors import RowError
+from vlmrm.libraries import relies_on
+
+for _name in ("MiniCPMV4_6Processor", "MiniCPMV4_7Processor", "MiniCPMOcrProcessor"):
+    if hasattr(transformers, _name):  # older versions lack some
+        relies_on(getattr(transformers, _name), "_prepend_local_ids")
 
 
 def template_token(processor: Any, kind: str) -> str | None:
@@ -51,7 +57,7 @@ def process_one(
             outputs = {"pixel_values": outputs["pixel_values_videos"].flatten(0, 1)}
     if _is(processor, "PerceptionLMProcessor") and kind == "image":
         outputs["pixel_values"] = outputs["pixel_values"].transpose(0, 1)  # tiles first: images have more and fewer
-    unused = processor.unused_input_names
+    unused = {*processor.unused_input_names, "rows", "cols"}  # the calls of Idefics 3 and its heirs drop these two
     return {name: value for name, value in outputs.items() if name not in unused}, replacements[0]
 
 

@@ -201,7 +201,8 @@ class Renderer:
     @cached_property
     def _defaults(self) -> dict[str, dict[str, Any]]:
         """The options that the processor's own call would use, by the kind of its parts."""
-        return self.processor._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.init_kwargs)
+        processor = self.processor
+        return processor._merge_kwargs(processor.valid_processor_kwargs, self.tokenizer.init_kwargs)
 
     def _image_size(self) -> dict[str, Any]:
         if self.limits.min_pixels is None and self.limits.max_pixels is None:

@@ -189,6 +189,25 @@ IMG = {"image_token": "[IMG]", "break_token": "[IMG_BREAK]", "end_token": "[IMG_
 INSTRUCT = "[{role}]{content}[/{role}]"
 PIXTRALS = [
     Tiny("mistral3", pixtral, tokens=IMG, image="[IMG]", turn=INSTRUCT, config={"vision_config": PIXTRAL}),
+    Tiny(  # with the language model of Mistral 4
+        "mistral3",
+        pixtral,
+        tokens=IMG,
+        image="[IMG]",
+        turn=INSTRUCT,
+        config={
+            "vision_config": PIXTRAL,
+            "text_config": {
+                **LATENT,
+                "model_type": "mistral4",
+                "head_dim": 16,
+                "q_lora_rank": 16,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+            },
+        },
+    ),
     Tiny(
         "mistral_large4",
         pixtral,

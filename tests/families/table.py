@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from vlmrm.modeling.families import REFUSED
 
-from . import a_to_i, j_to_z
+from . import j_to_z
+from .grids import GRIDS
+from .squares import SQUARES
 from .tiny import Tiny
 
 REFUSALS = [Tiny(model_type, refused=reason) for model_type, reason in REFUSED.items()]
-FAMILIES: list[Tiny] = sorted([*a_to_i.FAMILIES, *j_to_z.FAMILIES, *REFUSALS], key=lambda family: family.model_type)
+FAMILIES: list[Tiny] = sorted([*GRIDS, *SQUARES, *j_to_z.FAMILIES, *REFUSALS], key=lambda family: family.model_type)

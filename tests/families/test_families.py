@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmrm.batching import SharedBatcher
+from vlmrm.batching.media import blank_image
 from vlmrm.conversation import Conversation
+from vlmrm.modeling import load_for_training
 from vlmrm.modeling.attention import SHARED_PREFIX, batcher_for
+from vlmrm.modeling.sight import prove_sight
 from vlmrm.rendering import Rendered, Renderer
 
 from .cases import CASES, WITH_GRADIENTS
@@ -24,6 +27,7 @@ from .table import FAMILIES
 from .tiny import Tiny
 
 SCORES, GRADIENTS = 1e-10, 1e-8
+OF_TOKENS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids"}
 SCORED = [family for family in FAMILIES if family.refused is None]
 BY_NAME = {family.model_type: family for family in FAMILIES}
 
@@ -69,13 +73,17 @@ def test_no_image_text_family_of_the_library_is_left_out():
 
 
 @named(SCORED)
-def test_the_renderers_tokens_are_those_of_the_processors_own_call(family):
+def test_the_renderers_tokens_and_pixels_are_those_of_the_processors_own_call(family):
     errors: list[Exception] = []
     for name, conversations in cases_of(family).items():
         with naming(errors, name):
             for conversation, item in zip(conversations, rendered_of(family, name), strict=True):
                 own = processed(family, processor_of(family), conversation)
                 assert item.input_ids == own["input_ids"][0].tolist()
+                if name == "image":  # several may be padded to one size, and are compared by their scores
+                    assert item.media[0].tensors.keys() == own.keys() - OF_TOKENS
+                    for tensor_name, tensor in item.media[0].tensors.items():
+                        assert torch.equal(tensor, torch.as_tensor(own[tensor_name]).reshape(tensor.shape))
     if errors:
         raise ExceptionGroup(family.model_type, errors)
 
@@ -109,6 +117,36 @@ def test_scores_and_gradients_are_those_of_the_familys_own_forward(family, monke
                 assert_equal_gradients(gradients(model, ours), own_gradients)
     if errors:
         raise ExceptionGroup(family.model_type, errors)
+
+
+@named(SCORED)
+def test_a_downloaded_checkpoint_loads_whole_and_proves_what_it_is(family, tmp_path):
+    """In the library's own layout; transformers maps the names of some families' weights."""
+    processor = processor_of(family)
+    own = family.make_model(processor).float()
+    downloaded = AutoModelForImageTextToText.from_config(family.make_config(processor), dtype=torch.float32)
+    getattr(downloaded, "model", downloaded).load_state_dict(own.model.state_dict(), strict=False)
+    downloaded.save_pretrained(tmp_path)
+    model = load_for_training(tmp_path, dtype=torch.float32)
+    weights = dict(own.model.named_parameters())
+    for name, weight in model.model.named_parameters():
+        assert torch.equal(weight, weights[name]), name
+    prove_sight(model, processor, name=family.model_type, batching="shared")
+    assert model.padded_because is None
+    if family.padded is None:
+        assert_features_depend_on_vision_alone(model, processor)
+
+
+def assert_features_depend_on_vision_alone(model: Any, processor: Any) -> None:
+    """What is frozen and cached as the vision tower and the merger is all that features depend on.
+
+    But for weights of the backbone itself, such as the embedding of a new line.
+    """
+    features = model.run_tower("image", blank_image(processor, model.placeholders))
+    torch.stack([layer.sum() for image in features for layer in image.layers]).sum().backward()
+    known = {weight for module in model.vision_modules() for weight in module.parameters()}
+    used = {name for name, weight in model.model.named_parameters() if weight.grad is not None and weight not in known}
+    assert not [name for name in used if "." in name]
 
 
 def counting(monkeypatch) -> list[str]:

@@ -29,9 +29,8 @@ TEXT = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
     "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "laurel_rank": 8,
     "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 6,
-    "rel_extent": 16, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+    "rel_extent": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_layers": 2, "depth": 2,
@@ -168,7 +167,7 @@ def _base_tokenizer() -> Qwen2Tokenizer:
 def _get(config: PreTrainedConfig, name: str) -> Any:
     try:
         return getattr(config, name, None)
-    except Exception:  # transformers raises for what differs between layers
+    except RuntimeError:  # transformers' answer to what differs between layers
         return None
 
 

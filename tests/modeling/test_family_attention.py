@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    ChameleonConfig,
     CLIPVisionConfig,
     Cohere2VisionConfig,
     Exaone4_5_Config,
@@ -23,6 +24,7 @@ from transformers import (
     GptOssConfig,
     Llama4Config,
     LlavaConfig,
+    MiniMaxM3VLConfig,
     PaliGemmaConfig,
     PreTrainedConfig,
 )
@@ -30,9 +32,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from vlmrm.batching.shared import PackedLayout, grow
 from vlmrm.errors import ConfigError
-from vlmrm.modeling import kernels
-from vlmrm.modeling.attention import SHARED_PREFIX
-from vlmrm.modeling.families import REFUSED
+from vlmrm.modeling import families, kernels
+from vlmrm.modeling.attention import SHARED_PREFIX, attention_of, not_shared, use_attention
 from vlmrm.modeling.masks import MaskRule
 from vlmrm.modeling.reward_model import reward_model_class
 
@@ -121,10 +122,6 @@ CASES = {
 def built(config: PreTrainedConfig) -> Any:
     torch.manual_seed(0)
     model = reward_model_class(config)(config)
-    if config.model_type == "llama4":
-        # It has no backbone: its language head must pass the hidden states on.
-        model.model.language_model.lm_head = nn.Identity()
-        model.hidden_states = lambda **inputs: model.model(**inputs).logits
     for name, weight in model.named_parameters():
         if weight.ndim > 1 or name.endswith("sinks"):
             nn.init.normal_(weight, std=0.1)
@@ -249,8 +246,8 @@ def test_scores_and_gradients_are_those_of_the_padded_batch(name, monkeypatch):
 
 
 def test_a_prefix_that_sees_both_ways_is_shared_whole_or_not_at_all(monkeypatch):
-    """PaliGemma's, if the processor were told which words are a prefix: here those with ids below 250."""
-    monkeypatch.delitem(REFUSED, "paligemma")
+    """PaliGemma's, were it told which words are a prefix, as no chat template tells: here those with ids below 250."""
+    monkeypatch.setattr(families, "REFUSED", {})
     vision = VISION | {"model_type": "siglip_vision_model", "projection_dim": 64}
     text = TEXT | {"model_type": "gemma"}
     model = built(PaliGemmaConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, projection_dim=64))
@@ -268,3 +265,30 @@ def test_a_prefix_that_sees_both_ways_is_shared_whole_or_not_at_all(monkeypatch)
     row, shown = batch.shared()
     with pytest.raises(ConfigError, match="cannot divide a prefix whose tokens attend to tokens after it"):
         scored(model, SHARED_PREFIX, batch, inputs=row, shown=shown, **kinds)
+
+
+def test_attention_is_set_where_one_configuration_is_for_all():
+    tower = {"base_channels": 32, "channel_multiplier": [1]}
+    config = ChameleonConfig(**TEXT | {"head_dim": None}, vq_config=tower, vocabulary_map={"<image>": IMAGE})
+    model = built(config)
+    use_attention(model, SHARED_PREFIX)
+    assert attention_of(model) == model.model.layers[0].self_attn.config._attn_implementation == SHARED_PREFIX
+
+
+def test_a_model_that_does_not_take_attention_from_the_library_is_refused(monkeypatch):
+    model = built(llava(Gemma2Config(**WINDOWED)))
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda self: False)
+    monkeypatch.setattr(type(model.model.language_model), "_can_set_attn_implementation", lambda self: False)
+    with pytest.raises(ConfigError, match="computes attention in its own way, not by shared_prefix"):
+        use_attention(model, SHARED_PREFIX)
+
+
+def test_a_layer_that_indexes_its_keys_is_found_in_any_family():
+    """In MiniMax M3 some checkpoints have such layers, and others have none."""
+    text = TEXT | {"dense_intermediate_size": 96, "shared_intermediate_size": 32, "rotary_dim": 8}
+    sparse = text | {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 8}
+    reasons = [
+        not_shared(built(MiniMaxM3VLConfig(text_config=layers, vision_config={"hidden_size": 32, "depth": 1})))
+        for layers in (text, sparse)
+    ]
+    assert reasons == [None, families.BY_INDEX]

@@ -26,13 +26,14 @@ def data(tmp_path) -> Path:
     return colour_pairs(tmp_path / "data", 12)
 
 
-def test_shared_and_padded_batches_train_the_same_balance(train_here, tmp_path, mixture, data):
+def test_shared_and_padded_batches_train_the_same_balance(train_here, tmp_path, mixture, data, caplog):
     keys = {"model": mixture, "router_aux_loss_coef": 0.1, "use_irrelevant_queries": True, "save_steps": 2}
     lines = {}
     for batching in ("shared", "reference"):
         train_here(data, batching, batching=batching, max_steps=2, **keys)
         checkpoint = tmp_path / batching / "checkpoint-2"
         lines[batching] = {name: logged(checkpoint, name) for name in ("loss", "loss_router", "grad_norm", *FIGURES)}
+    assert "batching: reference" not in caplog.text
     for name, values in lines["shared"].items():
         assert values == pytest.approx(lines["reference"][name], rel=1e-3), name
     assert all(0.1 <= value < 0.1 * EXPERTS * 2 for value in lines["shared"]["loss_router"])

@@ -26,6 +26,7 @@ from vlmrm.batching import PaddedBatcher, SharedBatcher
 from vlmrm.batching.shared import PackedLayout
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
+from vlmrm.modeling.families import BY_INDEX
 from vlmrm.modeling.kernels import attend
 from vlmrm.modeling.masks import REFERENCE, MaskRule, mask_rule
 from vlmrm.modeling.reward_model import RewardModel
@@ -86,6 +87,19 @@ def attention_of(model: PreTrainedModel) -> str:
     return model.config.get_text_config()._attn_implementation
 
 
+def use_attention(model: PreTrainedModel, name: str) -> None:
+    """Run the language model with the attention of this name, and leave that of the towers as it is.
+
+    Raises:
+        ConfigError: when the model does not take its attention from the library's interface, which would warn at most.
+    """
+    model.set_attn_implementation({"text_config": name})
+    if attention_of(model) != name:
+        model.set_attn_implementation({"": name})  # one configuration for all
+    if attention_of(model) != name:
+        raise ConfigError(f"{type(model).__name__} computes attention in its own way, not by {name}: {REFERENCE}.")
+
+
 def sequence_limit(config: PreTrainedConfig, max_seq_length: int | None) -> int:
     """Return the longest conversation in tokens: `max_seq_length`, or all that the model has positions for.
 
@@ -126,7 +140,7 @@ def share(model: RewardModel) -> SharedBatcher:
         ConfigError: when this torch lacks a feature that shared attention needs.
     """
     check_kernel()
-    model.set_attn_implementation({"text_config": SHARED_PREFIX})
+    use_attention(model, SHARED_PREFIX)
     fork_states(model)
     prune_last_layer(model.language_model)
     return SharedBatcher.of(model)
@@ -141,6 +155,8 @@ def not_shared(model: RewardModel) -> str | None:
         return reason
     if "mm_encoder_outputs" not in model.input_names or "position_ids" not in model.input_names:
         return "its backbone does not take features of images and positions apart"
+    if any(type(module).__name__.endswith("Indexer") for module in model.language_model.modules()):
+        return BY_INDEX
     if layers := unknown_state_layers(model):
         return f"its layers {', '.join(layers)} carry a state that cannot be forked here"
     return None

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError  # a configuration that contradicts itself
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, ProcessorMixin
+from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import logging as transformers_logging
 
 from vlmrm.errors import CheckpointError, ConfigError, first_line
+from vlmrm.libraries import relies_on
 from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.manifest import (
     BEST,
@@ -35,6 +36,8 @@ from vlmrm.modeling.manifest import (
 from vlmrm.modeling.reward_model import HEADS, RewardModel, reward_model_class
 
 logger = logging.getLogger("vlmrm")
+
+relies_on(PreTrainedModel, "_supports_sdpa")
 
 # Files in which LLaMA-Factory puts a trained head, beside weights that do not mention it.
 HEAD_FILES = ("value_head.safetensors", "value_head.bin")

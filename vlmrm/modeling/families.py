@@ -23,7 +23,7 @@ class Family:
 
     Args:
         towers: paths of the vision towers in the backbone, those that exist.
-        mergers: paths of what maps a tower's features to the language model's width.
+        mergers: paths of what maps a tower's features to the language model's width; empty where the tower does.
         language_models: paths of the language model; the first that exists.
         language_head: path of a head over the hidden states that the backbone itself has; it is left out.
         feature_field: the field of `get_image_features` whose rows take the placeholders' places; None where all stand
@@ -58,7 +58,7 @@ BY_INDEX = "an index chooses the keys of each token among those before it in the
 FAMILIES = (
     Family("Aria", ["aria"]),
     Family("Aya Vision", ["aya_vision"]),
-    Family("Chameleon", ["chameleon"], towers=["vqmodel"], padded=BY_WORDS),
+    Family("Chameleon", ["chameleon"], towers=["vqmodel"], mergers=[], padded=BY_WORDS),
     Family("Command A Vision", ["cohere2_vision"]),
     Family("Cohere Compass", ["cohere_compass"]),
     Family("Cosmos 3 Edge", ["cosmos3_edge"], mergers=["projector"]),
@@ -78,7 +78,7 @@ FAMILIES = (
     Family("Gemma 3", ["gemma3"]),
     Family("Gemma 3n", ["gemma3n"], mergers=["embed_vision"]),
     Family("Gemma 4", ["gemma4"], mergers=["embed_vision"]),
-    Family("Gemma 4 Unified", ["gemma4_unified"], towers=["embed_vision"]),
+    Family("Gemma 4 Unified", ["gemma4_unified"], towers=["embed_vision"], mergers=[]),
     Family("GLM-4.1V, 4.6V, GLM-GA", ["glm4v", "glm46v", "glmga"]),
     Family("GLM-4.5V", ["glm4v_moe"]),
     Family("GLM-5 Next", ["glm5_next"], padded=BY_INDEX),
@@ -95,8 +95,8 @@ FAMILIES = (
     Family("HyperCLOVA X Vision 2", ["hyperclovax_vision_v2"], mergers=["projector"]),
     Family("Idefics 2", ["idefics2"]),
     Family("Idefics 3", ["idefics3"]),
-    Family("Inkling", ["inkling_mm_model"], padded=BY_CONVOLUTIONS),
-    Family("Inkling 2", ["inkling2"], padded=BY_CONVOLUTIONS),
+    Family("Inkling", ["inkling_mm_model"], mergers=[], padded=BY_CONVOLUTIONS),
+    Family("Inkling 2", ["inkling2"], mergers=["vision_tower.merger"], padded=BY_CONVOLUTIONS),
     Family("InternVL", ["internvl"]),
     Family("Janus", ["janus"], mergers=["aligner"]),
     Family("Kimi K2.5", ["kimi_k25"], mergers=["mm_projector"]),
@@ -139,10 +139,10 @@ FAMILIES = (
     Family("Qwen2.5-VL, MiMo-VL", ["qwen2_5_vl"], trains_all=True),
     Family("Qwen2.5-Omni, its thinker", ["qwen2_5_omni_thinker"]),
     Family("Qwen3-VL", ["qwen3_vl"], trains_all=True),
-    Family("Qwen3-VL, mixtures of experts", ["qwen3_vl_moe"]),
+    Family("Qwen3-VL, mixtures of experts", ["qwen3_vl_moe"], trains_all=True),
     Family("Qwen3-Omni, its thinker", ["qwen3_omni_moe_thinker"], mergers=["visual.merger", "visual.merger_list"]),
     Family("Qwen3.5", ["qwen3_5"], trains_all=True),
-    Family("Qwen3.5, mixtures of experts", ["qwen3_5_moe"]),
+    Family("Qwen3.5, mixtures of experts", ["qwen3_5_moe"], trains_all=True),
     Family("Qwen4, experimental", ["qwen4_exp"], padded=BY_INDEX),
     Family("SmolVLM", ["smolvlm"]),
     Family("Step 3.7", ["step3p7"]),

@@ -53,12 +53,12 @@ def freeze(model: nn.Module, vit: bool = False, merger: bool | None = None, llm:
             # them, would still keep the activations.
             piece.register_forward_pre_hook(_grad_off)
             piece.register_forward_hook(_grad_back, always_call=True)
-        if merger is None and not mergers:
+        if merger is None and family.mergers and not mergers:
             raise ConfigError(
                 f"freeze_vit: {type(backbone).__name__} has no merger {' or '.join(family.mergers)}, only "
                 f"{_part_names(backbone)}: write freeze_merger: false to freeze the vision tower alone."
             )
-    if merger or (vit and merger is None):
+    if merger or (vit and merger is None and family.mergers):
         for part in _parts_to_freeze(backbone, "merger", family.mergers):
             part.requires_grad_(False)
         for weight in backbone.parameters(recurse=False):  # marks between images and rows, as wide as their features

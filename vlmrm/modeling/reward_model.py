@@ -156,7 +156,11 @@ class RewardModel(PreTrainedModel):
             inputs["mm_encoder_outputs"] = {kind: self.encode(kind, distinct) for kind, distinct in media.items()}
             if "moe_mm_token_type_ids" in self.input_names:
                 inputs["moe_mm_token_type_ids"] = tokens_of_vision_experts(self.config, inputs["input_ids"])
-        if self.touch_vision is None or media or any(name.startswith("pixel_values") for name in inputs):
+        if pixels := [name for name in inputs if name.startswith("pixel_values")]:
+            dtype = next(self.vision_modules()[0].parameters()).dtype
+            # Llama 4's processor gives bfloat16, whatever the model is in.
+            inputs |= {name: inputs[name].to(dtype) for name in pixels if dtype.is_floating_point}
+        if self.touch_vision is None or media or pixels:
             return self._last_hidden_states(**inputs)
         # Before the language model, as with images: under ZeRO-3 all ranks gather weights in one order.
         layers = [layer for image in self.run_tower("image", self.touch_vision) for layer in image.layers]

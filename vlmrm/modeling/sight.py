@@ -16,7 +16,7 @@ from transformers import ProcessorMixin
 from vlmrm.batching import PaddedBatcher, to_device
 from vlmrm.conversation import Conversation, Image, Message
 from vlmrm.errors import CheckpointError, ConfigError, RowError, first_line
-from vlmrm.modeling.attention import attention_of, not_shared, share
+from vlmrm.modeling.attention import attention_of, not_shared, share, use_attention
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.rendering import Rendered, Renderer
 
@@ -77,7 +77,7 @@ def prove_sight(
     try:
         if shared:
             # Shared attention needs a layout, which a padded batch does not have.
-            model.set_attn_implementation({"text_config": "sdpa"})
+            use_attention(model, "sdpa")
         try:
             (reference, dtype), (reference_inverted, _) = (_hidden(model, run, padded(pair)) for pair in pairs)
         except PROGRAM_ERRORS as error:
@@ -101,7 +101,7 @@ def prove_sight(
         model.proved = True
     finally:
         if shared:
-            model.set_attn_implementation({"text_config": attention})
+            use_attention(model, attention)
         model.train(training)
         model.vision_cache = cache
 
