@@ -478,7 +478,8 @@ class StepFigures:
         }
         # Each rank has its share of a step's mean loss, so the shares add up.
         if total["irrelevant_pairs"] or total["loss_center"] or total["loss_router"]:
-            figures |= {name: total[name] / max(self.steps, 1) for name in SUMMED if name.startswith("loss_")}
+            parts = [name for name in SUMMED if name.startswith("loss_") and (total[name] or name != "loss_router")]
+            figures |= {name: total[name] / max(self.steps, 1) for name in parts}
         if total["irrelevant_pairs"]:
             figures["irrelevant_margin"] = total["irrelevant_margin"] / total["irrelevant_pairs"]
         self.flushed = int(total["correct"]), int(total["pairs"])
