@@ -1,7 +1,7 @@
 """Forward alone, as in evaluation, best-of-N and rewards for rollouts: the naive way over ours, in CPU seconds.
 
-The models are those of `train_step`: h512, windows_h512 and state_h512. A prompt is 256 image tokens and 32 of text, an
-answer 32 tokens.
+The models are those of `train_step`: h512, windows_h512 and state_h512. A prompt is 256 image tokens and 32 of text,
+an answer 32 tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Print the table of families for docs/models.md: `python -m tests.families`."""
+"""Write the table of families into docs/models.md: `python -m tests.families`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from vlmrm.modeling.families import BY_MODEL_TYPE
 
@@ -10,19 +11,23 @@ from .cases import CASES
 from .table import FAMILIES
 from .tiny import Tiny
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- families: python -m tests.families -->", "<!-- end of families -->"
+
 
 def lines() -> Iterator[str]:
     """Yield the lines of the table: each model type with how it is batched, and what tests show of it or why not."""
-    scored = [family for family in FAMILIES if family.refused is None]
+    families = list({family.model_type: family for family in reversed(FAMILIES)}.values())[::-1]
+    scored = [family for family in families if family.refused is None]
     shared = sum(family.padded is None for family in scored)
-    yield f"{shared} shared, {len(scored) - shared} padded, {len(FAMILIES) - len(scored)} refused."
+    yield f"{shared} shared, {len(scored) - shared} padded, {len(families) - len(scored)} refused, by `model_type`."
     yield ""
     yield "| Family | `model_type` | Batches | Tested with |"
     yield "|---|---|---|---|"
     for family in sorted(scored, key=lambda family: (name_of(family).lower(), family.model_type)):
         how = "shared" if family.padded is None else f"padded: {family.padded}"
         yield f"| {name_of(family)} | `{family.model_type}` | {how} | {tested(family)} |"
-    for family in FAMILIES:
+    for family in families:
         if family.refused is not None:
             yield f"| – | `{family.model_type}` | refused: {family.refused} | |"
 
@@ -40,5 +45,11 @@ def tested(family: Tiny) -> str:
     return "; ".join([", ".join(kinds), *lacking, *needed])
 
 
+def page() -> str:
+    """Return docs/models.md with the table as it is now."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return "\n".join([f"{before}{BEGIN}", "", *lines(), "", END]) + rest.partition(END)[2]
+
+
 if __name__ == "__main__":
-    print("\n".join(lines()))  # noqa: T201
+    PAGE.write_text(page(), encoding="utf-8")

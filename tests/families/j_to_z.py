@@ -915,7 +915,7 @@ SINGLES = [
     Tiny(
         "unlimited_ocr",
         lambda tokenizer, template: UnlimitedOcrProcessor(
-            UnlimitedOcrImageProcessor(size={"height": 128, "width": 128}, tile_size=64, max_patches=2),
+            UnlimitedOcrImageProcessor(size={"height": 128, "width": 128}, tile_size=32, max_patches=2),
             tokenizer,
             chat_template=template,
         ),

@@ -21,6 +21,7 @@ from vlmrm.modeling.attention import SHARED_PREFIX, batcher_for
 from vlmrm.modeling.sight import prove_sight
 from vlmrm.rendering import Rendered, Renderer
 
+from .__main__ import PAGE, page
 from .cases import CASES, WITH_GRADIENTS
 from .reference import gradients, own_scores, processed, rounding_nowhere, to_float64
 from .table import FAMILIES
@@ -211,3 +212,7 @@ def test_the_comparison_sees_each_mechanism(name, case, spoil: Callable[[Any, di
             assert (model(**inputs).logits[:, 0] - own).abs().max() <= SCORES
             spoil(model, inputs)
             assert (model(**inputs).logits[:, 0] - own).abs().max() > 1e-4
+
+
+def test_the_documentation_has_the_table_as_it_is():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.families"

@@ -90,6 +90,9 @@ def test_experts_and_routers_are_adapted_where_they_are_named(mixture, tiny_chec
     with caplog.at_level(logging.INFO, "vlmrm"):
         assert targets(mixture)[1] is None
     assert f"LoRA leaves the experts as they are ({2 * LAYERS} tensors): lora_experts: true adapts" in caplog.text
+    assert "load_in_4bit leaves" not in caplog.text
+    targets(mixture, load_in_4bit=True)
+    assert f"load_in_4bit leaves the experts as they are ({2 * LAYERS} tensors)" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "vlmrm"):
         experts = targets(mixture, lora_experts=True)[1]

@@ -120,6 +120,10 @@ def lora_config(arguments: ModelArguments, model: RewardModel) -> LoraConfig:
         raise ConfigError(f"lora_experts: {type(language_model).__name__} has no tensors of experts: remove it.")
     if experts and not arguments.lora_experts:
         logger.info("LoRA leaves the experts as they are (%d tensors): lora_experts: true adapts them", len(experts))
+    if experts and arguments.load_in_4bit:
+        logger.warning(
+            "load_in_4bit leaves the experts as they are (%d tensors): it is for linear layers", len(experts)
+        )
     parameters = experts if arguments.lora_experts else []
     parameters += [weight for router, weights in routers.items() if _last(router) in named for weight in weights]
     keep_adapters_names()

@@ -172,7 +172,7 @@ class RewardModel(PreTrainedModel):
         return self._last_hidden_states(**inputs) + zero
 
     def _last_hidden_states(self, **inputs: Any) -> torch.Tensor:
-        output = self.model(**inputs)
+        output = self.model(**_as_annotated(self.model.forward, inputs))
         return output.logits if self.family.language_head else output.last_hidden_state
 
     def encode(self, kind: str, media: DistinctMedia) -> EncoderOutput:
@@ -215,7 +215,7 @@ class RewardModel(PreTrainedModel):
         differentiable = self.trains_vision() or any(tensor.requires_grad for tensor in inputs.values())
         # Adapters of the language model leave the whole tower frozen: its activations need not be kept then.
         with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-            output = encode(**inputs, return_dict=True)
+            output = encode(**_as_annotated(encode, inputs), return_dict=True)
         return split(output, media["tokens"], self.family.feature_field, self.family.constants)
 
     def _media_of(self, inputs: dict[str, Any]) -> Media:
@@ -352,6 +352,18 @@ class RewardModel(PreTrainedModel):
 @cache
 def _function_parameters(function: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(inspect.unwrap(function)).parameters)
+
+
+@cache
+def _lists_of(function: Any) -> tuple[str, ...]:
+    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
+    return tuple(p.name for p in parameters if str(p.annotation).startswith("list["))
+
+
+def _as_annotated(method: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return `inputs` with lists where a method takes them: Unlimited-OCR's splits by numbers of tiles."""
+    lists = inputs.keys() & _lists_of(method.__func__)
+    return inputs | {name: inputs[name].tolist() for name in lists if torch.is_tensor(inputs[name])}
 
 
 def _parameters(method: Any) -> tuple[str, ...]:
