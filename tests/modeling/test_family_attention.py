@@ -283,8 +283,9 @@ def test_a_model_that_does_not_take_attention_from_the_library_is_refused(monkey
         use_attention(model, SHARED_PREFIX)
 
 
-def test_a_layer_that_indexes_its_keys_is_found_in_any_family():
-    """In MiniMax M3 some checkpoints have such layers, and others have none."""
+def test_a_layer_that_indexes_its_keys_is_found_in_a_family_that_is_not_declared(monkeypatch):
+    """As MiniMax M3 would be, of which some checkpoints have such layers, and others have none."""
+    monkeypatch.delitem(families.BY_MODEL_TYPE, "minimax_m3_vl")
     text = TEXT | {"dense_intermediate_size": 96, "shared_intermediate_size": 32, "rotary_dim": 8}
     sparse = text | {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2, "index_head_dim": 8}
     reasons = [
