@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from vlmrm.modeling.families import REFUSED
 
-from . import j_to_z
+from . import llavas, qwens, singles
 from .grids import GRIDS
 from .squares import SQUARES
 from .tiny import Tiny
 
 REFUSALS = [Tiny(model_type, refused=reason) for model_type, reason in REFUSED.items()]
-FAMILIES: list[Tiny] = sorted([*GRIDS, *SQUARES, *j_to_z.FAMILIES, *REFUSALS], key=lambda family: family.model_type)
+FAMILIES: list[Tiny] = sorted(
+    [*GRIDS, *SQUARES, *llavas.FAMILIES, *qwens.FAMILIES, *singles.FAMILIES, *REFUSALS],
+    key=lambda family: family.model_type,
+)

@@ -1,12 +1,10 @@
-"""The families whose model type begins with j to z."""
+"""Families with a shape of their own, from j to z."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from transformers import (
-    CLIPImageProcessor,
     GotOcr2ImageProcessor,
     JanusImageProcessor,
     JanusProcessor,
@@ -16,35 +14,14 @@ from transformers import (
     Lfm2VlImageProcessor,
     Lfm2VlProcessor,
     Lfm3VlProcessor,
-    LightOnOcrProcessor,
     Llama4ImageProcessor,
     Llama4Processor,
-    LlavaNextImageProcessor,
-    LlavaNextProcessor,
-    LlavaNextVideoProcessor,
-    LlavaNextVideoVideoProcessor,
-    LlavaOnevisionImageProcessor,
-    LlavaOnevisionProcessor,
-    LlavaOnevisionVideoProcessor,
-    LlavaProcessor,
-    MiniCPMOcrImageProcessor,
-    MiniCPMOcrProcessor,
-    MiniCPMOcrVideoProcessor,
-    MiniCPMV4_6ImageProcessor,
-    MiniCPMV4_6Processor,
-    MiniCPMV4_6VideoProcessor,
-    MiniCPMV4_7Processor,
     MiniMaxM3VLImageProcessor,
     MiniMaxM3VLProcessor,
     MiniMaxM3VLVideoProcessor,
     Molmo2ImageProcessor,
     Molmo2Processor,
     Molmo2VideoProcessor,
-    MuseGlimmerImageProcessor,
-    MuseGlimmerProcessor,
-    MuseGlimmerVideoProcessor,
-    MuseSparkFeatureExtractor,
-    MuseSparkProcessor,
     NemotronH_Omni_Reasoning_V3ImageProcessor,
     NemotronH_Omni_Reasoning_V3Processor,
     NemotronH_Omni_Reasoning_V3VideoProcessor,
@@ -56,16 +33,8 @@ from transformers import (
     PerceptionLMImageProcessor,
     PerceptionLMProcessor,
     PerceptionLMVideoProcessor,
-    PixtralImageProcessor,
-    PixtralProcessor,
     QianfanOCRProcessor,
-    Qwen2_5_VLProcessor,
-    Qwen2_5OmniProcessor,
     Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3OmniMoeProcessor,
-    Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
     SmolVLMImageProcessor,
     SmolVLMVideoProcessor,
@@ -76,429 +45,17 @@ from transformers import (
     VideoLlama3ImageProcessor,
     VideoLlama3Processor,
     VideoLlama3VideoProcessor,
-    VideoLlavaImageProcessor,
-    VideoLlavaProcessor,
-    VideoLlavaVideoProcessor,
-    WhisperFeatureExtractor,
 )
 from transformers.models.smolvlm import processing_smolvlm
 
 from vlmrm.modeling.families import BY_INDEX
 
+from .llavas import LATENT
+from .qwens import QWEN, THREE_AXES
+from .sizes import MEDIA, SQUARE, area
 from .tiny import Tiny
 
-SQUARE = {"height": 28, "width": 28}
-SHORT = {"shortest_edge": 28}
-GRIDS = [[28, 28], [28, 56], [56, 28]]  # the sizes to which LLaVA-NeXT enlarges images
-MEDIA = {"image_token": "<image>", "video_token": "<video>"}
 
-
-def area(patch: int) -> dict[str, int]:
-    """Return limits of an image's pixels: of one to six merged patches."""
-    return {"shortest_edge": (2 * patch) ** 2, "longest_edge": 6 * (2 * patch) ** 2}
-
-
-# LLaVA and those who built on it ------------------------------------------------------------------------------------
-# CLIP's class token is counted and then dropped.
-LLAVA = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-
-
-def llava(tokenizer: Any, template: str) -> LlavaProcessor:
-    return LlavaProcessor(CLIPImageProcessor(size=SHORT, crop_size=SQUARE), tokenizer, chat_template=template, **LLAVA)
-
-
-LLAVAS = [
-    Tiny("llava", llava, image="<image>\n"),
-    Tiny("vipllava", llava, image="<image>\n", config={"vision_feature_layer": [-1, -2]}),
-    Tiny(
-        "llava_next",
-        lambda tokenizer, template: LlavaNextProcessor(
-            LlavaNextImageProcessor(size=SHORT, crop_size=SQUARE, image_grid_pinpoints=GRIDS),
-            tokenizer,
-            chat_template=template,
-            **LLAVA,
-        ),
-        image="<image>\n",
-        config={"image_grid_pinpoints": GRIDS},
-    ),
-    Tiny(
-        "llava_next_video",
-        lambda tokenizer, template: LlavaNextVideoProcessor(
-            LlavaNextVideoVideoProcessor(size=SHORT, crop_size=SQUARE),
-            LlavaNextImageProcessor(size=SHORT, crop_size=SQUARE, image_grid_pinpoints=GRIDS),
-            tokenizer,
-            chat_template=template,
-            **LLAVA,
-        ),
-        tokens=MEDIA,
-        image="<image>\n",
-        video="<video>\n",
-        config={"image_grid_pinpoints": GRIDS},
-    ),
-    Tiny(
-        "llava_onevision",
-        lambda tokenizer, template: LlavaOnevisionProcessor(
-            LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=GRIDS),
-            tokenizer,
-            LlavaOnevisionVideoProcessor(size=SQUARE),
-            num_image_tokens=4,
-            vision_feature_select_strategy="full",
-            chat_template=template,
-        ),
-        tokens=MEDIA,
-        image="<image>\n",
-        video="<video>\n",
-        config={"image_grid_pinpoints": GRIDS},
-        lacks=dict.fromkeys(["two images", "turns"], "its processor reads several images coarsely: refused"),
-    ),
-    Tiny(
-        "video_llava",
-        lambda tokenizer, template: VideoLlavaProcessor(
-            VideoLlavaImageProcessor(size=SHORT, crop_size=SQUARE),
-            VideoLlavaVideoProcessor(size=SHORT, crop_size=SQUARE),
-            tokenizer,
-            patch_size=14,
-            chat_template=template,
-        ),
-        tokens=MEDIA,
-        image="<image>\n",
-        video="<video>\n",
-    ),
-]
-
-# Pixtral's tower ----------------------------------------------------------------------------------------------------
-# Multi-head latent attention, in the parts of DeepSeek.
-LATENT = {
-    "head_dim": 8, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}  # fmt: skip
-PIXTRAL = {"head_dim": 16, "image_size": 112, "patch_size": 7}
-
-
-def pixtral(tokenizer: Any, template: str) -> PixtralProcessor:
-    return PixtralProcessor(
-        PixtralImageProcessor(size={"longest_edge": 42}),
-        tokenizer,
-        patch_size=7,
-        spatial_merge_size=2,
-        chat_template=template,
-    )
-
-
-IMG = {"image_token": "[IMG]", "break_token": "[IMG_BREAK]", "end_token": "[IMG_END]"}
-INSTRUCT = "[{role}]{content}[/{role}]"
-PIXTRALS = [
-    Tiny("mistral3", pixtral, tokens=IMG, image="[IMG]", turn=INSTRUCT, config={"vision_config": PIXTRAL}),
-    Tiny(  # with the language model of Mistral 4
-        "mistral3",
-        pixtral,
-        tokens=IMG,
-        image="[IMG]",
-        turn=INSTRUCT,
-        config={
-            "vision_config": PIXTRAL,
-            "text_config": {
-                **LATENT,
-                "model_type": "mistral4",
-                "head_dim": 16,
-                "q_lora_rank": 16,
-                "n_routed_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 32,
-            },
-        },
-    ),
-    Tiny(
-        "mistral_large4",
-        pixtral,
-        tokens=IMG,
-        image="[IMG]",
-        turn=INSTRUCT,
-        config={
-            "vision_config": PIXTRAL,
-            "text_config": {
-                **LATENT,
-                "mlp_layer_types": ["dense", "sparse"],
-                "layer_types": ["indexed_attention"] * 2,
-                "indexer_types": ["full"] * 2,
-                "no_rope_layers": [1, 0],
-                "kv_source_layers": [0, 1],
-                "index_head_dim": 16,
-                "index_n_heads": 2,
-            },
-        },
-        padded=BY_INDEX,
-    ),
-    Tiny(
-        "lighton_ocr",
-        lambda tokenizer, template: LightOnOcrProcessor(
-            PixtralImageProcessor(size={"longest_edge": 42}, patch_size=7),
-            tokenizer,
-            patch_size=7,
-            chat_template=template,
-        ),
-        tokens={
-            "image_token": "<|image_pad|>",
-            "image_break_token": "<|vision_pad|>",
-            "image_end_token": "<|vision_end|>",
-        },
-        image="<|image_pad|>",
-        config={"vision_config": PIXTRAL},
-    ),
-]
-
-# Qwen's processors --------------------------------------------------------------------------------------------------
-QWEN = {
-    "vision_start_token": "<|vision_start|>",
-    "vision_end_token": "<|vision_end|>",
-    "image_token": "<|image_pad|>",
-    "video_token": "<|video_pad|>",
-}
-THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-DELTA_NETS = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
-    },
-}
-QWEN2_VISION = {"window_size": 56, "fullatt_block_indexes": [1]}
-QWEN3_VISION = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0], "patch_size": 16}
-QWEN3_5_VISION = {"num_position_embeddings": 64, "patch_size": 16}
-
-
-def qwen(
-    model_type: str, processor: Callable[..., Any], patch: int, text: Any, vision: Any, padded: str | None = None
-) -> Tiny:
-    video = Qwen3VLVideoProcessor if processor is Qwen3VLProcessor else Qwen2VLVideoProcessor
-    return Tiny(
-        model_type,
-        lambda tokenizer, template: processor(
-            image_processor=Qwen2VLImageProcessor(patch_size=patch, size=area(patch)),
-            tokenizer=tokenizer,
-            video_processor=video(patch_size=patch, size=area(patch)),
-            chat_template=template,
-        ),
-        tokens=QWEN,
-        image="<|vision_start|><|image_pad|><|vision_end|>",
-        video="<|vision_start|><|video_pad|><|vision_end|>",
-        config={"text_config": text, "vision_config": vision},
-        ids={"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
-        padded=padded,
-    )
-
-
-OMNI = {
-    "image_token": "<|IMAGE|>",
-    "video_token": "<|VIDEO|>",
-    "audio_token": "<|AUDIO|>",
-    "vision_bos_token": "<|vision_bos|>",
-    "vision_eos_token": "<|vision_eos|>",
-    "audio_bos_token": "<|audio_bos|>",
-    "audio_eos_token": "<|audio_eos|>",
-}
-EARS = {
-    "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "num_mel_bins": 16,
-    "output_dim": 64,
-}  # fmt: skip
-
-
-def omni(
-    model_type: str, processor: Callable[..., Any], patch: int, text: Any, vision: Any, audio: Any, audio_id: str
-) -> Tiny:
-    return Tiny(
-        model_type,
-        lambda tokenizer, template: processor(
-            Qwen2VLImageProcessor(patch_size=patch, size=area(patch)),
-            Qwen2VLVideoProcessor(patch_size=patch, size=area(patch)),
-            WhisperFeatureExtractor(feature_size=16),
-            tokenizer,
-            chat_template=template,
-        ),
-        tokens=OMNI,
-        image="<|vision_bos|><|IMAGE|><|vision_eos|>",
-        video="<|vision_bos|><|VIDEO|><|vision_eos|>",
-        config={"text_config": text, "vision_config": vision, "audio_config": {**EARS, **audio}},
-        ids={
-            audio_id: "<|AUDIO|>",
-            "audio_start_token_id": "<|audio_bos|>",
-            "vision_start_token_id": "<|vision_bos|>",
-            "vision_end_token_id": "<|vision_eos|>",
-        },
-    )
-
-
-QWENS = [
-    qwen("qwen2_vl", Qwen2VLProcessor, 14, {"rope_parameters": THREE_AXES}, {"hidden_size": 64, "mlp_ratio": 2}),
-    qwen("qwen2_5_vl", Qwen2_5_VLProcessor, 14, {"rope_parameters": THREE_AXES}, QWEN2_VISION),
-    qwen("qwen3_vl", Qwen3VLProcessor, 16, {"rope_parameters": THREE_AXES}, QWEN3_VISION),
-    qwen("qwen3_vl_moe", Qwen3VLProcessor, 16, {"rope_parameters": THREE_AXES, **FOUR_EXPERTS}, QWEN3_VISION),
-    qwen("qwen3_5", Qwen3VLProcessor, 16, DELTA_NETS, QWEN3_5_VISION),
-    qwen("qwen3_5_moe", Qwen3VLProcessor, 16, {**DELTA_NETS, **FOUR_EXPERTS}, QWEN3_5_VISION),
-    qwen(
-        "qwen4_exp",
-        Qwen3VLProcessor,
-        16,
-        {
-            **DELTA_NETS,
-            **FOUR_EXPERTS,
-            "layer_types": ["linear_attention", "indexed_attention"] * 2,
-            "hc_count": 2,
-            "hc_lowrank": 8,
-            "ple_embed_dim": 16,
-            "ngram_vocab_size_base": 64,
-            "make_ngram_vocab_size_divisible_by": 8,
-            "split_ngram_parts": 4,
-            "heads_per_ngram": 2,
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 8,
-            "indexer_budget": 2048,
-            "indexer_compress_ratio": 4,
-        },
-        QWEN3_5_VISION,
-        BY_INDEX,
-    ),
-    omni(
-        "qwen2_5_omni_thinker",
-        Qwen2_5OmniProcessor,
-        14,
-        {"rope_parameters": THREE_AXES},
-        QWEN2_VISION,
-        {},
-        "audio_token_index",
-    ),
-    omni(
-        "qwen3_omni_moe_thinker",
-        Qwen3OmniMoeProcessor,
-        16,
-        {"rope_parameters": {**THREE_AXES, "mrope_interleaved": True}, **FOUR_EXPERTS},
-        QWEN3_VISION,
-        {"downsample_hidden_size": 16},
-        "audio_token_id",
-    ),
-]
-
-# MiniCPM-V: slices, and delta nets in the language model ------------------------------------------------------------
-MINICPM = {
-    "image_token": "<|image_pad|>",
-    "video_token": "<|video_pad|>",
-    "image_start_token": "<image>",
-    "image_end_token": "</image>",
-    "slice_start_token": "<slice>",
-    "slice_end_token": "</slice>",
-    "image_id_start_token": "<image_id>",
-    "image_id_end_token": "</image_id>",
-}
-
-
-def minicpm(model_type: str, processor: Any, image: Any, video: Any, ids: dict[str, str] | None = None) -> Tiny:
-    return Tiny(
-        model_type,
-        lambda tokenizer, template: processor(
-            image(scale_resolution=28, max_slice_nums=2, patch_size=7),
-            video(scale_resolution=28, max_slice_nums=1, patch_size=7),
-            tokenizer,
-            chat_template=template,
-        ),
-        tokens=MINICPM,
-        image="<|image_pad|>\n",
-        video="<|video_pad|>\n",
-        config={
-            "insert_layer_id": 1,
-            "patch_size": 7,
-            "text_config": {
-                **DELTA_NETS,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            },
-            "vision_config": {"num_hidden_layers": 3, "insert_layer_id": 1, "patch_size": 7, "image_size": 56},
-        },
-        ids=ids or {},
-    )
-
-
-MINICPMS = [
-    minicpm("minicpm_ocr", MiniCPMOcrProcessor, MiniCPMOcrImageProcessor, MiniCPMOcrVideoProcessor),
-    minicpm("minicpmv4_6", MiniCPMV4_6Processor, MiniCPMV4_6ImageProcessor, MiniCPMV4_6VideoProcessor),
-    minicpm(
-        "minicpmv4_7",
-        MiniCPMV4_7Processor,
-        MiniCPMV4_6ImageProcessor,
-        MiniCPMV4_6VideoProcessor,
-        {
-            "image_start_id": "<image>",
-            "image_end_id": "</image>",
-            "slice_start_id": "<slice>",
-            "slice_end_id": "</slice>",
-            "newline_id": "Ċ",  # a line feed, in the alphabet of byte-level tokenizers
-        },
-    ),
-]
-
-# Muse ---------------------------------------------------------------------------------------------------------------
-MUSE = {
-    "image_token": "<|patch|>",
-    "video_token": "<|video|>",
-    **{name: f"<|{name}|>" for name in ("image_start", "image_end", "vid_frame_separator", "vid_start", "vid_end")},
-}
-MUSE_TEXT = {"layer_rope_theta": [10000.0, 0]}
-MUSE_VISION = {"pos_emb_height": 4, "pos_emb_width": 4}
-
-
-def muse_media() -> tuple[MuseGlimmerImageProcessor, MuseGlimmerVideoProcessor]:
-    return MuseGlimmerImageProcessor(max_image_tokens=6), MuseGlimmerVideoProcessor(max_video_frame_tokens=4)
-
-
-MUSES = [
-    Tiny(
-        "muse_glimmer",
-        lambda tokenizer, template: MuseGlimmerProcessor(*muse_media(), tokenizer, template),
-        tokens=MUSE,
-        image="<|patch|>",
-        video="<|video|>",
-        config={
-            "text_config": MUSE_TEXT,
-            "vision_config": MUSE_VISION,
-            "out_hidden_size": 128,
-            "projector_hidden_size": 32,
-        },
-    ),
-    Tiny(
-        "muse_spark",
-        lambda tokenizer, template: MuseSparkProcessor(
-            *muse_media(), tokenizer, MuseSparkFeatureExtractor(), template
-        ),
-        tokens={
-            **MUSE,
-            "audio_token": "<|audio|>",
-            "audio_start": "<|soft_audio_start|>",
-            "audio_end": "<|soft_audio_end|>",
-        },
-        image="<|patch|>",
-        video="<|video|>",
-        config={
-            "text_config": {**MUSE_TEXT, "moe_hidden_size": 32, "mlp_layer_types": ["dense", "sparse"]},
-            "vision_config": MUSE_VISION,
-            "audio_config": {
-                "hidden_sizes": [8] * 4,
-                "depths": [1] * 4,
-                "num_hidden_layers": 4,
-                "out_hidden_size": 64,
-            },
-            "out_hidden_size": 128,
-            "projector_hidden_size": 32,
-        },
-        ids={"audio_token_id": "<|audio|>"},
-    ),
-]
-
-
-# The others ---------------------------------------------------------------------------------------------------------
 def smolvlm(tokenizer: Any, template: str) -> Any:
     # It writes the number of frames in words, with a package that nothing else here needs.
     processing_smolvlm.num2words = processing_smolvlm.num2words or str
@@ -513,7 +70,7 @@ def smolvlm(tokenizer: Any, template: str) -> Any:
     )
 
 
-SINGLES = [
+FAMILIES = [
     Tiny(
         "janus",
         lambda tokenizer, template: JanusProcessor(
@@ -958,5 +515,3 @@ SINGLES = [
         video="<|video_pad|>",
     ),
 ]
-
-FAMILIES = [*LLAVAS, *PIXTRALS, *QWENS, *MINICPMS, *MUSES, *SINGLES]
