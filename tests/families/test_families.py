@@ -215,5 +215,18 @@ def test_the_comparison_sees_each_mechanism(name, case, spoil: Callable[[Any, di
             assert (model(**inputs).logits[:, 0] - own).abs().max() > 1e-4
 
 
+@named([family for family in FAMILIES if family.model_type in ("gemma3", "hunyuan_vl", "qwen3_5")])
+def test_scores_of_a_padded_batch_do_not_depend_on_its_company(family):
+    """HunYuan's own positions count the images of the whole batch."""
+    processor = processor_of(family)
+    model = family.make_model(processor)
+    batcher = batcher_for(model, processor, "reference")
+    rendered = rendered_of(family, "irrelevant branches")
+    with rounding_nowhere(), torch.no_grad():
+        alone = [model(**to_float64(batcher([item]))).logits[0, 0] for item in rendered]
+        together = model(**to_float64(batcher(rendered))).logits[:, 0]
+    assert (together - torch.stack(alone)).abs().max() <= SCORES
+
+
 def test_the_documentation_has_the_table_as_it_is():
     assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.families"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
@@ -70,15 +70,21 @@ class PaddedBatcher:
 
     pad_token_id: int
     type_names: Sequence[str] = ("mm_token_type_ids",)  # under which the model takes `Rendered.type_ids`
+    positions: Callable[[Rendered], torch.Tensor] | None = None  # [3, T], where the model's own are not to be had
 
     @classmethod
-    def for_processor(cls, processor: Any, type_names: Sequence[str] | None = None) -> PaddedBatcher:
-        """Return the batcher for a processor, and for a model's `type_names`."""
+    def for_processor(
+        cls,
+        processor: Any,
+        type_names: Sequence[str] | None = None,
+        positions: Callable[[Rendered], torch.Tensor] | None = None,
+    ) -> PaddedBatcher:
+        """Return the batcher for a processor, and for a model's `type_names` and `positions`."""
         tokenizer = processor.tokenizer
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         if type_names is None:
             type_names = [name for name in ("mm_token_type_ids",) if name in processor.model_input_names]
-        return cls(pad, type_names)
+        return cls(pad, type_names, positions)
 
     def __call__(self, rendered: Sequence[Rendered]) -> dict[str, torch.Tensor]:
         length = max(map(len, rendered))
@@ -88,6 +94,9 @@ class PaddedBatcher:
         }
         for name in self.type_names:
             inputs[name] = _pad([item.type_ids for item in rendered], length, 0)
+        if self.positions is not None:
+            axes = zip(*(self.positions(item).tolist() for item in rendered), strict=True)
+            inputs["position_ids"] = torch.stack([_pad(rows, length, 0) for rows in axes])
         return inputs | join([medium for item in rendered for medium in item.media])
 
     def split(self, units: Sequence[Unit], budget: int) -> list[list[int]]:

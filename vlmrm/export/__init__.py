@@ -17,12 +17,12 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from PIL import Image
 
-from vlmrm.batching import ComparisonCollator, PaddedBatcher
+from vlmrm.batching import ComparisonCollator
 from vlmrm.engine import Engine
 from vlmrm.errors import CheckpointError, ConfigError, RowError, first_line
 from vlmrm.files import require_new_folder
 from vlmrm.formats.openai import read_conversation
-from vlmrm.modeling import sequence_limit
+from vlmrm.modeling import batcher_for, sequence_limit
 from vlmrm.modeling.checkpoint import load_scoring_files
 from vlmrm.modeling.loading import load_checkpoint, open_adapter, write_full
 from vlmrm.modeling.manifest import is_adapter, verify_if_listed
@@ -103,7 +103,7 @@ def _pinned(model: Any, processor: Any) -> dict[str, Any]:
     question = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "What is this?"}]
     answer = [{"type": "text", "text": "A field of colours, lighter to the right."}]
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    renderer, batcher = Renderer(processor), PaddedBatcher.for_processor(processor, model.type_names)
+    renderer, batcher = Renderer(processor), batcher_for(model, processor, "reference")
     longest = sequence_limit(model.config, None)
     engine = Engine(model.eval(), ComparisonCollator(renderer, batcher, max_seq_length=longest))
     [score] = engine.score([read_conversation(messages)], renderer.render)

@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from vlmrm.batching import PaddedBatcher, SharedBatcher
-from vlmrm.batching.shared import PackedLayout
+from vlmrm.batching.shared import PackedLayout, RotaryPositions
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
 from vlmrm.modeling.families import BY_INDEX
@@ -130,7 +130,13 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
         if reason is None:
             return share(model)
         logger.warning("batching: reference for %s, because %s", model.family.name, reason)
-    return PaddedBatcher.for_processor(processor, model.type_names)
+    return padded_batcher(model, processor)
+
+
+def padded_batcher(model: RewardModel, processor: Any) -> PaddedBatcher:
+    """Return the batcher of padded batches for a model."""
+    positions = RotaryPositions(type(model.model), model.config) if model.family.positions_of_batch else None
+    return PaddedBatcher.for_processor(processor, model.type_names, positions)
 
 
 def share(model: RewardModel) -> SharedBatcher:

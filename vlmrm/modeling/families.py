@@ -30,6 +30,8 @@ class Family:
             beside layers.
         constants: further fields that the backbone reads, which depend on no image.
         images_see_all: whether the tokens of an image see those of later images of the conversation.
+        positions_of_batch: whether its `get_rope_index` is wrong for several conversations at once, which then get
+            positions of their own.
         trains_all: whether a batch with an image gives every weight a gradient, so that DDP need not search for those
             without.
         padded: why it cannot share prefixes; None where it can.
@@ -46,6 +48,7 @@ class Family:
     feature_field: str | None = "pooler_output"
     constants: Sequence[str] = ()
     images_see_all: bool = False
+    positions_of_batch: bool = False
     trains_all: bool = False
     padded: str | None = None
     refused: str | None = None
@@ -91,7 +94,7 @@ FAMILIES = (
         mergers=["layerwise_projectors", "spatial_projectors"],
         feature_field=None,
     ),
-    Family("HunYuan VL", ["hunyuan_vl"], mergers=["vision_tower.patch_merger"]),
+    Family("HunYuan VL", ["hunyuan_vl"], mergers=["vision_tower.patch_merger"], positions_of_batch=True),
     Family("HyperCLOVA X Vision 2", ["hyperclovax_vision_v2"], mergers=["projector"]),
     Family("Idefics 2", ["idefics2"]),
     Family("Idefics 3", ["idefics3"]),

@@ -287,8 +287,9 @@ class RewardModel(PreTrainedModel):
         return [modules[path] for path in paths if path in modules]
 
     def trains_vision(self) -> bool:
-        """Return whether any weight of the tower or the merger is trained."""
-        return any(weight.requires_grad for module in self.vision_modules() for weight in module.parameters())
+        """Return whether any weight of the tower or the merger, or a mark between images, is trained."""
+        weights = [weight for module in self.vision_modules() for weight in module.parameters()]
+        return any(weight.requires_grad for weight in (*weights, *self.model.parameters(recurse=False)))
 
     def pool(self, hidden: torch.Tensor, attention_mask: Any, branch_ends: torch.Tensor | None) -> torch.Tensor:
         """Return `hidden[B, T, H]` at the last token of each conversation, [N, H].

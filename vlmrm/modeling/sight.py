@@ -13,10 +13,10 @@ from PIL import Image as Pillow
 from PIL import ImageOps
 from transformers import ProcessorMixin
 
-from vlmrm.batching import PaddedBatcher, to_device
+from vlmrm.batching import to_device
 from vlmrm.conversation import Conversation, Image, Message
 from vlmrm.errors import CheckpointError, ConfigError, RowError, first_line
-from vlmrm.modeling.attention import attention_of, not_shared, share, use_attention
+from vlmrm.modeling.attention import attention_of, not_shared, padded_batcher, share, use_attention
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.rendering import Rendered, Renderer
 
@@ -67,7 +67,7 @@ def prove_sight(
     except RowError as error:
         raise CheckpointError(f"{name} cannot be shown an image: {error}; see its processor.") from error
     run = run or (lambda inputs: model(**to_device(inputs, model.device)))
-    padded = PaddedBatcher.for_processor(processor, model.type_names)
+    padded = padded_batcher(model, processor)
     shared = batching == "shared" and not_shared(model) is None
     attention, training, cache = attention_of(model), model.training, model.vision_cache
     model.eval()
