@@ -73,7 +73,7 @@ def of_shared(config: PreTrainedConfig, inputs: dict[str, Any], attention: bool 
     layout: PackedLayout = inputs["layout"]
     visited = {kind: _visited(spans) * attention for kind, spans in _spans(config, inputs).items()}
     levels = StateTree.of(layout, torch.device("cpu")).levels
-    calls = [(level.count, level.length, _chunk(level.length, CHUNK)) for level in levels]
+    calls = [(level.count, level.length, _chunk(level, CHUNK)) for level in levels]
     tokens = inputs["input_ids"].shape[1]
     media = inputs["media"].get("image")
     vision_work = sum(vision(config, grid, attention) for grid in _grids(config, media["tensors"])) if media else 0
