@@ -121,6 +121,8 @@ def both(folder, conversations, prepare=lambda model: model, dtype=torch.float32
         model = load_for_training(folder, dtype=torch.float32, attn_implementation="sdpa", seed=1)
         inputs = batcher_for(model, processor, batching)(rendered)
         inputs = in_type(inputs, dtype)
+        if batching == "shared":
+            assert "layout" in inputs and inputs["input_ids"].numel() < sum(map(len, rendered)), "it was not shared"
         with rounding_nowhere() if dtype == torch.float64 else nullcontext():
             results.append(scored(prepare(model.to(dtype)), inputs))
     return results
