@@ -76,6 +76,7 @@ CASES = {
     "turns": [[user(RED, "What?"), answer("A."), user(BLUE, "And?"), answer(a)] for a in ("B.", "C.")],
     "one is the start of another": [[user("Q"), answer("A")], [user("Q"), answer("A"), user("R"), answer("B")]],
     "video": [[user(video(4, 10), "What?"), answer(a)] for a in ("it moves", "no")],
+    "image after a video": [[user(video(3, 20), RED, "Both?"), answer(a)] for a in ("x", "y z")],
     "video and image": [[user(RED, video(3, 20), "Both?"), answer(a)] for a in ("x", "y z")],
 }
 
@@ -283,6 +284,12 @@ def test_images_are_the_same_where_all_that_they_see_is(images_see_all, other, s
     batcher, numbers = SharedBatcher(path_positions, [], {9}, images_see_all), {}
     first, second = (batcher.identities(rendered_with(*items), numbers) for items in ([1, "A", 2, "B", 3], other))
     assert common_prefix(first, second) == shared
+
+
+def test_of_two_adjacent_images_either_may_stand_twice():
+    batcher, numbers = SharedBatcher(path_positions, [], {9}, False), {}
+    first, second = (batcher.identities(rendered_with(1, *items, 2), numbers) for items in ("AAB", "ABB"))
+    assert common_prefix(first, second) == 1
 
 
 tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=8)

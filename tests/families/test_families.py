@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vlmrm.batching import SharedBatcher
 from vlmrm.batching.media import blank_image
 from vlmrm.conversation import Conversation
-from vlmrm.modeling import load_for_training
+from vlmrm.modeling import freeze, load_for_training
 from vlmrm.modeling.attention import SHARED_PREFIX, batcher_for
 from vlmrm.modeling.sight import prove_sight
 from vlmrm.rendering import Rendered, Renderer
@@ -226,6 +226,33 @@ def test_scores_of_a_padded_batch_do_not_depend_on_its_company(family):
         alone = [model(**to_float64(batcher([item]))).logits[0, 0] for item in rendered]
         together = model(**to_float64(batcher(rendered))).logits[:, 0]
     assert (together - torch.stack(alone)).abs().max() <= SCORES
+
+
+@named([family for family in FAMILIES if family.model_type == "llava_next"])
+def test_cached_features_depend_on_marks_between_rows(family, tmp_path):
+    processor, scores = processor_of(family), []
+    batch = None
+    for mark in (0.0, 1.0):
+        model = family.make_model(processor)
+        freeze(model, vit=True)
+        with torch.no_grad():
+            model.model.image_newline += mark
+        batch = batch or to_float64(batcher_for(model, processor, "shared")(rendered_of(family, "image")))
+        batcher_for(model, processor, "shared")
+        with rounding_nowhere(), torch.no_grad():
+            expected = model(**batch).logits
+            model.use_vision_cache(tmp_path)
+            assert torch.equal(model(**batch).logits, expected)
+        scores.append(expected)
+    assert not torch.equal(*scores)
+
+
+@named([family for family in FAMILIES if family.model_type == "fast_vlm"])
+def test_an_images_features_do_not_depend_on_others_in_training(family):
+    """FastVLM's tower has batch norms."""
+    model = family.make_model(processor_of(family)).train()
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    assert norms and not any(norm.training for norm in norms)
 
 
 def test_the_documentation_has_the_table_as_it_is():

@@ -6,7 +6,9 @@ eager attention of Gemma 2 and gpt-oss computes soft caps and sinks.
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -334,3 +336,13 @@ def test_the_arguments_of_the_variable_length_kernel_say_what_the_mask_says(name
     row = Row(BRANCHES, seed=0)
     output = varlen(*row.states, row.layout, 0.3, row.rule(name))
     torch.testing.assert_close(output, row.expected(name, gemma2_attention), rtol=1e-12, atol=1e-12)
+
+
+def test_masks_do_not_keep_the_row_that_they_were_made_for():
+    layout = PackedLayout.of(grow([np.arange(6), np.arange(5)]))
+    rule = mask_rule(1, len(layout), len(layout), mask_function=sliding_window_causal_mask_function(3))
+    block_mask(layout, rule, CPU)
+    row = weakref.ref(layout)
+    del layout, rule
+    gc.collect()
+    assert row() is None

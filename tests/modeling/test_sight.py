@@ -9,9 +9,11 @@ import torch
 from runs import assert_equal_weights, colour_pairs
 from transformers import Qwen2_5_VLModel
 
+from vlmrm.batching import PaddedBatcher
 from vlmrm.errors import CheckpointError
 from vlmrm.modeling import kernels, load_checkpoint, load_for_training, load_processor, make_tiny_reward_model
-from vlmrm.modeling.attention import attention_of
+from vlmrm.modeling.attention import attention_of, batcher_for
+from vlmrm.modeling.families import BY_MODEL_TYPE
 from vlmrm.modeling.sight import prove_sight
 from vlmrm.scoring import load_scorer
 
@@ -109,6 +111,18 @@ def test_families_without_shared_batches_are_checked_for_sight(tiny_reward_model
     monkeypatch.setattr(sight, "not_shared", lambda model: "this one")
     with pytest.raises(CheckpointError, match=BLIND):
         load_checkpoint(tiny_reward_model)
+
+
+def test_a_family_without_tests_is_padded_where_its_proof_fails_but_not_later(broken, tiny_checkpoint, monkeypatch):
+    monkeypatch.delitem(BY_MODEL_TYPE, "qwen2_5_vl")
+    model, processor = load_for_training(tiny_checkpoint), load_processor(tiny_checkpoint)
+    assert isinstance(batcher_for(model, processor, "shared"), PaddedBatcher), "nothing is proved yet"
+    prove_sight(model, processor, name="it", batching="shared")
+    assert model.padded_because is not None and not model.proved
+    assert isinstance(batcher_for(model, processor, "shared"), PaddedBatcher)
+    model.padded_because, model.proved = None, True  # by an earlier proof, after which batches were made
+    with pytest.raises(CheckpointError, match=WRONG):
+        prove_sight(model, processor, name="it", batching="shared")
 
 
 def test_a_training_of_a_blind_model_is_refused_before_its_first_step(train_here, tmp_path, blind, capfd):

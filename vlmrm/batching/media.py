@@ -59,12 +59,29 @@ def placeholders_in(medium: ProcessedMedia, placeholders: Collection[int]) -> in
 
 def select(media: DistinctMedia, indices: Sequence[int]) -> DistinctMedia:
     """Return the distinct media `indices`, each of which occurs once."""
-    parts = _parts(media)
+    parts = parts_of(media)
     return {
         "tensors": _joined([parts[index] for index in indices]),
         "rows": {name: [counts[index] for index in indices] for name, counts in media["rows"].items()},
         "tokens": [media["tokens"][index] for index in indices],
         "order": list(range(len(indices))),
+    }
+
+
+def in_order(media: DistinctMedia, names: Collection[str]) -> Tensors:
+    """Return tensors that give the sizes of media, by `names`, for each occurrence."""
+    parts = {name: media["tensors"][name].split(media["rows"][name], _axis(name, media["tensors"])) for name in names}
+    return {name: torch.cat([parts[name][index] for index in media["order"]]) for name in names}
+
+
+def as_images(images: DistinctMedia, videos: DistinctMedia) -> DistinctMedia:
+    """Return images and videos as images, for a tower to which a video is patches with a grid as well."""
+    pixels, grid = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw")
+    return {
+        "tensors": {a: torch.cat([images["tensors"][a], videos["tensors"][b]]) for a, b in (pixels, grid)},
+        "rows": {a: [*images["rows"][a], *videos["rows"][b]] for a, b in (pixels, grid)},
+        "tokens": [*images["tokens"], *videos["tokens"]],
+        "order": [],
     }
 
 
@@ -91,7 +108,7 @@ def _joined(media: Sequence[Tensors]) -> Tensors:
     return {name: _join([t[name] for t in moved if name in t], _axis(name, names)) for name in names}
 
 
-def _parts(media: DistinctMedia) -> list[Tensors]:
+def parts_of(media: DistinctMedia) -> list[Tensors]:
     """Return the tensors of each medium, as they were joined."""
     split = {
         name: tensor.split(media["rows"][name], _axis(name, media["tensors"]))

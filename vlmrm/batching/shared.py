@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -390,9 +390,11 @@ class SharedBatcher:
         # An image that sees the last one also sees, through it, every word before that.
         ahead = [*(medium.key for medium in rendered.media), str(ids[: in_runs[-1][1]].tolist())] if in_runs else []
         for start, stop in in_runs:
-            # With its length: an image twice is no prefix of an image once.
-            keys = tuple(ahead) if self.images_see_all else (*dict.fromkeys(media[start:stop]), str(stop - start))
-            ids[start:stop] = -1 - numbers.setdefault(keys, len(numbers))  # negative: no token has such an id
+            # With their lengths: of two adjacent images either may stand twice.
+            keys = (
+                ahead if self.images_see_all else [f"{len([*run])} {key}" for key, run in groupby(media[start:stop])]
+            )
+            ids[start:stop] = -1 - numbers.setdefault(tuple(keys), len(numbers))  # negative: no token has such an id
         return ids
 
     def _media(self, rendered: Sequence[Rendered], tree: Tree) -> Media:

@@ -263,8 +263,9 @@ def prune_last_layer(language_model: Any) -> None:
     """
     layer = getattr(language_model, "layers", [None])[-1]
     mixer = getattr(layer, "self_attn", None) or getattr(layer, "linear_attn", None)
+    mlp = getattr(layer, "mlp", None)
     # Experts are not pruned: figures and losses of their routers are over all tokens.
-    if mixer is None or hasattr(layer, "ends") or not type(getattr(layer, "mlp", None)).__name__.endswith("MLP"):
+    if mixer is None or hasattr(layer, "ends") or not type(mlp).__name__.endswith("MLP") or hasattr(mlp, "experts"):
         return
     layer.ends = ends = _Ends()
     mixer.register_forward_pre_hook(ends, with_kwargs=True)

@@ -32,6 +32,7 @@ class Family:
         images_see_all: whether the tokens of an image see those of later images of the conversation.
         positions_of_batch: whether its `get_rope_index` is wrong for several conversations at once, which then get
             positions of their own.
+        videos_as_images: whether one pass of the tower takes images and videos, both patches with a grid.
         trains_all: whether a batch with an image gives every weight a gradient, so that DDP need not search for those
             without.
         padded: why it cannot share prefixes; None where it can.
@@ -49,6 +50,7 @@ class Family:
     constants: Sequence[str] = ()
     images_see_all: bool = False
     positions_of_batch: bool = False
+    videos_as_images: bool = False
     trains_all: bool = False
     padded: str | None = None
     refused: str | None = None
@@ -138,14 +140,14 @@ FAMILIES = (
     Family("PaddleOCR-VL", ["paddleocr_vl"], mergers=["projector"]),
     Family("Perception LM", ["perception_lm"]),
     Family("Qianfan-OCR", ["qianfan_ocr"]),
-    Family("Qwen2-VL", ["qwen2_vl"], trains_all=True),
-    Family("Qwen2.5-VL, MiMo-VL", ["qwen2_5_vl"], trains_all=True),
+    Family("Qwen2-VL", ["qwen2_vl"], trains_all=True, videos_as_images=True),
+    Family("Qwen2.5-VL, MiMo-VL", ["qwen2_5_vl"], trains_all=True, videos_as_images=True),
     Family("Qwen2.5-Omni, its thinker", ["qwen2_5_omni_thinker"]),
-    Family("Qwen3-VL", ["qwen3_vl"], trains_all=True),
-    Family("Qwen3-VL, mixtures of experts", ["qwen3_vl_moe"], trains_all=True),
+    Family("Qwen3-VL", ["qwen3_vl"], trains_all=True, videos_as_images=True),
+    Family("Qwen3-VL, mixtures of experts", ["qwen3_vl_moe"], trains_all=True, videos_as_images=True),
     Family("Qwen3-Omni, its thinker", ["qwen3_omni_moe_thinker"], mergers=["visual.merger", "visual.merger_list"]),
-    Family("Qwen3.5", ["qwen3_5"], trains_all=True),
-    Family("Qwen3.5, mixtures of experts", ["qwen3_5_moe"], trains_all=True),
+    Family("Qwen3.5", ["qwen3_5"], trains_all=True, videos_as_images=True),
+    Family("Qwen3.5, mixtures of experts", ["qwen3_5_moe"], trains_all=True, videos_as_images=True),
     Family("Qwen4, experimental", ["qwen4_exp"], padded=BY_INDEX),
     Family("SmolVLM", ["smolvlm"]),
     Family("Step 3.7", ["step3p7"]),

@@ -21,7 +21,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from vlmrm.batching.shared import PackedLayout, Span
+from vlmrm.batching.shared import PackedLayout, PackedSegment, Span
 from vlmrm.errors import ConfigError
 
 REFERENCE = "write batching: reference"
@@ -75,7 +75,8 @@ def mask_rule(
             f"batching: shared attends over one packed row without a cache, not over {batch_size} rows of {q_length} "
             f"queries and {kv_length} keys: {REFERENCE}."
         )
-    if attention_mask is not None and not bool(attention_mask.all()):
+    # On a GPU the question would wait for it in every forward; only a row made by hand could have padding.
+    if attention_mask is not None and not attention_mask.is_cuda and not bool(attention_mask.all()):
         raise ConfigError(f"batching: shared has a packed row with padding in its attention_mask: {REFERENCE}.")
     functions = list(_nested(mask_function))
     if any(_made_like(function, packed_sequence_mask_function(torch.zeros(1, 1))) for function in functions):
@@ -103,7 +104,8 @@ class MaskRule(BlockMask):
         self.function = function
         self.length = length
         self._spans: dict[torch.device, list[MaskedSpan]] = {}
-        self._layout: PackedLayout | None = None
+        # Not the layout: caches that live as long as it does hold rules.
+        self._segments: Sequence[PackedSegment] | None = None
 
     def __repr__(self) -> str:
         return f"MaskRule({self.function}, {self.length})"
@@ -134,8 +136,8 @@ class MaskRule(BlockMask):
         Raises:
             ConfigError: when a token attends to one after it that is not on the path of all its conversations.
         """
-        if self._layout is None or self._layout.segments != layout.segments:  # FSDP copies layouts for each layer
-            self._layout, self._spans = layout, {}
+        if self._segments != layout.segments:  # FSDP copies layouts for each layer
+            self._segments, self._spans = layout.segments, {}
         if device not in self._spans:
             self._spans[device] = self._evaluate(layout, device)
         return self._spans[device]

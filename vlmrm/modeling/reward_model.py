@@ -6,8 +6,9 @@ import inspect
 import logging
 from collections.abc import Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -34,9 +35,10 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from vlmrm.batching.media import DistinctMedia, Media
+from vlmrm.batching.media import DistinctMedia, Media, as_images, in_order
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.modeling.experts import tokens_of_vision_experts, touch_vision_experts
@@ -116,6 +118,14 @@ class RewardModel(PreTrainedModel):
         else:
             super()._init_weights(module)
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of training; batch norms keep that of evaluation, as an image's features are its alone."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+                module.eval()
+        return self
+
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -148,12 +158,12 @@ class RewardModel(PreTrainedModel):
             media = self._media_of(inputs)
         if self.vision_cache is not None:
             # Here, not where features are cached: ranks with a batch of texts must take part too.
-            self.vision_cache.identify(self.vision_modules())
+            self.identify_vision(self.vision_cache)
         if media:
-            tensors = {name: tensor for distinct in media.values() for name, tensor in distinct["tensors"].items()}
-            sizes = (name for name in tensors if name in self.input_names and not name.startswith("pixel"))
-            inputs |= {name: tensors[name] for name in sizes}
-            inputs["mm_encoder_outputs"] = {kind: self.encode(kind, distinct) for kind, distinct in media.items()}
+            for distinct in media.values():
+                sizes = [name for name in distinct["tensors"] if not name.startswith("pixel")]
+                inputs |= in_order(distinct, [name for name in sizes if name in self.input_names])
+            inputs["mm_encoder_outputs"] = self.encode(media)
             if "moe_mm_token_type_ids" in self.input_names:
                 inputs["moe_mm_token_type_ids"] = tokens_of_vision_experts(self.config, inputs["input_ids"])
         if pixels := [name for name in inputs if name.startswith("pixel_values")]:
@@ -175,10 +185,26 @@ class RewardModel(PreTrainedModel):
         output = self.model(**_as_annotated(self.model.forward, inputs))
         return output.logits if self.family.language_head else output.last_hidden_state
 
-    def encode(self, kind: str, media: DistinctMedia) -> EncoderOutput:
-        """Return the features of media of one `kind` in the order shown, as the backbone takes them."""
-        features = self.vision_features(kind, media)
-        return assemble([features[index] for index in media["order"]])
+    def encode(self, media: Media) -> dict[str, EncoderOutput]:
+        """Return the features of each kind of media in the order shown, as the backbone takes them.
+
+        Raises:
+            ConfigError: under ZeRO-3 for images and videos in one batch that need two passes of the tower: ranks with
+                one kind would wait for ever.
+        """
+        media = kinds = {kind: media[kind] for kind in sorted(media)}  # images first, whichever stand first
+        if len(media) > 1 and self.family.videos_as_images:
+            kinds = {"image": as_images(media["image"], media["video"])}
+        elif len(media) > 1 and self.training and is_deepspeed_zero3_enabled():
+            raise ConfigError(
+                f"{self.family.name} runs its tower apart for images and for videos, which ZeRO-3 does not take in "
+                "one batch: use ZeRO-2, or train with one kind."
+            )
+        features = iter([image for kind, distinct in kinds.items() for image in self.vision_features(kind, distinct)])
+        by_kind = {kind: list(islice(features, len(distinct["tokens"]))) for kind, distinct in media.items()}
+        return {
+            kind: assemble([by_kind[kind][index] for index in distinct["order"]]) for kind, distinct in media.items()
+        }
 
     def vision_features(self, kind: str, media: DistinctMedia) -> list[Features]:
         """Return the features of each distinct image or video, from the cache where there is one.
@@ -285,6 +311,11 @@ class RewardModel(PreTrainedModel):
         paths = (*self.family.towers, *self.family.mergers)
         modules = dict(self.model.named_modules())
         return [modules[path] for path in paths if path in modules]
+
+    def identify_vision(self, cache: Any) -> None:
+        """Let a `VisionCache` hash all that the features of images depend on."""
+        modules = [*self.vision_modules(), nn.ParameterList(self.model.parameters(recurse=False))]
+        cache.identify(modules, self.config)
 
     def trains_vision(self) -> bool:
         """Return whether any weight of the tower or the merger, or a mark between images, is trained."""

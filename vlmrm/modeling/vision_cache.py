@@ -24,9 +24,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from vlmrm.batching.media import DistinctMedia, select
+from vlmrm.batching.media import DistinctMedia, parts_of, select
 from vlmrm.errors import ConfigError
 from vlmrm.files import make_folder, plain_write_errors, write_file
 from vlmrm.modeling.features import FeatureForm, Features
@@ -58,15 +59,15 @@ class VisionCache:
                 pass
             self._evict()
 
-    def identify(self, modules: Sequence[nn.Module]) -> None:
-        """Hash the weights of the tower and merger on the first call.
+    def identify(self, modules: Sequence[nn.Module], config: PreTrainedConfig) -> None:
+        """Hash the weights and the configuration of what encodes images on the first call; the tower is first.
 
         Under ZeRO-3 all ranks gather each weight for it, so all must call it at the same point: in their first batch,
         with images or without, after a checkpoint to resume from was loaded.
         """
         if self._tower_hash is None:
             self._dtype = next(modules[0].parameters()).dtype
-            self._tower_hash = _hash_of(modules)
+            self._tower_hash = _hash_of(modules, config)
 
     def features(self, media: DistinctMedia, run: Callable[[DistinctMedia], list[Features]]) -> list[Features]:
         """Return the features of each distinct medium, with one `run` for those not cached.
@@ -77,10 +78,10 @@ class VisionCache:
         compute_type = _compute_type(device, self._dtype)
         # Hashed in the type in which the tower reads them.
         on_cpu = {
-            name: tensor.to("cpu", self._dtype if tensor.is_floating_point() else None).split(media["rows"][name])
+            name: tensor.to("cpu", self._dtype if tensor.is_floating_point() else None)
             for name, tensor in media["tensors"].items()
         }
-        parts = [dict(zip(on_cpu, tensors, strict=True)) for tensors in zip(*on_cpu.values(), strict=True)]
+        parts = parts_of({**media, "tensors": on_cpu})
         with ThreadPoolExecutor(max_workers=min(len(parts), os.cpu_count() or 1)) as pool:  # hashing holds no lock
             keys = list(pool.map(lambda tensors: self._key(tensors, compute_type), parts))
         distinct = list(dict.fromkeys(keys))
@@ -171,21 +172,29 @@ def _compute_type(device: torch.device, dtype: torch.dtype) -> str:
     return f"{dtype} {torch.get_autocast_dtype(device.type) if autocast else 'as it is'}"
 
 
-def _hash_of(modules: Sequence[nn.Module]) -> str:
-    ignored = ("_name_or_path", "transformers_version", "dtype")  # its origin, and its type, which keys have already
-    digest = sha256()
+# Of a configuration: its origin, its type, which keys have already, and what training changes.
+NOT_OF_VISION = frozenset(
+    (
+        *("_name_or_path", "transformers_version", "dtype", "text_config", "architectures", "quantization_config"),
+        *("num_labels", "id2label", "label2id", "problem_type", "reward_head", "use_cache"),
+        *("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"),
+    )
+)
+
+
+def _hash_of(modules: Sequence[nn.Module], config: PreTrainedConfig) -> str:
+    about = {name: value for name, value in config.to_dict().items() if name not in NOT_OF_VISION}
+    about |= {name: {**value, "dtype": None} for name, value in about.items() if isinstance(value, dict)}
+    digest = sha256(json.dumps(about, sort_keys=True, default=str).encode())
     for module in modules:
-        if (config := getattr(module, "config", None)) is not None:
-            about = {name: value for name, value in config.to_dict().items() if name not in ignored}
-            digest.update(json.dumps(about, sort_keys=True, default=str).encode())
-        for name, weight in module.named_parameters():
+        for name, weight in (*module.named_parameters(), *module.named_buffers()):
             with _gathered(weight):
                 digest.update(f"{name} {weight.dtype} {list(weight.shape)} ".encode())
                 digest.update(_bytes(weight.detach().cpu()))
     return digest.hexdigest()
 
 
-def _gathered(weight: nn.Parameter) -> AbstractContextManager:
+def _gathered(weight: torch.Tensor) -> AbstractContextManager:
     """Gather a weight that ZeRO-3 has partitioned over the ranks."""
     if not is_deepspeed_zero3_enabled():
         return nullcontext()

@@ -32,7 +32,7 @@ class Pass(TypedDict):
 
     inputs: Mapping[str, Any]
     objective: Callable[[torch.Tensor], torch.Tensor]
-    pair_weight: float  # its share of the weights of the part's pairs
+    pair_weight: torch.Tensor  # its share of the weights of the part's pairs
     random_state: RandomState | None  # to draw the dropout of an earlier forward again
 
 
@@ -74,7 +74,7 @@ def passes_of(parts: Sequence[Part], loss: Loss, score: Score, device: torch.dev
     passes: list[Pass] = []
     for part in parts:
         objective = partial(_in_order, part=part, loss=loss)
-        weight = float(part["pairs"]["weight"].sum()) / len(part["inputs"])
+        weight = part["pairs"]["weight"].sum() / len(part["inputs"])
         if len(part["inputs"]) == 1:
             passes.append(Pass(inputs=part["inputs"][0], objective=objective, pair_weight=weight, random_state=None))
             continue

@@ -243,7 +243,7 @@ class ComparisonTrainer(trl.RewardTrainer):
         if coefficient := self.args.router_aux_loss_coef:
             # A mean over the step's forwards, each with the weight of its pairs.
             total = num_items_in_batch.sum().clamp_min(torch.finfo(torch.float32).tiny)
-            balance = coefficient * inputs["pair_weight"] / total * balance_loss(decisions)
+            balance = coefficient * inputs["pair_weight"].to(total.device) / total * balance_loss(decisions)
             self._figures.sums["loss_router"] += balance.item()
             loss = loss + balance
         # Each rank's loss is its share of the step's mean, to be summed, but DDP averages gradients over ranks.
