@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vlmrm.batching import SharedBatcher
 from vlmrm.batching.media import blank_image
 from vlmrm.conversation import Conversation
+from vlmrm.errors import ConfigError
 from vlmrm.modeling import freeze, load_for_training
 from vlmrm.modeling.attention import SHARED_PREFIX, batcher_for
 from vlmrm.modeling.sight import prove_sight
@@ -226,6 +227,17 @@ def test_scores_of_a_padded_batch_do_not_depend_on_its_company(family):
         alone = [model(**to_float64(batcher([item]))).logits[0, 0] for item in rendered]
         together = model(**to_float64(batcher(rendered))).logits[:, 0]
     assert (together - torch.stack(alone)).abs().max() <= SCORES
+
+
+@named([family for family in FAMILIES if family.model_type in ("glm4v", "molmo2")])
+def test_images_and_videos_in_one_batch_are_refused_in_a_sentence(family):
+    processor = processor_of(family)
+    model = family.make_model(processor)
+    rendered = [*rendered_of(family, "image"), *rendered_of(family, "video")]
+    for batching in ("shared", "reference"):
+        inputs = to_float64(batcher_for(model, processor, batching)(rendered))
+        with pytest.raises(ConfigError, match="does not take images and videos in one batch"):
+            model(**inputs)
 
 
 @named([family for family in FAMILIES if family.model_type == "llava_next"])

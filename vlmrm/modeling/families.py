@@ -32,6 +32,7 @@ class Family:
         images_see_all: whether the tokens of an image see those of later images of the conversation.
         positions_of_batch: whether its `get_rope_index` is wrong for several conversations at once, which then get
             positions of their own.
+        kinds_apart: whether a batch may have images or videos, and not both.
         videos_as_images: whether one pass of the tower takes images and videos, both patches with a grid.
         trains_all: whether a batch with an image gives every weight a gradient, so that DDP need not search for those
             without.
@@ -50,6 +51,7 @@ class Family:
     constants: Sequence[str] = ()
     images_see_all: bool = False
     positions_of_batch: bool = False
+    kinds_apart: bool = False
     videos_as_images: bool = False
     trains_all: bool = False
     padded: str | None = None
@@ -84,10 +86,10 @@ FAMILIES = (
     Family("Gemma 3n", ["gemma3n"], mergers=["embed_vision"]),
     Family("Gemma 4", ["gemma4"], mergers=["embed_vision"]),
     Family("Gemma 4 Unified", ["gemma4_unified"], towers=["embed_vision"], mergers=[]),
-    Family("GLM-4.1V, 4.6V, GLM-GA", ["glm4v", "glm46v", "glmga"]),
-    Family("GLM-4.5V", ["glm4v_moe"]),
+    Family("GLM-4.1V, 4.6V, GLM-GA", ["glm4v", "glm46v", "glmga"], kinds_apart=True),
+    Family("GLM-4.5V", ["glm4v_moe"], kinds_apart=True),
     Family("GLM-5 Next", ["glm5_next"], padded=BY_INDEX),
-    Family("GLM-OCR", ["glm_ocr"]),
+    Family("GLM-OCR", ["glm_ocr"], kinds_apart=True),
     Family("GOT-OCR 2", ["got_ocr2"]),
     Family("Granite Docling", ["granite_docling"], mergers=["vision_model.connector"], constants=["router_logits"]),
     Family(
@@ -123,7 +125,7 @@ FAMILIES = (
     Family("MiniMax M3", ["minimax_m3_vl"], padded=BY_INDEX),
     Family("Mistral 3", ["mistral3"]),
     Family("Mistral Large 4", ["mistral_large4"], padded=BY_INDEX),
-    Family("Molmo 2", ["molmo2"], images_see_all=True),
+    Family("Molmo 2", ["molmo2"], images_see_all=True, kinds_apart=True),
     Family(
         "Muse Glimmer, Muse Spark",
         ["muse_glimmer", "muse_spark"],

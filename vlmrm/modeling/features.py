@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import ModelOutput
 
+from vlmrm.errors import ConfigError
+
 
 @dataclass
 class EncoderOutput(ModelOutput):
@@ -80,7 +82,7 @@ def split(output: ModelOutput, tokens: Sequence[int], merged: str | None, consta
     """Return the features of each image, of which image i has `tokens[i]` placeholders.
 
     Raises:
-        ValueError: when the tower has more features than that, or fewer.
+        ConfigError: when the tower has more features than that, or fewer.
     """
     deepstack = output.get("deepstack_features")
     values = [*([output[merged]] if merged else ()), *(deepstack or ())]
@@ -94,7 +96,10 @@ def split(output: ModelOutput, tokens: Sequence[int], merged: str | None, consta
     for value in values:
         rows = torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in _tensors(value)])
         if len(rows) != sum(tokens):
-            raise ValueError(f"its vision tower has {len(rows)} features for {sum(tokens)} placeholders")
+            raise ConfigError(
+                f"the vision tower has {len(rows)} features for the {sum(tokens)} placeholders of a batch: where "
+                "videos of different numbers of frames cannot be in one batch, write per_device_train_batch_size: 1."
+            )
         layers.append(rows.split(list(tokens)))
     return [Features(image, form) for image in zip(*layers, strict=True)]
 

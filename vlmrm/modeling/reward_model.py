@@ -153,7 +153,13 @@ class RewardModel(PreTrainedModel):
 
         Raises:
             ValueError: when a part of an image's inputs is missing, with which it would silently be misread.
+            ConfigError: for images and videos in one batch of a family that does not take both.
         """
+        both = len(media or ()) > 1 or {"pixel_values", "pixel_values_videos"} <= inputs.keys()
+        if self.family.kinds_apart and both:
+            raise ConfigError(
+                f"{self.family.name} does not take images and videos in one batch: train and score them apart."
+            )
         if media is None:
             media = self._media_of(inputs)
         if self.vision_cache is not None:
