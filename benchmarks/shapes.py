@@ -94,18 +94,22 @@ QWEN = {
 }
 
 
+def _vision(size: Size) -> dict[str, Any]:
+    """Return the part of a configuration that the towers of Qwen2.5-VL and Qwen3.5 have in common."""
+    return {
+        "depth": size.vision_depth,
+        "hidden_size": size.vision,
+        "intermediate_size": size.vision_forward,
+        "num_heads": 4,
+        "out_hidden_size": size.hidden,
+    }
+
+
 def _qwen2_5(size: Size, image: int) -> PreTrainedConfig:
     return Qwen2_5_VLConfig(
         text_config=_text(size) | {"rope_parameters": _rotary(size.hidden // size.heads // 2)},
-        vision_config={
-            "depth": size.vision_depth,
-            "hidden_size": size.vision,
-            "intermediate_size": size.vision_forward,
-            "num_heads": 4,
-            "out_hidden_size": size.hidden,
-            "window_size": 112,
-            "fullatt_block_indexes": [size.vision_depth // 2 - 1, size.vision_depth - 1],
-        },
+        vision_config=_vision(size)
+        | {"window_size": 112, "fullatt_block_indexes": [size.vision_depth // 2 - 1, size.vision_depth - 1]},
         **QWEN,
     )
 
@@ -119,13 +123,7 @@ def _qwen3_5(size: Size, image: int) -> PreTrainedConfig:
         text_config=_text(size)
         | delta_net
         | {"head_dim": head, "rope_parameters": _rotary(head // 8) | {"partial_rotary_factor": 0.25}},
-        vision_config={
-            "depth": size.vision_depth,
-            "hidden_size": size.vision,
-            "intermediate_size": size.vision_forward,
-            "num_heads": 4,
-            "out_hidden_size": size.hidden,
-        },
+        vision_config=_vision(size),
         **QWEN,
     )
 

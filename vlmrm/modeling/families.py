@@ -7,8 +7,10 @@ Most is found by itself: positions by the backbone's `get_rope_index`, masks by 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 # Paths in backbones. The Qwen family's mergers are inside its tower.
@@ -186,6 +188,15 @@ REFUSED = {
     "vision-encoder-decoder": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
 }
 BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
+
+
+def existing_parts(backbone: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    """Return the modules at those of the paths that exist."""
+    parts = []
+    for path in paths:
+        with suppress(AttributeError):
+            parts.append(backbone.get_submodule(path))
+    return parts
 
 
 def family_of(config: PreTrainedConfig) -> Family:

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from vlmrm.errors import ConfigError
 from vlmrm.libraries import missing, relies_on
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.experts import expert_weights, find_routers
-from vlmrm.modeling.families import LANGUAGE_MODELS, Family
+from vlmrm.modeling.families import LANGUAGE_MODELS, Family, existing_parts
 from vlmrm.modeling.reward_model import RewardModel
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def freeze(model: nn.Module, vit: bool = False, merger: bool | None = None, llm:
         ConfigError: when the architecture has no such part under a known name.
     """
     backbone, family = model.get_submodule("model"), _family_of(model)
-    mergers = _find(backbone, family.mergers)
+    mergers = existing_parts(backbone, family.mergers)
     if vit:
         towers = _parts_to_freeze(backbone, "vit", family.towers)
         trained = {weight for part in mergers for weight in part.parameters()}
@@ -215,7 +215,7 @@ def language_model_path(model: nn.Module) -> str:
     """
     backbone = model.get_submodule("model")
     for path in _family_of(model).language_models:
-        if _find(backbone, [path]):
+        if existing_parts(backbone, [path]):
             return f"model.{path}"
     raise ConfigError(
         f"{type(backbone).__name__} has no language model under a known name (its parts are {_part_names(backbone)})."
@@ -223,18 +223,13 @@ def language_model_path(model: nn.Module) -> str:
 
 
 def _parts_to_freeze(backbone: nn.Module, name: str, paths: Sequence[str]) -> list[nn.Module]:
-    parts = _find(backbone, paths)
+    parts = existing_parts(backbone, paths)
     if not parts:
         raise ConfigError(
             f"freeze_{name}: {type(backbone).__name__} has no part {' or '.join(paths)}, only "
             f"{_part_names(backbone)}: remove freeze_{name}."
         )
     return parts
-
-
-def _find(backbone: nn.Module, paths: Iterable[str]) -> list[nn.Module]:
-    modules = dict(backbone.named_modules())
-    return [modules[path] for path in paths if path in modules]
 
 
 def _part_names(backbone: nn.Module) -> str:

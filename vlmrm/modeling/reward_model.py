@@ -42,7 +42,7 @@ from vlmrm.batching.media import DistinctMedia, Media, as_images, in_order
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.modeling.experts import tokens_of_vision_experts, touch_vision_experts
-from vlmrm.modeling.families import BY_MODEL_TYPE, Family, family_of
+from vlmrm.modeling.families import BY_MODEL_TYPE, Family, existing_parts, family_of
 from vlmrm.modeling.features import EncoderOutput, Features, assemble, split
 
 logger = logging.getLogger("vlmrm")
@@ -181,8 +181,7 @@ class RewardModel(PreTrainedModel):
         # Before the language model, as with images: under ZeRO-3 all ranks gather weights in one order.
         layers = [layer for image in self.run_tower("image", self.touch_vision) for layer in image.layers]
         if self.family.feature_field == "last_hidden_state":  # before the merger, which the backbone runs
-            modules = dict(self.model.named_modules())
-            layers += [modules[path](layer) for path in self.family.mergers if path in modules for layer in layers]
+            layers += [merger(layer) for merger in existing_parts(self.model, self.family.mergers) for layer in layers]
         # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
         zero = torch.stack([(0 * layer).sum() for layer in layers]).sum()
         return self._last_hidden_states(**inputs) + zero
@@ -274,6 +273,8 @@ class RewardModel(PreTrainedModel):
                     "tokens": (patches // merge**2).tolist(),
                     "order": list(range(len(grid))),
                 }
+        if not media:
+            return media
         placeholders = torch.tensor(sorted(self.placeholders), device=self.device)
         ids = inputs.get("input_ids")
         counted = sum(count for distinct in media.values() for count in distinct["tokens"])
@@ -292,8 +293,7 @@ class RewardModel(PreTrainedModel):
     @property
     def language_model(self) -> nn.Module:
         """The language model inside the backbone."""
-        modules = dict(self.model.named_modules())
-        return next((modules[path] for path in self.family.language_models if path in modules), self.model)
+        return next(iter(existing_parts(self.model, self.family.language_models)), self.model)
 
     @property
     def input_names(self) -> Sequence[str]:
@@ -314,9 +314,7 @@ class RewardModel(PreTrainedModel):
 
     def vision_modules(self) -> list[nn.Module]:
         """Return the vision towers and mergers, on whose weights the features of images depend."""
-        paths = (*self.family.towers, *self.family.mergers)
-        modules = dict(self.model.named_modules())
-        return [modules[path] for path in paths if path in modules]
+        return existing_parts(self.model, (*self.family.towers, *self.family.mergers))
 
     def identify_vision(self, cache: Any) -> None:
         """Let a `VisionCache` hash all that the features of images depend on."""
