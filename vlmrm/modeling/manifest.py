@@ -223,7 +223,7 @@ def save_reward_files(
     folder: str | Path,
     *,
     processor: ProcessorMixin,
-    head: str,
+    head: str | dict[str, Any],
     min_pixels: int | None,
     max_pixels: int | None,
     provenance: dict[str, Any],
@@ -237,7 +237,7 @@ def save_reward_files(
     """Write the processor and `reward_model.json` beside weights that are already in `folder`.
 
     Args:
-        head: `linear` or `mlp`.
+        head: `config.reward_head` of the model.
         min_pixels, max_pixels: limits on the area of images; None for the processor's own.
         provenance: the result of `provenance`.
         reward_mean, reward_std: of `reward_count` raw scores on the data with the fingerprint `reward_data`.

@@ -190,7 +190,7 @@ def construct(make: Callable[..., T], sources: Sources, arguments: RunArguments,
             save_extras,
             settings=sources.settings,
             processor=processor,
-            head=model_args.head,
+            head=model.config.reward_head,
             min_pixels=data_args.min_pixels,
             max_pixels=data_args.max_pixels,
             provenance=provenance(
