@@ -174,8 +174,8 @@ LAYOUTS = (
         rf"score\.{KIND}",
         "internlm/internlm-xcomposer2d5-7b-reward; arXiv:2501.12368",
         ids=["internlm-xcomposer2d5", "ixc-2.5-reward"],
-        refused="its architecture, whose adapters act on the tokens of images alone, is code in its repository and not in "
-        "transformers: score with its own code",
+        refused="its architecture, whose adapters act on the tokens of images alone, is code in its repository and "
+        "not in transformers: score with its own code",
     ),
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
