@@ -14,8 +14,8 @@ from transformers.training_args import OptimizerNames
 
 from vlmrm.errors import ConfigError, first_line
 from vlmrm.libraries import missing
+from vlmrm.modeling.head import Float32Linear
 from vlmrm.modeling.parts import IN_WORDS, LANGUAGE, MERGER, has_merger, trained_by_part
-from vlmrm.modeling.reward_model import Float32Linear
 from vlmrm.training.arguments import RATES, RewardTrainingArguments
 
 # Values that an optimizer keeps of each weight, by the beginning of its name; Adam and others keep two.
