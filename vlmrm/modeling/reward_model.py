@@ -71,6 +71,8 @@ class RewardModel(PreTrainedModel):
     # A blank image. Run the tower in every batch, with or without images, so that all ranks gather and reduce the same
     # weights in the same order. Training sets it.
     touch_vision: Any = None
+    # Whether inputs of checkpointed layers must need gradients: the layers themselves are frozen.
+    _marks_inputs = False
     # Whether the loaded model has proved that it sees, and why it then could not share prefixes.
     proved = False
     padded_because: str | None = None
@@ -235,6 +237,10 @@ class RewardModel(PreTrainedModel):
             if name in _parameters(encode)
         }
         differentiable = self.trains_vision() or any(tensor.requires_grad for tensor in inputs.values())
+        if self._marks_inputs and self.trains_tower():
+            # Reentrant checkpointing drops the gradients of layers none of whose inputs needs one.
+            pixels = {name: tensor for name, tensor in inputs.items() if tensor.is_floating_point()}
+            inputs |= {name: tensor.detach().requires_grad_() for name, tensor in pixels.items()}
         # Adapters of the language model leave the whole tower frozen: its activations need not be kept then.
         with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
             output = encode(**_as_annotated(encode, inputs), return_dict=True)
@@ -317,8 +323,15 @@ class RewardModel(PreTrainedModel):
         modules = [*self.vision_modules(), nn.ParameterList(self.model.parameters(recurse=False))]
         cache.identify(modules, self.config)
 
+    def trains_tower(self) -> bool:
+        """Return whether anything of the vision tower itself is trained, such as its adapters."""
+        towers, mergers = (existing_parts(self.model, paths) for paths in (self.family.towers, self.family.mergers))
+        apart = {id(weight) for merger in mergers for weight in merger.parameters()}
+        weights = (weight for tower in towers for weight in tower.parameters() if id(weight) not in apart)
+        return any(weight.requires_grad for weight in weights)
+
     def trains_vision(self) -> bool:
-        """Return whether any weight of the tower or the merger, or a mark between images, is trained."""
+        """Return whether any weight or adapter of the tower or the merger, or a mark between images, is trained."""
         weights = [weight for module in self.vision_modules() for weight in module.parameters()]
         return any(weight.requires_grad for weight in (*weights, *self.model.parameters(recurse=False)))
 
@@ -359,10 +372,12 @@ class RewardModel(PreTrainedModel):
         self.vision_cache = VisionCache(directory, gigabytes)
 
     def enable_input_require_grads(self) -> None:
-        """Let gradients reach adapters behind frozen embeddings, as the library's method does, for text alone.
+        """Let gradients reach adapters behind frozen embeddings, as the library's method does, of text.
 
-        The library's also marks the image patches, and a frozen vision tower would keep its activations for nothing.
+        The library's also marks the image patches, and a frozen vision tower would keep its activations for nothing:
+        `run_tower` does so where adapters of the tower need it.
         """
+        self._marks_inputs = True
 
         def require_grad(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
             output.requires_grad_(True)

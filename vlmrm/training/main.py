@@ -45,6 +45,7 @@ from vlmrm.modeling import (
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_finished, local_folder, read_json_of, weights_digest
+from vlmrm.modeling.quantization import describe, keep_trainable, quantized_layers
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.sight import prove_sight
 from vlmrm.rendering import MediaLimits, Renderer
@@ -259,9 +260,12 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
         revision=model_args.model_revision,
         trust_remote_code=args.trust_remote_code,
         seed=args.seed,
-        quantization_config=quantization_config(model_args),
+        quantization_config=quantization_config(model_args, weight_dtype(model_args, args)),
         check_files=model_args.check_files,
     )
+    if model_args.load_in_4bit:
+        keep_trainable(model)
+        logger.info("4-bit: %s", describe(model, quantized_layers(model), weight_dtype(model_args, args)))
     freeze(model, vit=model_args.freeze_vit, merger=model_args.freeze_merger, llm=model_args.freeze_llm)
     # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
     # A single process does too, for equal results: the optimizer skips weights without a gradient, but not those with
