@@ -38,7 +38,7 @@ from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 logger = logging.getLogger("vlmrm")
 
-relies_on(PreTrainedModel, "_supports_sdpa")
+relies_on(PreTrainedModel, "_supports_sdpa", "_supports_flash_attn")
 
 # Files in which LLaMA-Factory puts a trained head, beside weights that do not mention it.
 HEAD_FILES = ("value_head.safetensors", "value_head.bin")
@@ -226,6 +226,9 @@ def _load(
 ) -> RewardModel:
     model_class: Any = reward_model_class(config)
     attention = resolve_attention(attn_implementation)
+    if attention.startswith("flash") and not model_class._supports_flash_attn:
+        logger.warning("attn_implementation: sdpa for %s, which does not run with FlashAttention", config.model_type)
+        attention = "sdpa"
     if attention == "sdpa" and not model_class._supports_sdpa:
         attention = "eager"  # which is all that transformers has for a few families
     try:
