@@ -41,7 +41,7 @@ from vlmrm.training.folder import rotate, set_aside
 from vlmrm.training.losses import PreferenceLoss, weights
 from vlmrm.training.passes import forwards_of, passes_of
 from vlmrm.training.progress import Bar, ChanceCallback, CurvesCallback, FiguresCallback
-from vlmrm.training.resume import any_rank
+from vlmrm.training.resume import any_rank, is_lost_rank
 
 logger = logging.getLogger("vlmrm")
 
@@ -406,6 +406,8 @@ class ComparisonTrainer(trl.RewardTrainer):
                 write_complete(folder, world_size=self.args.world_size, step=self.state.global_step)
             self.accelerator.wait_for_everyone()
         except (ConfigError, OSError, SafetensorError, RuntimeError) as error:  # RuntimeError is torch's
+            if is_lost_rank(error):
+                raise
             raise _save_error(error, folder) from error
 
 
