@@ -38,7 +38,7 @@ from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 logger = logging.getLogger("vlmrm")
 
-relies_on(PreTrainedModel, "_supports_sdpa", "_supports_flash_attn")
+relies_on(PreTrainedModel, "_supports_sdpa")
 
 # Files in which LLaMA-Factory puts a trained head, beside weights that do not mention it.
 HEAD_FILES = ("value_head.safetensors", "value_head.bin")
@@ -58,8 +58,8 @@ def load_for_training(
 ) -> RewardModel:
     """Load a vision-language checkpoint with a new head made from `seed`, or a reward model with its trained head.
 
-    `head` is `linear` or `mlp`, or as a reward model's configuration describes it; by default a reward model's own,
-    and linear for a new one. `dtype` is a torch type, its name, or `auto` for the stored one; the head is float32 in
+    `head` is `linear`, `mlp`, or as a reward model's configuration describes it; by default a reward model's own, and
+    linear for a new one. `dtype` is a torch type, its name, or `auto` for the stored one; the head is float32 in
     any case. `check_files` hashes the files that `COMPLETE.json` lists.
 
     Raises:
@@ -226,9 +226,6 @@ def _load(
 ) -> RewardModel:
     model_class: Any = reward_model_class(config)
     attention = resolve_attention(attn_implementation)
-    if attention.startswith("flash") and not model_class._supports_flash_attn:
-        logger.warning("attn_implementation: sdpa for %s, which does not run with FlashAttention", config.model_type)
-        attention = "sdpa"
     if attention == "sdpa" and not model_class._supports_sdpa:
         attention = "eager"  # which is all that transformers has for a few families
     try:
