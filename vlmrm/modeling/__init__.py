@@ -13,7 +13,6 @@ from vlmrm.modeling.freezing import freeze, lora_config, quantization_config
 from vlmrm.modeling.manifest import (
     checkpoint_digest,
     find_checkpoints,
-    newest_complete,
     provenance,
     save_reward_files,
     template_hash,
@@ -59,7 +58,6 @@ __all__ = [
     "make_tiny",
     "make_tiny_reward_model",
     "merge",
-    "newest_complete",
     "provenance",
     "quantization_config",
     "resolve_attention",

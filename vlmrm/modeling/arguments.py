@@ -78,10 +78,11 @@ class ModelArguments(ComputeArguments):
             "trained.",
         },
     )
-    head: str = field(
-        default="linear",
+    head: str | None = field(
+        default=None,
         metadata={
-            "help": "`linear`, or `mlp`: one hidden layer with SiLU before it.",
+            "help": "`linear`, or `mlp`: one hidden layer with SiLU before it. Default: a reward model's own, and "
+            "`linear` for a new one.",
             "choices": ["linear", "mlp"],
         },
     )

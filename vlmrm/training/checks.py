@@ -24,12 +24,10 @@ from vlmrm.errors import ConfigError, TrainingError, VlmrmError, first_line
 from vlmrm.libraries import missing
 from vlmrm.measures.analysis import trl_summary
 from vlmrm.modeling.arguments import ModelArguments
-from vlmrm.modeling.manifest import BEST, FINAL, find_checkpoints
+from vlmrm.modeling.manifest import BEST, FINAL, TRAINING_LOCK, find_checkpoints
 from vlmrm.settings import did_you_mean
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import LOGGED
-
-LOCK_FILE = ".training.lock"  # marks an output_dir, which the first process locks while it trains
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ def check_ignored(run: RunArguments) -> Iterator[str]:
 def check_output(run: RunArguments) -> Iterator[str]:
     """Refuse an `output_dir` that a training did not make and that is not empty."""
     folder = Path(run.training.output_dir)
-    if run.training.process_index or not folder.is_dir() or (folder / LOCK_FILE).exists():
+    if run.training.process_index or not folder.is_dir() or (folder / TRAINING_LOCK).exists():
         return
     if find_checkpoints(folder) or any((folder / name).is_dir() for name in (FINAL, BEST)):
         return  # of a training whose hidden files were not copied

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sized
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -30,7 +29,6 @@ from vlmrm.data.canonical import write_held_out
 from vlmrm.data.comparisons import load_train_and_eval
 from vlmrm.data.tables import name_tables
 from vlmrm.errors import ConfigError, Interrupted, Preempted, TrainingError, first_line
-from vlmrm.files import exclusive_lock, make_folder
 from vlmrm.logs import start_log
 from vlmrm.modeling import (
     batcher_for,
@@ -52,7 +50,8 @@ from vlmrm.modeling.sight import prove_sight
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import ProbedDataset, SightCallback
-from vlmrm.training.checks import CHECKS, LOCK_FILE, RunArguments, check_disk, check_gpus, checkpoint_bytes
+from vlmrm.training.checks import CHECKS, RunArguments, check_disk, check_gpus, checkpoint_bytes
+from vlmrm.training.folder import output_lock
 from vlmrm.training.resume import (
     check_base,
     check_settings,
@@ -68,7 +67,6 @@ logger = logging.getLogger("vlmrm")
 
 T = TypeVar("T")
 
-LOCK_SECONDS = 10.0  # the workers of a killed run take this long to notice, and hold its lock until then
 NOTHING_LEFT = "%s was the last step of this training already: nothing was left to train"
 
 
@@ -127,20 +125,6 @@ def launch_alone(args: RewardTrainingArguments) -> None:
             port = probe.getsockname()[1]
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def output_lock(args: RewardTrainingArguments) -> AbstractContextManager[None]:
-    """Return a lock on `output_dir`, which the first process holds while it trains.
-
-    Raises:
-        ConfigError: when another training holds it, or the folder cannot be written.
-    """
-    if args.process_index != 0:
-        return nullcontext()
-    folder = Path(args.output_dir)
-    make_folder(folder, "output_dir")
-    refusal = f"another training is writing into {folder}: wait for its end, or choose another --output_dir."
-    return exclusive_lock(folder / LOCK_FILE, refusal, wait=LOCK_SECONDS)
 
 
 def train_in_folder(arguments: RunArguments, log_path: Path | None) -> TrainingResult:
@@ -206,7 +190,7 @@ def construct(make: Callable[..., T], sources: Sources, arguments: RunArguments,
             save_extras,
             settings=sources.settings,
             processor=processor,
-            head=model_args.head,
+            head=model.config.reward_head,
             min_pixels=data_args.min_pixels,
             max_pixels=data_args.max_pixels,
             provenance=provenance(

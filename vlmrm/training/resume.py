@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -17,9 +17,10 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import data_fingerprint
 from vlmrm.errors import CheckpointError, ConfigError, VlmrmError
 from vlmrm.files import write_json
-from vlmrm.modeling import ModelArguments, find_checkpoints, newest_complete, verify_complete
-from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_adapter, read_json_of, read_reward_file
+from vlmrm.modeling import ModelArguments, verify_complete
+from vlmrm.modeling.manifest import COMPLETE, is_adapter, read_json_of, read_reward_file
 from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.folder import Restart, choose_restart, mend
 
 logger = logging.getLogger("vlmrm")
 
@@ -52,39 +53,24 @@ PATHS = ("dataset_path", "output_dir", "resume_from_checkpoint", "run_name", "lo
 
 
 def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
-    """Return the checkpoint of `resume_from_checkpoint`: a folder, or with `auto` the newest complete one.
+    """Return the checkpoint that a run goes on from, None for a fresh start, and set broken ones aside.
 
-    None is a fresh start.
+    The first process chooses for all.
 
     Raises:
-        ConfigError: for a fresh start in a folder that holds a training already.
+        ConfigError: as `choose_restart` does, or when a machine does not have the checkpoint.
         CheckpointError: when the checkpoint is broken or has no optimizer state.
     """
-    choice = str(args.resume_from_checkpoint or "false")
-    existing = find_checkpoints(args.output_dir)
-    if choice.lower() == "false":
-        finished = [path for path in (Path(args.output_dir, name) for name in (FINAL, BEST)) if path.exists()]
-        if existing or finished:
-            raise ConfigError(
-                f"{args.output_dir} already holds {[*finished, *existing][-1].name}: continue with "
-                "--resume_from_checkpoint auto, or choose another --output_dir."
-            )
-        return None
-    if choice.lower() in ("auto", "true"):
-        path = newest_complete(args.output_dir)
-        if path is None:
-            refuse_damaged(existing)
-            which = "complete checkpoint" if existing else "checkpoint"
+    restart = from_first_rank(lambda: restart_of(args, mended=True))
+    path = restart.checkpoint
+    if path is None:
+        if str(args.resume_from_checkpoint or "false").lower() != "false":
+            which = "complete checkpoint" if restart.broken else "checkpoint"
             logger.info("No %s in %s yet: starting from the beginning", which, args.output_dir)
-            return None
-    else:
-        path = Path(choice)
-    manifest = verify_complete(path)
-    if not ((path / "optimizer.pt").exists() or any(path.glob("global_step*"))):
-        # HF would silently start with a fresh optimizer.
-        raise CheckpointError(
-            f"{path} has no optimizer state (save_only_model?): train from it as model_name_or_path."
-        )
+        return None
+    if any_rank(not path.is_dir(), args.device):
+        raise ConfigError(f"{path} is not on every machine: put output_dir on a disk that all of them share.")
+    manifest = read_json_of(path, COMPLETE) or {}
     if manifest["world_size"] != args.world_size:
         logger.warning(
             "%s was saved by %d processes and is resumed by %d: the run goes on, but not bit for bit",
@@ -94,21 +80,24 @@ def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
     return path
 
 
-def refuse_damaged(checkpoints: Sequence[Path]) -> None:
-    """Refuse to start anew over checkpoints that were complete once; one whose saving was interrupted never was.
+def restart_of(args: RewardTrainingArguments, mended: bool) -> Restart:
+    """Return what a run goes on from, once its checkpoint was verified; with `mended` broken ones are set aside.
 
     Raises:
-        CheckpointError: naming the newest, and why it does not verify.
+        ConfigError, CheckpointError: as `checkpoint_to_resume` does.
     """
-    for folder in reversed(checkpoints):
-        if (folder / COMPLETE).exists():
-            try:
-                verify_complete(folder)
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"{folder} was complete and no longer verifies ({str(error).rstrip('.')}): mend it, or choose "
-                    "another output_dir."
-                ) from error
+    restart = choose_restart(args)
+    path = restart.checkpoint
+    if path is not None:
+        verify_complete(path)
+        if not ((path / "optimizer.pt").exists() or any(path.glob("global_step*"))):
+            # HF would silently start with a fresh optimizer.
+            raise CheckpointError(
+                f"{path} has no optimizer state (save_only_model?): train from it as model_name_or_path."
+            )
+    if mended:
+        mend(Path(args.output_dir), restart)
+    return restart
 
 
 def training_settings(

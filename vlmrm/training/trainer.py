@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
+from transformers.trainer_utils import EvalLoopOutput
 
 from vlmrm.batching import Batch, ComparisonCollator, Part, to_device
 from vlmrm.batching.pieces import log_cut
@@ -37,6 +37,7 @@ from vlmrm.modeling.manifest import COMPLETE
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import PROBED, EpochCallback, PreemptionCallback, ProbedDataset, RowTally
 from vlmrm.training.figures import StepFigures
+from vlmrm.training.folder import rotate, set_aside
 from vlmrm.training.losses import PreferenceLoss, weights
 from vlmrm.training.passes import forwards_of, passes_of
 from vlmrm.training.progress import Bar, ChanceCallback, CurvesCallback, FiguresCallback
@@ -52,7 +53,7 @@ relies_on(
     overridden=(
         *("_prepare_dataset", "_get_dataloader", "_get_train_sampler", "_get_num_items_in_batch", "_save_checkpoint"),
         *("get_batch_samples", "training_step", "compute_loss", "floating_point_ops", "log", "prediction_step"),
-        *("evaluation_loop", "_name", "_load_optimizer_and_scheduler"),
+        *("evaluation_loop", "_name", "_load_optimizer_and_scheduler", "_run_epoch"),
     ),
     attributes=("_metrics", "model_wrapped"),
 )
@@ -188,6 +189,13 @@ class ComparisonTrainer(trl.RewardTrainer):
         return samples
 
     # Training -------------------------------------------------------------------------------------------------------
+
+    def _run_epoch(self, *args, **kwargs):
+        """Train an epoch; nothing where a resumed run has done all its steps, when HF's loop would train one more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run every forward and backward of the batch; gradients are reduced over ranks with the last one."""
@@ -337,7 +345,7 @@ class ComparisonTrainer(trl.RewardTrainer):
         finally:
             self.args.save_total_limit = keep
         if self.args.should_save:
-            rotate_checkpoints(self.args.output_dir, keep, self.state.best_model_checkpoint, use_mtime=True)
+            rotate(folder, keep, self.state.best_model_checkpoint)
 
     def save_final(self, folder: Path) -> None:
         """Save the model, without optimizer state, as a complete checkpoint.
@@ -389,7 +397,7 @@ class ComparisonTrainer(trl.RewardTrainer):
                     # A folder that is overwritten must not count until it is complete again.
                     (folder / COMPLETE).unlink()
                 else:
-                    shutil.rmtree(folder)  # left half written by a killed run
+                    set_aside(folder)  # left by a killed run
             self.accelerator.wait_for_everyone()
             yield
             self.accelerator.wait_for_everyone()
