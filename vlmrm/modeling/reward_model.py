@@ -44,12 +44,11 @@ from vlmrm.libraries import relies_on
 from vlmrm.modeling.experts import tokens_of_vision_experts, touch_vision_experts
 from vlmrm.modeling.families import BY_MODEL_TYPE, Family, existing_parts, family_of
 from vlmrm.modeling.features import EncoderOutput, Features, assemble, split
+from vlmrm.modeling.head import Float32Linear, Head
 from vlmrm.modeling.vision_attention import attend_by_segments
 from vlmrm.modeling.vision_layout import tower_keywords
 
 logger = logging.getLogger("vlmrm")
-
-HEADS = ("linear", "mlp")
 
 relies_on(
     PreTrainedModel,
@@ -58,27 +57,12 @@ relies_on(
 )
 
 
-class Float32Linear(nn.Linear):
-    """A linear layer that computes in float32, whatever the type of its input, its weights or autocast.
-
-    bfloat16 has less than three significant digits: two good answers would tie by rounding.
-    """
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True):
-        super().__init__(in_features, out_features, bias=bias, dtype=torch.float32)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(input.device.type, enabled=False):
-            # DeepSpeed and FSDP may have cast the weights to half precision.
-            bias = None if self.bias is None else self.bias.float()
-            return nn.functional.linear(input.float(), self.weight.float(), bias)
-
-
 class RewardModel(PreTrainedModel):
-    """Turns a `<Arch>PreTrainedModel` into an `<Arch>ForSequenceClassification` with one bias-free output, the score.
+    """Turns a `<Arch>PreTrainedModel` into an `<Arch>ForSequenceClassification` with one output, the score.
 
-    `model` is the backbone; `score` maps the hidden state of a conversation's last token to its score. With
-    `config.reward_head == "mlp"`, `score_hidden` (linear, SiLU) comes before it. Both stay in float32.
+    `model` is the backbone; `score` maps the hidden state of a conversation's last token to its score. The hidden
+    layers of `config.reward_head`, where it has some, are `score_hidden`, before it. Both stay in float32.
+    `config.reward_positions` is `text` for a model that was trained with images at the positions of text.
     """
 
     base_model_prefix = "model"
@@ -89,6 +73,8 @@ class RewardModel(PreTrainedModel):
     # A blank image. Run the tower in every batch, with or without images, so that all ranks gather and reduce the same
     # weights in the same order. Training sets it.
     touch_vision: Any = None
+    # Whether inputs of checkpointed layers must need gradients: the layers themselves are frozen.
+    _marks_inputs = False
     # Whether the loaded model has proved that it sees, and why it then could not share prefixes.
     proved = False
     padded_because: str | None = None
@@ -107,9 +93,10 @@ class RewardModel(PreTrainedModel):
         if self.family.language_head:
             self.model.set_submodule(self.family.language_head, nn.Identity())
         width = config.get_text_config().hidden_size
-        if config.reward_head == "mlp":
-            self.score_hidden = nn.Sequential(Float32Linear(width, width), nn.SiLU())
-        self.score = Float32Linear(width, 1, bias=False)
+        head = Head.of(config.reward_head, width)
+        if head.hidden:
+            self.score_hidden = head.hidden_layers(width)
+        self.score = Float32Linear([width, *head.hidden][-1], 1, bias=head.bias)
         touch_vision_experts(self)
         attend_by_segments(self.model, existing_parts(self.model, self.family.towers))
         self.post_init()
@@ -118,6 +105,8 @@ class RewardModel(PreTrainedModel):
         if module is self.score:
             # Scores start near zero, and so a pair's loss near ln 2.
             init.normal_(module.weight, mean=0.0, std=1 / (module.in_features + 1))
+            if module.bias is not None:
+                init.zeros_(module.bias)
         else:
             super()._init_weights(module)
 
@@ -158,6 +147,10 @@ class RewardModel(PreTrainedModel):
             ValueError: when a part of an image's inputs is missing, with which it would silently be misread.
             ConfigError: for images and videos in one batch of a family that does not take both.
         """
+        if self.has_text_positions and "position_ids" not in inputs:
+            mask = inputs.get("attention_mask")
+            mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+            inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
         both = len(media or ()) > 1 or {"pixel_values", "pixel_values_videos"} <= inputs.keys()
         if self.family.kinds_apart and both:
             raise ConfigError(
@@ -263,6 +256,10 @@ class RewardModel(PreTrainedModel):
         }
         keywords = self._layout_keywords(inputs, media["grids"])
         differentiable = self.trains_vision() or any(tensor.requires_grad for tensor in inputs.values())
+        if self._marks_inputs and self.trains_tower():
+            # Reentrant checkpointing drops the gradients of layers none of whose inputs needs one.
+            pixels = {name: tensor for name, tensor in inputs.items() if tensor.is_floating_point()}
+            inputs |= {name: tensor.detach().requires_grad_() for name, tensor in pixels.items()}
         # Adapters of the language model leave the whole tower frozen: its activations need not be kept then.
         with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
             output = encode(**_as_annotated(encode, inputs), **keywords, return_dict=True)
@@ -320,6 +317,11 @@ class RewardModel(PreTrainedModel):
         return family_of(self.config)
 
     @property
+    def has_text_positions(self) -> bool:
+        """Whether the tokens of images have the positions of text, in place of the family's own."""
+        return getattr(self.config, "reward_positions", None) == "text"
+
+    @property
     def language_model(self) -> nn.Module:
         """The language model inside the backbone."""
         return next(iter(existing_parts(self.model, self.family.language_models)), self.model)
@@ -350,8 +352,15 @@ class RewardModel(PreTrainedModel):
         modules = [*self.vision_modules(), nn.ParameterList(self.model.parameters(recurse=False))]
         cache.identify(modules, self.config)
 
+    def trains_tower(self) -> bool:
+        """Return whether anything of the vision tower itself is trained, such as its adapters."""
+        towers, mergers = (existing_parts(self.model, paths) for paths in (self.family.towers, self.family.mergers))
+        apart = {id(weight) for merger in mergers for weight in merger.parameters()}
+        weights = (weight for tower in towers for weight in tower.parameters() if id(weight) not in apart)
+        return any(weight.requires_grad for weight in weights)
+
     def trains_vision(self) -> bool:
-        """Return whether any weight of the tower or the merger, or a mark between images, is trained."""
+        """Return whether any weight or adapter of the tower or the merger, or a mark between images, is trained."""
         weights = [weight for module in self.vision_modules() for weight in module.parameters()]
         return any(weight.requires_grad for weight in (*weights, *self.model.parameters(recurse=False)))
 
@@ -370,9 +379,7 @@ class RewardModel(PreTrainedModel):
 
     def head(self, pooled: torch.Tensor) -> torch.Tensor:
         """Map `pooled[N, H]` to scores [N, 1] in float32."""
-        if self.config.reward_head == "mlp":
-            pooled = self.score_hidden(pooled)
-        return self.score(pooled)
+        return self.score(self.score_hidden(pooled) if hasattr(self, "score_hidden") else pooled)
 
     def use_vision_cache(self, directory: str | Path, gigabytes: float = 50.0) -> None:
         """Cache the features of images in `directory`; the vision tower and merger must be frozen.
@@ -394,10 +401,12 @@ class RewardModel(PreTrainedModel):
         self.vision_cache = VisionCache(directory, gigabytes)
 
     def enable_input_require_grads(self) -> None:
-        """Let gradients reach adapters behind frozen embeddings, as the library's method does, for text alone.
+        """Let gradients reach adapters behind frozen embeddings, as the library's method does, of text.
 
-        The library's also marks the image patches, and a frozen vision tower would keep its activations for nothing.
+        The library's also marks the image patches, and a frozen vision tower would keep its activations for nothing:
+        `run_tower` does so where adapters of the tower need it.
         """
+        self._marks_inputs = True
 
         def require_grad(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
             output.requires_grad_(True)
