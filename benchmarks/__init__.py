@@ -5,6 +5,7 @@
 
 BENCHMARKS = {
     "train_step": "forward and backward of one training step, against one row for each conversation",
+    "vision": "operations and host waits of the vision tower in training, against transformers' own",
     "scoring": "forward alone: many candidates for one prompt, and pairs",
     "rewards": "a group's candidates at once, several judges, and what a reward set adds",
     "frames": "labelled frames collected, classifiers of them trained and used",

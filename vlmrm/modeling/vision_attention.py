@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -36,7 +36,7 @@ if not is_flash_attention_requested(requested_attention_implementation="flash_se
 
 # By the kernel under them, for half precision on CUDA.
 SEGMENTS = {TORCH: "flash_segments", **{kernel: f"flash_segments_{kernel[-1]}" for kernel in FLASH}}
-GATHERS = 4  # calls of attention that cost less than sorting the tokens before them
+WASTE = 1.25  # pairs of tokens that padding may cost, over those of the segments
 # Keywords of the library without effect on attention.
 WITHOUT_EFFECT = frozenset(
     (
@@ -46,29 +46,20 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Segments:
-    """Segments of a row of T tokens, by their lengths [N], which are known on the host.
-
-    `runs` are the (length, number) of segments that are computed in one call. They are neighbours in the row, or where
-    that would be many calls, in `order` [T], the row's tokens by the length of their segment.
-    """
+    """Segments of a row of T tokens, by their lengths [N], which are known on the host."""
 
     lengths: Sequence[int]
-    runs: Sequence[tuple[int, int]]
-    order: np.ndarray | None = None
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> Segments:
-        lengths = [length for length in lengths if length]
-        runs, by_length = _runs(lengths), _runs(sorted(lengths))
-        if len(runs) <= len(by_length) + GATHERS:
-            return cls(lengths, runs)
-        return cls(lengths, by_length, np.repeat(lengths, lengths).argsort(kind="stable"))
+    _padding: Padding | None = field(default=None, init=False)
 
     @property
     def longest(self) -> int:
         return max(self.lengths)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return the (length, number) of neighbours of equal length."""
+        return [(length, len([*run])) for length, run in groupby(self.lengths)]
 
     def cumulative(self, device: torch.device) -> torch.Tensor:
         """Return the cumulative lengths [N + 1], int32, on a device; `segments_of` knows what they are."""
@@ -76,9 +67,34 @@ class Segments:
         _SEGMENTS[total] = self
         return total
 
+    def padding(self, device: torch.device) -> Padding | None:
+        """Return how all segments are padded to the longest; None where that costs more than calls of their own."""
+        pairs = sum(length**2 for length in self.lengths)
+        if len(self.lengths) * self.longest**2 > WASTE * pairs:
+            return None
+        if self._padding is None or self._padding.taken.device != device:
+            self._padding = Padding.of(self.lengths, device)
+        return self._padding
 
-def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    return [(length, len([*run])) for length, run in groupby(lengths)]
+
+@dataclass(frozen=True)
+class Padding:
+    """N segments padded to L tokens: `taken` [N * L] of the row, `put` [T], where among them the row's tokens are.
+
+    `mask` [N, 1, 1, L] is minus infinity at padding, which repeats the first token of its segment.
+    """
+
+    taken: torch.Tensor
+    put: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Padding:
+        starts, places = np.cumsum([0, *lengths])[:-1, None], np.arange(max(lengths))
+        real = places < np.array(lengths)[:, None]
+        taken, put = np.where(real, starts + places, starts).ravel(), np.flatnonzero(real)
+        mask = np.where(real, np.float32(0), np.float32(-np.inf))[:, None, None]
+        return cls(*(torch.from_numpy(array).to(device, non_blocking=True) for array in (taken, put, mask)))
 
 
 # By the tensors of cumulative lengths that were made from them, or from which they were read.
@@ -88,7 +104,7 @@ _SEGMENTS = WeakTensorKeyDictionary()
 def segments_of(cumulative: torch.Tensor) -> Segments:
     """Return the segments of cumulative lengths [N + 1]. Unless they are known, the host waits for them once."""
     if cumulative not in _SEGMENTS:
-        _SEGMENTS[cumulative] = Segments.of(cumulative.diff().tolist())
+        _SEGMENTS[cumulative] = Segments([length for length in cumulative.diff().tolist() if length])
     return _SEGMENTS[cumulative]
 
 
@@ -149,22 +165,35 @@ def per_length(
     scaling: float | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Call torch's attention once for all segments of a length, as a batch; on any device, in any type."""
-    rows = [states[0] for states in (query, key, value)]
-    order = None
-    if segments.order is not None:
-        order = torch.from_numpy(segments.order).to(query.device, non_blocking=True)
-        rows = [states.index_select(1, order) for states in rows]
-    sizes = [length * count for length, count in segments.runs]
-    outputs = []
-    for (length, count), *run in zip(segments.runs, *(states.split(sizes, dim=1) for states in rows), strict=True):
-        states = [piece.unflatten(1, (count, length)).transpose(0, 1) for piece in run]  # [count, H, length, D]
-        output = scaled_dot_product_attention(
-            *states, dropout_p=dropout, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
-        )
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
-    output = torch.cat(outputs)
-    return (output if order is None else torch.empty_like(output).index_copy(0, order, output)).unsqueeze(0)
+    """Call torch's attention once for all segments, padded, or once for neighbours of a length; on any device.
+
+    Equal lengths need no padding; images of different sizes would need too much.
+    """
+    attend = partial(
+        scaled_dot_product_attention, dropout_p=dropout, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+    )
+    if len(segments.lengths) == 1:
+        return attend(query, key, value).transpose(1, 2)
+    rows = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]  # [T, H, D]
+    runs = segments.runs()
+    padding = segments.padding(query.device) if len(runs) > 1 else None
+    if padding is not None:
+        shape = (len(segments.lengths), segments.longest)
+        padded = [_batch(states.index_select(0, padding.taken), *shape) for states in rows]
+        output = attend(*padded, attn_mask=padding.mask.to(query.dtype))
+        return output.transpose(1, 2).flatten(0, 1).index_select(0, padding.put).unsqueeze(0)
+    sizes = [length * count for length, count in runs]
+    pieces = zip(*(states.split(sizes) for states in rows), strict=True)
+    outputs = [
+        attend(*(_batch(states, count, length) for states in piece)).transpose(1, 2).flatten(0, 1)
+        for (length, count), piece in zip(runs, pieces, strict=True)
+    ]
+    return torch.cat(outputs).unsqueeze(0)
+
+
+def _batch(states: torch.Tensor, count: int, length: int) -> torch.Tensor:
+    """Return states[count * length, H, D] as [count, H, length, D]."""
+    return states.reshape(count, length, *states.shape[1:]).transpose(1, 2)
 
 
 for _kernel, _name in SEGMENTS.items():

@@ -34,7 +34,7 @@ def tower_keywords(tower: Any, grids: Sequence[Grid], device: torch.device) -> d
     puts the features back in the order of the patches, whatever order its windows had.
     """
     merge = tower.spatial_merge_size
-    of_frames = Segments.of([rows * columns for frames, rows, columns in grids for _ in range(frames)])
+    of_frames = Segments([rows * columns for frames, rows, columns in grids for _ in range(frames)])
     keywords: dict[str, Any] = {
         "position_ids": _on(device, np.concatenate([positions(grid, merge) for grid in grids])),
         "cu_seqlens": of_frames.cumulative(device),
@@ -42,7 +42,7 @@ def tower_keywords(tower: Any, grids: Sequence[Grid], device: torch.device) -> d
     }
     if hasattr(tower, "fullatt_block_indexes"):
         index, lengths = windows(grids, merge, tower.window_size // merge // tower.patch_size)
-        of_windows = Segments.of(lengths)
+        of_windows = Segments(lengths)
         keywords |= {
             "window_index": _on(device, index),
             "cu_window_seqlens": of_windows.cumulative(device),
