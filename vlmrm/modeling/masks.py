@@ -76,7 +76,7 @@ def mask_rule(
             f"queries and {kv_length} keys: {REFERENCE}."
         )
     # On a GPU the question would wait for it in every forward; only a row made by hand could have padding.
-    if attention_mask is not None and not attention_mask.is_cuda and not bool(attention_mask.all()):
+    if attention_mask is not None and attention_mask.device.type == "cpu" and not bool(attention_mask.all()):
         raise ConfigError(f"batching: shared has a packed row with padding in its attention_mask: {REFERENCE}.")
     functions = list(_nested(mask_function))
     if any(_made_like(function, packed_sequence_mask_function(torch.zeros(1, 1))) for function in functions):

@@ -45,7 +45,7 @@ from vlmrm.modeling.experts import tokens_of_vision_experts, touch_vision_expert
 from vlmrm.modeling.families import BY_MODEL_TYPE, Family, existing_parts, family_of
 from vlmrm.modeling.features import EncoderOutput, Features, assemble, split
 from vlmrm.modeling.head import Float32Linear, Head
-from vlmrm.modeling.vision_attention import attend_by_segments
+from vlmrm.modeling.vision_attention import attend_by_segments, reset_attention
 from vlmrm.modeling.vision_layout import tower_keywords
 
 logger = logging.getLogger("vlmrm")
@@ -87,6 +87,7 @@ class RewardModel(PreTrainedModel):
         config.problem_type = "regression"
         config.reward_head = getattr(config, "reward_head", "linear")
         super().__init__(config)
+        reset_attention(config)
         # Nemotron-H Omni has no class for its backbone alone.
         make = AutoModel if type(config) in MODEL_MAPPING else AutoModelForImageTextToText
         self.model = make.from_config(config)

@@ -36,7 +36,8 @@ if not is_flash_attention_requested(requested_attention_implementation="flash_se
 
 # By the kernel under them, for half precision on CUDA.
 SEGMENTS = {TORCH: "flash_segments", **{kernel: f"flash_segments_{kernel[-1]}" for kernel in FLASH}}
-WASTE = 1.25  # pairs of tokens that padding may cost, over those of the segments
+# Segments of no more tokens than these are padded to one length: their attention is a small part of a layer.
+SHORT = 256
 # Keywords of the library without effect on attention.
 WITHOUT_EFFECT = frozenset(
     (
@@ -69,8 +70,7 @@ class Segments:
 
     def padding(self, device: torch.device) -> Padding | None:
         """Return how all segments are padded to the longest; None where that costs more than calls of their own."""
-        pairs = sum(length**2 for length in self.lengths)
-        if len(self.lengths) * self.longest**2 > WASTE * pairs:
+        if self.longest > SHORT:
             return None
         if self._padding is None or self._padding.taken.device != device:
             self._padding = Padding.of(self.lengths, device)
@@ -209,6 +209,18 @@ def attend_by_segments(backbone: PreTrainedModel, towers: Sequence[nn.Module]) -
         if config is None or any(config is text for text in shared) or not takes_segments(tower):
             continue
         config._attn_implementation = SEGMENTS.get(config._attn_implementation, SEGMENTS[TORCH])
+
+
+def reset_attention(config: PreTrainedConfig) -> None:
+    """Take back what `attend_by_segments` chose for a model of this configuration, before another is made of it.
+
+    The library would look for a kernel of that name to download.
+    """
+    kernels = {name: kernel for kernel, name in SEGMENTS.items()}
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None and part._attn_implementation in kernels:
+            kernel = kernels[part._attn_implementation]
+            part._attn_implementation = kernel if kernel in FLASH else "sdpa"
 
 
 def takes_segments(tower: nn.Module) -> bool:

@@ -1,0 +1,350 @@
+"""Vision towers under the project's attention have the features and gradients of the library's own, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import Glm46VConfig, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig, vision_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from benchmarks.shapes import Pair, training
+from vlmrm.batching import to_device
+from vlmrm.batching.media import DistinctMedia, Grid
+from vlmrm.errors import ConfigError
+from vlmrm.modeling import RewardModel, families, reward_model_class, varlen, vision_attention
+from vlmrm.modeling.attention import share
+from vlmrm.modeling.vision_attention import SEGMENTS, Segments, by_segments, per_length, segments_of
+from vlmrm.modeling.vision_layout import positions, tower_keywords, windows
+
+SCORES, GRADIENTS = 1e-10, 1e-8
+FLOAT32_SOFTMAX = 1e-5  # of the library's eager attention, whatever the type of its inputs
+CPU = torch.device("cpu")
+# Windows of 112 pixels are 8 patches: 10 and 6 do not divide by them. Two images are equal, and one has two frames.
+GRIDS: list[Grid] = [(1, 10, 6), (1, 16, 16), (1, 10, 6), (1, 4, 18), (2, 6, 12)]
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 64, "pad_token_id": 0}
+TEXT = SMALL | {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None}
+TEXT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 1, "vision_end_token_id": 2}
+VISION = {"depth": 3, "num_heads": 2}
+QWEN3 = {"intermediate_size": 48, "num_position_embeddings": 36, "deepstack_visual_indexes": [1]}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "qwen2_vl": (Qwen2VLConfig, {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, {"window_size": 112, "fullatt_block_indexes": [1]}),
+    "qwen3_vl": (Qwen3VLConfig, QWEN3),
+    "glm46v": (Glm46VConfig, {"image_size": 84}),
+}
+
+
+@cache
+def model_of(name: str) -> RewardModel:
+    make, vision = FAMILIES[name]
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 32}
+    torch.manual_seed(0)
+    config = make(text_config=TEXT, vision_config={**VISION, **sizes, **vision}, **TOKENS)
+    model: Any = reward_model_class(config)(config).double()
+    for weight in model.parameters():  # so large that attention is not flat
+        nn.init.normal_(weight, std=0.3)
+    return model.train()
+
+
+def images_of(model: RewardModel, grids: Sequence[Grid] = (), kind: str = "image") -> DistinctMedia:
+    grids = grids or [grid for grid in GRIDS if grid[0] == 1 or kind == "video" or model.family.videos_as_images]
+    counts = [int(np.prod(grid)) for grid in grids]
+    vision: Any = model.config.vision_config
+    generator = torch.Generator().manual_seed(1)
+    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    pixels = torch.randn(sum(counts), width, generator=generator, dtype=torch.float64)
+    name = f"pixel_values{'_videos' if kind == 'video' else ''}"
+    return {
+        "tensors": {name: pixels, f"{kind}_grid_thw": torch.tensor(grids)},
+        "rows": {name: counts, f"{kind}_grid_thw": [1] * len(grids)},
+        "tokens": [count // vision.spatial_merge_size**2 for count in counts],
+        "order": list(range(len(grids))),
+        "grids": list(grids),
+    }
+
+
+Result = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+def own(model: RewardModel, attention: str, kind: str = "image") -> Result:
+    """Return the library's features, without keywords, and their gradients by the tower's weights."""
+    tower: Any = model.vision_modules()[0]
+    before, tower.config._attn_implementation = tower.config._attn_implementation, attention
+    media = images_of(model, kind=kind)
+    try:
+        output = getattr(model.model, f"get_{kind}_features")(*media["tensors"].values(), return_dict=True)
+        features = torch.cat([torch.cat(layer) for layer in layers_of(output)])
+        return features.detach(), gradients(features, tower)
+    finally:
+        tower.config._attn_implementation = before
+
+
+def layers_of(output: Any) -> list[Sequence[torch.Tensor]]:
+    return [output.pooler_output, *(output.get("deepstack_features") or ())]
+
+
+def ours(model: RewardModel, kind: str = "image") -> Result:
+    """Return the features that the reward model reads, in the order of `own`, and their gradients."""
+    images = model.run_tower(kind, images_of(model, kind=kind))
+    features = torch.cat([torch.cat(layer) for layer in zip(*(image.layers for image in images), strict=True)])
+    return features.detach(), gradients(features, model.vision_modules()[0])
+
+
+def gradients(features: torch.Tensor, tower: nn.Module) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(linear(features), list(tower.parameters())))
+
+
+def linear(features: torch.Tensor) -> torch.Tensor:
+    return (torch.linspace(-1, 1, features.numel(), dtype=features.dtype).view_as(features) * features).sum()
+
+
+def error(result: Result, expected: Result) -> tuple[float, float]:
+    """Return the largest relative errors of features and of gradients."""
+    pairs = [(result[0], expected[0])], list(zip(result[1], expected[1], strict=True))
+    scores, slopes = ([((a - b).abs().max() / b.abs().max()).item() for a, b in part if b.any()] for part in pairs)
+    return max(scores), max(slopes)
+
+
+def stub(query, key, value, cu_queries, cu_keys, max_queries, max_keys, *, scale, window_size, enable_gqa):
+    """What torch documents of `varlen_attn` without a window: queries [T, H, D] see the keys of their sequence."""
+    assert window_size == (-1, -1) and cu_queries is cu_keys and max_queries == max_keys == cu_queries.diff().max()
+    pieces = zip(*(states.split(cu_queries.diff().tolist()) for states in (query, key, value)), strict=True)
+    outputs = [
+        scaled_dot_product_attention(*(piece.transpose(0, 1) for piece in run), scale=scale, enable_gqa=enable_gqa)
+        for run in pieces
+    ]
+    return torch.cat([output.transpose(0, 1) for output in outputs])
+
+
+def through_varlen(query, key, value, segments, scaling, dropout):
+    states = [s[0].transpose(0, 1) for s in (query, key, value)]
+    lengths = (segments.cumulative(CPU), segments.longest)
+    cumulative, longest = lengths
+    return varlen.attend_varlen(
+        varlen.TORCH, *states, cumulative, cumulative, longest, longest, scaling=scaling, causal=False
+    )[None]
+
+
+@pytest.fixture(params=["padded", "by length", "varlen"])
+def backend(request, monkeypatch) -> str:
+    if request.param == "by length":
+        monkeypatch.setattr(vision_attention, "SHORT", 0)
+    if request.param == "padded":
+        monkeypatch.setattr(vision_attention, "SHORT", 10**6)
+    if request.param == "varlen":
+        monkeypatch.setattr(varlen, "varlen_attn", stub)
+        monkeypatch.setattr(vision_attention, "per_length", through_varlen)
+    return request.param
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[int, ...]]:
+    """The shapes of the queries of torch's attention."""
+    shapes: list[tuple[int, ...]] = []
+
+    def counted(query, *args, **keywords):
+        shapes.append(tuple(query.shape))
+        return scaled_dot_product_attention(query, *args, **keywords)
+
+    monkeypatch.setattr(vision_attention, "scaled_dot_product_attention", counted)
+    return shapes
+
+
+@cache
+def expected_of(name: str, attention: str, kind: str = "image") -> Result:
+    return own(model_of(name), attention, kind)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_features_and_gradients_are_the_librarys(name, backend):
+    model = model_of(name)
+    assert model.vision_modules()[0].config._attn_implementation == SEGMENTS[varlen.TORCH]  # type: ignore
+    scores, slopes = error(ours(model), expected_of(name, "sdpa"))
+    assert scores <= SCORES and slopes <= GRADIENTS
+    assert max(error(ours(model), expected_of(name, "eager"))) <= FLOAT32_SOFTMAX
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "glm46v"])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_videos_and_checkpointing(name, reentrant):
+    model = model_of(name)
+    expected = expected_of(name, "sdpa", "video")
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for weight in model.parameters():
+            weight.grad = None
+    try:
+        images = model.run_tower("video", images_of(model, kind="video"))
+        features = torch.cat([torch.cat(layer) for layer in zip(*(image.layers for image in images), strict=True)])
+        linear(features).backward()  # torch.autograd.grad does not go through a reentrant checkpoint
+    finally:
+        model.gradient_checkpointing_disable()
+    tower = model.vision_modules()[0]
+    slopes = [torch.zeros_like(w) if w.grad is None else w.grad for w in tower.parameters()]
+    for weight in model.parameters():
+        weight.grad = None
+    errors = error((features.detach(), slopes), expected)
+    if reentrant:  # with the first layer's input without gradients, its weights have none in any tower
+        errors = errors[0], 0.0
+    assert errors[0] <= SCORES and errors[1] <= GRADIENTS
+
+
+def test_without_windows_or_images_the_features_are_others(monkeypatch):
+    """The control: windows that are whole images, and images that see one another."""
+    model = model_of("qwen2_5_vl")
+    keywords_of = tower_keywords
+
+    def change(**changes: Callable[[dict[str, Any]], Any]) -> float:
+        def changed(*args):
+            keywords = keywords_of(*args)
+            return keywords | {name: value(keywords) for name, value in changes.items()}
+
+        monkeypatch.setattr("vlmrm.modeling.reward_model.tower_keywords", changed)
+        return error(ours(model), expected_of("qwen2_5_vl", "sdpa"))[0]
+
+    assert change() <= SCORES
+    assert change(cu_window_seqlens=lambda keywords: keywords["cu_seqlens"]) > 1e-3
+    tokens = sum(int(np.prod(grid)) for grid in GRIDS)
+    assert change(cu_seqlens=lambda _: Segments([tokens]).cumulative(CPU)) > 1e-3
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_call_a_layer_for_all_windows(name, calls, monkeypatch):
+    model = model_of(name)
+    model.run_tower("image", images_of(model, [(1, 16, 18)]))
+    assert len(calls) == VISION["depth"]
+    tower: Any = model.vision_modules()[0]
+    monkeypatch.setattr(tower.config, "_attn_implementation_internal", "sdpa")
+    calls.clear()
+    seen: list[int] = []
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", lambda *a, **k: (seen.append(1), plain(*a, **k))[1]
+    )
+    model.run_tower("image", images_of(model, [(1, 16, 18)]))
+    windowed = name == "qwen2_5_vl"
+    assert not calls and len(seen) == (13 if windowed else 3), "the control: a call for each of six windows"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_keywords_are_what_the_library_derives(name):
+    """Against the library's functions; windows come in another order, of the same tokens."""
+    tower: Any = model_of(name).vision_modules()[0]
+    grid, merge = torch.tensor(GRIDS), 2
+    keywords = tower_keywords(tower, GRIDS, CPU)
+    assert torch.equal(keywords["position_ids"], vision_utils.get_vision_position_ids(grid, merge))
+    assert torch.equal(keywords["cu_seqlens"], vision_utils.get_vision_cu_seqlens(grid))
+    assert keywords["max_seqlen"] == 256
+    if name == "qwen3_vl":
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid, 6, mode="bilinear", align_corners=True, spatial_merge_size=merge
+        )
+        assert torch.equal(keywords["interp_indices"], indices) and torch.equal(keywords["interp_weights"], weights)
+    if name == "qwen2_5_vl":
+        index, cumulative = vision_utils.get_vision_window_index(grid, merge, 112, 14)
+        expected = [frozenset(window.tolist()) for window in index.split((cumulative.diff() // 4).tolist())]
+        of_window = (keywords["cu_window_seqlens"].diff() // 4).tolist()
+        found = [frozenset(window.tolist()) for window in keywords["window_index"].split(of_window)]
+        assert set(found) == set(expected) and len(found) == len(expected)
+        starts = np.cumsum([0, *(int(np.prod(g)) // 4 for g in GRIDS)])
+        images = np.searchsorted(starts, keywords["window_index"].numpy(), side="right")
+        assert (np.diff(images) >= 0).all(), "an image's tokens stay together for the layers that see all of it"
+
+
+def test_positions_and_windows_by_hand():
+    assert positions((1, 2, 4), 2).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
+    index, lengths = windows([(1, 4, 6)], merge=2, side=2)
+    assert index.tolist() == [0, 1, 3, 4, 2, 5] and lengths == [16, 8]
+
+
+def test_the_device_is_not_asked_for_lengths_that_are_known(monkeypatch):
+    cumulative = Segments([3, 4]).cumulative(CPU)
+    monkeypatch.setattr(torch.Tensor, "tolist", None)
+    assert segments_of(cumulative).lengths == [3, 4]
+
+
+def test_lengths_of_the_library_are_read_once():
+    cumulative = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
+    assert segments_of(cumulative).lengths == [3, 4]
+    assert segments_of(cumulative) is segments_of(cumulative)
+
+
+def test_nothing_that_changes_attention_is_dropped():
+    states = [torch.randn(1, 2, 7, 8) for _ in range(3)]
+    lengths = Segments([3, 4]).cumulative(CPU)
+    module, known = nn.Identity(), {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
+    output, _ = by_segments(module, *states, None, **known, position_ids=lengths, softcap=None)
+    torch.testing.assert_close(output, per_length(*states, segments_of(lengths), None, 0.0))
+    for keywords in ({"softcap": 1.0}, {"sliding_window": 2}, {"is_causal": True}, {"cu_seq_lens_k": lengths.clone()}):
+        with pytest.raises(ConfigError, match=next(iter(keywords)).replace("cu_seq_lens_k", "other lengths of keys")):
+            by_segments(module, *states, None, **{**known, **keywords})
+    plain, _ = by_segments(module, *states, None, is_causal=False)
+    torch.testing.assert_close(plain, scaled_dot_product_attention(*states).transpose(1, 2))
+
+
+@pytest.mark.parametrize("kernel", varlen.FLASH)
+def test_flash_attention_is_called_where_a_configuration_names_it(kernel, monkeypatch):
+    """The module itself is not here: a stand-in checks what it is called with."""
+
+    class Module:
+        @staticmethod
+        def flash_attn_varlen_func(query, key, value, *lengths, softmax_scale, causal, window_size):
+            made.append((kernel, causal, window_size))
+            output = stub(query, key, value, *lengths, scale=softmax_scale, window_size=(-1, -1), enable_gqa=False)
+            return (output, None) if kernel == "flash_attention_3" else output
+
+    made: list[Any] = []
+    monkeypatch.setattr(varlen, "import_module", {varlen.FLASH[kernel]: Module}.__getitem__)
+    query, key, value = (torch.randn(7, 2, 8) for _ in range(3))
+    segments = Segments([3, 4])
+    lengths = (segments.cumulative(CPU),) * 2
+    output = varlen.attend_varlen(kernel, query, key, value, *lengths, 4, 4, scaling=0.3, causal=False)
+    rows = [states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)]
+    torch.testing.assert_close(output[None], per_length(*rows, segments, 0.3, 0.0))
+    assert made == [(kernel, False, (-1, -1))]
+
+    config = replace_attention(Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION | {"hidden_size": 32}), kernel)
+    tower = nn.Identity()
+    tower.config = config.vision_config  # type: ignore
+    monkeypatch.setattr(vision_attention, "takes_segments", lambda tower: True)
+    backbone: Any = nn.Identity()
+    backbone.config = config
+    vision_attention.attend_by_segments(backbone, [tower])
+    assert config.vision_config._attn_implementation == SEGMENTS[kernel] and config._attn_implementation == kernel
+
+
+def replace_attention(config: Any, kernel: str) -> Any:
+    config._attn_implementation = kernel
+    return config
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_nothing_on_the_device_is_read_in_a_pass(name, monkeypatch):
+    """On the meta device, whose tensors have no values: reading one is an error. The control reads them."""
+    model, batch = on_meta(name)
+    scores = model(**batch).logits
+    scores.sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+    family = families.BY_MODEL_TYPE[name]
+    for missing in ({"host_layout": False}, {"in_place": False}):
+        monkeypatch.setitem(families.BY_MODEL_TYPE, name, replace(family, **missing))
+        with pytest.raises((RuntimeError, NotImplementedError), match=r"[Mm]eta"):
+            model(**batch).logits.sum().backward()
+
+
+def on_meta(name: str) -> tuple[RewardModel, dict[str, Any]]:
+    """Return a model without values, and a shared batch of two pairs for it."""
+    config = model_of(name).config
+    with torch.device("meta"):
+        model: Any = reward_model_class(config)(config)
+    work = training(config, [Pair(16, 4, 3, 5), Pair(24, 3, 2, 6)])
+    return model, to_device(share(model)(work.conversations), torch.device("meta"))
