@@ -137,7 +137,7 @@ class Renderer:
         """Open and process the media of `messages`, in reading order, using and filling `cache`.
 
         Raises:
-            MediaError: when one cannot be opened, or is too small or too narrow for the model.
+            MediaError: when one cannot be opened, or is too narrow for the model.
         """
         cache = {} if cache is None else cache
         processed = []

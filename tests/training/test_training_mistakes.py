@@ -189,7 +189,7 @@ MISTAKES = [
     Mistake("a placeholder too many", "more images than the row has", spoil=third_row(prompt="<image> and <image>")),
     Mistake("image of no bytes", "has zero bytes", spoil=third_image(lambda path: path.write_bytes(b""))),
     Mistake("text for an image", "is not an image", spoil=third_image(lambda path: path.write_text("a picture"))),
-    Mistake("image too small", "27x60", spoil=third_image(lambda path: Image.new("RGB", (27, 60)).save(path))),
+    Mistake("image too narrow", "1x201", spoil=third_image(lambda path: Image.new("RGB", (1, 201)).save(path))),
     Mistake("absent image_root", "nowhere", {"image_root": "nowhere"}),
     Mistake("batch larger than the data", "dataloader_drop_last leaves out all 4 rows",
             {"dataloader_drop_last": True, "per_device_train_batch_size": 16}),

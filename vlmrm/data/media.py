@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vlmrm")
 
-MIN_SIDE = 28  # one merged patch of the Qwen-VL family: smaller images have no tokens
+MIN_SIDE = 28  # one merged patch of the Qwen-VL family, to whose multiples processors enlarge smaller sides
 MAX_RATIO = 200  # of the sides, accepted by its image processor
 # Pillow reads more formats, some by starting other programs (EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
@@ -94,7 +94,7 @@ def open_image(reference: Any) -> Image.Image:
 
     Raises:
         MediaError: naming the image and the reason: missing, empty, truncated, not an image, of a mode without a
-            faithful 8-bit RGB form, a side below 28 pixels, longer than 200 to 1, or too large to be decoded safely.
+            faithful 8-bit RGB form, longer than 200 to 1, or too large to be decoded safely.
     """
     with _opened(reference) as image:
         name = media_name(reference)
@@ -134,8 +134,6 @@ def _opened(reference: Any) -> Generator[Image.Image]:
 
 def _check_size(image: Image.Image, name: str) -> None:
     width, height = image.size
-    if min(width, height) < MIN_SIDE:
-        raise MediaError(f"{name} is {width}x{height} pixels: each side must be at least {MIN_SIDE}")
     if max(width, height) > MAX_RATIO * min(width, height):
         raise MediaError(f"{name} is {width}x{height} pixels: the sides may differ {MAX_RATIO}-fold at most")
     if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
