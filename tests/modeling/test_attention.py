@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import attention, resolve_attention
@@ -22,6 +24,7 @@ def machine(monkeypatch):
     return has
 
 
+CONFIGS = sorted((Path(__file__).parents[2] / "training_configs").glob("*.yaml"))
 TWO, THREE = "flash_attention_2", "flash_attention_3"
 
 
@@ -50,6 +53,14 @@ def test_a_name_is_the_kernel_or_the_next_that_is_here(machine, caplog, machine_
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (line is not None), "one line a process"
     assert all(text.startswith(f"attn_implementation: {line}") for text in lines)
+
+
+def test_every_shipped_configuration_starts_without_flash_attention(machine):
+    for has in ({"gpu": False}, {}):
+        machine(**has)
+        for path in CONFIGS:
+            name = yaml.safe_load(path.read_text(encoding="utf-8")).get("attn_implementation", "auto")
+            assert resolve_attention(name) == "sdpa", path.name
 
 
 def test_an_unknown_kernel_is_refused():
