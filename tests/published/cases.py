@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from families.table import FAMILIES
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlmrm.modeling.tiny import make_tiny
 
-from ..families.table import FAMILIES
 from . import reference
 
 WIDTH = 128
@@ -140,7 +140,7 @@ def trl_value_head(folder: Path) -> Published:
     for file, half in zip(files, halves, strict=True):
         save_file(half, folder / "rm" / file)
     index = {name: file for file, half in zip(files, halves, strict=True) for name in half}
-    (folder / "rm/model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "rm/model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return Published(folder / "rm", TALKS, reference.value_head(processor, model, VALUE, TALKS))
 
 
@@ -266,27 +266,35 @@ def drawn(prompt: str, image: Image.Image, *before: Image.Image) -> reference.Me
     ]
 
 
-def edit_reward(folder: Path, *, output: str, head_name: str) -> Published:
+@cache
+def edit_rewards(folder: Path) -> dict[str, Published]:
+    """Both outputs of one file; the authors' score is their mean."""
     source = folder / "EditReward-Qwen2.5-VL-7B"
     processor, model, [token] = with_tokens(folder / "base", "qwen2_5_vl", ["<|Reward|>"])
     heads = ranknet_weights("rm_heads.head_0", 40) | ranknet_weights("rm_heads.head_1", 60)
     source.mkdir()
     torch.save({"model": model.state_dict() | heads}, source / "model.pth")
     images = [picture(448, 448, seed) for seed in range(3)]
-    scores = []
+    scores: dict[str, list[torch.Tensor]] = {"head_0": [], "head_1": []}
     for prompt, image in zip(PROMPTS, images[1:], strict=True):
         text = QUESTION.replace("{text_prompt}", prompt)
         ids, hidden = reference.at_text_positions(processor, model, text, "image", [images[0], image])
-        scores.append(reference.ranknet(heads, f"rm_heads.{head_name}", hidden[ids.tolist().index(token)])[0])
+        for name in scores:
+            mu, _ = reference.ranknet(heads, f"rm_heads.{name}", hidden[ids.tolist().index(token)])
+            scores[name].append(mu)
     asked = [drawn(prompt, image, images[0]) for prompt, image in zip(PROMPTS, images[1:], strict=True)]
-    options = {"base": folder / "base", "template": written(folder, QUESTION), "output_name": output}
-    return Published(source, asked, torch.stack(scores), options)
+    options = {"base": folder / "base", "template": written(folder, QUESTION)}
+    return {
+        output: Published(source, asked, torch.stack(scores[name]), options | {"output_name": output})
+        for output, name in (("following", "head_0"), ("quality", "head_1"))
+    }
 
 
 NORM = {"VQ_mean": 3.6757, "VQ_std": 2.2476, "MQ_mean": 1.1646, "MQ_std": 1.3811, "TA_mean": 2.8105, "TA_std": 2.5121}
 
 
-def video_align(folder: Path, *, output: str) -> Published:
+@cache
+def video_aligns(folder: Path) -> dict[str, Published]:
     """LoRA weights in the file of the model, as the published one has them; the reference computes them apart."""
     source = folder / "VideoReward"
     tokens = [f"<|{name}_reward|>" for name in OUTPUTS]
@@ -307,17 +315,21 @@ def video_align(folder: Path, *, output: str) -> Published:
     settings = {"peft_lora_config": {"lora_r": 4, "lora_alpha": 8}, "inference_config": NORM}
     (source / "model_config.json").write_text(json.dumps(settings))
     clips = [[picture(336, 336, 10 * seed + frame) for frame in range(4)] for seed in range(2)]
-    scores, asked = [], []
+    asked = []
+    scores: dict[str, list[torch.Tensor]] = {output: [] for output in OUTPUTS}
     for prompt, clip in zip(PROMPTS, clips, strict=True):
         frames = torch.stack([torch.from_numpy(np.array(frame)).permute(2, 0, 1) for frame in clip])
         text = DIMENSIONS.replace("{text_prompt}", prompt)
         ids, hidden = reference.at_text_positions(processor, model.base_model.model, text, "video", [frames])
-        read = hidden[ids.tolist().index(ids_of[OUTPUTS.index(output)])]
-        scores.append((read @ head["rm_head.weight"].T)[0])
+        for output, token in zip(OUTPUTS, ids_of, strict=True):
+            scores[output].append((hidden[ids.tolist().index(token)] @ head["rm_head.weight"].T)[0])
         video = [{"type": "video", "video": clip}]
         asked.append([{"role": "user", "content": prompt}, {"role": "assistant", "content": video}])
-    options = {"base": folder / "base", "template": written(folder, DIMENSIONS), "output_name": output}
-    return Published(source, asked, torch.stack(scores), options)
+    options = {"base": folder / "base", "template": written(folder, DIMENSIONS)}
+    return {
+        output: Published(source, asked, torch.stack(scores[output]), options | {"output_name": output})
+        for output in OUTPUTS
+    }
 
 
 def mm_rlhf(folder: Path) -> Published:
@@ -373,8 +385,6 @@ def llava_next_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     return named
 
 
-FOLLOWING = partial(edit_reward, output="following", head_name="head_0")
-QUALITY = partial(edit_reward, output="quality", head_name="head_1")
 CASES = [
     Case("skywork", "Skywork-VL-Reward-7B", "Qwen2.5-VL", skywork),
     Case("value_head", "LLaMA-Factory, `value_head.bin`", "Qwen3-VL", llama_factory),
@@ -386,10 +396,10 @@ CASES = [
     Case("score", "peft, `modules_to_save`", "Qwen2.5-VL", adapter_score),
     Case("basereward", "BaseReward", "Qwen2.5-VL", base_reward),
     Case("hpsv3", "HPSv3", "Qwen2-VL", hps_v3),
-    Case("editreward", "EditReward, `following`", "Qwen2.5-VL", FOLLOWING),
-    Case("editreward", "EditReward, `quality`", "Qwen2.5-VL", QUALITY),
-    Case("videoalign", "VideoAlign, `VQ`", "Qwen2-VL", partial(video_align, output="VQ")),
-    Case("videoalign", "VideoAlign, `MQ`", "Qwen2-VL", partial(video_align, output="MQ")),
-    Case("videoalign", "VideoAlign, `TA`", "Qwen2-VL", partial(video_align, output="TA")),
+    Case("editreward", "EditReward, `following`", "Qwen2.5-VL", lambda folder: edit_rewards(folder)["following"]),
+    Case("editreward", "EditReward, `quality`", "Qwen2.5-VL", lambda folder: edit_rewards(folder)["quality"]),
+    Case("videoalign", "VideoAlign, `VQ`", "Qwen2-VL", lambda folder: video_aligns(folder)["VQ"]),
+    Case("videoalign", "VideoAlign, `MQ`", "Qwen2-VL", lambda folder: video_aligns(folder)["MQ"]),
+    Case("videoalign", "VideoAlign, `TA`", "Qwen2-VL", lambda folder: video_aligns(folder)["TA"]),
     Case("mm_rlhf", "MM-RLHF-Reward", "LLaVA-OneVision", mm_rlhf),
 ]

@@ -59,7 +59,7 @@ def convert_head(
         if weight.shape != (after, before):
             raise CheckpointError(
                 f"a layer of the head is {list(weight.shape)} and should be {[after, before]}: the file is broken, or "
-                "of another model."
+                "--base another model."
             )
     return head, {name: weight.float().contiguous() for name, weight in weights.items()}
 

@@ -40,12 +40,12 @@ from vlmrm.modeling.published_source import (
     StoredWeights,
     head_files,
     local_copy,
-    lora_scale,
     read_adapter,
     weight_files,
     with_lora,
 )
 from vlmrm.modeling.published_template import question_template, read_instruction, turn_of
+from vlmrm.modeling.published_weights import lora_scale
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 relies_on(conversion_mapping.get_model_conversion_mapping, "model")
@@ -125,6 +125,8 @@ def import_reward(
     config = read_config(described, None, trust_remote_code)
     processor = _processor(folder, described, form, trust_remote_code)
     _set_template(processor, form, chosen, template)
+    limits = min_pixels or form.pixels, max_pixels or form.pixels
+    _limit_pixels(processor, *limits)
     _fit_vocabulary(config, processor, form, weights.readers)
     width = config.get_text_config().hidden_size
     head, head_weights = convert_head(form, chosen, heads, lambda name: heads[name](), width)
@@ -150,8 +152,8 @@ def import_reward(
             made,
             processor=processor,
             head=config.reward_head,
-            min_pixels=min_pixels or form.pixels,
-            max_pixels=max_pixels or form.pixels,
+            min_pixels=limits[0],
+            max_pixels=limits[1],
             reward_mean=mean,
             reward_std=std,
             provenance=provenance(
@@ -349,6 +351,23 @@ def _set_template(processor: Any, layout: Layout, output_name: str, path: str | 
     instruction = read_instruction(text, layout.question, token, str(path))
     turn = layout.turn(processor) if layout.turn else turn_of(processor)
     processor.chat_template = question_template(turn, instruction, layout.question, token)
+
+
+def _limit_pixels(processor: Any, least: int | None, most: int | None) -> None:
+    """Put the limits on the area of images into the processor, so that training keeps them too.
+
+    Raises:
+        ConfigError: when it does not size images by area.
+    """
+    if least is None and most is None:
+        return
+    size = dict(processor.image_processor.size)
+    if not {"shortest_edge", "longest_edge"} <= size.keys():
+        raise ConfigError(
+            f"{type(processor).__name__} does not size images by area: leave --min-pixels and --max-pixels out."
+        )
+    limits = {"shortest_edge": least, "longest_edge": most}
+    processor.image_processor.size = size | {name: area for name, area in limits.items() if area is not None}
 
 
 def _fit_vocabulary(config: PreTrainedConfig, processor: Any, layout: Layout, weights: Mapping[str, Reader]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from vlmrm.errors import CheckpointError, first_line
 from vlmrm.http import hub_answers
 from vlmrm.modeling.manifest import ADAPTER_CONFIG, read_json_of
-from vlmrm.modeling.published_weights import is_torch_file, lora_merged, plain_weights, read_weights
+from vlmrm.modeling.published_weights import is_torch_file, lora_merged, lora_scale, plain_weights, read_weights
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -106,11 +105,6 @@ def with_lora(name: str, weight: Reader, parts: Mapping[str, Reader], scale: flo
         return lora_merged(base, down, up, scale)
 
     return merged
-
-
-def lora_scale(rank: int, alpha: float, rank_stabilised: bool | None) -> float:
-    """Return the factor of BA: alpha / r, or alpha / sqrt(r) where it is rank-stabilised (Kalajdzievski 2023)."""
-    return alpha / (math.sqrt(rank) if rank_stabilised else rank)
 
 
 def local_copy(source: str | Path, revision: str | None = None) -> Path:
