@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, conversion_mapping, core_model_loadin
 from transformers.core_model_loading import WeightRenaming
 
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.files import make_folder, require_new_folder, write_json
+from vlmrm.files import make_folder, read_wording, require_new_folder, write_json
 from vlmrm.libraries import relies_on
 from vlmrm.modeling.checkpoint import load_processor, read_config
 from vlmrm.modeling.manifest import (
@@ -44,7 +44,7 @@ from vlmrm.modeling.published_source import (
     weight_files,
     with_lora,
 )
-from vlmrm.modeling.published_template import question_template, read_instruction, turn_of
+from vlmrm.modeling.published_template import question_template, turn_of
 from vlmrm.modeling.published_weights import lora_scale
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
@@ -343,12 +343,9 @@ def _set_template(processor: Any, layout: Layout, output_name: str, path: str | 
         )
     if path is None:
         return
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--template {path} cannot be read ({error}): check it.") from error
     token = layout.outputs[output_name].token
-    instruction = read_instruction(text, layout.question, token, str(path))
+    text = read_wording(path, f"--template {path}", *layout.question, *([token] if token else []))
+    instruction = text[: text.index(token) + len(token)] if token else text
     turn = layout.turn(processor) if layout.turn else turn_of(processor)
     processor.chat_template = question_template(turn, instruction, layout.question, token)
 

@@ -135,7 +135,7 @@ LAYOUTS = (
     replace(
         RANKNET,
         name="hpsv3",
-        source="MizzenAI/HPSv3, hpsv3/model/qwen2vl_trainer.py; arXiv:2508.03789",
+        source="the package hpsv3 of MizzenAI; arXiv:2508.03789",
         ids=["hpsv3"],
         outputs={"mu": Output("<|Reward|>")},
         base="Qwen/Qwen2-VL-7B-Instruct",
