@@ -216,8 +216,8 @@ def find_layout(source: str | Path, names: Iterable[str], name: str | None = Non
 
 
 def _is_called(source: str | Path, layout: Layout) -> bool:
-    path = Path(source)
-    return any(part.lower().startswith(start) for part in (path.stem, path.name) for start in layout.ids)
+    """Return whether a file, its folder or a repository has one of the layout's names."""
+    return any(part.lower().startswith(start) for part in Path(source).parts[-2:] for start in layout.ids)
 
 
 def _unrecognised(source: str | Path, found: Sequence[str], names: Sequence[str]) -> str:

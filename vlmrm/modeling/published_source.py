@@ -21,6 +21,7 @@ from vlmrm.modeling.published_weights import is_torch_file, lora_merged, lora_sc
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")  # beginnings of files of no weights
 # What wrappers put before and into the names of weights.
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.|pretrained_model\.|base_model\.model\.)+")
 INSIDE = re.compile(r"\.(?:modules_to_save(?:\.default)?|original_module|base_layer)(?=\.)")
@@ -136,7 +137,7 @@ def weight_files(path: Path) -> list[Path]:
     for suffix in SUFFIXES:
         inner = [*path.glob(f"*{suffix}"), *path.glob(f"checkpoint-*/*{suffix}")]
         files = sorted(file for file in inner if file not in head_files(path) and file.name not in ADAPTERS)
-        files = [file for file in files if file.stem not in ("training_args", "optimizer", "scheduler")]
+        files = [file for file in files if not file.stem.startswith(OF_TRAINING)]
         if len(files) == 1:
             return files
         if files:
