@@ -10,7 +10,8 @@ from runs import colour_pairs, short_training
 from vlmrm import cli
 from vlmrm.training import plan as planning
 from vlmrm.training.checks import RunArguments
-from vlmrm.training.plan import count_steps, estimate_memory, plan_training
+from vlmrm.training.memory import estimate_memory
+from vlmrm.training.plan import count_steps, plan_training
 from vlmrm.training.survey import Survey
 
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 
 from vlmrm.logs import quiet_libraries, say
-from vlmrm.training.plan import Memory, Timing, TrainingPlan, plan_training, token_figures
+from vlmrm.training.memory import Memory
+from vlmrm.training.plan import Timing, TrainingPlan, plan_training, token_figures
 from vlmrm.training.survey import Survey
 
 JSON = "--json"

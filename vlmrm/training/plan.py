@@ -24,16 +24,13 @@ import numpy as np
 import torch
 from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, TrainerCallback
-from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from vlmrm.data.comparisons import load_train_and_eval
 from vlmrm.errors import ConfigError, TrainingError, VlmrmError
 from vlmrm.files import plain_write_errors
 from vlmrm.libraries import installed_version
-from vlmrm.modeling import load_processor, lora_config, reward_model_class
+from vlmrm.modeling import load_processor, lora_config
 from vlmrm.modeling.attention import attention_of, resolve_attention
-from vlmrm.modeling.checkpoint import read_config
-from vlmrm.modeling.freezing import freeze
 from vlmrm.modeling.manifest import LIBRARIES
 from vlmrm.training.checks import (
     RunArguments,
@@ -48,8 +45,8 @@ from vlmrm.training.main import (
     build_trainer,
     launch_alone,
     survey_collator,
-    weight_dtype,
 )
+from vlmrm.training.memory import Memory, estimate_memory, free_memory
 from vlmrm.training.resume import check_base, check_settings, checkpoint_to_resume, training_settings
 from vlmrm.training.survey import Survey, can_evaluate, can_train, check_survey, shared_prompts, survey
 from vlmrm.training.trainer import ComparisonTrainer
@@ -59,25 +56,6 @@ TIMED_STEPS = 5  # of the trial, after one of the heaviest batch
 TRIAL_SECONDS = 60.0  # after which no further step is timed
 EVALUATED = 32  # rows that the trial evaluates
 SAVED_BYTES = 2e9  # a larger checkpoint is not written by the trial
-# Bytes of activations that a layer keeps for each token and unit of width, in half precision and with an attention
-# that keeps no weights (Korthikanti et al. 2022, eq. 2).
-KEPT_BYTES = 34
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one process; `available` is what this machine has free for it."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    rest: int  # activations, and what libraries and the allocator take
-    measured: bool
-    available: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.rest
 
 
 @dataclass(frozen=True)
@@ -246,63 +224,6 @@ def count_steps(run: RunArguments, rows: int | None, ranks: int) -> tuple[int, f
     each = max(math.ceil(batches / args.gradient_accumulation_steps), 1)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * each)
     return steps, steps / each
-
-
-# Estimating ----------------------------------------------------------------------------------------------------------
-
-
-def estimate_memory(run: RunArguments, rows: Survey, ranks: int) -> Memory:
-    """Estimate the memory of a process from the model's configuration: no weights are read.
-
-    Weights, gradients and Adam's moments are counted; ZeRO divides them among the ranks. Activations are those of
-    the longest row's batch.
-    """
-    args, keys = run.training, run.model
-    config = read_config(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
-    unset_hf_deepspeed_config()  # under ZeRO-3 transformers would start the process group to make a model
-    with torch.device("meta"):
-        model: Any = reward_model_class(config)(config)
-    if args.deepspeed:
-        set_hf_deepspeed_config(args.hf_deepspeed_config)
-    freeze(model, vit=keys.freeze_vit, merger=keys.freeze_merger, llm=keys.freeze_llm)
-    if keys.use_peft:
-        from peft import get_peft_model
-
-        model = get_peft_model(model, lora_config(keys, model))
-    count = sum(weight.numel() for weight in model.parameters())
-    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    width = weight_dtype(keys, args).itemsize
-    stage = args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) if args.deepspeed else 0
-    weights = count * (0.5 if keys.load_in_4bit else width) / (ranks if stage == 3 else 1)
-    gradients = trained * width / (ranks if stage >= 2 else 1)
-    # DeepSpeed keeps a float32 copy beside both moments; adapters are float32 by themselves.
-    moments = trained * (12 if args.deepspeed else 2 * (4 if keys.use_peft else width))
-    optimizer = moments / (ranks if stage >= 1 else 1)
-    text = config.get_text_config()
-    tokens = min(args.train_batch_size * max(rows.tokens, default=0), keys.max_tokens_per_batch or math.inf)
-    half = 1 if args.bf16 or args.fp16 else 2
-    layer = KEPT_BYTES * text.hidden_size * tokens * half
-    kept = 2 * half * text.hidden_size * tokens * text.num_hidden_layers
-    activations = layer + kept if args.gradient_checkpointing else layer * text.num_hidden_layers
-    return Memory(
-        int(weights), int(gradients), int(optimizer), int(activations), measured=False, available=free_memory(run)
-    )
-
-
-def free_memory(run: RunArguments) -> int:
-    """Return the bytes that are free on the accelerator, or without one in the memory of this machine."""
-    if not run.training.use_cpu and torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0]
-    return host_memory()
-
-
-def host_memory() -> int:
-    """Return the bytes that are free in the memory of this machine; all of it where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------

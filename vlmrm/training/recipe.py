@@ -26,7 +26,7 @@ from vlmrm.modeling import reward_model_class
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import find_file
 from vlmrm.training.checks import has_bfloat16
-from vlmrm.training.plan import host_memory
+from vlmrm.training.memory import host_memory
 
 SAMPLE = 200  # rows that are read
 SPLIT_ROWS = 20_000  # of larger data not every row is read to try the split
