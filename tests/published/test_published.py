@@ -180,6 +180,10 @@ FAULTS = {
         lambda f: spoil(f, "model.safetensors", lambda w: w.update({"model.norm.weight": torch.ones(9)})), {},
         r"norm.weight is \[9\], and by the configuration \[128\]",
     ),
+    "two heads": (
+        lambda f: spoil(f, "model.safetensors", lambda w: w.update(VALUE)), {},
+        "a head in a file of its own and v_head.summary",
+    ),
     "own": (lambda f: (f / "reward_model.json").write_text("{}"), {}, "reward model of vlmrm already"),
     "refused": (lambda f: None, {"layout": "ixc_reward"}, "cannot be imported: its architecture"),
 }  # fmt: skip
@@ -212,7 +216,9 @@ def test_questions_need_their_instruction_and_their_output(made, tmp_path):
     published, _, scorer = made(BY_WHO["EditReward, `quality`"])
     base = published.options["base"]
     with pytest.raises(ConfigError, match="several outputs: import one by --output-name following, quality"):
-        import_reward(published.source, tmp_path / "out", base=base)
+        import_reward("TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508", tmp_path / "out")  # before anything is fetched
+    with pytest.raises(CheckpointError, match="cannot be imported: its architecture"):
+        import_reward("internlm/internlm-xcomposer2d5-7b-reward", tmp_path / "out")
     with pytest.raises(ConfigError, match=r"asked by an instruction of its authors: .*\{text_prompt\}"):
         import_reward(published.source, tmp_path / "out", base=base, output_name="quality")
     (tmp_path / "t.txt").write_text("{text_prompt}")

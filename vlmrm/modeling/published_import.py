@@ -31,7 +31,7 @@ from vlmrm.modeling.manifest import (
     write_complete,
 )
 from vlmrm.modeling.published_heads import chosen_output, convert_head
-from vlmrm.modeling.published_layouts import HEAD_WEIGHTS, Layout, find_layout
+from vlmrm.modeling.published_layouts import HEAD_WEIGHTS, Layout, find_layout, named_layout
 from vlmrm.modeling.published_names import Naming
 from vlmrm.modeling.published_source import (
     Reader,
@@ -88,9 +88,12 @@ def import_reward(
     """
     output_folder = Path(output_folder)
     require_new_folder(output_folder, "the imported model")
-    opened = _open(source, base, layout, revision)
+    named = named_layout(source, layout)
+    if named is not None:  # before anything is fetched
+        _check_options(named, output_name, template)
+    opened = _open(source, base, named, revision)
     form = opened.layout
-    chosen = chosen_output(form, output_name)
+    chosen = _check_options(form, output_name, template)
     settings = _settings(form, opened.folder)
     config = read_config(opened.described, None, trust_remote_code)
     processor = _processor(opened, trust_remote_code)
@@ -149,7 +152,24 @@ class Opened:
     described: str | Path
 
 
-def _open(source: str | Path, base: str | Path | None, layout: str | None, revision: str | None) -> Opened:
+def _check_options(layout: Layout, output_name: str | None, template: str | Path | None) -> str:
+    """Return the name of the output to import.
+
+    Raises:
+        ConfigError: when it, or the instruction, is missing or not of this layout.
+    """
+    chosen = chosen_output(layout, output_name)
+    if layout.question and template is None:
+        raise ConfigError(
+            f"a {layout.name} is asked by an instruction of its authors: save it as a text with "
+            f"{' and '.join(layout.question)} where those go, and name it by --template."
+        )
+    if template is not None and not layout.question:
+        raise ConfigError(f"a {layout.name} is read through its chat template: leave --template out.")
+    return chosen
+
+
+def _open(source: str | Path, base: str | Path | None, named: Layout | None, revision: str | None) -> Opened:
     if not Path(source).is_file() and find_file(source, REWARD_FILE) is not None:
         raise CheckpointError(f"{source} is a reward model of vlmrm already: open it as it is.")
     path = local_copy(source, revision)
@@ -163,8 +183,12 @@ def _open(source: str | Path, base: str | Path | None, layout: str | None, revis
     weights = StoredWeights(*weight_files(local_copy(base) if adapted and base else path))
     separate = StoredWeights(*head_files(path)[:1])  # LLaMA-Factory may leave both forms of one head
     trained = adapter.readers | separate.readers
-    form = find_layout(source, trained if any(map(HEAD_WEIGHTS.search, trained)) else weights.readers, layout)
+    form = find_layout(source, trained if any(map(HEAD_WEIGHTS.search, trained)) else weights.readers, named)
     heads = trained if any(map(form.matches, trained)) else weights.readers
+    if heads is trained and not adapted and (second := next(filter(form.matches, weights.readers), None)):
+        raise CheckpointError(
+            f"{source} has a head in a file of its own and {second} beside it: leave one of the two."
+        )
     # The base comes first where it is named: a source may have a configuration that transformers does not know.
     described = base or (folder if (folder / "config.json").is_file() else form.base)
     if described is None:
@@ -238,18 +262,7 @@ def _processor(opened: Opened, trust_remote_code: bool) -> Any:
 
 
 def _set_template(processor: Any, layout: Layout, output_name: str, path: str | Path | None) -> None:
-    """Give the processor the chat template that writes the authors' instruction.
-
-    Raises:
-        ConfigError: when the instruction is missing, or there is none in this layout.
-    """
-    if bool(layout.question) != (path is not None):
-        raise ConfigError(
-            f"a {layout.name} is asked by an instruction of its authors: save it as a text with "
-            f"{' and '.join(layout.question)} where those go, and name it by --template."
-            if layout.question
-            else f"a {layout.name} is read through its chat template: leave --template out."
-        )
+    """Give the processor the chat template that writes the authors' instruction, if they have one."""
     if path is None:
         return
     token = layout.outputs[output_name].token

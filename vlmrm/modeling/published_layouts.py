@@ -186,33 +186,41 @@ LAYOUTS = (
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
-def find_layout(source: str | Path, names: Iterable[str], name: str | None = None) -> Layout:
-    """Return the layout called `name`, or else that of a source's own name, or of the names of its weights.
+def named_layout(source: str | Path, name: str | None = None) -> Layout | None:
+    """Return the layout called `name`, or else that of a source's own name; None where it has none.
 
     Raises:
-        ConfigError: when there is no such layout, or the head could be of several.
-        CheckpointError: when there is no head, or the layout is refused.
+        ConfigError: when there is no such layout.
+        CheckpointError: when it is refused.
     """
-    names = list(names)
     if name is not None and name not in BY_NAME:
         raise ConfigError(f"--layout is {name!r}: choose one of {', '.join(BY_NAME)}.")
-    found = [layout for layout in LAYOUTS if any(map(layout.matches, names))]
-    called = [layout for layout in LAYOUTS if _is_called(source, layout)]
-    layout = BY_NAME[name] if name else next(iter(called), None)
-    if layout is None:
-        general = [candidate for candidate in found if not candidate.ids]
-        if len(general) != 1:
-            raise CheckpointError(_unrecognised(source, [candidate.name for candidate in found], names))
-        layout = general[0]
-    if layout.refused:
+    layout = BY_NAME[name] if name else next((layout for layout in LAYOUTS if _is_called(source, layout)), None)
+    if layout is not None and layout.refused:
         raise CheckpointError(f"{source} cannot be imported: {layout.refused}.")
-    if layout not in found:
+    return layout
+
+
+def find_layout(source: str | Path, names: Iterable[str], named: Layout | None) -> Layout:
+    """Return the layout of a source's head: the one that is `named`, or else that of the names of its weights.
+
+    Raises:
+        CheckpointError: when there is no head, it is not of the layout that is named, or could be of several.
+    """
+    names = list(names)
+    found = [layout for layout in LAYOUTS if any(map(layout.matches, names))]
+    if named is None:
+        general = [layout for layout in found if not layout.ids]
+        if len(general) != 1:
+            raise CheckpointError(_unrecognised(source, [layout.name for layout in found], names))
+        return general[0]
+    if named not in found:
         raise CheckpointError(
-            f"{source} has no head of layout {layout.name}: none of its {len(names)} weights is called as one"
+            f"{source} has no head of layout {named.name}: none of its {len(names)} weights is called as one"
             + (f"; --layout {found[0].name} fits" if found else "")
             + "."
         )
-    return layout
+    return named
 
 
 def _is_called(source: str | Path, layout: Layout) -> bool:

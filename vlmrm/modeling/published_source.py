@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,6 +35,8 @@ PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}),
     "target_parameters": (None, []),
     "lora_bias": (None, False),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
 }
 
 
@@ -63,13 +64,15 @@ class StoredWeights:
         """
         for stored, read in _readers(file).items():
             name = INSIDE.sub("", WRAPPERS.sub("", stored))
+            if ".original_module." in stored:
+                continue  # what `modules_to_save` replaced
             if match := LORA.fullmatch(name):
                 self.lora.setdefault(match["module"], {})[match["part"]] = read
             elif "lora_" in name:
                 raise CheckpointError(f"{name} is no LoRA weight of a linear layer: merge the adapter with peft.")
             elif name in self.readers:
                 raise CheckpointError(f"{file} has {name} a second time: leave one file of the two in the folder.")
-            elif ".original_module." not in stored:  # what `modules_to_save` replaced
+            else:
                 self.readers[name] = read
 
 
@@ -131,9 +134,8 @@ def weight_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     for name in INDICES:
-        if (path / name).is_file():
-            index = json.loads((path / name).read_text(encoding="utf-8"))
-            return [path / shard for shard in sorted(set(index["weight_map"].values()))]
+        if index := read_json_of(path, name):
+            return [path / shard for shard in sorted(set(index.get("weight_map", {}).values()))]
     for suffix in SUFFIXES:
         inner = [*path.glob(f"*{suffix}"), *path.glob(f"checkpoint-*/*{suffix}")]
         files = sorted(file for file in inner if file not in head_files(path) and file.name not in ADAPTERS)
