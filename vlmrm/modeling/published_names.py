@@ -54,6 +54,8 @@ class Naming:
         loaded, converter = core_model_loading.rename_source_key(
             name, self.renamings, self.converters, self.prefix, self.expected
         )
+        if NOT_READ.search(loaded):
+            return None
         return loaded, name if converter else loaded
 
     def known(self, weights: Mapping[str, Reader]) -> dict[str, Reader]:
@@ -83,9 +85,10 @@ class Naming:
         Raises:
             CheckpointError: also when one is missing.
         """
-        names = map(self.of, weights)
-        missing = self.backbone - {loaded for loaded, _ in filter(None, names)}
-        if missing:
+        names = [*filter(None, map(self.of, weights))]
+        missing = self.backbone - {loaded for loaded, _ in names}
+        # One stored weight may become several in memory, and then loading it says what is missing.
+        if missing and all(loaded == name for loaded, name in names):
             raise CheckpointError(
                 f"{self.source} lacks {', '.join(sorted(missing)[:3])}, {len(missing)} weights in all: it is broken, "
                 f"or of another architecture than {self.architecture}."
