@@ -267,21 +267,25 @@ def drawn(prompt: str, image: Image.Image, *before: Image.Image) -> reference.Me
 
 
 @cache
-def edit_rewards(folder: Path) -> dict[str, Published]:
-    """Both outputs of one file; the authors' score is their mean."""
-    source = folder / "EditReward-Qwen2.5-VL-7B"
-    processor, model, [token] = with_tokens(folder / "base", "qwen2_5_vl", ["<|Reward|>"])
+def edit_rewards(folder: Path, arch: str) -> dict[str, Published]:
+    """Both outputs of one file; the authors' score is their mean. Qwen3-VL has a program of its own."""
+    source = folder / ("EditReward-Qwen3-VL-8B" if arch == "qwen3_vl" else "EditReward-Qwen2.5-VL-7B")
+    processor, model, [token] = with_tokens(folder / "base", arch, ["<|Reward|>"])
     heads = ranknet_weights("rm_heads.head_0", 40) | ranknet_weights("rm_heads.head_1", 60)
     source.mkdir()
     torch.save({"model": model.state_dict() | heads}, source / "model.pth")
-    images = [picture(448, 448, seed) for seed in range(3)]
+    side = 128 if arch == "qwen3_vl" else 448
+    images = [picture(side, side, seed) for seed in range(3)]
     scores: dict[str, list[torch.Tensor]] = {"head_0": [], "head_1": []}
     for prompt, image in zip(PROMPTS, images[1:], strict=True):
         text = QUESTION.replace("{text_prompt}", prompt)
-        ids, hidden = reference.at_text_positions(processor, model, text, "image", [images[0], image])
+        if arch == "qwen3_vl":
+            read = reference.at_token(processor, model, text, [images[0], image], token)
+        else:
+            ids, hidden = reference.at_text_positions(processor, model, text, "image", [images[0], image])
+            read = hidden[ids.tolist().index(token)]
         for name in scores:
-            mu, _ = reference.ranknet(heads, f"rm_heads.{name}", hidden[ids.tolist().index(token)])
-            scores[name].append(mu)
+            scores[name].append(reference.ranknet(heads, f"rm_heads.{name}", read)[0])
     asked = [drawn(prompt, image, images[0]) for prompt, image in zip(PROMPTS, images[1:], strict=True)]
     options = {"base": folder / "base", "template": written(folder, QUESTION)}
     return {
@@ -396,8 +400,9 @@ CASES = [
     Case("score", "peft, `modules_to_save`", "Qwen2.5-VL", adapter_score),
     Case("basereward", "BaseReward", "Qwen2.5-VL", base_reward),
     Case("hpsv3", "HPSv3", "Qwen2-VL", hps_v3),
-    Case("editreward", "EditReward, `following`", "Qwen2.5-VL", lambda folder: edit_rewards(folder)["following"]),
-    Case("editreward", "EditReward, `quality`", "Qwen2.5-VL", lambda folder: edit_rewards(folder)["quality"]),
+    Case("editreward", "EditReward, `following`", "Qwen2.5-VL", lambda f: edit_rewards(f, "qwen2_5_vl")["following"]),
+    Case("editreward", "EditReward, `quality`", "Qwen2.5-VL", lambda f: edit_rewards(f, "qwen2_5_vl")["quality"]),
+    Case("editreward_qwen3", "EditReward-Qwen3-VL", "Qwen3-VL", lambda f: edit_rewards(f, "qwen3_vl")["following"]),
     Case("videoalign", "VideoAlign, `VQ`", "Qwen2-VL", lambda folder: video_aligns(folder)["VQ"]),
     Case("videoalign", "VideoAlign, `MQ`", "Qwen2-VL", lambda folder: video_aligns(folder)["MQ"]),
     Case("videoalign", "VideoAlign, `TA`", "Qwen2-VL", lambda folder: video_aligns(folder)["TA"]),

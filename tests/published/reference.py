@@ -95,6 +95,14 @@ def at_text_positions(processor: Any, model: Any, text: str, kind: str, media: S
     return ids[0], hidden[0]
 
 
+def at_token(processor: Any, model: Any, text: str, images: Sequence[Any], token: int) -> torch.Tensor:
+    """The state [H] at a token of a question, at the positions of the library."""
+    messages = [{"role": "user", "content": [*({"type": "image"} for _ in images), {"type": "text", "text": text}]}]
+    rendered = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    inputs = inputs_of(processor, [rendered], images)
+    return states(model, inputs)[0, inputs["input_ids"][0].tolist().index(token)]
+
+
 def ranknet(head: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     """μ and log σ of HPSv3 and EditReward: three layers, with ReLU between them."""
     for place in (0, 3):

@@ -185,6 +185,10 @@ FAULTS = {
         "a head in a file of its own and v_head.summary",
     ),
     "own": (lambda f: (f / "reward_model.json").write_text("{}"), {}, "reward model of vlmrm already"),
+    "settings": (
+        lambda f: (without_head(f), save_file({"rm_head.weight": torch.ones(1, 128)}, f / "rm_head.safetensors")),
+        {"layout": "videoalign", "output_name": "VQ", "template": "t.txt"}, "model_config.json",
+    ),
     "refused": (lambda f: None, {"layout": "ixc_reward"}, "cannot be imported: its architecture"),
 }  # fmt: skip
 
@@ -222,6 +226,9 @@ def test_questions_need_their_instruction_and_their_output(made, tmp_path):
     with pytest.raises(ConfigError, match=r"asked by an instruction of its authors: .*\{text_prompt\}"):
         import_reward(published.source, tmp_path / "out", base=base, output_name="quality")
     (tmp_path / "t.txt").write_text("{text_prompt}")
+    asked = {"base": base, "template": tmp_path / "t.txt", "output_name": "quality"}
+    with pytest.raises(CheckpointError, match="is a qwen2_5_vl, and editreward_qwen3 is a qwen3_vl"):
+        import_reward(published.source, tmp_path / "out", layout="editreward_qwen3", **asked)
     with pytest.raises(ConfigError, match=r"has <\|Reward\|> 0 times"):
         import_reward(
             published.source, tmp_path / "out", base=base, output_name="quality", template=tmp_path / "t.txt"

@@ -27,7 +27,7 @@ def chosen_output(layout: Layout, output_name: str | None) -> str:
         return names[0]
     if output_name not in names:
         what = "several outputs" if output_name is None else f"no output {output_name!r}"
-        raise ConfigError(f"a {layout.name} has {what}: import one by --output-name {', '.join(names)}.")
+        raise ConfigError(f"{layout.name} has {what}: import one by --output-name {', '.join(names)}.")
     return output_name
 
 

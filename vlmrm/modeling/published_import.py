@@ -96,6 +96,11 @@ def import_reward(
     chosen = _check_options(form, output_name, template)
     settings = _settings(form, opened.folder)
     config = read_config(opened.described, None, trust_remote_code)
+    if form.model_types and config.model_type not in form.model_types:
+        raise CheckpointError(
+            f"{opened.described} is a {config.model_type}, and {form.name} is a {' or '.join(form.model_types)}: name "
+            "the model that it was trained from by --base, or its own --layout."
+        )
     processor = _processor(opened, trust_remote_code)
     _set_template(processor, form, chosen, template)
     limits = min_pixels or form.pixels, max_pixels or form.pixels
@@ -161,11 +166,11 @@ def _check_options(layout: Layout, output_name: str | None, template: str | Path
     chosen = chosen_output(layout, output_name)
     if layout.question and template is None:
         raise ConfigError(
-            f"a {layout.name} is asked by an instruction of its authors: save it as a text with "
+            f"{layout.name} is asked by an instruction of its authors: save it as a text with "
             f"{' and '.join(layout.question)} where those go, and name it by --template."
         )
     if template is not None and not layout.question:
-        raise ConfigError(f"a {layout.name} is read through its chat template: leave --template out.")
+        raise ConfigError(f"{layout.name} is read through its chat template: leave --template out.")
     return chosen
 
 

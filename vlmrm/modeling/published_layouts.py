@@ -51,6 +51,7 @@ class Layout:
         turn: what stands around the instruction, where it is not the processor's own chat template.
         pixels: area of every image.
         text_positions: whether its images had the positions of text.
+        model_types: of the backbones that its authors compute so; empty for any.
         renamed: further names of weights than those that transformers knows: patterns and what replaces them.
         base: repository of its configuration and processor, where it comes without.
         settings: file with `peft_lora_config` and the normalisation of each output, `inference_config`.
@@ -70,6 +71,7 @@ class Layout:
     turn: Callable[[Any], Turn] | None = None
     pixels: int | None = None
     text_positions: bool = False
+    model_types: Sequence[str] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     base: str | None = None
     settings: str | None = None
@@ -103,6 +105,15 @@ RANKNET = Layout(
     question=["{text_prompt}"],
     pixels=256 * 28 * 28,
     text_positions=True,
+)
+EDIT = replace(
+    RANKNET,
+    name="editreward",
+    head=rf"rm_heads\.(?P<head>\w+)\.(?P<layer>\d+)\.{KIND}",
+    source="TIGER-AI-Lab/EditReward edb027e, model/qwen2_5_vl_trainer.py",
+    ids=["editreward"],
+    outputs={"following": Output("<|Reward|>", "head_0"), "quality": Output("<|Reward|>", "head_1")},
+    model_types=["qwen2_5_vl"],
 )
 # LLaVA-NeXT's names to transformers'.
 LLAVA_NEXT = {
@@ -138,16 +149,20 @@ LAYOUTS = (
         source="the package hpsv3 of MizzenAI; arXiv:2508.03789",
         ids=["hpsv3"],
         outputs={"mu": Output("<|Reward|>")},
+        model_types=["qwen2_vl"],
         base="Qwen/Qwen2-VL-7B-Instruct",
     ),
+    # Its program for Qwen3-VL leaves positions and sizes to the library, which that for Qwen2.5-VL does not.
     replace(
-        RANKNET,
-        name="editreward",
-        head=rf"rm_heads\.(?P<head>\w+)\.(?P<layer>\d+)\.{KIND}",
-        source="TIGER-AI-Lab/EditReward edb027e, model/qwen2_5_vl_trainer.py",
-        ids=["editreward"],
-        outputs={"following": Output("<|Reward|>", "head_0"), "quality": Output("<|Reward|>", "head_1")},
+        EDIT,
+        name="editreward_qwen3",
+        ids=["editreward-qwen3"],
+        text_positions=False,
+        pixels=None,
+        model_types=["qwen3_vl"],
+        source="TIGER-AI-Lab/EditReward edb027e, model/qwen3_vl_trainer.py",
     ),
+    EDIT,
     Layout(
         "videoalign",
         rf"rm_head\.{KIND}",
@@ -158,6 +173,7 @@ LAYOUTS = (
         outputs={name: Output(f"<|{name}_reward|>") for name in ("VQ", "MQ", "TA")},
         question=["{text_prompt}"],
         text_positions=True,
+        model_types=["qwen2_vl"],
         base="Qwen/Qwen2-VL-2B-Instruct",
         settings="model_config.json",
     ),
@@ -171,6 +187,7 @@ LAYOUTS = (
         ids=["mm-rlhf-reward"],
         question=["{question}", "{answer}"],
         turn=llava_turn,
+        model_types=["llava_onevision"],
         renamed=LLAVA_NEXT,
         base="llava-hf/llava-onevision-qwen2-7b-ov-hf",
     ),
