@@ -97,6 +97,10 @@ def test_training_starts_from_the_trained_head(made, tmp_path):
     trained, imported = (load_file(path / "model.safetensors") for path in (tmp_path / "run/final", folder))
     assert trained.keys() == imported.keys()
     assert not torch.equal(trained["score_hidden.0.weight"], imported["score_hidden.0.weight"])
+    train({**keys, "output_dir": str(tmp_path / "lora"), "use_peft": True})
+    adapted = load_checkpoint(tmp_path / "lora/final", check_sight=False)
+    assert adapted.model.config.reward_head == {"hidden": [1024, 16], "activation": "relu", "bias": True}
+    assert not torch.equal(adapted.model.score.weight, imported["score.weight"])
 
 
 def test_a_linear_head_is_exported_and_a_bias_refused(made, tmp_path):
@@ -105,6 +109,8 @@ def test_a_linear_head_is_exported_and_a_bias_refused(made, tmp_path):
     assert distance(made(SWIFT)[2], published) < 1e-5
     with pytest.raises(CheckpointError, match=r"is linear, with a bias, and others take a linear one without a bias"):
         export(made(SKYWORK)[1], tmp_path / "biased")
+    with pytest.raises(CheckpointError, match="gives images the positions of text"):
+        export(made(BY_WHO["VideoAlign, `VQ`"])[1], tmp_path / "positioned")
 
 
 def test_the_verb_writes_a_checkpoint_that_the_verbs_open(tmp_path, capsys):
