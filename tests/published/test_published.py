@@ -222,6 +222,12 @@ def test_options_that_do_not_fit_are_named(source, options, message):
         import_reward(source, source.parent / "out", **options)
 
 
+def test_a_configuration_that_transformers_does_not_know_is_that_of_the_base(made, tmp_path):
+    published, _, _ = made(BY_WHO["MM-RLHF-Reward"])
+    with pytest.raises(CheckpointError, match=r"^llava-hf/llava-onevision-qwen2-7b-ov-hf "):  # which is not here
+        import_reward(published.source, tmp_path / "out", template=published.options["template"])
+
+
 def test_questions_need_their_instruction_and_their_output(made, tmp_path):
     published, _, scorer = made(BY_WHO["EditReward, `quality`"])
     base = published.options["base"]

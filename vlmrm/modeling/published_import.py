@@ -195,7 +195,7 @@ def _open(source: str | Path, base: str | Path | None, named: Layout | None, rev
             f"{source} has a head in a file of its own and {second} beside it: leave one of the two."
         )
     # The base comes first where it is named: a source may have a configuration that transformers does not know.
-    described = base or (folder if (folder / "config.json").is_file() else form.base)
+    described = base or (folder if (folder / "config.json").is_file() and not form.renamed else form.base)
     if described is None:
         raise CheckpointError(f"{source} has no config.json: name the model that it was trained from by --base.")
     return Opened(folder, form, weights, adapter, scale, heads, described)
