@@ -44,8 +44,8 @@ def measured(case: Case) -> str:
 
 def page(difference: Callable[[Case], str]) -> str:
     """Return docs/models.md with the table as it is now."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return "\n".join([f"{before}{BEGIN}", "", *lines(difference), "", END]) + rest.partition(END)[2]
+    before, _, after = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return "\n".join([f"{before}{BEGIN}", "", *lines(difference), "", END]) + after.partition(END)[2]
 
 
 if __name__ == "__main__":

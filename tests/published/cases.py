@@ -230,8 +230,8 @@ def with_tokens(folder: Path, arch: str, tokens: list[str]) -> tuple[Any, Any, l
 
 def ranknet_weights(name: str, seed: int) -> dict[str, torch.Tensor]:
     sizes = {0: (1024, WIDTH), 3: (16, 1024), 5: (2, 16)}
-    weights = {f"{name}.{place}.weight": noise(*size, seed=seed + place) for place, size in sizes.items()}
-    return weights | {f"{name}.{place}.bias": noise(size[0], seed=seed - place) for place, size in sizes.items()}
+    weights = {f"{name}.{layer}.weight": noise(*size, seed=seed + layer) for layer, size in sizes.items()}
+    return weights | {f"{name}.{layer}.bias": noise(size[0], seed=seed - layer) for layer, size in sizes.items()}
 
 
 PROMPTS = ["a red square", "two digits {0} and a much longer prompt than the first has"]
@@ -252,14 +252,14 @@ def hps_v3(folder: Path) -> Published:
         text = QUESTION.replace("{text_prompt}", prompt)
         ids, hidden = reference.at_text_positions(processor, model, text, "image", [image])
         scores.append(reference.ranknet(head, "rm_head", hidden[ids.tolist().index(token)])[0])
-    asked = [drawn(prompt, image) for prompt, image in zip(PROMPTS, pictures, strict=True)]
+    conversations = [drawn(prompt, image) for prompt, image in zip(PROMPTS, pictures, strict=True)]
     options = {"base": folder / "base", "template": written(folder, QUESTION)}
-    return Published(folder / "HPSv3.safetensors", asked, torch.stack(scores), options)
+    return Published(folder / "HPSv3.safetensors", conversations, torch.stack(scores), options)
 
 
 def drawn(prompt: str, image: Image.Image, *before: Image.Image) -> reference.Messages:
     """A picture as the answer to a prompt, which may have pictures itself."""
-    prompts = [*({"type": "image", "image": other} for other in before), {"type": "text", "text": prompt}]
+    prompts = [*({"type": "image", "image": picture} for picture in before), {"type": "text", "text": prompt}]
     return [
         {"role": "user", "content": prompts},
         {"role": "assistant", "content": [{"type": "image", "image": image}]},
@@ -286,10 +286,10 @@ def edit_rewards(folder: Path, arch: str) -> dict[str, Published]:
             read = hidden[ids.tolist().index(token)]
         for name in scores:
             scores[name].append(reference.ranknet(heads, f"rm_heads.{name}", read)[0])
-    asked = [drawn(prompt, image, images[0]) for prompt, image in zip(PROMPTS, images[1:], strict=True)]
+    conversations = [drawn(prompt, image, images[0]) for prompt, image in zip(PROMPTS, images[1:], strict=True)]
     options = {"base": folder / "base", "template": written(folder, QUESTION)}
     return {
-        output: Published(source, asked, torch.stack(scores[name]), options | {"output_name": output})
+        output: Published(source, conversations, torch.stack(scores[name]), options | {"output_name": output})
         for output, name in (("following", "head_0"), ("quality", "head_1"))
     }
 
@@ -319,7 +319,7 @@ def video_aligns(folder: Path) -> dict[str, Published]:
     settings = {"peft_lora_config": {"lora_r": 4, "lora_alpha": 8}, "inference_config": NORM}
     (source / "model_config.json").write_text(json.dumps(settings))
     clips = [[picture(336, 336, 10 * seed + frame) for frame in range(4)] for seed in range(2)]
-    asked = []
+    conversations = []
     scores: dict[str, list[torch.Tensor]] = {output: [] for output in OUTPUTS}
     for prompt, clip in zip(PROMPTS, clips, strict=True):
         frames = torch.stack([torch.from_numpy(np.array(frame)).permute(2, 0, 1) for frame in clip])
@@ -328,10 +328,10 @@ def video_aligns(folder: Path) -> dict[str, Published]:
         for output, token in zip(OUTPUTS, ids_of, strict=True):
             scores[output].append((hidden[ids.tolist().index(token)] @ head["rm_head.weight"].T)[0])
         video = [{"type": "video", "video": clip}]
-        asked.append([{"role": "user", "content": prompt}, {"role": "assistant", "content": video}])
+        conversations.append([{"role": "user", "content": prompt}, {"role": "assistant", "content": video}])
     options = {"base": folder / "base", "template": written(folder, DIMENSIONS)}
     return {
-        output: Published(source, asked, torch.stack(scores[output]), options | {"output_name": output})
+        output: Published(source, conversations, torch.stack(scores[output]), options | {"output_name": output})
         for output in OUTPUTS
     }
 
@@ -353,14 +353,14 @@ def mm_rlhf(folder: Path) -> Published:
     save_file(llava_next_names(model.state_dict()) | head, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps({"model_type": "llava_qwen", "is_rm": True}))
     image = picture(28, 56)
-    asked = [
+    conversations = [
         talk("Which digit?", "It is seven.", image),
         [*talk("Which digit?", "It is nine, and odd.", image),
          {"role": "assistant", "content": [{"type": "text", "text": "The answer is wrong."}]}],
         talk("Is seven odd?", "Yes."),
     ]  # fmt: skip
     scores = []
-    for conversation in asked:
+    for conversation in conversations:
         question, answer, *critique = (message["content"][-1]["text"] for message in conversation)
         images = reference.images_of(conversation)
         text = CRITIC.format(question=question, answer=answer)
@@ -372,7 +372,7 @@ def mm_rlhf(folder: Path) -> Published:
         )
         scores.append(reference.dense_tanh(processor, model, head, prompt, images))
     options = {"base": folder / "base", "template": written(folder, CRITIC)}
-    return Published(source, asked, torch.stack(scores), options)
+    return Published(source, conversations, torch.stack(scores), options)
 
 
 def llava_next_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

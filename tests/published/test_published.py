@@ -238,9 +238,9 @@ def test_questions_need_their_instruction_and_their_output(made, tmp_path):
     with pytest.raises(ConfigError, match=r"asked by an instruction of its authors: .*\{text_prompt\}"):
         import_reward(published.source, tmp_path / "out", base=base, output_name="quality")
     (tmp_path / "t.txt").write_text("{text_prompt}")
-    asked = {"base": base, "template": tmp_path / "t.txt", "output_name": "quality"}
+    question = {"base": base, "template": tmp_path / "t.txt", "output_name": "quality"}
     with pytest.raises(CheckpointError, match="is a qwen2_5_vl, and editreward_qwen3 is a qwen3_vl"):
-        import_reward(published.source, tmp_path / "out", layout="editreward_qwen3", **asked)
+        import_reward(published.source, tmp_path / "out", layout="editreward_qwen3", **question)
     with pytest.raises(ConfigError, match=r"has <\|Reward\|> 0 times"):
         import_reward(
             published.source, tmp_path / "out", base=base, output_name="quality", template=tmp_path / "t.txt"
@@ -297,6 +297,6 @@ def test_large_models_are_written_in_shards(source, tmp_path, monkeypatch):
     made = import_reward(source, tmp_path / "out").folder
     index = json.loads((made / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
-    one = import_reward(source, tmp_path / "one").folder
-    found = [load_checkpoint(folder, check_sight=False).model.state_dict() for folder in (made, one)]
-    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+    single = import_reward(source, tmp_path / "one").folder
+    states = [load_checkpoint(folder, check_sight=False).model.state_dict() for folder in (made, single)]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())

@@ -213,8 +213,8 @@ def _set_head(config: PreTrainedConfig, opened: Opened, output_name: str) -> dic
 
 def _backbone(naming: Naming, opened: Opened, scale: float | None) -> dict[str, Reader]:
     """Return the weights of the backbone by the names of the new file, with those of LoRA merged."""
-    named = naming.whole(opened.weights.readers)
-    named |= naming.known(opened.adapter.readers)
+    named = naming.backbone_weights(opened.weights.readers)
+    named |= naming.renamed(opened.adapter.readers)
     named |= naming.merged(named, opened.weights.lora, scale)
     return named | naming.merged(named, opened.adapter.lora, opened.scale)
 
@@ -344,7 +344,7 @@ def _shards(weights: Mapping[str, Reader]) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     for name, read in weights.items():
         tensor = read()
-        if shard and sum(other.nbytes for other in shard.values()) + tensor.nbytes > SHARD:
+        if shard and sum(weight.nbytes for weight in shard.values()) + tensor.nbytes > SHARD:
             yield shard
             shard = {}
         shard[name] = tensor.contiguous()

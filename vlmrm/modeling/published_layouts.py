@@ -225,16 +225,16 @@ def find_layout(source: str | Path, names: Iterable[str], named: Layout | None) 
         CheckpointError: when there is no head, it is not of the layout that is named, or could be of several.
     """
     names = list(names)
-    found = [layout for layout in LAYOUTS if any(map(layout.matches, names))]
+    matching = [layout for layout in LAYOUTS if any(map(layout.matches, names))]
     if named is None:
-        general = [layout for layout in found if not layout.ids]
+        general = [layout for layout in matching if not layout.ids]
         if len(general) != 1:
-            raise CheckpointError(_unrecognised(source, [layout.name for layout in found], names))
+            raise CheckpointError(_unrecognised(source, [layout.name for layout in matching], names))
         return general[0]
-    if named not in found:
+    if named not in matching:
         raise CheckpointError(
             f"{source} has no head of layout {named.name}: none of its {len(names)} weights is called as one"
-            + (f"; --layout {found[0].name} fits" if found else "")
+            + (f"; --layout {matching[0].name} fits" if matching else "")
             + "."
         )
     return named
@@ -245,11 +245,11 @@ def _is_called(source: str | Path, layout: Layout) -> bool:
     return any(part.lower().startswith(start) for part in Path(source).parts[-2:] for start in layout.ids)
 
 
-def _unrecognised(source: str | Path, found: Sequence[str], names: Sequence[str]) -> str:
-    if found:
+def _unrecognised(source: str | Path, matching: Sequence[str], names: Sequence[str]) -> str:
+    if matching:
         return (
             f"{source} has a head that several models have, and each reads it at another token: say which it is by "
-            f"--layout {' or '.join(found)}."
+            f"--layout {' or '.join(matching)}."
         )
     if heads := [name for name in names if HEAD_WEIGHTS.search(name)]:
         return f"{source} has a trained head in no layout that is known ({heads[0]}): score it with its own code."

@@ -58,7 +58,7 @@ class Naming:
             return None
         return loaded, name if converter else loaded
 
-    def known(self, weights: Mapping[str, Reader]) -> dict[str, Reader]:
+    def renamed(self, weights: Mapping[str, Reader]) -> dict[str, Reader]:
         """Return weights of the backbone by their names in the new file.
 
         Raises:
@@ -79,8 +79,8 @@ class Naming:
             named[name] = self._checked(name, read)
         return named
 
-    def whole(self, weights: Mapping[str, Reader]) -> dict[str, Reader]:
-        """Do `known` with all weights of the backbone.
+    def backbone_weights(self, weights: Mapping[str, Reader]) -> dict[str, Reader]:
+        """Do `renamed` with all weights of the backbone.
 
         Raises:
             CheckpointError: also when one is missing.
@@ -93,7 +93,7 @@ class Naming:
                 f"{self.source} lacks {', '.join(sorted(missing)[:3])}, {len(missing)} weights in all: it is broken, "
                 f"or of another architecture than {self.architecture}."
             )
-        return self.known(weights)
+        return self.renamed(weights)
 
     def merged(
         self,
