@@ -167,7 +167,7 @@ def import_(
         revision: Branch, tag or commit of a hub model.
         trust_remote_code: Run the code of the model's own repository.
     """
-    from vlmrm.modeling.published_import import import_reward
+    from vlmrm.modeling import import_reward
 
     made = import_reward(
         source,

@@ -22,6 +22,9 @@ from vlmrm.errors import ConfigError
 # Hashing releases the GIL: more threads than this wait for the disk instead.
 THREADS = 8
 
+# The package hpsv3 prints this on import: an instruction saved by redirecting its output begins with it.
+PRINTED = "Flash Attention is not installed"
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of errors that more space mends
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -232,3 +235,22 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_wording(path: str | Path, where: str, *placeholders: str) -> str:
+    """Return the text of a file that has each of the `placeholders` once: wording that vlmrm does not contain.
+
+    Raises:
+        ConfigError: beginning with `where`, when it cannot be read, lacks a placeholder or repeats it, or has a line
+            that a program printed.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read ({error}): check it.") from error
+    if PRINTED in text:
+        raise ConfigError(f"{where} has the line {PRINTED!r}, which hpsv3 printed: save it as docs/rewards.md says.")
+    for placeholder in placeholders:
+        if text.count(placeholder) != 1:
+            raise ConfigError(f"{where} has {placeholder} {text.count(placeholder)} times: write it once.")
+    return text

@@ -143,7 +143,7 @@ def test_a_trained_head_in_a_file_of_its_own_is_not_left_for_a_random_one(langua
         save_file(VALUE_HEAD, language_model / name)
     else:
         torch.save(VALUE_HEAD, language_model / name)
-    with pytest.raises(CheckpointError, match=rf"trained head in {name}.*score it with the library that trained it"):
+    with pytest.raises(CheckpointError, match=rf"trained head in {name}.*`vlmrm import .* --output DIR`"):
         load(language_model)
 
 
@@ -164,14 +164,14 @@ def test_a_trained_head_on_the_hub_is_looked_for(tiny_checkpoint, tmp_path, monk
 def test_a_trained_head_of_another_layout_is_called_one(language_model, name):
     weights = load_file(language_model / "model.safetensors")
     save_file(weights | {name: torch.ones(1)}, language_model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"trained head of another layout \({name}\)"):
+    with pytest.raises(CheckpointError, match=rf"another trainer's layout \({name}\).*`vlmrm import "):
         load_for_training(language_model)
 
 
 @pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
 def test_a_head_under_another_name_is_not_called_missing(copy, load):
     edit_weights(copy, lambda weights: weights.update({"rm_head.weight": weights.pop("score.weight")}))
-    with pytest.raises(CheckpointError, match=r"trained head of another layout \(rm_head\.weight\)"):
+    with pytest.raises(CheckpointError, match=r"another trainer's layout \(rm_head\.weight\)"):
         load(copy)
 
 

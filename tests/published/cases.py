@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from families.table import FAMILIES
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlmrm.modeling.tiny import make_tiny
 
-from ..families.table import FAMILIES
 from . import reference
 
 WIDTH = 128
@@ -140,7 +140,7 @@ def trl_value_head(folder: Path) -> Published:
     for file, half in zip(files, halves, strict=True):
         save_file(half, folder / "rm" / file)
     index = {name: file for file, half in zip(files, halves, strict=True) for name in half}
-    (folder / "rm/model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "rm/model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return Published(folder / "rm", TALKS, reference.value_head(processor, model, VALUE, TALKS))
 
 
@@ -230,8 +230,8 @@ def with_tokens(folder: Path, arch: str, tokens: list[str]) -> tuple[Any, Any, l
 
 def ranknet_weights(name: str, seed: int) -> dict[str, torch.Tensor]:
     sizes = {0: (1024, WIDTH), 3: (16, 1024), 5: (2, 16)}
-    weights = {f"{name}.{place}.weight": noise(*size, seed=seed + place) for place, size in sizes.items()}
-    return weights | {f"{name}.{place}.bias": noise(size[0], seed=seed - place) for place, size in sizes.items()}
+    weights = {f"{name}.{layer}.weight": noise(*size, seed=seed + layer) for layer, size in sizes.items()}
+    return weights | {f"{name}.{layer}.bias": noise(size[0], seed=seed - layer) for layer, size in sizes.items()}
 
 
 PROMPTS = ["a red square", "two digits {0} and a much longer prompt than the first has"]
@@ -252,41 +252,53 @@ def hps_v3(folder: Path) -> Published:
         text = QUESTION.replace("{text_prompt}", prompt)
         ids, hidden = reference.at_text_positions(processor, model, text, "image", [image])
         scores.append(reference.ranknet(head, "rm_head", hidden[ids.tolist().index(token)])[0])
-    asked = [drawn(prompt, image) for prompt, image in zip(PROMPTS, pictures, strict=True)]
+    conversations = [drawn(prompt, image) for prompt, image in zip(PROMPTS, pictures, strict=True)]
     options = {"base": folder / "base", "template": written(folder, QUESTION)}
-    return Published(folder / "HPSv3.safetensors", asked, torch.stack(scores), options)
+    return Published(folder / "HPSv3.safetensors", conversations, torch.stack(scores), options)
 
 
 def drawn(prompt: str, image: Image.Image, *before: Image.Image) -> reference.Messages:
     """A picture as the answer to a prompt, which may have pictures itself."""
-    prompts = [*({"type": "image", "image": other} for other in before), {"type": "text", "text": prompt}]
+    prompts = [*({"type": "image", "image": picture} for picture in before), {"type": "text", "text": prompt}]
     return [
         {"role": "user", "content": prompts},
         {"role": "assistant", "content": [{"type": "image", "image": image}]},
     ]
 
 
-def edit_reward(folder: Path, *, output: str, head_name: str) -> Published:
-    source = folder / "EditReward-Qwen2.5-VL-7B"
-    processor, model, [token] = with_tokens(folder / "base", "qwen2_5_vl", ["<|Reward|>"])
+@cache
+def edit_rewards(folder: Path, arch: str) -> dict[str, Published]:
+    """Both outputs of one file; the authors' score is their mean. Qwen3-VL has a program of its own."""
+    source = folder / ("EditReward-Qwen3-VL-8B" if arch == "qwen3_vl" else "EditReward-Qwen2.5-VL-7B")
+    processor, model, [token] = with_tokens(folder / "base", arch, ["<|Reward|>"])
     heads = ranknet_weights("rm_heads.head_0", 40) | ranknet_weights("rm_heads.head_1", 60)
     source.mkdir()
     torch.save({"model": model.state_dict() | heads}, source / "model.pth")
-    images = [picture(448, 448, seed) for seed in range(3)]
-    scores = []
+    side = 128 if arch == "qwen3_vl" else 448
+    images = [picture(side, side, seed) for seed in range(3)]
+    scores: dict[str, list[torch.Tensor]] = {"head_0": [], "head_1": []}
     for prompt, image in zip(PROMPTS, images[1:], strict=True):
         text = QUESTION.replace("{text_prompt}", prompt)
-        ids, hidden = reference.at_text_positions(processor, model, text, "image", [images[0], image])
-        scores.append(reference.ranknet(heads, f"rm_heads.{head_name}", hidden[ids.tolist().index(token)])[0])
-    asked = [drawn(prompt, image, images[0]) for prompt, image in zip(PROMPTS, images[1:], strict=True)]
-    options = {"base": folder / "base", "template": written(folder, QUESTION), "output_name": output}
-    return Published(source, asked, torch.stack(scores), options)
+        if arch == "qwen3_vl":
+            read = reference.at_token(processor, model, text, [images[0], image], token)
+        else:
+            ids, hidden = reference.at_text_positions(processor, model, text, "image", [images[0], image])
+            read = hidden[ids.tolist().index(token)]
+        for name in scores:
+            scores[name].append(reference.ranknet(heads, f"rm_heads.{name}", read)[0])
+    conversations = [drawn(prompt, image, images[0]) for prompt, image in zip(PROMPTS, images[1:], strict=True)]
+    options = {"base": folder / "base", "template": written(folder, QUESTION)}
+    return {
+        output: Published(source, conversations, torch.stack(scores[name]), options | {"output_name": output})
+        for output, name in (("following", "head_0"), ("quality", "head_1"))
+    }
 
 
 NORM = {"VQ_mean": 3.6757, "VQ_std": 2.2476, "MQ_mean": 1.1646, "MQ_std": 1.3811, "TA_mean": 2.8105, "TA_std": 2.5121}
 
 
-def video_align(folder: Path, *, output: str) -> Published:
+@cache
+def video_aligns(folder: Path) -> dict[str, Published]:
     """LoRA weights in the file of the model, as the published one has them; the reference computes them apart."""
     source = folder / "VideoReward"
     tokens = [f"<|{name}_reward|>" for name in OUTPUTS]
@@ -307,17 +319,21 @@ def video_align(folder: Path, *, output: str) -> Published:
     settings = {"peft_lora_config": {"lora_r": 4, "lora_alpha": 8}, "inference_config": NORM}
     (source / "model_config.json").write_text(json.dumps(settings))
     clips = [[picture(336, 336, 10 * seed + frame) for frame in range(4)] for seed in range(2)]
-    scores, asked = [], []
+    conversations = []
+    scores: dict[str, list[torch.Tensor]] = {output: [] for output in OUTPUTS}
     for prompt, clip in zip(PROMPTS, clips, strict=True):
         frames = torch.stack([torch.from_numpy(np.array(frame)).permute(2, 0, 1) for frame in clip])
         text = DIMENSIONS.replace("{text_prompt}", prompt)
         ids, hidden = reference.at_text_positions(processor, model.base_model.model, text, "video", [frames])
-        read = hidden[ids.tolist().index(ids_of[OUTPUTS.index(output)])]
-        scores.append((read @ head["rm_head.weight"].T)[0])
+        for output, token in zip(OUTPUTS, ids_of, strict=True):
+            scores[output].append((hidden[ids.tolist().index(token)] @ head["rm_head.weight"].T)[0])
         video = [{"type": "video", "video": clip}]
-        asked.append([{"role": "user", "content": prompt}, {"role": "assistant", "content": video}])
-    options = {"base": folder / "base", "template": written(folder, DIMENSIONS), "output_name": output}
-    return Published(source, asked, torch.stack(scores), options)
+        conversations.append([{"role": "user", "content": prompt}, {"role": "assistant", "content": video}])
+    options = {"base": folder / "base", "template": written(folder, DIMENSIONS)}
+    return {
+        output: Published(source, conversations, torch.stack(scores[output]), options | {"output_name": output})
+        for output in OUTPUTS
+    }
 
 
 def mm_rlhf(folder: Path) -> Published:
@@ -337,14 +353,14 @@ def mm_rlhf(folder: Path) -> Published:
     save_file(llava_next_names(model.state_dict()) | head, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps({"model_type": "llava_qwen", "is_rm": True}))
     image = picture(28, 56)
-    asked = [
+    conversations = [
         talk("Which digit?", "It is seven.", image),
         [*talk("Which digit?", "It is nine, and odd.", image),
          {"role": "assistant", "content": [{"type": "text", "text": "The answer is wrong."}]}],
         talk("Is seven odd?", "Yes."),
     ]  # fmt: skip
     scores = []
-    for conversation in asked:
+    for conversation in conversations:
         question, answer, *critique = (message["content"][-1]["text"] for message in conversation)
         images = reference.images_of(conversation)
         text = CRITIC.format(question=question, answer=answer)
@@ -356,7 +372,7 @@ def mm_rlhf(folder: Path) -> Published:
         )
         scores.append(reference.dense_tanh(processor, model, head, prompt, images))
     options = {"base": folder / "base", "template": written(folder, CRITIC)}
-    return Published(source, asked, torch.stack(scores), options)
+    return Published(source, conversations, torch.stack(scores), options)
 
 
 def llava_next_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -373,8 +389,6 @@ def llava_next_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     return named
 
 
-FOLLOWING = partial(edit_reward, output="following", head_name="head_0")
-QUALITY = partial(edit_reward, output="quality", head_name="head_1")
 CASES = [
     Case("skywork", "Skywork-VL-Reward-7B", "Qwen2.5-VL", skywork),
     Case("value_head", "LLaMA-Factory, `value_head.bin`", "Qwen3-VL", llama_factory),
@@ -386,10 +400,11 @@ CASES = [
     Case("score", "peft, `modules_to_save`", "Qwen2.5-VL", adapter_score),
     Case("basereward", "BaseReward", "Qwen2.5-VL", base_reward),
     Case("hpsv3", "HPSv3", "Qwen2-VL", hps_v3),
-    Case("editreward", "EditReward, `following`", "Qwen2.5-VL", FOLLOWING),
-    Case("editreward", "EditReward, `quality`", "Qwen2.5-VL", QUALITY),
-    Case("videoalign", "VideoAlign, `VQ`", "Qwen2-VL", partial(video_align, output="VQ")),
-    Case("videoalign", "VideoAlign, `MQ`", "Qwen2-VL", partial(video_align, output="MQ")),
-    Case("videoalign", "VideoAlign, `TA`", "Qwen2-VL", partial(video_align, output="TA")),
+    Case("editreward", "EditReward, `following`", "Qwen2.5-VL", lambda f: edit_rewards(f, "qwen2_5_vl")["following"]),
+    Case("editreward", "EditReward, `quality`", "Qwen2.5-VL", lambda f: edit_rewards(f, "qwen2_5_vl")["quality"]),
+    Case("editreward_qwen3", "EditReward-Qwen3-VL", "Qwen3-VL", lambda f: edit_rewards(f, "qwen3_vl")["following"]),
+    Case("videoalign", "VideoAlign, `VQ`", "Qwen2-VL", lambda folder: video_aligns(folder)["VQ"]),
+    Case("videoalign", "VideoAlign, `MQ`", "Qwen2-VL", lambda folder: video_aligns(folder)["MQ"]),
+    Case("videoalign", "VideoAlign, `TA`", "Qwen2-VL", lambda folder: video_aligns(folder)["TA"]),
     Case("mm_rlhf", "MM-RLHF-Reward", "LLaVA-OneVision", mm_rlhf),
 ]

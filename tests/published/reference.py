@@ -61,8 +61,8 @@ def rightmost_token(processor: Any, model: Any, head: Weights, conversations: Se
     """transformers' sequence classification, with which TRL trains: the rightmost token that is no pad token."""
     inputs, hidden = batched(processor, model, chat(processor, conversations), list(map(images_of, conversations)))
     ids = inputs["input_ids"]
-    places = torch.arange(ids.shape[-1]) * (ids != processor.tokenizer.pad_token_id)
-    return (hidden @ head["score.weight"].T)[torch.arange(len(ids)), places.argmax(-1), 0]
+    positions = torch.arange(ids.shape[-1]) * (ids != processor.tokenizer.pad_token_id)
+    return (hidden @ head["score.weight"].T)[torch.arange(len(ids)), positions.argmax(-1), 0]
 
 
 def two_layers(processor: Any, model: Any, head: Weights, conversations: Sequence[Messages]) -> torch.Tensor:
@@ -90,15 +90,23 @@ def at_text_positions(processor: Any, model: Any, text: str, kind: str, media: S
     embeds[ids == getattr(model.config, f"{kind}_token_id")] = qwen.visual(
         inputs[pixels], grid_thw=inputs[grid]
     ).pooler_output
-    places = torch.arange(ids.shape[1]).expand(3, 1, -1)
-    hidden = qwen.language_model(inputs_embeds=embeds, position_ids=places, use_cache=False).last_hidden_state
+    positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
+    hidden = qwen.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False).last_hidden_state
     return ids[0], hidden[0]
+
+
+def at_token(processor: Any, model: Any, text: str, images: Sequence[Any], token: int) -> torch.Tensor:
+    """The state [H] at a token of a question, at the positions of the library."""
+    messages = [{"role": "user", "content": [*({"type": "image"} for _ in images), {"type": "text", "text": text}]}]
+    rendered = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    inputs = inputs_of(processor, [rendered], images)
+    return states(model, inputs)[0, inputs["input_ids"][0].tolist().index(token)]
 
 
 def ranknet(head: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     """μ and log σ of HPSv3 and EditReward: three layers, with ReLU between them."""
-    for place in (0, 3):
-        x = relu(x @ head[f"{name}.{place}.weight"].T + head[f"{name}.{place}.bias"])
+    for layer in (0, 3):
+        x = relu(x @ head[f"{name}.{layer}.weight"].T + head[f"{name}.{layer}.bias"])
     return x @ head[f"{name}.5.weight"].T + head[f"{name}.5.bias"]
 
 

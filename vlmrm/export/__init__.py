@@ -58,6 +58,11 @@ def export(
             f"the head of {model} is {head_name(reward.config.reward_head)}, and others take a linear one without a "
             "bias alone: serve it with vlmrm, or train with head: linear."
         )
+    if reward.has_text_positions:
+        raise CheckpointError(
+            f"{model} gives images the positions of text, as in its training, and others would not: serve it with "
+            "vlmrm."
+        )
     if type(reward.config) not in REWARD_MODELS:
         raise CheckpointError(
             f"{model} is a {type(reward).__name__}, which cannot be exported: Qwen2-VL, Qwen2.5-VL, MiMo-VL and "

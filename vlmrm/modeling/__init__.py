@@ -25,11 +25,13 @@ from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 if TYPE_CHECKING:
     from vlmrm.modeling.loading import LoadedReward, load_checkpoint, load_weights, merge
+    from vlmrm.modeling.published_import import import_reward
     from vlmrm.modeling.tiny import make_tiny, make_tiny_reward_model
 
-# Training needs neither module, so they are imported on the first use of a name.
+# Training needs none of these modules, so they are imported on the first use of a name.
 LAZY = {
     "LoadedReward": "loading",
+    "import_reward": "published_import",
     "load_checkpoint": "loading",
     "load_weights": "loading",
     "merge": "loading",
@@ -52,6 +54,7 @@ __all__ = [
     "checkpoint_digest",
     "find_checkpoints",
     "freeze",
+    "import_reward",
     "load_checkpoint",
     "load_for_training",
     "load_processor",

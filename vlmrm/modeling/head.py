@@ -46,6 +46,9 @@ class Head:
     activation: str = "silu"
     bias: bool = False
 
+    def __post_init__(self):
+        object.__setattr__(self, "hidden", tuple(self.hidden))
+
     @classmethod
     def of(cls, described: str | Mapping[str, Any], width: int) -> Head:
         """Return the head described, over hidden states of `width` channels.

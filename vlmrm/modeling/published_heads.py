@@ -26,8 +26,8 @@ def chosen_output(layout: Layout, output_name: str | None) -> str:
     if output_name is None and len(names) == 1:
         return names[0]
     if output_name not in names:
-        what = "several outputs" if output_name is None else f"no output {output_name!r}"
-        raise ConfigError(f"a {layout.name} has {what}: import one by --output-name {', '.join(names)}.")
+        fault = "several outputs" if output_name is None else f"no output {output_name!r}"
+        raise ConfigError(f"{layout.name} has {fault}: import one by --output-name {', '.join(names)}.")
     return output_name
 
 
@@ -59,7 +59,7 @@ def convert_head(
         if weight.shape != (after, before):
             raise CheckpointError(
                 f"a layer of the head is {list(weight.shape)} and should be {[after, before]}: the file is broken, or "
-                "of another model."
+                "--base another model."
             )
     return head, {name: weight.float().contiguous() for name, weight in weights.items()}
 
@@ -79,9 +79,9 @@ def _layers(layout: Layout, output_name: str, names: Iterable[str], read: Callab
         raise CheckpointError(f"layer {missing[0]} of the head is missing: copy the checkpoint again.")
     for layer, tensors in layers.items():
         weight = tensors.get("weight")
-        whole = (
+        complete = (
             weight is not None and weight.ndim == 2 and all(len(tensor) == len(weight) for tensor in tensors.values())
         )
-        if not whole or layout.bias not in (None, "bias" in tensors):
+        if not complete or layout.bias not in (None, "bias" in tensors):
             raise CheckpointError(f"layer {layer or 0} of the head is incomplete: copy the checkpoint again.")
     return [(layers[layer]["weight"], layers[layer].get("bias")) for layer in sorted(layers)]

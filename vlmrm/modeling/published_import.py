@@ -6,7 +6,6 @@ Weights go from file to file, one at a time and in the type in which they are st
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
-from transformers import PreTrainedConfig, conversion_mapping, core_model_loading
-from transformers.core_model_loading import WeightRenaming
+from transformers import PreTrainedConfig
 
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.files import make_folder, require_new_folder, write_json
-from vlmrm.libraries import relies_on
+from vlmrm.files import make_folder, read_wording, require_new_folder, write_json
 from vlmrm.modeling.checkpoint import load_processor, read_config
 from vlmrm.modeling.manifest import (
     ADAPTER_CONFIG,
@@ -34,32 +31,22 @@ from vlmrm.modeling.manifest import (
     write_complete,
 )
 from vlmrm.modeling.published_heads import chosen_output, convert_head
-from vlmrm.modeling.published_layouts import HEAD_WEIGHTS, Layout, find_layout
+from vlmrm.modeling.published_layouts import HEAD_WEIGHTS, Layout, find_layout, named_layout
+from vlmrm.modeling.published_names import Naming
 from vlmrm.modeling.published_source import (
     Reader,
     StoredWeights,
     head_files,
     local_copy,
-    lora_scale,
     read_adapter,
     weight_files,
-    with_lora,
 )
-from vlmrm.modeling.published_template import question_template, read_instruction, turn_of
-from vlmrm.modeling.reward_model import RewardModel, reward_model_class
-
-relies_on(conversion_mapping.get_model_conversion_mapping, "model")
-relies_on(
-    core_model_loading.rename_source_key,
-    "weight_renamings",
-    "weight_converters",
-    "base_model_prefix",
-    "meta_state_dict",
-)
+from vlmrm.modeling.published_template import question_template, turn_of
+from vlmrm.modeling.published_weights import lora_scale
+from vlmrm.modeling.reward_model import reward_model_class
 
 SHARD = 4 * 2**30  # bytes, at most held in memory
 EMBEDDINGS = "embed_tokens.weight"
-NOT_READ = re.compile(r"(^|\.)lm_head\.")  # of a language head, for which there is no use
 
 
 @dataclass(frozen=True)
@@ -101,57 +88,41 @@ def import_reward(
     """
     output_folder = Path(output_folder)
     require_new_folder(output_folder, "the imported model")
-    if find_file_of(source, REWARD_FILE):
-        raise CheckpointError(f"{source} is a reward model of vlmrm already: open it as it is.")
-    path = local_copy(source, revision)
-    folder = path if path.is_dir() else path.parent
-    adapted = (folder / ADAPTER_CONFIG).is_file()
-    if adapted and base is None:
-        base = (read_json_of(folder, ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
-        if not base:
-            raise CheckpointError(f"{source} is an adapter: name the model that it was trained on by --base.")
-    adapter, scale = read_adapter(folder) if adapted else (StoredWeights(), None)
-    weights = StoredWeights(*weight_files(local_copy(base) if adapted and base else path))
-    separate = StoredWeights(*head_files(path)[:1])  # LLaMA-Factory may leave both forms of one head
-    trained = adapter.readers | separate.readers
-    form = find_layout(source, trained if any(map(HEAD_WEIGHTS.search, trained)) else weights.readers, layout)
-    heads = trained if any(map(form.matches, trained)) else weights.readers
-    chosen = chosen_output(form, output_name)
-    settings = _settings(form, folder)
-    # The base comes first where it is named: a source may have a configuration that transformers does not know.
-    described = base or (folder if (folder / "config.json").is_file() else form.base)
-    if described is None:
-        raise CheckpointError(f"{source} has no config.json: name the model that it was trained from by --base.")
-    config = read_config(described, None, trust_remote_code)
-    processor = _processor(folder, described, form, trust_remote_code)
+    named = named_layout(source, layout)
+    if named is not None:  # before anything is fetched
+        _check_options(named, output_name, template)
+    opened = _open(source, base, named, revision)
+    form = opened.layout
+    chosen = _check_options(form, output_name, template)
+    settings = _settings(form, opened.folder)
+    config = read_config(opened.described, None, trust_remote_code)
+    if form.model_types and config.model_type not in form.model_types:
+        raise CheckpointError(
+            f"{opened.described} is a {config.model_type}, and {form.name} is a {' or '.join(form.model_types)}: name "
+            "the model that it was trained from by --base, or its own --layout."
+        )
+    processor = _processor(opened, trust_remote_code)
     _set_template(processor, form, chosen, template)
-    _fit_vocabulary(config, processor, form, weights.readers)
-    width = config.get_text_config().hidden_size
-    head, head_weights = convert_head(form, chosen, heads, lambda name: heads[name](), width)
-    config.reward_head = head.described(width)
-    if form.text_positions:
-        config.reward_positions = "text"
+    limits = min_pixels or form.pixels, max_pixels or form.pixels
+    _limit_pixels(processor, *limits)
+    _fit_vocabulary(config, processor, form, opened.weights.readers)
+    head = _set_head(config, opened, chosen)
     model = _skeleton(config)
-    naming = Naming(model, form)
-    named = naming.whole(weights.readers, source)
-    named |= naming.known(adapter.readers, source)
-    named |= naming.merged(named, weights.lora, _scale(settings), source)
-    named |= naming.merged(named, adapter.lora, scale, source)
-    named |= {name: lambda tensor=tensor: tensor for name, tensor in head_weights.items()}
+    weights = _backbone(Naming(model, form, source), opened, _scale(settings)) | head
+    mean, std = _normalization(settings, chosen)
     make_folder(output_folder)
     with TemporaryDirectory(dir=output_folder.resolve().parent, prefix=f".{output_folder.name}-") as unfinished:
         made = Path(unfinished, "model")
         make_folder(made)
-        model.config.dtype = _write_weights(made, named)
+        model.config.dtype = _write_weights(made, weights)
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(made)
-        mean, std = _normalization(settings, chosen)
         save_reward_files(
             made,
             processor=processor,
             head=config.reward_head,
-            min_pixels=min_pixels or form.pixels,
-            max_pixels=max_pixels or form.pixels,
+            min_pixels=limits[0],
+            max_pixels=limits[1],
             reward_mean=mean,
             reward_std=std,
             provenance=provenance(
@@ -170,115 +141,82 @@ def import_reward(
     return Imported(output_folder, form.name, chosen)
 
 
-class Naming:
-    """The names of a backbone's weights in a model without weights, by those under which trainers store them.
+@dataclass(frozen=True)
+class Opened:
+    """A published model: its weights and those of its adapter, with the scale of BA, and those that have its head.
 
-    What transformers converts further when it loads them (the experts of a mixture) keeps its stored name.
+    `described` is the folder or repository of its configuration.
     """
 
-    def __init__(self, model: RewardModel, layout: Layout):
-        transforms = conversion_mapping.get_model_conversion_mapping(model)
-        self.renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-        self.converters: Any = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
-        self.prefix = model.base_model_prefix
-        self.expected = model.state_dict()
-        self.backbone = {name for name in self.expected if name.startswith("model.")}
-        self.architecture = type(model).__name__
-        self.layout = layout
+    folder: Path
+    layout: Layout
+    weights: StoredWeights
+    adapter: StoredWeights
+    scale: float | None
+    heads: Mapping[str, Reader]
+    described: str | Path
 
-    def of(self, stored: str) -> tuple[str, str] | None:
-        """Return the name in memory and that in the new file; None for a weight of a reward or language head."""
-        if self.layout.matches(stored) or NOT_READ.search(stored):
-            return None
-        name = stored
-        for pattern, replacement in self.layout.renamed.items():
-            name = re.sub(pattern, replacement, name)
-        loaded, converter = core_model_loading.rename_source_key(
-            name, self.renamings, self.converters, self.prefix, self.expected
+
+def _check_options(layout: Layout, output_name: str | None, template: str | Path | None) -> str:
+    """Return the name of the output to import.
+
+    Raises:
+        ConfigError: when it, or the instruction, is missing or not of this layout.
+    """
+    chosen = chosen_output(layout, output_name)
+    if layout.question and template is None:
+        raise ConfigError(
+            f"{layout.name} is asked by an instruction of its authors: save it as a text with "
+            f"{' and '.join(layout.question)} where those go, and name it by --template."
         )
-        return loaded, name if converter else loaded
-
-    def known(self, weights: Mapping[str, Reader], source: str | Path) -> dict[str, Reader]:
-        """Return weights of the backbone by their names in the new file.
-
-        Raises:
-            CheckpointError: when one is there twice, or is not of the backbone.
-        """
-        named: dict[str, Reader] = {}
-        for stored, read in weights.items():
-            if (names := self.of(stored)) is None:
-                continue
-            loaded, name = names
-            if loaded not in self.backbone:
-                raise CheckpointError(
-                    f"{source} has {stored}, which a {self.architecture} has not: it is broken, or of another "
-                    "architecture."
-                )
-            if name in named:
-                raise CheckpointError(f"{source} has {name} twice: leave one file of weights in the folder.")
-            named[name] = self._checked(name, read)
-        return named
-
-    def whole(self, weights: Mapping[str, Reader], source: str | Path) -> dict[str, Reader]:
-        """Do `known` with all weights of the backbone.
-
-        Raises:
-            CheckpointError: also when one is missing.
-        """
-        names = map(self.of, weights)
-        missing = self.backbone - {loaded for loaded, _ in filter(None, names)}
-        if missing:
-            raise CheckpointError(
-                f"{source} lacks {', '.join(sorted(missing)[:3])}, {len(missing)} weights in all: it is broken, or of "
-                f"another architecture than {self.architecture}."
-            )
-        return self.known(weights, source)
-
-    def merged(
-        self,
-        named: Mapping[str, Reader],
-        lora: Mapping[str, Mapping[str, Reader]],
-        scale: float | None,
-        source: str | Path,
-    ) -> dict[str, Reader]:
-        """Return those of the `named` weights that have LoRA weights, with these merged.
-
-        Raises:
-            CheckpointError: when there is no such weight, or the scale is unknown.
-        """
-        if lora and scale is None:
-            raise CheckpointError(
-                f"{source} has LoRA weights of {min(lora)} and nothing that says their scale: merge them with peft."
-            )
-        merged: dict[str, Reader] = {}
-        for module, parts in lora.items():
-            names = self.of(f"{module}.weight")
-            if names is None:
-                continue  # of a language head, for which there is no use
-            if names[1] not in named:
-                raise CheckpointError(
-                    f"{source} has LoRA weights of {module}, which its base has not: name the model that it was "
-                    "trained on by --base."
-                )
-            merged[names[1]] = with_lora(names[1], named[names[1]], parts, scale or 0.0)
-        return merged
-
-    def _checked(self, name: str, read: Reader) -> Reader:
-        def checked() -> torch.Tensor:
-            tensor = read()
-            if name in self.expected and tensor.shape != self.expected[name].shape:
-                raise CheckpointError(
-                    f"{name} is {list(tensor.shape)}, and by the configuration {list(self.expected[name].shape)}: "
-                    "name the model that it was trained from by --base."
-                )
-            return tensor
-
-        return checked
+    if template is not None and not layout.question:
+        raise ConfigError(f"{layout.name} is read through its chat template: leave --template out.")
+    return chosen
 
 
-def find_file_of(source: str | Path, name: str) -> Path | None:
-    """Return a file of a folder or repository; None where there is none, or the source is a file."""
-    return None if Path(source).is_file() else find_file(source, name)
+def _open(source: str | Path, base: str | Path | None, named: Layout | None, revision: str | None) -> Opened:
+    if not Path(source).is_file() and find_file(source, REWARD_FILE) is not None:
+        raise CheckpointError(f"{source} is a reward model of vlmrm already: open it as it is.")
+    path = local_copy(source, revision)
+    folder = path if path.is_dir() else path.parent
+    adapted = (folder / ADAPTER_CONFIG).is_file()
+    if adapted and base is None:
+        base = (read_json_of(folder, ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+        if not base:
+            raise CheckpointError(f"{source} is an adapter: name the model that it was trained on by --base.")
+    adapter, scale = read_adapter(folder) if adapted else (StoredWeights(), None)
+    weights = StoredWeights(*weight_files(local_copy(base) if adapted and base else path))
+    separate = StoredWeights(*head_files(path)[:1])  # LLaMA-Factory may leave both forms of one head
+    trained = adapter.readers | separate.readers
+    form = find_layout(source, trained if any(map(HEAD_WEIGHTS.search, trained)) else weights.readers, named)
+    heads = trained if any(map(form.matches, trained)) else weights.readers
+    if heads is trained and not adapted and (second := next(filter(form.matches, weights.readers), None)):
+        raise CheckpointError(
+            f"{source} has a head in a file of its own and {second} beside it: leave one of the two."
+        )
+    # The base comes first where it is named: a source may have a configuration that transformers does not know.
+    described = base or (folder if (folder / "config.json").is_file() and not form.renamed else form.base)
+    if described is None:
+        raise CheckpointError(f"{source} has no config.json: name the model that it was trained from by --base.")
+    return Opened(folder, form, weights, adapter, scale, heads, described)
+
+
+def _set_head(config: PreTrainedConfig, opened: Opened, output_name: str) -> dict[str, Reader]:
+    """Describe the head in the configuration, and return its weights."""
+    width = config.get_text_config().hidden_size
+    head, weights = convert_head(opened.layout, output_name, opened.heads, lambda name: opened.heads[name](), width)
+    config.reward_head = head.described(width)
+    if opened.layout.text_positions:
+        config.reward_positions = "text"
+    return {name: lambda tensor=tensor: tensor for name, tensor in weights.items()}
+
+
+def _backbone(naming: Naming, opened: Opened, scale: float | None) -> dict[str, Reader]:
+    """Return the weights of the backbone by the names of the new file, with those of LoRA merged."""
+    named = naming.backbone_weights(opened.weights.readers)
+    named |= naming.renamed(opened.adapter.readers)
+    named |= naming.merged(named, opened.weights.lora, scale)
+    return named | naming.merged(named, opened.adapter.lora, opened.scale)
 
 
 def _skeleton(config: PreTrainedConfig) -> Any:
@@ -315,40 +253,45 @@ def _normalization(settings: Mapping[str, Any], output_name: str) -> tuple[float
     return norm.get(f"{output_name}_mean"), norm.get(f"{output_name}_std")
 
 
-def _processor(folder: Path, described: str | Path, layout: Layout, trust_remote_code: bool) -> Any:
+def _processor(opened: Opened, trust_remote_code: bool) -> Any:
     """Return the processor of the source, or of the base, with the reward tokens."""
     files = ("processor_config.json", "preprocessor_config.json")
-    has_one = not layout.renamed and any((folder / name).is_file() for name in files)
-    processor: Any = load_processor(folder if has_one else described, trust_remote_code=trust_remote_code)
-    if layout.tokens:
+    # Under other names of weights the files are of another program, LLaVA's.
+    has_one = not opened.layout.renamed and any((opened.folder / name).is_file() for name in files)
+    described = opened.folder if has_one else opened.described
+    processor: Any = load_processor(described, trust_remote_code=trust_remote_code)
+    if tokens := opened.layout.tokens:
         # The list is what is new; tokens that are special already stay so.
-        processor.tokenizer.add_special_tokens({"additional_special_tokens": layout.tokens})
+        processor.tokenizer.add_special_tokens({"additional_special_tokens": tokens})
     return processor
 
 
 def _set_template(processor: Any, layout: Layout, output_name: str, path: str | Path | None) -> None:
-    """Give the processor the chat template that writes the authors' instruction.
-
-    Raises:
-        ConfigError: when the instruction is missing, or there is none in this layout.
-    """
-    if bool(layout.question) != (path is not None):
-        raise ConfigError(
-            f"a {layout.name} is asked by an instruction of its authors: save it as a text with "
-            f"{' and '.join(layout.question)} where those go, and name it by --template."
-            if layout.question
-            else f"a {layout.name} is read through its chat template: leave --template out."
-        )
+    """Give the processor the chat template that writes the authors' instruction, if they have one."""
     if path is None:
         return
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--template {path} cannot be read ({error}): check it.") from error
     token = layout.outputs[output_name].token
-    instruction = read_instruction(text, layout.question, token, str(path))
+    text = read_wording(path, f"--template {path}", *layout.question, *([token] if token else []))
+    instruction = text[: text.index(token) + len(token)] if token else text
     turn = layout.turn(processor) if layout.turn else turn_of(processor)
     processor.chat_template = question_template(turn, instruction, layout.question, token)
+
+
+def _limit_pixels(processor: Any, least: int | None, most: int | None) -> None:
+    """Put the limits on the area of images into the processor, so that training keeps them too.
+
+    Raises:
+        ConfigError: when it does not size images by area.
+    """
+    if least is None and most is None:
+        return
+    size = dict(processor.image_processor.size)
+    if not {"shortest_edge", "longest_edge"} <= size.keys():
+        raise ConfigError(
+            f"{type(processor).__name__} does not size images by area: leave --min-pixels and --max-pixels out."
+        )
+    limits = {"shortest_edge": least, "longest_edge": most}
+    processor.image_processor.size = size | {name: area for name, area in limits.items() if area is not None}
 
 
 def _fit_vocabulary(config: PreTrainedConfig, processor: Any, layout: Layout, weights: Mapping[str, Reader]) -> None:
@@ -401,7 +344,7 @@ def _shards(weights: Mapping[str, Reader]) -> Iterator[dict[str, torch.Tensor]]:
     shard: dict[str, torch.Tensor] = {}
     for name, read in weights.items():
         tensor = read()
-        if shard and sum(other.nbytes for other in shard.values()) + tensor.nbytes > SHARD:
+        if shard and sum(weight.nbytes for weight in shard.values()) + tensor.nbytes > SHARD:
             yield shard
             shard = {}
         shard[name] = tensor.contiguous()

@@ -51,6 +51,7 @@ class Layout:
         turn: what stands around the instruction, where it is not the processor's own chat template.
         pixels: area of every image.
         text_positions: whether its images had the positions of text.
+        model_types: of the backbones that its authors compute so; empty for any.
         renamed: further names of weights than those that transformers knows: patterns and what replaces them.
         base: repository of its configuration and processor, where it comes without.
         settings: file with `peft_lora_config` and the normalisation of each output, `inference_config`.
@@ -70,6 +71,7 @@ class Layout:
     turn: Callable[[Any], Turn] | None = None
     pixels: int | None = None
     text_positions: bool = False
+    model_types: Sequence[str] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     base: str | None = None
     settings: str | None = None
@@ -104,6 +106,15 @@ RANKNET = Layout(
     pixels=256 * 28 * 28,
     text_positions=True,
 )
+EDIT = replace(
+    RANKNET,
+    name="editreward",
+    head=rf"rm_heads\.(?P<head>\w+)\.(?P<layer>\d+)\.{KIND}",
+    source="TIGER-AI-Lab/EditReward edb027e, model/qwen2_5_vl_trainer.py",
+    ids=["editreward"],
+    outputs={"following": Output("<|Reward|>", "head_0"), "quality": Output("<|Reward|>", "head_1")},
+    model_types=["qwen2_5_vl"],
+)
 # LLaVA-NeXT's names to transformers'.
 LLAVA_NEXT = {
     r"^model\.vision_tower\.vision_tower\.": "model.vision_tower.",
@@ -135,19 +146,23 @@ LAYOUTS = (
     replace(
         RANKNET,
         name="hpsv3",
-        source="MizzenAI/HPSv3, hpsv3/model/qwen2vl_trainer.py; arXiv:2508.03789",
+        source="the package hpsv3 of MizzenAI; arXiv:2508.03789",
         ids=["hpsv3"],
         outputs={"mu": Output("<|Reward|>")},
+        model_types=["qwen2_vl"],
         base="Qwen/Qwen2-VL-7B-Instruct",
     ),
+    # Its program for Qwen3-VL leaves positions and sizes to the library, which that for Qwen2.5-VL does not.
     replace(
-        RANKNET,
-        name="editreward",
-        head=rf"rm_heads\.(?P<head>\w+)\.(?P<layer>\d+)\.{KIND}",
-        source="TIGER-AI-Lab/EditReward edb027e, model/qwen2_5_vl_trainer.py",
-        ids=["editreward"],
-        outputs={"following": Output("<|Reward|>", "head_0"), "quality": Output("<|Reward|>", "head_1")},
+        EDIT,
+        name="editreward_qwen3",
+        ids=["editreward-qwen3"],
+        text_positions=False,
+        pixels=None,
+        model_types=["qwen3_vl"],
+        source="TIGER-AI-Lab/EditReward edb027e, model/qwen3_vl_trainer.py",
     ),
+    EDIT,
     Layout(
         "videoalign",
         rf"rm_head\.{KIND}",
@@ -158,6 +173,7 @@ LAYOUTS = (
         outputs={name: Output(f"<|{name}_reward|>") for name in ("VQ", "MQ", "TA")},
         question=["{text_prompt}"],
         text_positions=True,
+        model_types=["qwen2_vl"],
         base="Qwen/Qwen2-VL-2B-Instruct",
         settings="model_config.json",
     ),
@@ -171,6 +187,7 @@ LAYOUTS = (
         ids=["mm-rlhf-reward"],
         question=["{question}", "{answer}"],
         turn=llava_turn,
+        model_types=["llava_onevision"],
         renamed=LLAVA_NEXT,
         base="llava-hf/llava-onevision-qwen2-7b-ov-hf",
     ),
@@ -186,45 +203,53 @@ LAYOUTS = (
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
-def find_layout(source: str | Path, names: Iterable[str], name: str | None = None) -> Layout:
-    """Return the layout called `name`, or else that of a source's own name, or of the names of its weights.
+def named_layout(source: str | Path, name: str | None = None) -> Layout | None:
+    """Return the layout called `name`, or else that of a source's own name; None where it has none.
 
     Raises:
-        ConfigError: when there is no such layout, or the head could be of several.
-        CheckpointError: when there is no head, or the layout is refused.
+        ConfigError: when there is no such layout.
+        CheckpointError: when it is refused.
     """
-    names = list(names)
     if name is not None and name not in BY_NAME:
         raise ConfigError(f"--layout is {name!r}: choose one of {', '.join(BY_NAME)}.")
-    found = [layout for layout in LAYOUTS if any(map(layout.matches, names))]
-    called = [layout for layout in LAYOUTS if _is_called(source, layout)]
-    layout = BY_NAME[name] if name else next(iter(called), None)
-    if layout is None:
-        general = [candidate for candidate in found if not candidate.ids]
-        if len(general) != 1:
-            raise CheckpointError(_unrecognised(source, [candidate.name for candidate in found], names))
-        layout = general[0]
-    if layout.refused:
+    layout = BY_NAME[name] if name else next((layout for layout in LAYOUTS if _is_called(source, layout)), None)
+    if layout is not None and layout.refused:
         raise CheckpointError(f"{source} cannot be imported: {layout.refused}.")
-    if layout not in found:
-        raise CheckpointError(
-            f"{source} has no head of layout {layout.name}: none of its {len(names)} weights is called as one"
-            + (f"; --layout {found[0].name} fits" if found else "")
-            + "."
-        )
     return layout
 
 
+def find_layout(source: str | Path, names: Iterable[str], named: Layout | None) -> Layout:
+    """Return the layout of a source's head: the one that is `named`, or else that of the names of its weights.
+
+    Raises:
+        CheckpointError: when there is no head, it is not of the layout that is named, or could be of several.
+    """
+    names = list(names)
+    matching = [layout for layout in LAYOUTS if any(map(layout.matches, names))]
+    if named is None:
+        general = [layout for layout in matching if not layout.ids]
+        if len(general) != 1:
+            raise CheckpointError(_unrecognised(source, [layout.name for layout in matching], names))
+        return general[0]
+    if named not in matching:
+        raise CheckpointError(
+            f"{source} has no head of layout {named.name}: none of its {len(names)} weights is called as one"
+            + (f"; --layout {matching[0].name} fits" if matching else "")
+            + "."
+        )
+    return named
+
+
 def _is_called(source: str | Path, layout: Layout) -> bool:
-    path = Path(source)
-    return any(part.lower().startswith(start) for part in (path.stem, path.name) for start in layout.ids)
+    """Return whether a file, its folder or a repository has one of the layout's names."""
+    return any(part.lower().startswith(start) for part in Path(source).parts[-2:] for start in layout.ids)
 
 
-def _unrecognised(source: str | Path, found: Sequence[str], names: Sequence[str]) -> str:
-    if found:
+def _unrecognised(source: str | Path, matching: Sequence[str], names: Sequence[str]) -> str:
+    if matching:
         return (
             f"{source} has a head that several models have, and each reads it at another token: say which it is by "
-            f"--layout {' or '.join(found)}."
+            f"--layout {' or '.join(matching)}."
         )
     if heads := [name for name in names if HEAD_WEIGHTS.search(name)]:
         return f"{source} has a trained head in no layout that is known ({heads[0]}): score it with its own code."

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,11 +15,12 @@ from safetensors import SafetensorError, safe_open
 from vlmrm.errors import CheckpointError, first_line
 from vlmrm.http import hub_answers
 from vlmrm.modeling.manifest import ADAPTER_CONFIG, read_json_of
-from vlmrm.modeling.published_weights import is_torch_file, lora_merged, plain_weights, read_weights
+from vlmrm.modeling.published_weights import is_torch_file, lora_merged, lora_scale, plain_weights, read_weights
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")  # beginnings of files of no weights
 # What wrappers put before and into the names of weights.
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.|pretrained_model\.|base_model\.model\.)+")
 INSIDE = re.compile(r"\.(?:modules_to_save(?:\.default)?|original_module|base_layer)(?=\.)")
@@ -36,6 +35,8 @@ PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}),
     "target_parameters": (None, []),
     "lora_bias": (None, False),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
 }
 
 
@@ -63,13 +64,15 @@ class StoredWeights:
         """
         for stored, read in _readers(file).items():
             name = INSIDE.sub("", WRAPPERS.sub("", stored))
+            if ".original_module." in stored:
+                continue  # what `modules_to_save` replaced
             if match := LORA.fullmatch(name):
                 self.lora.setdefault(match["module"], {})[match["part"]] = read
             elif "lora_" in name:
                 raise CheckpointError(f"{name} is no LoRA weight of a linear layer: merge the adapter with peft.")
             elif name in self.readers:
                 raise CheckpointError(f"{file} has {name} a second time: leave one file of the two in the folder.")
-            elif ".original_module." not in stored:  # what `modules_to_save` replaced
+            else:
                 self.readers[name] = read
 
 
@@ -108,11 +111,6 @@ def with_lora(name: str, weight: Reader, parts: Mapping[str, Reader], scale: flo
     return merged
 
 
-def lora_scale(rank: int, alpha: float, rank_stabilised: bool | None) -> float:
-    """Return the factor of BA: alpha / r, or alpha / sqrt(r) where it is rank-stabilised (Kalajdzievski 2023)."""
-    return alpha / (math.sqrt(rank) if rank_stabilised else rank)
-
-
 def local_copy(source: str | Path, revision: str | None = None) -> Path:
     """Return the folder or file on this machine of a folder, file or hub repository, fetched where it must be.
 
@@ -136,13 +134,12 @@ def weight_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     for name in INDICES:
-        if (path / name).is_file():
-            index = json.loads((path / name).read_text(encoding="utf-8"))
-            return [path / shard for shard in sorted(set(index["weight_map"].values()))]
+        if index := read_json_of(path, name):
+            return [path / shard for shard in sorted(set(index.get("weight_map", {}).values()))]
     for suffix in SUFFIXES:
         inner = [*path.glob(f"*{suffix}"), *path.glob(f"checkpoint-*/*{suffix}")]
         files = sorted(file for file in inner if file not in head_files(path) and file.name not in ADAPTERS)
-        files = [file for file in files if file.stem not in ("training_args", "optimizer", "scheduler")]
+        files = [file for file in files if not file.stem.startswith(OF_TRAINING)]
         if len(files) == 1:
             return files
         if files:

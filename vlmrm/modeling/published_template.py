@@ -14,8 +14,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from vlmrm.errors import ConfigError
-
 MARK = "\ue000"  # private use: in no chat template
 # Of a conversation: its media in reading order, the texts of its user, and those of its assistant in turn.
 COLLECTED = """\
@@ -55,18 +53,6 @@ ONE_ANSWER = """\
   {{- raise_exception("this model scores an answer that is a text, with its critique as one more turn or without") -}}
 {%- endif -%}
 """
-
-
-def read_instruction(text: str, placeholders: Sequence[str], token: str | None, where: str) -> str:
-    """Return an instruction up to the reward token, if there is one.
-
-    Raises:
-        ConfigError: when a placeholder or the token is not in it once.
-    """
-    for part in (*placeholders, *([token] if token else [])):
-        if text.count(part) != 1:
-            raise ConfigError(f"--template {where} has {part} {text.count(part)} times: write it once.")
-    return text[: text.index(token) + len(token)] if token else text
 
 
 @dataclass(frozen=True)

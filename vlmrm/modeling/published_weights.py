@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable, Hashable, Mapping
@@ -120,6 +121,11 @@ def plain_weights(path: Path, content: Mapping[str, Any], keep_type: bool = Fals
 def lora_merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """Return W + scale · BA of a linear layer, computed in float32, in the type of W."""
     return (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+
+
+def lora_scale(rank: int, alpha: float, rank_stabilised: bool | None) -> float:
+    """Return the factor of BA: alpha / r, or alpha / sqrt(r) where it is rank-stabilised (Kalajdzievski 2023)."""
+    return alpha / (math.sqrt(rank) if rank_stabilised else rank)
 
 
 def resnet_weights(path: Path) -> dict[str, Tensor]:

@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, SecretStr
 
 from vlmrm.errors import ConfigError
+from vlmrm.files import read_wording
 from vlmrm.libraries import parse_device, parse_dtype
 from vlmrm.settings import Strict, validate
 
@@ -223,10 +223,6 @@ class GroupwiseRewardModel(BaseRewardModel):
     """A reward of samples relative to their group; a call has one group, which the model batches itself."""
 
 
-# hpsv3 prints this on import: an instruction saved by redirecting its output begins with it.
-PRINTED = "Flash Attention is not installed"
-
-
 def read_template(config: RewardArguments, path: str, *placeholders: str) -> str:
     """Return the text of a file that has each of the `placeholders` once.
 
@@ -235,14 +231,4 @@ def read_template(config: RewardArguments, path: str, *placeholders: str) -> str
     Raises:
         ConfigError: when it cannot be read, lacks a placeholder or repeats it, or has a line that a program printed.
     """
-    where = f"reward {config.name}: template_file {path}"
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} cannot be read ({error}): check it.") from error
-    if PRINTED in text:
-        raise ConfigError(f"{where} has the line {PRINTED!r}, which hpsv3 printed: save it as docs/rewards.md says.")
-    for placeholder in placeholders:
-        if text.count(placeholder) != 1:
-            raise ConfigError(f"{where} has {placeholder} {text.count(placeholder)} times: write it once.")
-    return text
+    return read_wording(path, f"reward {config.name}: template_file {path}", *placeholders)

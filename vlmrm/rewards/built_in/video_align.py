@@ -16,7 +16,7 @@ from torchvision.transforms.functional import InterpolationMode, pil_to_tensor, 
 from vlmrm.conversation import Video, VideoOptions
 from vlmrm.errors import CheckpointError, ConfigError, MediaError, RewardError
 from vlmrm.modeling.manifest import read_json_of
-from vlmrm.modeling.published_weights import read_weights, shared
+from vlmrm.modeling.published_weights import lora_merged, lora_scale, read_weights, shared
 from vlmrm.rendering import ProcessedMedia, Renderer
 from vlmrm.rewards.built_in.reward_tokens import RewardTokenReader, published_template, question
 from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput, choice
@@ -148,8 +148,9 @@ def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch
             continue
         stem, _, kind = name.rpartition(".base_layer.")
         if f"{stem}.lora_A.default.weight" in weights and kind == "weight":
-            down, up = (weights[f"{stem}.lora_{part}.default.weight"].float() for part in "AB")
-            value = value.float() + scale * (up @ down)
+            value = lora_merged(
+                value.float(), *(weights[f"{stem}.lora_{part}.default.weight"] for part in "AB"), scale
+            )
         merged_weights[name.removeprefix("base_model.model.").replace(".base_layer.", ".")] = value
     return merged_weights
 
@@ -176,8 +177,8 @@ def _published(path: str) -> dict[str, Any]:
 
 def _load(path: str, name: str, base: str, dtype: torch.dtype, device: torch.device) -> RewardTokenReader:
     lora = _published(path)["peft_lora_config"]
-    rank = math.sqrt(lora["lora_r"]) if lora.get("use_rslora") else lora["lora_r"]
-    weights = merged(read_weights(path, name), lora["lora_alpha"] / rank)
+    scale = lora_scale(lora["lora_r"], lora["lora_alpha"], lora.get("use_rslora"))
+    weights = merged(read_weights(path, name), scale)
     if "rm_head.weight" not in weights:
         raise CheckpointError(f"{name} of {path} has no rm_head: it is not VideoAlign's weight file.")
     head = nn.Linear(weights["rm_head.weight"].shape[1], 1, bias=False)
