@@ -43,10 +43,10 @@ PARTS = {
     "lengths": Part("steps", 120, "tokens a second in rows of 1k to 64k tokens"),
     "tower": Part("tower", 60, "the vision tower's share of a step"),
     "noise": Part("noise", 80, "how far scores in bfloat16 depend on their company, and lie from float32"),
-    "training": Part("trainings", 240, "vlmrm's own trainings: full, LoRA, QLoRA, 8-bit optimizers"),
+    "training": Part("trainings", 240, "trainings by vlmrm itself: full, LoRA, QLoRA, 8-bit optimizers"),
     "offline": Part("offline", 100, "pairs a second from files to scores, and how busy the GPU is"),
     "service": Part("service", 120, "requests a second and latencies of the service at 1, 16 and 64 clients"),
-    "vllm": Part("vllm", 240, "vLLM's classify beside the service on groups of 16"),
+    "vllm": Part("vllm", 240, "the classify route of vLLM beside the service, on groups of 16"),
 }
 GRACE = 45.0  # seconds to start in, and for the case under way when the budget ends
 TRIES = 3  # processes of a part
@@ -146,7 +146,7 @@ def finish(results: Results, names: Sequence[str], options: argparse.Namespace, 
         except ModuleNotFoundError as error:
             sys.stderr.write(f"no page: {error.name} is not installed; run --merge {results.path} where it is\n")
         else:
-            sys.stderr.write(f"{write_page(results)}\n")
+            sys.stderr.write(f"{write_page(results, {name: part.about for name, part in PARTS.items()})}\n")
     failures = results.failures(names)
     sys.stderr.write("".join(f"failed: {line}\n" for line in failures))
     return 1 if failures else 0
