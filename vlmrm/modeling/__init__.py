@@ -6,10 +6,11 @@ Importing it registers the reward models with transformers' `AutoModelForSequenc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vlmrm.modeling.adapters import lora_config
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.attention import batcher_for, resolve_attention, sequence_limit
 from vlmrm.modeling.checkpoint import load_for_training, load_processor
-from vlmrm.modeling.freezing import freeze, lora_config, quantization_config
+from vlmrm.modeling.freezing import freeze
 from vlmrm.modeling.manifest import (
     checkpoint_digest,
     find_checkpoints,
@@ -19,6 +20,7 @@ from vlmrm.modeling.manifest import (
     verify_complete,
     write_complete,
 )
+from vlmrm.modeling.quantization import quantization_config
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from transformers import ProcessorMixin
 from vlmrm.errors import CheckpointError, first_line
 from vlmrm.files import require_new_folder
 from vlmrm.libraries import parse_device
+from vlmrm.modeling.adapters import keep_adapters_names
 from vlmrm.modeling.checkpoint import (
     import_command,
     load_for_training,
@@ -23,7 +24,6 @@ from vlmrm.modeling.checkpoint import (
     load_scoring_files,
     refuse_separate_head,
 )
-from vlmrm.modeling.freezing import keep_adapters_names
 from vlmrm.modeling.manifest import (
     ADAPTER_CONFIG,
     WEIGHTS,

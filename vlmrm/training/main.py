@@ -45,6 +45,7 @@ from vlmrm.modeling import (
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_finished, local_folder, read_json_of, weights_digest
+from vlmrm.modeling.quantization import describe, keep_trainable, quantized_layers
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.sight import prove_sight
 from vlmrm.rendering import MediaLimits, Renderer
@@ -57,6 +58,7 @@ from vlmrm.training.resume import (
     check_settings,
     checkpoint_to_resume,
     from_first_rank,
+    plain_rank_errors,
     save_settings,
     training_settings,
 )
@@ -99,7 +101,7 @@ def train(config: Configuration = (), /, **keys: Any) -> TrainingResult:
     arguments = RunArguments.parse(config, "train_rm.py", **name_tables(keys))
     log_path = start_log("train")
     check_before(arguments)
-    with output_lock(arguments.training):
+    with output_lock(arguments.training), plain_rank_errors():
         return train_in_folder(arguments, log_path)
 
 
@@ -259,9 +261,12 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
         revision=model_args.model_revision,
         trust_remote_code=args.trust_remote_code,
         seed=args.seed,
-        quantization_config=quantization_config(model_args),
+        quantization_config=quantization_config(model_args, weight_dtype(model_args, args)),
         check_files=model_args.check_files,
     )
+    if model_args.load_in_4bit:
+        keep_trainable(model)
+        logger.info("4-bit: %s", describe(model, quantized_layers(model), weight_dtype(model_args, args)))
     freeze(model, vit=model_args.freeze_vit, merger=model_args.freeze_merger, llm=model_args.freeze_llm)
     # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
     # A single process does too, for equal results: the optimizer skips weights without a gradient, but not those with
@@ -432,8 +437,9 @@ def run(trainer: ComparisonTrainer, resume_from: Path | None) -> TrainingResult:
     """Train, then save the last model, or with `load_best_model_at_end` the best one."""
     args = trainer.args
     trainer.row_tally.trained_before = resume_from is not None
+    done_before = -1 if resume_from is None else steps_of(resume_from)  # the checkpoint may be gone at the end
     try:
-        with plain_worker_errors():
+        with plain_worker_errors(), plain_rank_errors():
             # HF's own loop: `RewardTrainer.train` calls this function.
             result = Trainer.train(trainer, None if resume_from is None else str(resume_from))
     except KeyboardInterrupt as error:
@@ -444,7 +450,7 @@ def run(trainer: ComparisonTrainer, resume_from: Path | None) -> TrainingResult:
             "use deepspeed: zero3.json, and resume from the last checkpoint where there is one."
         ) from error
     trainer.row_tally.report()
-    if resume_from is not None and trainer.state.global_step == steps_of(resume_from):
+    if trainer.state.global_step == done_before:
         logger.warning(NOTHING_LEFT, resume_from)
     if trainer.preemption.stopped_at is not None:
         if trainer.row_tally.nothing_trained():
