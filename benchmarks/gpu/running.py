@@ -67,6 +67,7 @@ class Run:
         if self.spent < self.budget:
             return False
         part.cut[attempt] = round(self.spent, 1)
+        self.results.save()
         return True
 
     def attempt(self, case: str, measure: Cases) -> None:

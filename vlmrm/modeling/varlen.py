@@ -48,7 +48,8 @@ def attend_varlen(
         output = function(query, key, value, *lengths, softmax_scale=scaling, causal=causal, window_size=sides)
         return output[0] if isinstance(output, tuple) else output  # some releases of 3 add the softmax's sums
     # That of torch 2.11 groups heads unasked.
-    grouped = {"enable_gqa": key.shape[1] != query.shape[1]} if "enable_gqa" in _parameters(varlen_attn) else {}
+    asked = "enable_gqa" in _parameters(varlen_attn)
+    grouped: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1]} if asked else {}
     output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=sides, **grouped)
     assert isinstance(output, torch.Tensor)
     return output
