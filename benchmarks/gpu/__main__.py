@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 import tempfile
 import time
@@ -48,7 +49,9 @@ PARTS = {
     "service": Part("service", 120, "requests a second and latencies of the service at 1, 16 and 64 clients"),
     "vllm": Part("vllm", 240, "the classify route of vLLM beside the service, on groups of 16"),
 }
-GRACE = 45.0  # seconds to start in, and for the case under way when the budget ends
+GRACE = 75.0  # seconds to start in, and for the case under way when the budget ends
+LEAST = 60.0  # seconds that a part is started with
+CLOSING = 20.0  # seconds for the tables and the page
 TRIES = 3  # processes of a part
 SCRATCH = Path(tempfile.gettempdir(), "vlmrm-gpu")
 HIDDEN = ("attempt", "attempt_seconds", "failed", "lacking")  # of the table
@@ -73,8 +76,10 @@ def main() -> int:
         for name in names:
             measure(name, results, options)
         return 0 if options.inside else finish(results, names, options)
+    end = time.monotonic() + (options.seconds or math.inf) - CLOSING
     for name in names:
-        measure_apart(name, options)
+        if not Results.read(options.output).part(name).done and end - time.monotonic() > LEAST:
+            measure_apart(name, options, end)
     return finish(Results.read(options.output), names, options)
 
 
@@ -99,18 +104,20 @@ def measure(name: str, results: Results, options: argparse.Namespace) -> None:
     results.save()
 
 
-def measure_apart(name: str, options: argparse.Namespace) -> None:
+def measure_apart(name: str, options: argparse.Namespace, latest: float) -> None:
     """Run a part in processes of their own: an error that a GPU does not recover from, or no end, is a row of it."""
-    end = time.monotonic() + PARTS[name].budget
+    budget = options.budget or PARTS[name].budget
+    end = min(time.monotonic() + budget, latest - LEAST / 2)
     for _ in range(TRIES):
         left = end - time.monotonic()
         words = [sys.executable, "-m", "benchmarks.gpu", "--inside", "--part", name, "--budget", f"{left:.0f}"]
         words += ["--output", str(options.output), "--scratch", str(options.scratch)]
-        status = supervise(words, left + GRACE)
+        patience = min(left + GRACE, latest - time.monotonic())
+        status = supervise(words, patience)
         if status == 0:
             return
         if status != ContextLost.code:
-            why = f"stopped after {left + GRACE:.0f} s" if status is None else f"its process ended with {status}"
+            why = f"stopped after {patience:.0f} s" if status is None else f"its process ended with {status}"
             if not blame(name, why, options.output, failed=status is not None):
                 return
         if status is None or time.monotonic() > end:
@@ -177,6 +184,7 @@ def parsed() -> argparse.Namespace:
     add("--scratch", type=Path, default=SCRATCH, help=f"folder of random checkpoints; default: {SCRATCH}")
     add("--tiny", "--quick", action="store_true", help="a smoke run of seconds, also on a CPU")
     add("--json", action="store_true", help="print the rows as one JSON object instead of a table")
+    add("--seconds", type=float, help="end after so long; run it again to go on")
     add("--budget", type=float, help="seconds for each part, instead of its own")
     add("--inside", action="store_true", help=argparse.SUPPRESS)  # the process of a part
     return parser.parse_args()

@@ -59,9 +59,10 @@ SOFT += [Case(width=256, softcap=SOFTCAP)]
 # The cases of each kernel: all that it takes.
 CASES = {
     "varlen": PLAIN + WINDOWS,
-    "flex": [*PLAIN[:4:3], WINDOWS[1], *MASKS, *SOFT],  # each compiles anew
     "sdpa": PLAIN + WINDOWS + MASKS,
     "explicit": [PLAIN[2], WINDOWS[1], MASKS[1], *SOFT],
+    **dict.fromkeys(FLASH, PLAIN + WINDOWS),
+    "flex": [*PLAIN[:4:3], WINDOWS[1], *MASKS, *SOFT],  # each compiles anew, so that it is last
 }
 
 
@@ -71,18 +72,17 @@ def kernels(run: Run) -> None:
     for case in dict.fromkeys(replace(case, heads=8, key_heads=2, width=64) for case in chain(*CASES.values())):
         if case != Case(width=64):
             run.attempt(f"control {case.name}", partial(control, work, case))
+    long = SMALL if run.tiny else LONG
     for name, cases in CASES.items():
+        module = FLASH.get(name)
+        if module is not None and find_spec(module) is None:  # one row for all of its cases
+            run.attempt(name, partial(needed, module))
+            continue
         for case in cases[:2] if run.tiny else cases:
             run.attempt(f"{name} {case.name}", partial(equality, run, work, name, case))
-    for flash, module in FLASH.items():
-        if find_spec(module) is None:  # one row for all of its cases
-            run.attempt(flash, partial(needed, module))
-        for case in CASES["varlen"] if find_spec(module) else ():
-            run.attempt(f"{flash} {case.name}", partial(equality, run, work, flash, case))
-    vision(run)
-    long = SMALL if run.tiny else LONG
-    for name, case in (("varlen", Case(16, 2)), ("flex", Case(16, 2)), ("sdpa", Case(16, 2))):
-        run.attempt(f"{name} speed", partial(speed, run, long, name, case))
+        run.attempt(f"{name} speed", partial(speed, run, long, name, Case(16, 2)))
+        if name == "varlen":
+            vision(run)
 
 
 # Token lists: conversations with common prefixes. SMALL has a lone prompt too.
