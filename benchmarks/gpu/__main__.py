@@ -116,6 +116,8 @@ def measure_apart(name: str, options: argparse.Namespace, latest: float) -> None
         status = supervise(words, patience)
         if status == 0:
             return
+        if status is None and patience < left + GRACE:  # the call ends, and the next one goes on
+            return
         if status != ContextLost.code:
             why = f"stopped after {patience:.0f} s" if status is None else f"its process ended with {status}"
             if not blame(name, why, options.output, failed=status is not None):

@@ -102,11 +102,9 @@ class Steps:
         affordable = int(CASE_SECONDS / (time.monotonic() - started)) - 1
         timings = harness.interleave(ways, max(1, min(run.rounds, affordable)), run.device)
         naive, shared = contest.operations()
-        if (
-            gib["ours"] is not None
-            and contest.naive.lm.lm_head.weight is not contest.naive.lm.get_input_embeddings().weight
-        ):
-            gib["ours"] -= contest.naive.lm.lm_head.weight.nbytes / 2**30  # which ours has not
+        head = contest.naive.lm.lm_head.weight
+        if gib["ours"] is not None and head is not contest.naive.lm.get_input_embeddings().weight:
+            gib["ours"] -= head.nbytes / 2**30  # it lies in memory, and is no part of ours
         memory: dict[str, Any] = {f"{way}_peak_gib": peak for way, peak in gib.items()}
         yield speed_row(f"{case}: MFU", run, shared, timings, count, UTILISATION if targets else None) | memory
         if "naive" not in ways:
