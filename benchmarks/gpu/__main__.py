@@ -14,6 +14,7 @@ import math
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from itertools import groupby
@@ -26,6 +27,7 @@ from benchmarks import harness
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.running import ContextLost, Run, unmeasured
 from benchmarks.gpu.supervising import supervise
+from vlmrm.errors import first_line
 
 
 class Part(NamedTuple):
@@ -66,7 +68,7 @@ def main() -> int:
             results.merge(Results.read(Path(file).parent, options.tiny))
         results.save()
         return finish(results, [], options)
-    if not options.tiny and not torch.cuda.is_available():
+    if not (options.tiny or options.inside or torch.cuda.is_available()):
         return finish(results, names, options, skipped="there is no CUDA GPU: run it on one (--tiny runs on a CPU)")
     if options.again:
         for name in names:
@@ -92,13 +94,14 @@ def measure(name: str, results: Results, options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = Run(name, options.budget or part.budget, results, options.scratch, device, options.tiny)
     with redirect_stdout(sys.stderr):  # the trainer prints its log
+        made.keep(name, [])
         try:
-            function = getattr(importlib.import_module(f"benchmarks.gpu.{part.module}"), name)
+            getattr(importlib.import_module(f"benchmarks.gpu.{part.module}"), name)(run)
         except ModuleNotFoundError as error:
             made.keep(name, [unmeasured(name, f"{error.name} is not installed", lacking=True)])
-        else:
-            made.keep(name, [])
-            function(run)
+        except Exception as error:  # outside of any case
+            sys.stderr.write(traceback.format_exc())
+            made.keep(name, [unmeasured(name, f"{type(error).__name__}: {first_line(error)}", failed=True)])
     made.seconds = round(made.seconds + run.spent, 1)
     made.done = made.complete
     results.save()
