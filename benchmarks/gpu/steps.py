@@ -16,7 +16,7 @@ import torch
 from benchmarks import flops, harness
 from benchmarks.contest import Contest, Prepare
 from benchmarks.gpu.models import matrix_product, peak, peak_gib, real_configuration
-from benchmarks.gpu.running import Run
+from benchmarks.gpu.running import Run, release
 from benchmarks.harness import Row, Timings, row
 from benchmarks.shapes import Pair, Workload, reward_model, training
 from vlmrm.batching import to_device
@@ -137,8 +137,7 @@ def fitting(ways: Mapping[str, Prepare], run: Run) -> tuple[dict[str, float | No
             fit[name] = prepare
         except torch.OutOfMemoryError:
             gib[name] = None
-        if run.cuda:
-            torch.cuda.empty_cache()
+        release(run.device)
     return gib, fit
 
 
