@@ -183,7 +183,7 @@ def parsed() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--part", action="append", choices=PARTS, metavar="NAME", help="run this part; may be repeated")
-    add("--output", type=Path, default="build/gpu", help="the folder of results and page; default: build/gpu")
+    add("--output", type=Path, help="folder of results and page; default: build/gpu, or build/gpu-tiny")
     add("--again", action="store_true", help="measure again what is in the results")
     add("--merge", nargs="+", metavar="FILE", help="only add the rows of these results to OUTPUT's")
     add("--scratch", type=Path, default=SCRATCH, help=f"folder of random checkpoints; default: {SCRATCH}")
@@ -192,7 +192,9 @@ def parsed() -> argparse.Namespace:
     add("--seconds", type=float, help="end after so long; run it again to go on")
     add("--budget", type=float, help="seconds for each part, instead of its own")
     add("--inside", action="store_true", help=argparse.SUPPRESS)  # the process of a part
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.output = options.output or Path("build/gpu-tiny" if options.tiny else "build/gpu")
+    return options
 
 
 if __name__ == "__main__":
