@@ -120,6 +120,9 @@ def measure_apart(name: str, options: argparse.Namespace, latest: float) -> None
         if status == 0:
             return
         if status is None and patience < left + GRACE:  # the call ends, and the next one goes on
+            results = Results.read(options.output)
+            results.part(name).running = ""
+            results.save()
             return
         if status != ContextLost.code:
             why = f"stopped after {patience:.0f} s" if status is None else f"its process ended with {status}"
