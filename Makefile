@@ -16,7 +16,7 @@ HEART := tests/batching/test_shared.py tests/batching/test_collator.py tests/mod
 # Tools that find each other on PATH: ninja for DeepSpeed, torchrun for the launch scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo frames-demo test lowest resolve constraints cosmos lint format types bench docs
+.PHONY: help demo frames-demo test lowest resolve constraints cosmos lint format types bench gpu docs
 .DEFAULT_GOAL := help
 
 help:  ## list the verbs
@@ -56,6 +56,11 @@ types: $(INSTALLED)  ## check types
 
 bench: $(INSTALLED)  ## run every benchmark
 	$(BIN)/python -m benchmarks
+
+# With the Python of the machine, unless there is a .venv: one that is lent has torch, and no network to install from.
+gpu:  ## measure what waits for a GPU (PART=kernels: one part), with what is in ./wheels where there is no network
+	$(if $(wildcard wheels),$(PYTHON) -m benchmarks.wheels install wheels --into build/gpu/site)
+	PYTHONPATH=build/gpu/site:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu $(PART:%=--part %) $(SECONDS:%=--seconds %)
 
 docs: $(DOCS)  ## build the documentation into site/; a broken link or anchor fails
 	rm -rf site

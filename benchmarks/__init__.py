@@ -16,6 +16,6 @@ BENCHMARKS = {
     "epoch": "a training with its loader, against its steps alone",
     "plan": "memory and time as vlmrm plan says, against those of the training",
     "scale": "time to the first step and memory, from a thousand rows to a million",
-    "gpu": "a training step at real model sizes on a CUDA GPU",
+    "gpu": "kernels, steps, scoring and serving at real model sizes on a CUDA GPU",
     "flickr8k": "training and measuring on real photos and real judgements",
 }

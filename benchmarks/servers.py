@@ -23,11 +23,13 @@ T = TypeVar("T")
 
 
 @contextmanager
-def server(*words: str, log: Path, ready: str = "/ready") -> Generator[tuple[str, int]]:
-    """Run `python WORDS PORT`; yield its address and process id once `ready` answers; its output goes to `log`."""
-    # One thread, as in all that is compared.
+def server(*words: str, log: Path, ready: str = "/ready", one_thread: bool = True) -> Generator[tuple[str, int]]:
+    """Run `python WORDS PORT`; yield its address and process id once `ready` answers; its output goes to `log`.
+
+    It has one thread, as what it is compared with, unless the comparison is of servers alone.
+    """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path} | ({"OMP_NUM_THREADS": "1"} if one_thread else {})
     with socket.socket() as reserved, log.open("w") as output:
         # Bound but not listening: the kernel gives the port to no other process, but the server may bind it too.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from itertools import groupby
@@ -25,6 +27,7 @@ from benchmarks import harness
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.running import ContextLost, Run, unmeasured
 from benchmarks.gpu.supervising import supervise
+from vlmrm.errors import first_line
 
 
 class Part(NamedTuple):
@@ -43,12 +46,14 @@ PARTS = {
     "lengths": Part("steps", 120, "tokens a second in rows of 1k to 64k tokens"),
     "tower": Part("tower", 60, "the vision tower's share of a step"),
     "noise": Part("noise", 80, "how far scores in bfloat16 depend on their company, and lie from float32"),
-    "training": Part("trainings", 240, "vlmrm's own trainings: full, LoRA, QLoRA, 8-bit optimizers"),
+    "training": Part("trainings", 240, "trainings by vlmrm itself: full, LoRA, QLoRA, 8-bit optimizers"),
     "offline": Part("offline", 100, "pairs a second from files to scores, and how busy the GPU is"),
     "service": Part("service", 120, "requests a second and latencies of the service at 1, 16 and 64 clients"),
-    "vllm": Part("vllm", 240, "vLLM's classify beside the service on groups of 16"),
+    "vllm": Part("vllm", 240, "the classify route of vLLM beside the service, on groups of 16"),
 }
-GRACE = 45.0  # seconds to start in, and for the case under way when the budget ends
+GRACE = 75.0  # seconds to start in, and for the case under way when the budget ends
+LEAST = 60.0  # seconds that a part is started with
+CLOSING = 20.0  # seconds for the tables and the page
 TRIES = 3  # processes of a part
 SCRATCH = Path(tempfile.gettempdir(), "vlmrm-gpu")
 HIDDEN = ("attempt", "attempt_seconds", "failed", "lacking")  # of the table
@@ -63,7 +68,7 @@ def main() -> int:
             results.merge(Results.read(Path(file).parent, options.tiny))
         results.save()
         return finish(results, [], options)
-    if not options.tiny and not torch.cuda.is_available():
+    if not (options.tiny or options.inside or torch.cuda.is_available()):
         return finish(results, names, options, skipped="there is no CUDA GPU: run it on one (--tiny runs on a CPU)")
     if options.again:
         for name in names:
@@ -73,8 +78,10 @@ def main() -> int:
         for name in names:
             measure(name, results, options)
         return 0 if options.inside else finish(results, names, options)
+    end = time.monotonic() + (options.seconds or math.inf) - CLOSING
     for name in names:
-        measure_apart(name, options)
+        if not Results.read(options.output).part(name).done and end - time.monotonic() > LEAST:
+            measure_apart(name, options, end)
     return finish(Results.read(options.output), names, options)
 
 
@@ -87,30 +94,38 @@ def measure(name: str, results: Results, options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     run = Run(name, options.budget or part.budget, results, options.scratch, device, options.tiny)
     with redirect_stdout(sys.stderr):  # the trainer prints its log
+        made.keep(name, [])
         try:
-            function = getattr(importlib.import_module(f"benchmarks.gpu.{part.module}"), name)
+            getattr(importlib.import_module(f"benchmarks.gpu.{part.module}"), name)(run)
         except ModuleNotFoundError as error:
             made.keep(name, [unmeasured(name, f"{error.name} is not installed", lacking=True)])
-        else:
-            made.keep(name, [])
-            function(run)
+        except Exception as error:  # outside of any case
+            sys.stderr.write(traceback.format_exc())
+            made.keep(name, [unmeasured(name, f"{type(error).__name__}: {first_line(error)}", failed=True)])
     made.seconds = round(made.seconds + run.spent, 1)
     made.done = made.complete
     results.save()
 
 
-def measure_apart(name: str, options: argparse.Namespace) -> None:
+def measure_apart(name: str, options: argparse.Namespace, latest: float) -> None:
     """Run a part in processes of their own: an error that a GPU does not recover from, or no end, is a row of it."""
-    end = time.monotonic() + PARTS[name].budget
+    budget = options.budget or PARTS[name].budget
+    end = min(time.monotonic() + budget, latest - LEAST / 2)
     for _ in range(TRIES):
         left = end - time.monotonic()
         words = [sys.executable, "-m", "benchmarks.gpu", "--inside", "--part", name, "--budget", f"{left:.0f}"]
         words += ["--output", str(options.output), "--scratch", str(options.scratch)]
-        status = supervise(words, left + GRACE)
+        patience = min(left + GRACE, latest - time.monotonic())
+        status = supervise(words, patience)
         if status == 0:
             return
+        if status is None and patience < left + GRACE:  # the call ends, and the next one goes on
+            results = Results.read(options.output)
+            results.part(name).running = ""
+            results.save()
+            return
         if status != ContextLost.code:
-            why = f"stopped after {left + GRACE:.0f} s" if status is None else f"its process ended with {status}"
+            why = f"stopped after {patience:.0f} s" if status is None else f"its process ended with {status}"
             if not blame(name, why, options.output, failed=status is not None):
                 return
         if status is None or time.monotonic() > end:
@@ -146,7 +161,7 @@ def finish(results: Results, names: Sequence[str], options: argparse.Namespace, 
         except ModuleNotFoundError as error:
             sys.stderr.write(f"no page: {error.name} is not installed; run --merge {results.path} where it is\n")
         else:
-            sys.stderr.write(f"{write_page(results)}\n")
+            sys.stderr.write(f"{write_page(results, {name: part.about for name, part in PARTS.items()})}\n")
     failures = results.failures(names)
     sys.stderr.write("".join(f"failed: {line}\n" for line in failures))
     return 1 if failures else 0
@@ -171,15 +186,18 @@ def parsed() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--part", action="append", choices=PARTS, metavar="NAME", help="run this part; may be repeated")
-    add("--output", type=Path, default="build/gpu", help="the folder of results and page; default: build/gpu")
+    add("--output", type=Path, help="folder of results and page; default: build/gpu, or build/gpu-tiny")
     add("--again", action="store_true", help="measure again what is in the results")
     add("--merge", nargs="+", metavar="FILE", help="only add the rows of these results to OUTPUT's")
     add("--scratch", type=Path, default=SCRATCH, help=f"folder of random checkpoints; default: {SCRATCH}")
     add("--tiny", "--quick", action="store_true", help="a smoke run of seconds, also on a CPU")
     add("--json", action="store_true", help="print the rows as one JSON object instead of a table")
+    add("--seconds", type=float, help="end after so long; run it again to go on")
     add("--budget", type=float, help="seconds for each part, instead of its own")
     add("--inside", action="store_true", help=argparse.SUPPRESS)  # the process of a part
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.output = options.output or Path("build/gpu-tiny" if options.tiny else "build/gpu")
+    return options
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
@@ -18,11 +19,13 @@ from transformers.masking_utils import (
 )
 
 from benchmarks import harness
-from benchmarks.gpu.running import Run, Unequal
+from benchmarks.gpu.running import Run, Unequal, needed
 from benchmarks.harness import Row, Skipped, row
 from vlmrm.batching.shared import PackedLayout, Tree, grow
 from vlmrm.modeling import kernels as ours
 from vlmrm.modeling.masks import MaskRule, mask_rule
+from vlmrm.modeling.varlen import FLASH, TORCH
+from vlmrm.modeling.vision_attention import Segments, by_segments
 
 ROUNDING = 2e-2  # of bfloat16, after a kernel that sums in float32
 APART = 10 * ROUNDING  # what leaving out a part of the rule must at least change
@@ -56,9 +59,10 @@ SOFT += [Case(width=256, softcap=SOFTCAP)]
 # The cases of each kernel: all that it takes.
 CASES = {
     "varlen": PLAIN + WINDOWS,
-    "flex": [*PLAIN[:4:3], WINDOWS[1], *MASKS, *SOFT],  # each compiles anew
     "sdpa": PLAIN + WINDOWS + MASKS,
     "explicit": [PLAIN[2], WINDOWS[1], MASKS[1], *SOFT],
+    **dict.fromkeys(FLASH, PLAIN + WINDOWS),
+    "flex": [*PLAIN[:4:3], WINDOWS[1], *MASKS, *SOFT],  # each compiles anew, so that it is last
 }
 
 
@@ -68,17 +72,23 @@ def kernels(run: Run) -> None:
     for case in dict.fromkeys(replace(case, heads=8, key_heads=2, width=64) for case in chain(*CASES.values())):
         if case != Case(width=64):
             run.attempt(f"control {case.name}", partial(control, work, case))
+    long = SMALL if run.tiny else LONG
     for name, cases in CASES.items():
+        module = FLASH.get(name)
+        if module is not None and find_spec(module) is None:  # one row for all of its cases
+            run.attempt(name, partial(needed, module))
+            continue
         for case in cases[:2] if run.tiny else cases:
             run.attempt(f"{name} {case.name}", partial(equality, run, work, name, case))
-    long = SMALL if run.tiny else LONG
-    for name, case in (("varlen", Case(16, 2)), ("flex", Case(16, 2)), ("sdpa", Case(16, 2))):
-        run.attempt(f"{name} speed", partial(speed, run, long, name, case))
+        run.attempt(f"{name} speed", partial(speed, run, long, name, Case(16, 2)))
+        if name == "varlen":
+            vision(run)
 
 
 # Token lists: conversations with common prefixes. SMALL has a lone prompt too.
 SMALL = [[0] * 200 + [n] * (30 + 7 * n) for n in range(1, 4)] + [[9] * 64 + [n] * 5 for n in range(2)] + [[7] * 33]
 LONG = [[100 + n] * 1090 + [side] * 256 for n in range(SPEED_PAIRS) for side in (1, 2)]
+LENGTHS = [64, 64, 32, 64, 16, 64, 300, 64, 8, 520]  # of windows and images of a tower
 BLOCK = slice(20, 60)  # of an image in the first prompt
 
 
@@ -147,6 +157,8 @@ def kernel(work: Rows, name: str, case: Case, *states: torch.Tensor) -> torch.Te
     sinks = work.sinks(case, states[0].dtype)
     if name == "varlen":
         return ours.varlen(*states, work.layout, scale, rule)
+    if name in FLASH:
+        return ours.varlen(*states, work.layout, scale, rule, name)
     if name == "flex":
         module = torch.nn.Identity().train()
         return ours.flex(module, *states, work.layout, rule, scale, case.softcap, sinks)
@@ -165,27 +177,30 @@ def results_of(
 
 
 def equality(run: Run, work: Rows, name: str, case: Case) -> Iterator[Row]:
-    """Yield the largest error of a kernel, relative to the norm of what it should be.
-
-    Raises:
-        Unequal: when it is more than rounding.
-    """
+    """Yield the error of a kernel."""
     for_cuda_alone(run, name)
     inputs, gradient = work.states(case)
     made = results_of(partial(kernel, work, name, case), inputs, gradient, torch.bfloat16)
     exact = results_of(partial(reference, work, case), inputs, gradient, torch.float32)
-    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(made, exact, strict=True)]
+    yield error_row(f"{name} {case.name}", made, exact)
+
+
+def error_row(case: str, made: list[torch.Tensor], exact: list[torch.Tensor]) -> Row:
+    """Return the largest error of an output and gradients, relative to the norm of what each should be.
+
+    Raises:
+        Unequal: when it is more than rounding.
+    """
     names = ("output", "query", "key", "value")
-    if not max(errors) <= ROUNDING:
-        worst = names[int(np.nanargmax(errors))] if np.isfinite(errors).any() else "output"
-        raise Unequal(f"off by {max(errors):.2g} of its size ({worst}): more than rounding")
-    yield row(f"{name} {case.name}", max(errors), "of its size", at_most=ROUNDING) | dict(
-        zip(names, errors, strict=True)
-    )
+    errors = {name: ((a - b).norm() / b.norm()).item() for name, a, b in zip(names, made, exact, strict=True)}
+    for name, error in errors.items():
+        if not error <= ROUNDING:  # nor NaN
+            raise Unequal(f"{name} is off by {error:.2g} of its size: more than rounding")
+    return row(case, max(errors.values()), "of its size", at_most=ROUNDING) | errors
 
 
 def for_cuda_alone(run: Run, name: str) -> None:
-    if not run.cuda and name in ("varlen", "flex"):
+    if not run.cuda and name in ("varlen", "flex", *FLASH):
         raise Skipped("runs on CUDA alone")
 
 
@@ -204,6 +219,42 @@ def control(work: Rows, case: Case) -> Iterator[Row]:
     if change < APART:
         raise Unequal(f"leaving it out changes {change:.2g} of the size alone")
     yield row(f"control {case.name}", change, "of its size", at_least=APART)
+
+
+def vision(run: Run) -> None:
+    """Compare the attention of vision towers: windows and whole images, by their lengths."""
+    kernels_here = [TORCH, *(flash for flash, module in FLASH.items() if find_spec(module))] if run.cuda else [TORCH]
+    for heads, width in ((16, 80), (16, 64), (16, 72)):
+        for flash in kernels_here:
+            name = f"tower {flash if run.cuda else 'sdpa'} {heads}/{heads}x{width}"
+            run.attempt(name, partial(tower_equality, run, name, flash, Case(heads, heads, width)))
+
+
+def tower_equality(run: Run, name: str, flash: str, case: Case) -> Iterator[Row]:
+    """Yield the error of the attention of towers over segments of several lengths."""
+    generator = torch.Generator().manual_seed(0)
+    segments = Segments.of(LENGTHS)
+    shape = (1, case.heads, sum(LENGTHS), case.width)
+    *inputs, gradient = (torch.randn(*shape, generator=generator).bfloat16().to(run.device) for _ in range(4))
+    cumulative = segments.cumulative(torch.device(run.device))
+    options = {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, "flash": flash, "is_causal": False}
+
+    def segmented(*states: torch.Tensor) -> torch.Tensor:
+        return by_segments(torch.nn.Identity(), *states, None, case.width**-0.5, **options)[0]
+
+    def plain(lengths: list[int], *states: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        for query, key, value in zip(*(state[0].split(lengths, dim=1) for state in states), strict=True):
+            outputs.append((query @ key.mT * case.width**-0.5).softmax(dim=2) @ value)
+        return torch.cat(outputs, dim=1).transpose(0, 1)[None]
+
+    gradient = gradient.transpose(1, 2)
+    made = results_of(segmented, inputs, gradient, torch.bfloat16)
+    exact = results_of(partial(plain, LENGTHS), inputs, gradient, torch.float32)
+    joined = plain([sum(LENGTHS)], *(state.float() for state in inputs))
+    if (change := ((joined - exact[0]).norm() / exact[0].norm()).item()) < APART:
+        raise Unequal(f"without its windows it changes by {change:.2g} of its size alone")
+    yield error_row(name, made, exact)
 
 
 def speed(run: Run, lists: list[list[int]], name: str, case: Case) -> Iterator[Row]:

@@ -42,6 +42,7 @@ VISION: dict[str, Any] = {
     "patch_size": 14,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
+    "tokens_per_second": 2,
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }

@@ -85,7 +85,8 @@ class Results:
         self.where = self.where or newer.where
         for name, part in newer.parts.items():
             before = self.part(name)
-            before.rows = [row for row in before.rows if not part.holds(row["attempt"])] + part.rows
+            replaced = {row["attempt"] for row in part.rows}
+            before.rows = [row for row in before.rows if row["attempt"] not in replaced] + part.rows
             before.seconds += part.seconds
             before.done = before.done or part.done
             before.cut = {case: at for case, at in (before.cut | part.cut).items() if not before.holds(case)}

@@ -67,6 +67,7 @@ class Run:
         if self.spent < self.budget:
             return False
         part.cut[attempt] = round(self.spent, 1)
+        self.results.save()
         return True
 
     def attempt(self, case: str, measure: Cases) -> None:
@@ -76,20 +77,20 @@ class Run:
             return
         part.running, before = case, time.monotonic()
         self.results.save()
+        rows: list[Row] = []
         lost = False
         try:
-            rows = list(measure())
+            for line in measure():
+                rows.append(line)
         except Skipped as reason:
-            rows = [unmeasured(case, str(reason), lacking=True)]
-        except VlmrmError as error:
-            rows = [unmeasured(case, first_line(error), failed=True)]
+            rows.append(unmeasured(case, str(reason), lacking=True))
         except torch.OutOfMemoryError:
-            rows = [unmeasured(case, "out of memory")]
-        except Unequal as error:
-            rows = [unmeasured(case, str(error), failed=True)]
+            rows.append(unmeasured(case, "out of memory"))
+        except (VlmrmError, Unequal) as error:
+            rows.append(unmeasured(case, first_line(error), failed=True))
         except Exception as error:
             sys.stderr.write(traceback.format_exc())
-            rows = [unmeasured(case, f"{type(error).__name__}: {first_line(error)}", failed=True)]
+            rows.append(unmeasured(case, f"{type(error).__name__}: {first_line(error)}", failed=True))
             lost = "CUDA error" in str(error)
         release(self.device)
         seconds = round(time.monotonic() - before, 2)

@@ -27,7 +27,10 @@ def service(run: Run) -> None:
     if all(run.over(case) for case in cases):
         return
     path = str(checkpoint(run.scratch, "3b", run.device, run.tiny))
-    with runs.workplace() as folder, server(*SERVE, "--model", path, "--port", log=folder / "log") as (url, _):
+    with (
+        runs.workplace() as folder,
+        server(*SERVE, "--model", path, "--port", log=folder / "log", one_thread=False) as (url, _),
+    ):
         asyncio.run(answered(url, 2, questions(4)))  # what is loaded by the first
         for count in CLIENTS[:2] if run.tiny else CLIENTS:
             run.attempt(f"{count} clients", partial(load, run, url, count))

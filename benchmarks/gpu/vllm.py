@@ -56,8 +56,8 @@ def beside(run: Run, program: Sequence[str] = PROGRAM) -> Iterator[Row]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     with (
         runs.workplace() as folder,
-        server(*SERVE, "--model", str(source), "--port", log=folder / "service.log") as (ours, _),
-        server(*asked, log=folder / "vllm.log", ready="/health") as (theirs, _),
+        server(*SERVE, "--model", str(source), "--port", log=folder / "service.log", one_thread=False) as (ours, _),
+        server(*asked, log=folder / "vllm.log", ready="/health", one_thread=False) as (theirs, _),
     ):
         ways = {"service": partial(scores, ours, native), "vllm": partial(scores, theirs, classified)}
         yield from compared(ways, 1 if run.tiny else GROUPS, run.rounds)

@@ -414,11 +414,11 @@ def test_keywords_that_change_nothing_change_nothing():
 
 
 def test_a_torch_whose_kernel_lacks_a_keyword_is_refused_before_any_step(checkpoints, monkeypatch):
-    """That of torch 2.11; 2.10 lacks two more."""
+    """That of torch 2.10."""
 
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
         pass
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    with pytest.raises(ConfigError, match=r"torch 2\.12 or newer.* does not know enable_gqa: install a newer torch"):
+    with pytest.raises(ConfigError, match=r"torch 2\.11 or newer.* does not know scale, window_size: install"):
         rendered_of(checkpoints, CASES["one pair"])

@@ -331,9 +331,18 @@ def bottom_right(query, key, value, cu_queries, cu_keys, max_queries, max_keys, 
     return torch.cat(outputs)
 
 
+def bottom_right_of_2_11(query, key, value, cu_queries, cu_keys, max_queries, max_keys, *, scale, window_size):
+    """The same before torch 2.12, which groups heads unasked."""
+    return bottom_right(
+        query, key, value, cu_queries, cu_keys, max_queries, max_keys,
+        scale=scale, window_size=window_size, enable_gqa=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", [bottom_right, bottom_right_of_2_11])
 @pytest.mark.parametrize("name", ["causal", "window"])
-def test_the_arguments_of_the_variable_length_kernel_say_what_the_mask_says(name, monkeypatch):
-    monkeypatch.setattr(varlen_kernels, "varlen_attn", bottom_right)
+def test_the_arguments_of_the_variable_length_kernel_say_what_the_mask_says(name, kernel, monkeypatch):
+    monkeypatch.setattr(varlen_kernels, "varlen_attn", kernel)
     row = Row(BRANCHES, seed=0)
     output = varlen(*row.states, row.layout, 0.3, row.rule(name))
     torch.testing.assert_close(output, row.expected(name, gemma2_attention), rtol=1e-12, atol=1e-12)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -18,7 +19,7 @@ from vlmrm.errors import ConfigError
 # The kernels by transformers' names for them, best first, and the modules that have them.
 FLASH = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
 TORCH = "varlen_attn"
-KEYWORDS = ("scale", "window_size", "enable_gqa")
+KEYWORDS = ("scale", "window_size")
 
 
 def attend_varlen(
@@ -46,8 +47,10 @@ def attend_varlen(
         function: Callable[..., Any] = import_module(FLASH[kernel]).flash_attn_varlen_func
         output = function(query, key, value, *lengths, softmax_scale=scaling, causal=causal, window_size=sides)
         return output[0] if isinstance(output, tuple) else output  # some releases of 3 add the softmax's sums
-    grouped = key.shape[1] != query.shape[1]
-    output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=sides, enable_gqa=grouped)
+    # That of torch 2.11 groups heads unasked.
+    asked = "enable_gqa" in _parameters(varlen_attn)
+    grouped: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1]} if asked else {}
+    output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=sides, **grouped)
     assert isinstance(output, torch.Tensor)
     return output
 
@@ -58,9 +61,13 @@ def check_kernel() -> None:
     Raises:
         ConfigError: naming the missing keywords.
     """
-    parameters = inspect.signature(varlen_attn).parameters
-    if missing := [name for name in KEYWORDS if name not in parameters]:
+    if missing := [name for name in KEYWORDS if name not in _parameters(varlen_attn)]:
         raise ConfigError(
-            f"batching: shared needs torch 2.12 or newer, and varlen_attn of torch {torch.__version__} does not know "
+            f"batching: shared needs torch 2.11 or newer, and varlen_attn of torch {torch.__version__} does not know "
             f"{', '.join(missing)}: install a newer torch, or write batching: reference."
         )
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

@@ -1,0 +1,228 @@
+"""The GPU benchmark: what it does when time or memory ends and when something is wrong; its kernels' references; its
+page. Its parts run as the other benchmarks do, in test_benchmarks.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_benchmarks import DATA
+from transformers import AutoConfig
+
+from benchmarks.browser import CHROMIUM, Browser
+from benchmarks.gpu import __main__ as verb
+from benchmarks.gpu import kernels, page, vllm
+from benchmarks.gpu.models import real_configuration
+from benchmarks.gpu.results import Results
+from benchmarks.gpu.running import ContextLost, Run
+from benchmarks.gpu.supervising import supervise
+from benchmarks.harness import Skipped, row
+from benchmarks.serving import Item
+from vlmrm.modeling import kernels as ours
+from vlmrm.modeling import varlen
+
+
+def part_of(folder: Path, **options) -> Run:
+    return Run(**{"name": "part", "budget": 60.0, "scratch": folder, "device": "cpu", "tiny": True, **options}
+               | {"results": Results.read(folder, tiny=True)})  # fmt: skip
+
+
+def one(case: str, measured: float = 1.0):
+    return lambda: [row(case, measured, "x")]
+
+
+def raising(error: BaseException):
+    def measure():
+        raise error
+
+    return measure
+
+
+def statuses(run: Run) -> dict[str, str | None]:
+    return {line["case"]: line.get("status") for line in Results.read(run.scratch, tiny=True).part("part").report()}
+
+
+def test_what_goes_wrong_in_a_case_is_a_row_and_the_next_case_runs(tmp_path):
+    run = part_of(tmp_path)
+    run.attempt("full", raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")))
+    run.attempt("unequal", raising(kernels.Unequal("off by 0.5 of its size")))
+    run.attempt("absent", raising(Skipped("vllm is not installed")))
+    run.attempt("broken", raising(ValueError("no such thing\nat all")))
+    run.attempt("good", one("good"))
+    assert statuses(run) == {
+        "full": "out of memory",
+        "unequal": "off by 0.5 of its size",
+        "absent": "vllm is not installed",
+        "broken": "ValueError: no such thing",
+        "good": None,
+    }
+    failed = [line.split(": ")[1] for line in run.results.failures(["part"])]
+    assert failed == ["unequal", "broken"], "memory that ends, and packages that are not there, are no faults"
+
+
+def test_what_the_budget_cuts_is_measured_by_the_next_run_and_nothing_else_is(tmp_path):
+    run = part_of(tmp_path)
+    run.attempt("first", one("first"))
+    run.attempt("absent", raising(Skipped("vllm is not installed")))
+    late = part_of(tmp_path, budget=0.0)
+    for case in ("first", "second"):
+        late.attempt(case, raising(AssertionError("ran without time")))
+    assert statuses(run)["second"] == "cut at 0 s" and statuses(run)["first"] is None
+    assert not late.results.part("part").complete
+    again = part_of(tmp_path)
+    again.attempt("first", raising(AssertionError("measured twice")))
+    again.attempt("absent", one("absent"))
+    again.attempt("second", one("second"))
+    assert statuses(run) == dict.fromkeys(("first", "absent", "second"))
+    assert again.results.part("part").complete
+
+
+def test_a_gpu_that_is_lost_ends_the_process_after_the_row(tmp_path):
+    with pytest.raises(ContextLost):
+        part_of(tmp_path).attempt("bad", raising(RuntimeError("CUDA error: an illegal memory access was encountered")))
+    assert "illegal memory access" in statuses(part_of(tmp_path))["bad"]
+
+
+def test_results_of_two_calls_are_merged_by_case(tmp_path):
+    for name, measured in (("a", 1.0), ("b", 2.0)):
+        run = part_of(tmp_path / name)
+        run.attempt(f"only {name}", one(f"only {name}"))
+        run.attempt("both", one("both", measured))
+        run.results.where = {"gpu": "NVIDIA H200"}
+        run.results.save()
+    first, second = (Results.read(tmp_path / name, tiny=True) for name in "ab")
+    first.merge(second)
+    assert [(line["case"], line["measured"]) for line in first.part("part").rows] == [
+        ("only a", 1.0), ("only b", 1.0), ("both", 2.0),
+    ]  # fmt: skip
+    second.where = {"gpu": "NVIDIA H100"}
+    with pytest.raises(ValueError, match=r"H100.*H200"):
+        first.merge(second)
+
+
+def test_a_wrong_kernel_fails_the_verb_and_the_other_parts_run(tmp_path, monkeypatch, capsys):
+    """The planted fault: windows are left out of the plain kernel."""
+    right = ours.per_segment
+    monkeypatch.setattr(ours, "per_segment", lambda *args: right(*args[:6], None))
+    words = ["--tiny", "--output", tmp_path, "--part", "kernels", "--part", "vllm"]
+    monkeypatch.setattr(sys, "argv", ["gpu", *map(str, words)])
+    monkeypatch.setitem(kernels.CASES, "sdpa", [kernels.WINDOWS[0], kernels.PLAIN[0]])
+    monkeypatch.setattr(kernels, "vision", lambda run: None)
+    assert verb.main() == 1
+    printed = capsys.readouterr()
+    assert "failed: kernels: sdpa window 8/2x64: output is off by" in printed.err
+    assert "vllm is not installed" in printed.out and "sdpa causal 8/2x64" in printed.out
+    assert len(Results.read(tmp_path, tiny=True).failures(["kernels", "vllm"])) == 1
+
+
+def documented_varlen(query, key, value, cu_queries, cu_keys, *longest, scale, window_size, enable_gqa):
+    """What torch documents: queries and keys [N, H, D] of sequences side by side, aligned to the bottom right."""
+    lengths = (cu_queries, cu_keys, cu_keys)
+    pieces = [states.split(cu.diff().tolist()) for states, cu in zip((query, key, value), lengths, strict=True)]
+    outputs = []
+    for q, k, v in zip(*pieces, strict=True):
+        back = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
+        mask = (back >= -window_size[1]) & ((back <= window_size[0]) | (window_size[0] < 0))
+        k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(2), v))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("case", [kernels.PLAIN[1], kernels.WINDOWS[0]], ids=lambda case: case.name)
+def test_the_call_of_the_variable_length_kernel_is_that_of_the_reference(case, monkeypatch, tmp_path):
+    monkeypatch.setattr(varlen, "varlen_attn", documented_varlen)
+    monkeypatch.setattr(kernels, "for_cuda_alone", lambda run, name: None)
+    small = replace(case, heads=4, width=16)
+    [line] = kernels.equality(part_of(tmp_path), kernels.Rows("cpu", kernels.SMALL[:4]), "varlen", small)
+    assert line["holds"] and line["measured"] > 0
+
+
+def test_the_real_sizes_are_those_of_the_published_configurations():
+    for size, name in (("3b", "qwen2.5-vl-3b-config"), ("7b", "qwen2.5-vl-7b-processor")):
+        if not (DATA / name / "config.json").is_file():
+            pytest.skip(f"no {name} under VLMRM_TEST_DATA")
+        published, made = AutoConfig.from_pretrained(DATA / name), real_configuration(size)
+        ignored = {"dtype", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "in_chans"}
+        ignored |= {"spatial_patch_size", "rope_parameters", "max_window_layers"}
+        for part in ("text_config", "vision_config"):
+            ours_of, theirs = (getattr(config, part).to_dict() for config in (made, published))
+            assert {key: ours_of[key] for key in theirs.keys() - ignored} == {
+                key: theirs[key] for key in theirs.keys() - ignored
+            }
+        assert made.tie_word_embeddings == published.tie_word_embeddings
+        rope = made.text_config.rope_parameters
+        assert rope["mrope_section"] == published.text_config.rope_parameters["mrope_section"]
+        assert rope["rope_theta"] == published.text_config.rope_parameters["rope_theta"]
+
+
+def test_a_command_that_does_not_end_is_stopped_with_what_it_started(tmp_path):
+    mark = tmp_path / "child"
+    script = f"sleep 60 & echo $! > {mark}; wait"
+    started = time.monotonic()
+    assert supervise(["bash", "-c", script], 0.5) is None
+    assert time.monotonic() - started < 10
+    child = int(mark.read_text())
+    for _ in range(50):
+        if not Path(f"/proc/{child}").exists() or Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, 9)
+        pytest.fail("its child runs on")
+    assert supervise(["bash", "-c", "exit 7"], 60) == 7
+
+
+def test_a_process_that_dies_leaves_its_case_as_a_row(tmp_path):
+    run = part_of(tmp_path)
+    run.results.tiny = False
+    run.results.part("part").running = "the case"
+    run.results.save()
+    assert verb.blame("part", "its process ended with -11", tmp_path, failed=True)
+    results = Results.read(tmp_path)
+    assert results.failures(["part"]) == ["part: the case: its process ended with -11"]
+    assert results.part("part").holds("the case"), "it is not tried again"
+    assert not verb.blame("part", "its process ended with 1", tmp_path, failed=True), "before any case"
+
+
+def test_vllm_s_scores_must_be_of_the_same_inputs():
+    def service(items: list[Item]) -> list[float]:
+        return [float(hash(it.answer) % 1000) for it in items]
+
+    rows = list(vllm.compared({"service": service, "vllm": lambda items: [x + 1e-3 for x in service(items)]}, 1, 2))
+    assert [line["case"] for line in rows] == ["groups of 16", "scores apart"]
+    assert rows[1]["measured"] < 1e-4 and rows[1]["offset"] > 0
+    with pytest.raises(kernels.Unequal, match="correlate"):
+        list(vllm.compared({"service": service, "vllm": lambda items: service(items)[::-1]}, 1, 2))
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path):
+    results = Results(tmp_path / "results.json", where={"gpu": "NVIDIA <b>H200</b>", "versions": {"torch": "2.15"}})
+    lines = [
+        row("3b 1 pair, checkpointing: MFU", 0.31, "of peak"),
+        row("3b 4 pairs, checkpointing: MFU", 0.47, "of peak", at_least=0.45),
+        row("3b 4 pairs, checkpointing: ratio", 1.4, "x naive", at_least=2.0, bound=1.6),
+        {**row("3b 16 pairs, no checkpointing", None, ""), "status": "out of memory"},
+    ]
+    for line in lines:
+        results.part("steps_3b").keep(line["case"], [line])
+    results.part("steps_3b").cut["3b 64 pairs"] = 200.0
+    path = page.write_page(results, {"kernels": "kernels", "steps_3b": "steps of a 3B"})
+    text = path.read_text()
+    assert "<script" not in text and "http" not in text.replace("http://www.w3.org", "").replace("http-equiv", "")
+    assert "&lt;b&gt;H200" in text
+    assert text.count("<svg") == 2
+    assert "cut at 200 s" in text and "out of memory" in text
+    assert "1 of 2 targets are held; missed: 3b 4 pairs, checkpointing: ratio" in text
+    if CHROMIUM is None:
+        pytest.skip("no Chromium to open it in")
+    with Browser(tmp_path / "profile") as browser:
+        browser.resize(390, 800)
+        browser.open(path)
+        assert browser.complaints == []
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 390
