@@ -267,6 +267,9 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
         import deepspeed
 
         deepspeed.init_distributed("gloo", verbose=False)
+    if args.fsdp:
+        # With cpu_ram_efficient_loading the first process of a machine alone reads the weights, if this is set by now.
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
     model = load_for_training(
         model_args.model_name_or_path,
         head=model_args.head,
@@ -285,7 +288,8 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
     model.touch_vision = blank_image(processor, model.placeholders)
     if args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = not model.family.trains_all
-    if not model.family.tested and model_args.check_sight and not is_deepspeed_zero3_enabled():
+    holds_weights = not is_deepspeed_zero3_enabled() and not (args.fsdp_config or {}).get("cpu_ram_efficient_loading")
+    if not model.family.tested and model_args.check_sight and holds_weights:
         # Before its batcher is made, which is for shared batches only if they are exact.
         prove_sight(model, processor, name=model_args.model_name_or_path, batching=model_args.batching)
     return model

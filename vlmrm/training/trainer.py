@@ -41,6 +41,7 @@ from vlmrm.training.losses import PreferenceLoss, weights
 from vlmrm.training.passes import forwards_of, passes_of
 from vlmrm.training.progress import Bar, ChanceCallback, CurvesCallback, FiguresCallback
 from vlmrm.training.resume import any_rank
+from vlmrm.training.sharding import describe, own_part, reduce_all
 
 logger = logging.getLogger("vlmrm")
 
@@ -52,7 +53,7 @@ relies_on(
     overridden=(
         *("_prepare_dataset", "_get_dataloader", "_get_train_sampler", "_get_num_items_in_batch", "_save_checkpoint"),
         *("get_batch_samples", "training_step", "compute_loss", "floating_point_ops", "log", "prediction_step"),
-        *("evaluation_loop", "_name", "_load_optimizer_and_scheduler"),
+        *("evaluation_loop", "_name", "_load_optimizer_and_scheduler", "_prepare_for_training"),
     ),
     attributes=("_metrics", "model_wrapped"),
 )
@@ -87,6 +88,10 @@ class ComparisonTrainer(trl.RewardTrainer):
         self._chance = ChanceCallback()
         self._show(FiguresCallback(), CurvesCallback(), self._chance)
         self.reward_model = model  # without the adapters around it
+        if self.is_fsdp_enabled:
+            half = torch.bfloat16 if args.bf16 else None
+            describe(self.accelerator.state.fsdp_plugin, cast(Any, self.model), model, half)
+            model.sharded = True
         self.processing_class = self.callback_handler.processing_class = processor
         self.collator = collator
         self.eval_collator = dataclasses.replace(collator, irrelevant=None, interventions=PROBED)
@@ -275,6 +280,12 @@ class ComparisonTrainer(trl.RewardTrainer):
             self._metrics["train"].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)
 
+    def _prepare_for_training(self, *args, **kwargs):
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.is_fsdp_enabled:
+            reduce_all(self.model_wrapped, self.reward_model)
+        return prepared
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both, but keep the learning rate of this run's keys: HF would go on with that of the checkpoint."""
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -356,8 +367,7 @@ class ComparisonTrainer(trl.RewardTrainer):
         """
         model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
         trained = [weight for weight in model.parameters() if weight.requires_grad]
-        # Under ZeRO-3 each rank's partition of a weight is in ds_tensor.
-        finite = all(bool(getattr(weight, "ds_tensor", weight).detach().isfinite().all()) for weight in trained)
+        finite = all(bool(own_part(weight).detach().isfinite().all()) for weight in trained)
         if self._last_inputs is not None:
             training = model.training
             model.eval()  # no dropout, which would draw random numbers that a resumed run does not draw
