@@ -87,7 +87,7 @@ def precision(model: nn.Module, half: torch.dtype | None) -> MixedPrecisionPolic
 
     return MixedPrecisionPolicy(
         param_dtype=half,
-        reduce_dtype=torch.float32,
+        reduce_dtype=None if half is None else torch.float32,
         output_dtype=None,
         cast_forward_inputs=False,
         param_dtype_override_fn=keep if half is not None else None,
