@@ -160,11 +160,6 @@ class Refused:
     instead: str
 
 
-def _uses_bitsandbytes(optimizer: str) -> bool:
-    """Return whether an optimizer of transformers is one of bitsandbytes; those of torchao begin with adamw_torch."""
-    return "bnb" in optimizer or "paged" in optimizer or ("8bit" in optimizer and "torch" not in optimizer)
-
-
 REFUSED = (
     Refused(
         "vision_cache_dir",
@@ -177,12 +172,6 @@ REFUSED = (
         ("ZeRO-3", "FSDP2"),
         lambda model, args: model.load_in_4bit,
         "weights of 4 bits cannot be shared out: remove one, or use deepspeed: zero2.json",
-    ),
-    Refused(
-        "an optimizer of bitsandbytes",
-        ("FSDP2",),
-        lambda model, args: _uses_bitsandbytes(str(args.optim)),
-        "it takes no sharded weights: write optim: adamw_torch_fused, or use deepspeed: zero2.json",
     ),
     Refused(
         "activation_offloading",
