@@ -1,4 +1,4 @@
-"""Run by test_fsdp under torchrun: FSDP2 on two processes without a GPU.
+"""Run by test_fsdp in two processes: FSDP2 without a GPU.
 
 accelerate shards on accelerators alone, by the kind of its processes. That kind is all that is replaced here: torch's
 own collectives run over gloo, and preparing, training, saving and resuming are accelerate's and transformers' own.
@@ -6,23 +6,23 @@ own collectives run over gloo, and preparing, training, saving and resuming are 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from torch import distributed
-from torch.distributed.tensor import DTensor
-from transformers import Trainer
-
-sys.path.append(str(Path(__file__).parents[1]))
-
 from families.cases import CASES
 from families.reference import rounding_nowhere, to_float64
 from families.table import FAMILIES
+from torch import distributed
+from torch.distributed.tensor import DTensor
+from transformers import Trainer
 
 from vlmrm.batching.media import blank_image
 from vlmrm.modeling import batcher_for
@@ -95,19 +95,21 @@ def watched(prepare):
     return prepare_and_say
 
 
-def run() -> None:
-    families, runs = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo")
-    for family in families:
-        compare_gradients(family)
-    main.CHECKS = tuple(check for check in CHECKS if check is not check_engine)
-    Trainer.create_accelerator_and_postprocess = shard(Trainer.create_accelerator_and_postprocess)
-    ComparisonTrainer._prepare_for_training = watched(ComparisonTrainer._prepare_for_training)
-    for words in runs:
-        main.train(words)
-    distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run()
+def run(rank: int, port: int, folder: Path, families: Sequence[str], runs: Sequence[Sequence[str]]) -> None:
+    """Compare `families`, then train with each of the words of `runs`; what is said goes into `folder`, by rank."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with (
+        open(folder / f"rank{rank}.txt", "w", buffering=1) as out,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+    ):
+        distributed.init_process_group("gloo")
+        for family in families:
+            compare_gradients(family)
+        main.CHECKS = tuple(check for check in CHECKS if check is not check_engine)
+        Trainer.create_accelerator_and_postprocess = shard(Trainer.create_accelerator_and_postprocess)
+        ComparisonTrainer._prepare_for_training = watched(ComparisonTrainer._prepare_for_training)
+        for words in runs:
+            main.train(words)
+        distributed.destroy_process_group()

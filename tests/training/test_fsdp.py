@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import multiprocessing
+import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,27 @@ def mixed_rows(folder: Path) -> Path:
     return write_rows(folder / "mixed.jsonl", rows)
 
 
+def run_sharded(folder: Path, families: Sequence[str], runs: Sequence[Sequence[str]]) -> str:
+    """Run `sharded_ranks` in two processes, copies of this one and its imports; return what both said."""
+    import sharded_ranks
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=sharded_ranks.run, args=(rank, port, folder, families, runs), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=300)
+    said = "".join((folder / f"rank{rank}.txt").read_text() for rank in range(2))
+    assert [process.exitcode for process in ranks] == [0, 0], said
+    return said
+
+
 @pytest.mark.slow
 def test_sharded_training_is_that_of_one_process(tmp_path, tiny_checkpoint, train_here):
     data = mixed_rows(tmp_path / "data")
@@ -55,12 +77,8 @@ def test_sharded_training_is_that_of_one_process(tmp_path, tiny_checkpoint, trai
         short_training(tiny_checkpoint, data, tmp_path / "half", **half),
         short_training(tiny_checkpoint, data, tmp_path / "adapter", use_peft=True, **half),
     ]
-    program = Path(__file__).with_name("sharded_ranks.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    launch += [program, json.dumps([FAMILIES, runs])]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert all(f"{family} equal" in done.stdout for family in FAMILIES)
+    said = run_sharded(tmp_path, FAMILIES, runs)
+    assert all(f"{family} equal" in said for family in FAMILIES)
 
     alone = train_here(data, "alone", gradient_accumulation_steps=2, per_device_train_batch_size=1, **keys).model_dir
     assert logged(tmp_path / "whole" / "checkpoint-4", "loss") == pytest.approx(
@@ -69,11 +87,11 @@ def test_sharded_training_is_that_of_one_process(tmp_path, tiny_checkpoint, trai
     assert largest_difference(tmp_path / "whole" / "final", alone) < 1e-4  # Adam, whose steps are of one size
     assert_equal_weights(tmp_path / "whole" / "final", tmp_path / "resumed" / "final")
 
-    said = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("RUN ")]
-    assert len(said) == 2 * len(runs)
-    assert all(run["share"] < 0.52 for run in said)
+    held = [json.loads(line[4:]) for line in said.splitlines() if line.startswith("RUN ")]
+    assert len(held) == 2 * len(runs)
+    assert all(run["share"] < 0.52 for run in held)
     # In bfloat16 too the head computes in float32, with weights that were not rounded.
-    assert all(run["head"] == ["torch.float32"] for run in said)
+    assert all(run["head"] == ["torch.float32"] for run in held)
     for name in ("whole", "half", "adapter"):
         loaded = load_checkpoint(tmp_path / name / "final")
         assert loaded.model.score.weight.dtype == torch.float32
