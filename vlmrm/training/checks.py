@@ -178,6 +178,12 @@ SWITCHES = (
         ),
     ),
     Switch("fsdp", "true", "null", ("fsdp_config",)),
+    Switch(
+        "gradient_checkpointing",
+        "true",
+        "false",
+        ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+    ),
     Switch("use_irrelevant_queries", "true", "false", ("num_irrelevant_pairs", "irrelevant_loss_weight")),
     Switch("streaming", "true", "false", ("shuffle_buffer",)),
     Switch("vision_cache_dir", "FOLDER", "null", ("vision_cache_gb",)),

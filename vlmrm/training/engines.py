@@ -34,13 +34,24 @@ PIECES = (
     "packed rows are not split along the sequence: for long videos set max_tokens_per_batch or a lower "
     "video_max_frames, and share out the weights with deepspeed: zero3.json or fsdp: true"
 )
+COMPILED = "compiled graphs do not outlast a batch, as rows differ in length and layout: remove it"
+# Keys of transformers that would change the forward, and why they are refused.
+UNSUPPORTED = {
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), COMPILED),
+    **dict.fromkeys(
+        ("use_liger_kernel", "liger_kernel_config"),
+        "liger-kernel, 0.8.5 the newest, does not import its kernels for these models against transformers 5.23, and "
+        "patches generative models alone: remove it",
+    ),
+    "parallelism_config": PIECES,
+}
 # What `accelerate launch` sets, which would reach the trainer past the configuration.
 ENVIRONMENT = {
     "ACCELERATE_USE_DEEPSPEED": "write deepspeed: FILE",
     "ACCELERATE_USE_FSDP": "write fsdp: true",
     "ACCELERATE_USE_MEGATRON_LM": "start it with run_distributed.sh",
     "ACCELERATE_USE_PARALLELISM_CONFIG": PIECES,
-    "ACCELERATE_DYNAMO_BACKEND": "models are not compiled here",
+    "ACCELERATE_DYNAMO_BACKEND": COMPILED,
 }
 
 
@@ -48,8 +59,11 @@ def read_engines(args: RewardTrainingArguments) -> None:
     """Bring `deepspeed` and `fsdp` into the form that transformers takes.
 
     Raises:
-        ConfigError: for an engine that is unknown, absent, or set beside another.
+        ConfigError: for an engine that is unknown, absent, or set beside another, and for a key that is not supported.
     """
+    for key, why in UNSUPPORTED.items():
+        if getattr(args, key):
+            raise ConfigError(f"{key}: {why}.")
     if args.deepspeed is False or (isinstance(args.deepspeed, str) and args.deepspeed.lower() in NO_ENGINE):
         args.deepspeed = None
     if isinstance(args.deepspeed, str) and not args.deepspeed.startswith("{") and not Path(args.deepspeed).is_file():
@@ -66,8 +80,6 @@ def read_engines(args: RewardTrainingArguments) -> None:
         and not Path(args.fsdp_config).is_file()
     ):
         raise ConfigError(f"fsdp_config names {args.fsdp_config}, which is not there: give a path such as fsdp2.json.")
-    if args.parallelism_config is not None:
-        raise ConfigError(f"parallelism_config: {PIECES}.")
 
 
 def _fsdp(value: Any) -> Any:
@@ -113,6 +125,32 @@ def check_engine_files(args: RewardTrainingArguments) -> None:
             "activation_checkpointing of fsdp_config draws other dropout when it computes a layer anew: write "
             "gradient_checkpointing: true instead, or disable_dropout: true."
         )
+
+
+# Keys of activation_checkpointing_kwargs: those of transformers, and of torch.utils.checkpoint.
+CHECKPOINTING_KEYS = ("every_n_layers", "offload", "use_reentrant", "preserve_rng_state", "determinism_check")
+
+
+def check_checkpointing(args: RewardTrainingArguments) -> None:
+    """Refuse keys of activation checkpointing that torch does not know, and offloading where there is nothing to save.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    keys: Any = args.activation_checkpointing_kwargs or {}
+    for key in keys:
+        if key not in CHECKPOINTING_KEYS:
+            raise ConfigError(f"activation_checkpointing_kwargs has {key}{did_you_mean(key, CHECKPOINTING_KEYS)}")
+    layers = keys.get("every_n_layers", 1)
+    if not isinstance(layers, int) or layers < 1:
+        raise ConfigError(
+            f"activation_checkpointing_kwargs: every_n_layers is {layers}: write a whole number above 0."
+        )
+    for name, value in {"activation_offloading": args.activation_offloading, "offload": keys.get("offload")}.items():
+        if value and args.use_cpu:
+            raise ConfigError(f"{name} moves activations to the CPU: without a GPU, remove it.")
+    if args.activation_offloading and keys.get("offload"):
+        raise ConfigError("activation_offloading and offload of activation_checkpointing_kwargs: remove one.")
 
 
 def reads_weights_once(args: RewardTrainingArguments) -> bool:
@@ -175,9 +213,9 @@ REFUSED = (
     ),
     Refused(
         "activation_offloading",
-        ("ZeRO-3", "FSDP2"),
+        ("ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"),
         lambda model, args: args.activation_offloading,
-        "it would move gathered weights too: write activation_checkpointing_kwargs: {offload: true} instead",
+        "it would move their copies of the weights too: write activation_checkpointing_kwargs: {offload: true}",
     ),
     Refused("fp16", ("FSDP2",), lambda model, args: args.fp16, "write bf16: true"),
 )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import logging
 import math
 import shutil
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ import torch
 import trl
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
-from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -37,6 +35,7 @@ from vlmrm.modeling.experts import Routers, balance_loss, find_routers
 from vlmrm.modeling.manifest import COMPLETE
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import PROBED, EpochCallback, PreemptionCallback, ProbedDataset, RowTally
+from vlmrm.training.endless import EndlessStream
 from vlmrm.training.figures import StepFigures
 from vlmrm.training.folder import rotate, set_aside
 from vlmrm.training.losses import PreferenceLoss, weights
@@ -487,24 +486,3 @@ def adapt(
         for weight in weights:
             weight.data = weight.data.float()
     return adapted, {weight: weight.data for weight in weights}
-
-
-class EndlessStream(IterableDataset):
-    """Repeats `stream` (of the `datasets` library) for ever, each time in another order.
-
-    So a streamed run is one long epoch of `max_steps` steps. HF's trainer, which cannot know the length of a stream,
-    would drop the gradients accumulated before each end, and lose its position in the data when resumed.
-    """
-
-    def __init__(self, stream: Any):
-        self.stream = stream
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for epoch in itertools.count():
-            self.stream.set_epoch(epoch)
-            empty = True
-            for row in self.stream:
-                empty = False
-                yield row
-            if empty:  # a worker without a share of the files
-                return
