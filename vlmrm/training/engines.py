@@ -5,6 +5,7 @@ Keys and combinations that would train something else, or nothing, are refused b
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vlmrm.config import NO_ENGINE
-from vlmrm.errors import ConfigError
+from vlmrm.errors import ConfigError, first_line
 from vlmrm.settings import did_you_mean
 
 if TYPE_CHECKING:
@@ -74,12 +75,7 @@ def read_engines(args: RewardTrainingArguments) -> None:
     args.fsdp = _fsdp(args.fsdp)
     if args.fsdp and args.deepspeed:
         raise ConfigError("fsdp and deepspeed both share out the weights: remove one.")
-    if (
-        isinstance(args.fsdp_config, str)
-        and not args.fsdp_config.startswith("{")
-        and not Path(args.fsdp_config).is_file()
-    ):
-        raise ConfigError(f"fsdp_config names {args.fsdp_config}, which is not there: give a path such as fsdp2.json.")
+    args.fsdp_config = _fsdp_config(args.fsdp_config)
 
 
 def _fsdp(value: Any) -> Any:
@@ -94,8 +90,33 @@ def _fsdp(value: Any) -> Any:
     )
 
 
+def _fsdp_config(value: Any) -> dict[str, Any] | None:
+    """Return `fsdp_config`, a mapping, its JSON or the path of a file with it, without the prefixes of its keys.
+
+    Raises:
+        ConfigError: when it is none of them, or has a key or value that is not supported.
+    """
+    if isinstance(value, str) and not value.startswith("{"):
+        if not Path(value).is_file():
+            raise ConfigError(f"fsdp_config names {value}, which is not there: give a path such as fsdp2.json.")
+        value = Path(value).read_text(encoding="utf-8")
+    try:
+        config = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"fsdp_config is no JSON: {first_line(error).rstrip('.')}.") from error
+    if config is None:
+        return None
+    config = {key.removeprefix("fsdp_"): setting for key, setting in config.items()}
+    for key, setting in config.items():
+        if key not in FSDP_KEYS:
+            raise ConfigError(f"fsdp_config has {key}, which is not read here{did_you_mean(key, FSDP_KEYS)}")
+        if FSDP_KEYS[key] and str(setting) not in map(str, FSDP_KEYS[key]):
+            raise ConfigError(f"fsdp_config: {key} is {setting}: it must be {FSDP_KEYS[key][0]}, or left out.")
+    return config
+
+
 def check_engine_files(args: RewardTrainingArguments) -> None:
-    """Refuse what the configurations of the engines say that is not computed here, or by no version 2 of FSDP.
+    """Refuse what the engines' configurations say that is not computed here, or twice.
 
     Raises:
         ConfigError: naming the key.
@@ -105,17 +126,7 @@ def check_engine_files(args: RewardTrainingArguments) -> None:
             raise ConfigError(f"deepspeed: {path}: {PIECES}.")
     if not args.fsdp:
         return
-    config: Any = args.fsdp_config
-    # transformers adds these, off.
-    written = {
-        key: value for key, value in config.items() if not (key.startswith("xla") or key == "min_num_params") or value
-    }
-    for key, value in written.items():
-        if key not in FSDP_KEYS:
-            raise ConfigError(f"fsdp_config has {key}, which is not read here{did_you_mean(key, FSDP_KEYS)}")
-        if FSDP_KEYS[key] and str(value) not in map(str, FSDP_KEYS[key]):
-            raise ConfigError(f"fsdp_config: {key} is {value}: it must be {FSDP_KEYS[key][0]}, or left out.")
-    recomputed = _is_on(config, "activation_checkpointing")
+    recomputed = _is_on(args.fsdp_config, "activation_checkpointing")
     if recomputed and args.activation_checkpointing:
         raise ConfigError(
             "gradient_checkpointing and activation_checkpointing of fsdp_config are the same: remove one."
