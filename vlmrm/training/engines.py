@@ -35,7 +35,7 @@ PIECES = (
     "packed rows are not split along the sequence: for long videos set max_tokens_per_batch or a lower "
     "video_max_frames, and share out the weights with deepspeed: zero3.json or fsdp: true"
 )
-COMPILED = "compiled graphs do not outlast a batch, as rows differ in length and layout: remove it"
+COMPILED = "a compiled model does not outlast a batch, whose layout is no tensor: remove it"
 # Keys of transformers that would change the forward, and why they are refused.
 UNSUPPORTED = {
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), COMPILED),
