@@ -53,8 +53,8 @@ A value means the same in the file and on the command line; `null` means no valu
 and as `--key a b` on the command line. An unknown, duplicate or ill-typed key stops the program before anything is
 loaded, and the message names the key you probably meant.
 
-The file that `deepspeed` names is searched for in the working directory, then next to the configuration file, then one
-folder up. `env:` sets environment variables.
+The files that `deepspeed` and `fsdp_config` name are searched for in the working directory, then next to the
+configuration file, then one folder up. `env:` sets environment variables.
 
 `vlmrm train --help` shows the keys with their defaults, `--help-all` those of Hugging Face too; `vlmrm
 --install-completion` teaches bash, zsh or fish the verbs and options.
@@ -167,7 +167,12 @@ INHERITED = {
         "bf16": "Compute in bfloat16. `null`: yes, unless `fp16`.",
         "fp16": "Compute in float16.",
         "gradient_checkpointing": "Recompute activations in the backward pass: less memory, a third more time.",
+        "activation_checkpointing_kwargs": "`{every_n_layers: 2}`: of every second layer alone; `{offload: true}`: "
+        "keep the inputs of layers in the memory of the host.",
+        "activation_offloading": "Keep activations in the memory of the host; without DeepSpeed and FSDP.",
         "deepspeed": "DeepSpeed configuration: `zero2.json` or `zero3.json`.",
+        "fsdp": "`true`: share out the weights with PyTorch's FSDP2, on several GPUs.",
+        "fsdp_config": "Configuration of FSDP2: `fsdp2.json`, or its keys.",
         "use_cpu": "Train on the CPU; set automatically where there is no GPU.",
     },
     "Evaluating": {

@@ -27,6 +27,7 @@ TYPE_NAMES = {"int": "a whole number", "float": "a number", "string_to_bool": "t
 ILL_TYPED = re.compile(r"argument ([^/:]+)\S*: invalid (\w+) value: (.*)", re.DOTALL)  # argparse's words
 
 Kinds = Mapping[str, Set[Any]]  # of each key, the types that it takes
+ENGINE_FILES = ("deepspeed", "fsdp_config")
 NO_ENGINE = ("", "null", "none", "false", "no", "off")  # values of `deepspeed` that stand for null
 
 Configuration = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]
@@ -176,9 +177,10 @@ def _converted(
         if key not in actions:
             raise ConfigError(f"{where}unknown key {key!r}{did_you_mean(key, actions)}")
         content[key] = _value(f"{where}{key}", value, actions[key], kinds[key])
-    engine = content.get("deepspeed")
-    if path is not None and isinstance(engine, str) and engine.lower() not in NO_ENGINE:
-        content["deepspeed"] = _find_deepspeed(path, engine)
+    for key in ENGINE_FILES:
+        engine = content.get(key)
+        if path is not None and isinstance(engine, str) and engine.lower() not in NO_ENGINE:
+            content[key] = _find_beside(path, key, engine)
     return content, environment
 
 
@@ -215,12 +217,12 @@ def _scalar(where: str, value: Any, action: argparse.Action) -> Any:
     return converted
 
 
-def _find_deepspeed(config: Path, name: str) -> str:
-    """Return the path of a DeepSpeed file from the working directory, the configuration's folder or its parent."""
+def _find_beside(config: Path, key: str, name: str) -> str:
+    """Return the path of a file from the working directory, the configuration's folder or its parent."""
     for folder in (Path(), config.parent, config.resolve().parent.parent):
         if (folder / name).is_file():
             return str(folder / name)
-    raise ConfigError(f"{config}: deepspeed is {name!r}, but there is no such file here or beside the configuration.")
+    raise ConfigError(f"{config}: {key} is {name!r}, but there is no such file here or beside the configuration.")
 
 
 def actions_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:

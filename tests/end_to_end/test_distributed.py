@@ -146,9 +146,9 @@ def test_processes_without_a_gpu_train_together(tmp_path, tiny_checkpoint):
 def test_an_engine_that_would_not_run_is_refused(tmp_path, tiny_checkpoint):
     """FSDP on a CPU: HF drops it and trains on as plain DDP, without a word."""
     data = colour_pairs(tmp_path / "data", 4)
-    arguments = short_training(tiny_checkpoint, data, tmp_path / "out", fsdp="full_shard")
+    arguments = short_training(tiny_checkpoint, data, tmp_path / "out", fsdp=True)
     output = train(*arguments, cwd=tmp_path, processes=2, code=1)  # torchrun's code; the ranks' own is 2
-    assert "error: fsdp is set but does not run on this device" in output
+    assert "error: fsdp does not run on a CPU" in output
     assert not (tmp_path / "out/final").exists()
 
 

@@ -149,7 +149,7 @@ MISTAKES = [
     Mistake("evaluation without data", "give eval_dataset_path or eval_fraction", EVAL),
     Mistake("two kinds of evaluation data", "remove one of them", {"eval_dataset_path": "x.jsonl", **HALF}),
     Mistake("TRL's length", "write max_seq_length", {"max_length": 100}),
-    Mistake("torch.compile", "torch_compile does not work", {"torch_compile": True}),
+    Mistake("torch.compile", "torch_compile: a compiled model", {"torch_compile": True}),
     Mistake("label smoothing", "label_smoothing_factor changes nothing", {"label_smoothing_factor": 0.1}),
     Mistake("revision of a folder", "model_revision is for the hub", {"model_revision": "v2"}),
     Mistake("mistyped tracker", "report_to names wanbd", {"report_to": "wanbd"}),

@@ -73,6 +73,8 @@ class RewardModel(PreTrainedModel):
     # A blank image. Run the tower in every batch, with or without images, so that all ranks gather and reduce the same
     # weights in the same order. Training sets it.
     touch_vision: Any = None
+    # Whether FSDP2 shares out the weights: ranks gather those of a layer together, as under ZeRO-3. Training sets it.
+    sharded = False
     # Whether inputs of checkpointed layers must need gradients: the layers themselves are frozen.
     _marks_inputs = False
     # Whether the loaded model has proved that it sees, and why it then could not share prefixes.
@@ -206,15 +208,16 @@ class RewardModel(PreTrainedModel):
         """Return the features of each kind of media in the order shown, as the backbone takes them.
 
         Raises:
-            ConfigError: under ZeRO-3 for images and videos in one batch that need two passes of the tower: ranks with
-                one kind would wait for ever.
+            ConfigError: under ZeRO-3 and FSDP2 for images and videos in one batch that need two passes of the tower:
+                ranks with one kind would wait for ever.
         """
         media = kinds = {kind: media[kind] for kind in sorted(media)}  # images first, whichever stand first
         if len(media) > 1 and self.family.videos_as_images:
             kinds = {"image": as_images(media["image"], media["video"])}
-        elif len(media) > 1 and self.training and is_deepspeed_zero3_enabled():
+        elif len(media) > 1 and self.training and (self.sharded or is_deepspeed_zero3_enabled()):
+            engine = "FSDP" if self.sharded else "ZeRO-3"
             raise ConfigError(
-                f"{self.family.name} runs its tower apart for images and for videos, which ZeRO-3 does not take in "
+                f"{self.family.name} runs its tower apart for images and for videos, which {engine} does not take in "
                 "one batch: use ZeRO-2, or train with one kind."
             )
         features = iter([image for kind, distinct in kinds.items() for image in self.vision_features(kind, distinct)])

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
 
-from vlmrm.config import NO_ENGINE
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.parts import HEAD, MERGER, VISION
+from vlmrm.training.engines import check_checkpointing, check_engine_files, check_environment, read_engines
 
 RATES = {VISION: "vision_lr", MERGER: "merger_lr", HEAD: "head_lr"}  # keys of the parts' own learning rates
 # The least value of each number: torch and HF would fail late or with a traceback, or train something else in silence.
@@ -124,23 +123,11 @@ class RewardTrainingArguments(trl.RewardConfig):
                 raise ConfigError(f"{key} changes nothing in the loss of preferences: remove it.")
         if self.fp16 and self.use_cpu:
             raise ConfigError("fp16 needs a GPU: remove it, or write bf16: true on a CPU that has bfloat16.")
-        for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel"):
-            if getattr(self, key):
-                raise ConfigError(f"{key} does not work with packed batches of these models yet: remove it.")
-        if self.activation_offloading and self.use_cpu:
-            raise ConfigError("activation_offloading moves activations to the CPU: without a GPU, remove it.")
-        if self.deepspeed is False or (isinstance(self.deepspeed, str) and self.deepspeed.lower() in NO_ENGINE):
-            self.deepspeed = None
-        if (
-            isinstance(self.deepspeed, str)
-            and not self.deepspeed.startswith("{")
-            and not Path(self.deepspeed).is_file()
-        ):
-            raise ConfigError(
-                f"deepspeed names {self.deepspeed}, which is not there: give the path of a DeepSpeed configuration "
-                "such as zero2.json, or null for none."
-            )
+        read_engines(self)
+        check_environment(self)
         super().__post_init__()
+        check_engine_files(self)
+        check_checkpointing(self)
         # Every rank reads its own batches: handed out by the first, they would be cut along the wrong dimension.
         self.accelerator_config.dispatch_batches = False
 

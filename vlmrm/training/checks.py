@@ -27,6 +27,7 @@ from vlmrm.modeling.manifest import BEST, FINAL, TRAINING_LOCK, find_checkpoints
 from vlmrm.settings import did_you_mean
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import LOGGED
+from vlmrm.training.engines import check_combination
 from vlmrm.training.optimizer import check_optimizer
 
 
@@ -112,8 +113,6 @@ def check_required(run: RunArguments) -> Iterator[str]:
         raise ConfigError("dataset_path is missing: give a hub id, a folder or a file of preferences.")
     if data.streaming and args.max_steps < 1:
         raise ConfigError("max_steps is missing: a stream has no end, so say how many steps to train.")
-    if run.model.vision_cache_dir and args.fsdp:
-        raise ConfigError("vision_cache_dir does not work with fsdp: remove one, or use deepspeed: zero2.json.")
     if args.eval_strategy != "no" and not (data.eval_dataset_path or data.eval_fraction):
         raise ConfigError(f"eval_strategy is {args.eval_strategy.value}: give eval_dataset_path or eval_fraction.")
     check_best(args)
@@ -133,6 +132,17 @@ def check_required(run: RunArguments) -> Iterator[str]:
             f"warmup_steps {args.warmup_steps:g} is not below max_steps {args.max_steps}: the learning rate never "
             "reaches its value"
         )
+
+
+def check_engine(run: RunArguments) -> Iterator[str]:
+    """Refuse parts of a run that its engine does not carry, and FSDP where transformers would ignore it."""
+    args = run.training
+    check_combination(run.model, args)
+    if args.fsdp and args.device.type == "cpu":
+        raise ConfigError("fsdp does not run on a CPU: remove it, or use deepspeed: zero2.json.")
+    if args.fsdp and args.world_size == 1:
+        raise ConfigError("fsdp shares out the weights among processes, and this is one: remove it, or start several.")
+    yield from ()
 
 
 def check_best(args: RewardTrainingArguments) -> None:
@@ -166,6 +176,13 @@ SWITCHES = (
             *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_experts"),
             *("lora_vit", "lora_merger"),
         ),
+    ),
+    Switch("fsdp", "true", "null", ("fsdp_config",)),
+    Switch(
+        "gradient_checkpointing",
+        "true",
+        "false",
+        ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
     ),
     Switch("use_irrelevant_queries", "true", "false", ("num_irrelevant_pairs", "irrelevant_loss_weight")),
     Switch("streaming", "true", "false", ("shuffle_buffer",)),
@@ -229,7 +246,15 @@ def has_bfloat16() -> bool:
 
 
 # Before anything is read or opened.
-CHECKS: tuple[Check, ...] = (check_launch, check_visible, check_required, check_ignored, check_output, check_bfloat16)
+CHECKS: tuple[Check, ...] = (
+    check_launch,
+    check_visible,
+    check_engine,
+    check_required,
+    check_ignored,
+    check_output,
+    check_bfloat16,
+)
 
 
 def problems(run: RunArguments) -> tuple[list[VlmrmError], list[str]]:
@@ -253,7 +278,9 @@ def checkpoint_bytes(model: torch.nn.Module, args: RewardTrainingArguments, *, a
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     moments = 0 if args.save_only_model else 2
     master = 4 if args.deepspeed else 0  # DeepSpeed's float32 copies and moments
-    size = sum(_numel(weight) * weight.element_size() for weight in weights)
+    # FSDP resumes from a copy of its own.
+    copies = 2 if args.fsdp and not args.save_only_model else 1
+    size = copies * sum(_numel(weight) * weight.element_size() for weight in weights)
     return size + sum(
         _numel(weight) * (master + moments * (4 if args.deepspeed else weight.element_size())) for weight in trained
     )

@@ -52,6 +52,7 @@ from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import ProbedDataset, SightCallback
 from vlmrm.training.checks import CHECKS, RunArguments, check_disk, check_gpus, checkpoint_bytes
+from vlmrm.training.engines import reads_weights_once
 from vlmrm.training.folder import output_lock
 from vlmrm.training.resume import (
     check_base,
@@ -253,6 +254,9 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
         import deepspeed
 
         deepspeed.init_distributed("gloo", verbose=False)
+    if args.fsdp:
+        # With cpu_ram_efficient_loading the first process of a machine alone reads the weights, if this is set by now.
+        os.environ["ACCELERATE_USE_FSDP"] = "true"
     model = load_for_training(
         model_args.model_name_or_path,
         head=model_args.head,
@@ -274,7 +278,8 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
     model.touch_vision = blank_image(processor, model.placeholders)
     if args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = not model.family.trains_all
-    if not model.family.tested and model_args.check_sight and not is_deepspeed_zero3_enabled():
+    holds_weights = not is_deepspeed_zero3_enabled() and not reads_weights_once(args)
+    if not model.family.tested and model_args.check_sight and holds_weights:
         # Before its batcher is made, which is for shared batches only if they are exact.
         prove_sight(model, processor, name=model_args.model_name_or_path, batching=model_args.batching)
     return model
@@ -380,7 +385,7 @@ def save_extras(folder: Path, settings: dict[str, Any], **reward_files: Any) -> 
 
 
 def check_engine(args: RewardTrainingArguments, trainer: ComparisonTrainer) -> None:
-    """Refuse an engine that is set but not active: on a CPU HF's trainer silently replaces FSDP by plain DDP."""
+    """Refuse an engine that is set but not active: HF's trainer silently replaces FSDP by plain DDP."""
     if args.fsdp and not trainer.is_fsdp_enabled:
         raise ConfigError("fsdp is set but does not run on this device: remove it, or use deepspeed: zero2.json.")
     if args.deepspeed and not trainer.is_deepspeed_enabled:

@@ -29,10 +29,11 @@ logger = logging.getLogger("vlmrm")
 T = TypeVar("T")
 
 SETTINGS = "training_settings.json"
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")  # the second under FSDP
 # Settings that a resumed run cannot change.
 FIXED = (
     # HF restores the optimizer from the checkpoint, whatever the configuration says.
-    "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "deepspeed",
+    "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "deepspeed", "fsdp",
     # It finds its position in the data by counting steps.
     "seed", "data_seed", "split_seed", "streaming", "shuffle_buffer", "train_sampling_strategy",
     "dataset_weights", "dataset_split", "eval_fraction", "max_train_samples", "columns",
@@ -98,7 +99,7 @@ def restart_of(args: RewardTrainingArguments, mended: bool) -> Restart:
     path = restart.checkpoint
     if path is not None:
         verify_complete(path)
-        if not ((path / "optimizer.pt").exists() or any(path.glob("global_step*"))):
+        if not (any((path / name).exists() for name in OPTIMIZERS) or any(path.glob("global_step*"))):
             # HF would silently start with a fresh optimizer.
             raise CheckpointError(
                 f"{path} has no optimizer state (save_only_model?): train from it as model_name_or_path."

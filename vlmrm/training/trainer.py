@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import logging
 import math
 import shutil
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ import torch
 import trl
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
-from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -37,6 +35,7 @@ from vlmrm.modeling.experts import Routers, balance_loss, find_routers
 from vlmrm.modeling.manifest import COMPLETE
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import PROBED, EpochCallback, PreemptionCallback, ProbedDataset, RowTally
+from vlmrm.training.endless import EndlessStream
 from vlmrm.training.figures import StepFigures
 from vlmrm.training.folder import rotate, set_aside
 from vlmrm.training.losses import PreferenceLoss, weights
@@ -44,6 +43,7 @@ from vlmrm.training.optimizer import check_rates, keep_head_in_32_bits, logged_r
 from vlmrm.training.passes import forwards_of, passes_of
 from vlmrm.training.progress import Bar, ChanceCallback, CurvesCallback, FiguresCallback
 from vlmrm.training.resume import any_rank, is_lost_rank
+from vlmrm.training.sharding import describe, own_part, reduce_all
 
 logger = logging.getLogger("vlmrm")
 
@@ -56,7 +56,7 @@ relies_on(
         *("_prepare_dataset", "_get_dataloader", "_get_train_sampler", "_get_num_items_in_batch", "_save_checkpoint"),
         *("get_batch_samples", "training_step", "compute_loss", "floating_point_ops", "log", "prediction_step"),
         *("evaluation_loop", "_name", "_load_optimizer_and_scheduler", "_run_epoch", "create_optimizer"),
-        "_get_learning_rate",
+        *("_get_learning_rate", "_prepare_for_training"),
     ),
     attributes=("_metrics", "model_wrapped"),
 )
@@ -107,6 +107,10 @@ class ComparisonTrainer(trl.RewardTrainer):
         self._chance = ChanceCallback()
         self._show(FiguresCallback(), CurvesCallback(), self._chance)
         self.reward_model = model  # without the adapters around it
+        if self.is_fsdp_enabled:
+            half = torch.bfloat16 if args.bf16 else None
+            describe(self.accelerator.state.fsdp_plugin, cast(Any, self.model), model, half)
+            model.sharded = True
         self.processing_class = self.callback_handler.processing_class = processor
         self.collator = collator
         self.eval_collator = dataclasses.replace(collator, irrelevant=None, interventions=PROBED)
@@ -310,6 +314,12 @@ class ComparisonTrainer(trl.RewardTrainer):
             self._metrics["train"].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)
 
+    def _prepare_for_training(self, *args, **kwargs):
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.is_fsdp_enabled:
+            reduce_all(self.model_wrapped, self.reward_model)
+        return prepared
+
     def create_optimizer(self, model=None):
         """Return HF's optimizer, with groups by part of the model where parts have learning rates of their own."""
         if self.optimizer is None:
@@ -405,8 +415,7 @@ class ComparisonTrainer(trl.RewardTrainer):
         """
         model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
         trained = [weight for weight in model.parameters() if weight.requires_grad]
-        # Under ZeRO-3 each rank's partition of a weight is in ds_tensor.
-        finite = all(bool(getattr(weight, "ds_tensor", weight).detach().isfinite().all()) for weight in trained)
+        finite = all(bool(own_part(weight).detach().isfinite().all()) for weight in trained)
         if self._last_inputs is not None:
             training = model.training
             model.eval()  # no dropout, which would draw random numbers that a resumed run does not draw
@@ -477,24 +486,3 @@ def adapt(
         for weight in weights:
             weight.data = weight.data.float()
     return adapted, {weight: weight.data for weight in weights}
-
-
-class EndlessStream(IterableDataset):
-    """Repeats `stream` (of the `datasets` library) for ever, each time in another order.
-
-    So a streamed run is one long epoch of `max_steps` steps. HF's trainer, which cannot know the length of a stream,
-    would drop the gradients accumulated before each end, and lose its position in the data when resumed.
-    """
-
-    def __init__(self, stream: Any):
-        self.stream = stream
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for epoch in itertools.count():
-            self.stream.set_epoch(epoch)
-            empty = True
-            for row in self.stream:
-                empty = False
-                yield row
-            if empty:  # a worker without a share of the files
-                return

@@ -1,0 +1,245 @@
+"""Engines: what a run is shared out with among its ranks, as its keys say or accelerate's environment.
+
+Keys and combinations that would train something else, or nothing, are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vlmrm.config import NO_ENGINE
+from vlmrm.errors import ConfigError, first_line
+from vlmrm.settings import did_you_mean
+
+if TYPE_CHECKING:
+    from vlmrm.modeling.arguments import ModelArguments
+    from vlmrm.training.arguments import RewardTrainingArguments
+
+ON = ("true", "full_shard", "full_shard auto_wrap")  # values of `fsdp`, the last two of transformers 4
+# Keys of fsdp_config, and the values of those that have one alone.
+FSDP_KEYS: dict[str, tuple[Any, ...]] = {
+    "version": (2,),
+    "reshard_after_forward": (),
+    "activation_checkpointing": (),
+    "cpu_ram_efficient_loading": (),
+    "transformer_layer_cls_to_wrap": (),
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),
+    "state_dict_type": ("FULL_STATE_DICT",),  # shards could not be scored
+}
+PIECES = (
+    "packed rows are not split along the sequence: for long videos set max_tokens_per_batch or a lower "
+    "video_max_frames, and share out the weights with deepspeed: zero3.json or fsdp: true"
+)
+COMPILED = "a compiled model does not outlast a batch, whose layout is no tensor: remove it"
+# Keys of transformers that would change the forward, and why they are refused.
+UNSUPPORTED = {
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), COMPILED),
+    **dict.fromkeys(
+        ("use_liger_kernel", "liger_kernel_config"),
+        "liger-kernel, 0.8.5 the newest, does not import its kernels for these models against transformers 5.23, and "
+        "patches generative models alone: remove it",
+    ),
+    "parallelism_config": PIECES,
+}
+# What `accelerate launch` sets, which would reach the trainer past the configuration.
+ENVIRONMENT = {
+    "ACCELERATE_USE_DEEPSPEED": "write deepspeed: FILE",
+    "ACCELERATE_USE_FSDP": "write fsdp: true",
+    "ACCELERATE_USE_MEGATRON_LM": "start it with run_distributed.sh",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": PIECES,
+    "ACCELERATE_DYNAMO_BACKEND": COMPILED,
+}
+
+
+def read_engines(args: RewardTrainingArguments) -> None:
+    """Bring `deepspeed` and `fsdp` into the form that transformers takes.
+
+    Raises:
+        ConfigError: for an engine that is unknown, absent, or set beside another, and for a key that is not supported.
+    """
+    for key, why in UNSUPPORTED.items():
+        if getattr(args, key):
+            raise ConfigError(f"{key}: {why}.")
+    if args.deepspeed is False or (isinstance(args.deepspeed, str) and args.deepspeed.lower() in NO_ENGINE):
+        args.deepspeed = None
+    if isinstance(args.deepspeed, str) and not args.deepspeed.startswith("{") and not Path(args.deepspeed).is_file():
+        raise ConfigError(
+            f"deepspeed names {args.deepspeed}, which is not there: give the path of a DeepSpeed configuration such "
+            "as zero2.json, or null for none."
+        )
+    args.fsdp = _fsdp(args.fsdp)
+    if args.fsdp and args.deepspeed:
+        raise ConfigError("fsdp and deepspeed both share out the weights: remove one.")
+    args.fsdp_config = _fsdp_config(args.fsdp_config)
+
+
+def _fsdp(value: Any) -> Any:
+    """Return True or None for `fsdp`, which transformers reads as a word of version 4."""
+    word = str(value or "").lower()
+    if word in NO_ENGINE:
+        return None
+    if word in ON:
+        return True
+    raise ConfigError(
+        f"fsdp is {value}: write fsdp: true, and in fsdp_config how, such as reshard_after_forward: false."
+    )
+
+
+def _fsdp_config(value: Any) -> dict[str, Any] | None:
+    """Return `fsdp_config`, a mapping, its JSON or the path of a file with it, without the prefixes of its keys.
+
+    Raises:
+        ConfigError: when it is none of them, or has a key or value that is not supported.
+    """
+    if isinstance(value, str) and not value.startswith("{"):
+        if not Path(value).is_file():
+            raise ConfigError(f"fsdp_config names {value}, which is not there: give a path such as fsdp2.json.")
+        value = Path(value).read_text(encoding="utf-8")
+    try:
+        config = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"fsdp_config is no JSON: {first_line(error).rstrip('.')}.") from error
+    if config is None:
+        return None
+    config = {key.removeprefix("fsdp_"): setting for key, setting in config.items()}
+    for key, setting in config.items():
+        if key not in FSDP_KEYS:
+            raise ConfigError(f"fsdp_config has {key}, which is not read here{did_you_mean(key, FSDP_KEYS)}")
+        if FSDP_KEYS[key] and str(setting) not in map(str, FSDP_KEYS[key]):
+            raise ConfigError(f"fsdp_config: {key} is {setting}: it must be {FSDP_KEYS[key][0]}, or left out.")
+    return config
+
+
+def check_engine_files(args: RewardTrainingArguments) -> None:
+    """Refuse what the engines' configurations say that is not computed here, or twice.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for path in ("sequence_parallel_size", "tensor_parallel.autotp_size"):
+        if args.deepspeed and (args.hf_deepspeed_config.get_value(path) or 0) > 1:
+            raise ConfigError(f"deepspeed: {path}: {PIECES}.")
+    if not args.fsdp:
+        return
+    recomputed = _is_on(args.fsdp_config, "activation_checkpointing")
+    if recomputed and args.activation_checkpointing:
+        raise ConfigError(
+            "gradient_checkpointing and activation_checkpointing of fsdp_config are the same: remove one."
+        )
+    if recomputed and not args.disable_dropout:
+        raise ConfigError(
+            "activation_checkpointing of fsdp_config draws other dropout when it computes a layer anew: write "
+            "gradient_checkpointing: true instead, or disable_dropout: true."
+        )
+
+
+# Keys of activation_checkpointing_kwargs: those of transformers, and of torch.utils.checkpoint.
+CHECKPOINTING_KEYS = ("every_n_layers", "offload", "use_reentrant", "preserve_rng_state", "determinism_check")
+
+
+def check_checkpointing(args: RewardTrainingArguments) -> None:
+    """Refuse keys of activation checkpointing that torch does not know, and offloading where there is nothing to save.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    keys: Any = args.activation_checkpointing_kwargs or {}
+    for key in keys:
+        if key not in CHECKPOINTING_KEYS:
+            raise ConfigError(f"activation_checkpointing_kwargs has {key}{did_you_mean(key, CHECKPOINTING_KEYS)}")
+    layers = keys.get("every_n_layers", 1)
+    if not isinstance(layers, int) or layers < 1:
+        raise ConfigError(
+            f"activation_checkpointing_kwargs: every_n_layers is {layers}: write a whole number above 0."
+        )
+    for name, value in {"activation_offloading": args.activation_offloading, "offload": keys.get("offload")}.items():
+        if value and args.use_cpu:
+            raise ConfigError(f"{name} moves activations to the CPU: without a GPU, remove it.")
+    if args.activation_offloading and keys.get("offload"):
+        raise ConfigError("activation_offloading and offload of activation_checkpointing_kwargs: remove one.")
+
+
+def reads_weights_once(args: RewardTrainingArguments) -> bool:
+    """Return whether the first process of a machine alone reads the weights."""
+    return bool(args.fsdp) and _is_on(args.fsdp_config, "cpu_ram_efficient_loading")
+
+
+def _is_on(config: Any, key: str) -> bool:
+    return str(config.get(key, "")).lower() in ("true", "1")
+
+
+def check_environment(args: RewardTrainingArguments) -> None:
+    """Refuse an engine that accelerate's environment sets and the configuration does not.
+
+    Raises:
+        ConfigError: naming the variable.
+    """
+    own = {"ACCELERATE_USE_DEEPSPEED": args.deepspeed, "ACCELERATE_USE_FSDP": args.fsdp}
+    for name, instead in ENVIRONMENT.items():
+        if os.environ.get(name, "").lower() not in ("", "0", "false", "no") and not own.get(name):
+            raise ConfigError(
+                f"{name} is set in the environment, which a configuration says here: unset it; {instead}."
+            )
+
+
+# Engines by the name that docs/training.md has for them.
+ENGINES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2")
+
+
+def engine_of(args: RewardTrainingArguments) -> str:
+    """Return which of `ENGINES` a run has."""
+    if args.fsdp:
+        return "FSDP2"
+    stage = args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) if args.deepspeed else 0
+    return ENGINES[stage]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A part of a run that some engines do not carry: its name, whether a run has it, and what to do instead."""
+
+    part: str
+    engines: tuple[str, ...]
+    uses: Callable[[ModelArguments, RewardTrainingArguments], Any]
+    instead: str
+
+
+REFUSED = (
+    Refused(
+        "vision_cache_dir",
+        ("FSDP2",),
+        lambda model, args: model.vision_cache_dir,
+        "remove one, or use deepspeed: zero2.json",
+    ),
+    Refused(
+        "load_in_4bit",
+        ("ZeRO-3", "FSDP2"),
+        lambda model, args: model.load_in_4bit,
+        "weights of 4 bits cannot be shared out: remove one, or use deepspeed: zero2.json",
+    ),
+    Refused(
+        "activation_offloading",
+        ("ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"),
+        lambda model, args: args.activation_offloading,
+        "it would move their copies of the weights too: write activation_checkpointing_kwargs: {offload: true}",
+    ),
+    Refused("fp16", ("FSDP2",), lambda model, args: args.fp16, "write bf16: true"),
+)
+
+
+def check_combination(model: ModelArguments, args: RewardTrainingArguments) -> None:
+    """Refuse a part of the run that its engine does not carry.
+
+    Raises:
+        ConfigError: naming both, and what to do instead.
+    """
+    engine = engine_of(args)
+    for refused in REFUSED:
+        if engine in refused.engines and refused.uses(model, args):
+            key = "fsdp" if engine == "FSDP2" else f"deepspeed ({engine})"
+            raise ConfigError(f"{refused.part} does not work with {key}: {refused.instead}.")
