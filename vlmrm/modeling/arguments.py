@@ -15,8 +15,9 @@ class ComputeArguments:
     attn_implementation: str = field(
         default="auto",
         metadata={
-            "help": "`flash_attention_2`, `sdpa`, or `auto`: flash attention where it is installed, else sdpa.",
-            "choices": ["auto", "flash_attention_2", "sdpa"],
+            "help": "`flash_attention_3`, `flash_attention_2`, `sdpa` (PyTorch's own), or `auto`, the best that is "
+            "installed. One that is not here is replaced by the next, which the log says.",
+            "choices": ["auto", "flash_attention_3", "flash_attention_2", "sdpa"],
         },
     )
     batching: str = field(

@@ -58,8 +58,8 @@ def load_for_training(
 ) -> RewardModel:
     """Load a vision-language checkpoint with a new head made from `seed`, or a reward model with its trained head.
 
-    `head` is `linear` or `mlp`, or as a reward model's configuration describes it; by default a reward model's own,
-    and linear for a new one. `dtype` is a torch type, its name, or `auto` for the stored one; the head is float32 in
+    `head` is `linear`, `mlp`, or as a reward model's configuration describes it; by default a reward model's own, and
+    linear for a new one. `dtype` is a torch type, its name, or `auto` for the stored one; the head is float32 in
     any case. `check_files` hashes the files that `COMPLETE.json` lists.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,9 +34,18 @@ from vlmrm.modeling.manifest import (
     write_complete,
 )
 from vlmrm.modeling.published_heads import chosen_output, convert_head
-from vlmrm.modeling.published_layouts import Layout, find_layout
-from vlmrm.modeling.published_source import StoredWeights, local_copy, lora_scale, open_weights
-from vlmrm.modeling.published_template import question_template, read_instruction
+from vlmrm.modeling.published_layouts import HEAD_WEIGHTS, Layout, find_layout
+from vlmrm.modeling.published_source import (
+    Reader,
+    StoredWeights,
+    head_files,
+    local_copy,
+    lora_scale,
+    read_adapter,
+    weight_files,
+    with_lora,
+)
+from vlmrm.modeling.published_template import question_template, read_instruction, turn_of
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 relies_on(conversion_mapping.get_model_conversion_mapping, "model")
@@ -50,9 +59,7 @@ relies_on(
 
 SHARD = 4 * 2**30  # bytes, at most held in memory
 EMBEDDINGS = "embed_tokens.weight"
-LANGUAGE_HEAD = re.compile(r"(^|\.)lm_head\.")
-
-Reader = Callable[[], torch.Tensor]
+NOT_READ = re.compile(r"(^|\.)lm_head\.")  # of a language head, for which there is no use
 
 
 @dataclass(frozen=True)
@@ -101,11 +108,16 @@ def import_reward(
     adapted = (folder / ADAPTER_CONFIG).is_file()
     if adapted and base is None:
         base = (read_json_of(folder, ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
-    weights = open_weights(path, local_copy(base) if adapted and base else None)
-    form = find_layout(source, weights.readers, layout)
+        if not base:
+            raise CheckpointError(f"{source} is an adapter: name the model that it was trained on by --base.")
+    adapter, scale = read_adapter(folder) if adapted else (StoredWeights(), None)
+    weights = StoredWeights(*weight_files(local_copy(base) if adapted and base else path))
+    separate = StoredWeights(*head_files(path)[:1])  # LLaMA-Factory may leave both forms of one head
+    trained = adapter.readers | separate.readers
+    form = find_layout(source, trained if any(map(HEAD_WEIGHTS.search, trained)) else weights.readers, layout)
+    heads = trained if any(map(form.matches, trained)) else weights.readers
     chosen = chosen_output(form, output_name)
     settings = _settings(form, folder)
-    weights.merge_lora(_scale(settings))
     # The base comes first where it is named: a source may have a configuration that transformers does not know.
     described = base or (folder if (folder / "config.json").is_file() else form.base)
     if described is None:
@@ -113,17 +125,19 @@ def import_reward(
     config = read_config(described, None, trust_remote_code)
     processor = _processor(folder, described, form, trust_remote_code)
     _set_template(processor, form, chosen, template)
-    body = _backbone(form, weights)
-    _fit_vocabulary(config, processor, form, body)
+    _fit_vocabulary(config, processor, form, weights.readers)
     width = config.get_text_config().hidden_size
-    head, head_weights = convert_head(form, chosen, weights.readers, lambda name: weights.readers[name](), width)
+    head, head_weights = convert_head(form, chosen, heads, lambda name: heads[name](), width)
     config.reward_head = head.described(width)
     if form.text_positions:
         config.reward_positions = "text"
     model = _skeleton(config)
-    named = fit_names(model, body, source) | {
-        name: lambda tensor=tensor: tensor for name, tensor in head_weights.items()
-    }
+    naming = Naming(model, form)
+    named = naming.whole(weights.readers, source)
+    named |= naming.known(adapter.readers, source)
+    named |= naming.merged(named, weights.lora, _scale(settings), source)
+    named |= naming.merged(named, adapter.lora, scale, source)
+    named |= {name: lambda tensor=tensor: tensor for name, tensor in head_weights.items()}
     make_folder(output_folder)
     with TemporaryDirectory(dir=output_folder.resolve().parent, prefix=f".{output_folder.name}-") as unfinished:
         made = Path(unfinished, "model")
@@ -156,37 +170,110 @@ def import_reward(
     return Imported(output_folder, form.name, chosen)
 
 
-def fit_names(model: RewardModel, weights: Mapping[str, Reader], source: str | Path) -> dict[str, Reader]:
-    """Return the weights of a backbone by the names that they have in `model`, which is on the meta device.
+class Naming:
+    """The names of a backbone's weights in a model without weights, by those under which trainers store them.
 
     What transformers converts further when it loads them (the experts of a mixture) keeps its stored name.
-
-    Raises:
-        CheckpointError: when one is missing, left over, or there twice.
     """
-    transforms = conversion_mapping.get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters: Any = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
-    expected = model.state_dict()
-    named: dict[str, Reader] = {}
-    covered: set[str] = set()
-    for stored, read in weights.items():
-        name, converter = core_model_loading.rename_source_key(
-            stored, renamings, converters, model.base_model_prefix, expected
+
+    def __init__(self, model: RewardModel, layout: Layout):
+        transforms = conversion_mapping.get_model_conversion_mapping(model)
+        self.renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        self.converters: Any = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
+        self.prefix = model.base_model_prefix
+        self.expected = model.state_dict()
+        self.backbone = {name for name in self.expected if name.startswith("model.")}
+        self.architecture = type(model).__name__
+        self.layout = layout
+
+    def of(self, stored: str) -> tuple[str, str] | None:
+        """Return the name in memory and that in the new file; None for a weight of a reward or language head."""
+        if self.layout.matches(stored) or NOT_READ.search(stored):
+            return None
+        name = stored
+        for pattern, replacement in self.layout.renamed.items():
+            name = re.sub(pattern, replacement, name)
+        loaded, converter = core_model_loading.rename_source_key(
+            name, self.renamings, self.converters, self.prefix, self.expected
         )
-        target = name if converter is None else stored
-        if target in named:
-            raise CheckpointError(f"{source} has {target} twice: leave one file of weights in the folder.")
-        named[target] = read
-        covered.add(name)
-    backbone = {name for name in expected if name.startswith("model.")}
-    for fault, names in (("lacks", backbone - covered), ("has more than its architecture knows:", covered - backbone)):
-        if names:
+        return loaded, name if converter else loaded
+
+    def known(self, weights: Mapping[str, Reader], source: str | Path) -> dict[str, Reader]:
+        """Return weights of the backbone by their names in the new file.
+
+        Raises:
+            CheckpointError: when one is there twice, or is not of the backbone.
+        """
+        named: dict[str, Reader] = {}
+        for stored, read in weights.items():
+            if (names := self.of(stored)) is None:
+                continue
+            loaded, name = names
+            if loaded not in self.backbone:
+                raise CheckpointError(
+                    f"{source} has {stored}, which a {self.architecture} has not: it is broken, or of another "
+                    "architecture."
+                )
+            if name in named:
+                raise CheckpointError(f"{source} has {name} twice: leave one file of weights in the folder.")
+            named[name] = self._checked(name, read)
+        return named
+
+    def whole(self, weights: Mapping[str, Reader], source: str | Path) -> dict[str, Reader]:
+        """Do `known` with all weights of the backbone.
+
+        Raises:
+            CheckpointError: also when one is missing.
+        """
+        names = map(self.of, weights)
+        missing = self.backbone - {loaded for loaded, _ in filter(None, names)}
+        if missing:
             raise CheckpointError(
-                f"{source} {fault} {', '.join(sorted(names)[:3])}, {len(names)} weights in all: it is broken, or of "
-                f"another architecture than {type(model).__name__}."
+                f"{source} lacks {', '.join(sorted(missing)[:3])}, {len(missing)} weights in all: it is broken, or of "
+                f"another architecture than {self.architecture}."
             )
-    return {name: _checked(name, read, expected) for name, read in named.items()}
+        return self.known(weights, source)
+
+    def merged(
+        self,
+        named: Mapping[str, Reader],
+        lora: Mapping[str, Mapping[str, Reader]],
+        scale: float | None,
+        source: str | Path,
+    ) -> dict[str, Reader]:
+        """Return those of the `named` weights that have LoRA weights, with these merged.
+
+        Raises:
+            CheckpointError: when there is no such weight, or the scale is unknown.
+        """
+        if lora and scale is None:
+            raise CheckpointError(
+                f"{source} has LoRA weights of {min(lora)} and nothing that says their scale: merge them with peft."
+            )
+        merged: dict[str, Reader] = {}
+        for module, parts in lora.items():
+            names = self.of(f"{module}.weight")
+            if names is None:
+                continue  # of a language head, for which there is no use
+            if names[1] not in named:
+                raise CheckpointError(
+                    f"{source} has LoRA weights of {module}, which its base has not: name the model that it was "
+                    "trained on by --base."
+                )
+            merged[names[1]] = with_lora(names[1], named[names[1]], parts, scale or 0.0)
+        return merged
+
+    def _checked(self, name: str, read: Reader) -> Reader:
+        def checked() -> torch.Tensor:
+            tensor = read()
+            if name in self.expected and tensor.shape != self.expected[name].shape:
+                raise CheckpointError(
+                    f"{name} is {list(tensor.shape)}, and by the configuration {list(self.expected[name].shape)}: "
+                    "name the model that it was trained from by --base."
+                )
+            return tensor
+
+        return checked
 
 
 def find_file_of(source: str | Path, name: str) -> Path | None:
@@ -194,36 +281,10 @@ def find_file_of(source: str | Path, name: str) -> Path | None:
     return None if Path(source).is_file() else find_file(source, name)
 
 
-def _checked(name: str, read: Reader, expected: Mapping[str, torch.Tensor]) -> Reader:
-    def checked() -> torch.Tensor:
-        tensor = read()
-        if name in expected and tensor.shape != expected[name].shape:
-            raise CheckpointError(
-                f"{name} is {list(tensor.shape)}, and by the configuration {list(expected[name].shape)}: name the "
-                "model that it was trained from by --base."
-            )
-        return tensor
-
-    return checked
-
-
 def _skeleton(config: PreTrainedConfig) -> Any:
     """Return the reward model without weights."""
     with init_empty_weights(include_buffers=False):
         return reward_model_class(config)(config)
-
-
-def _backbone(layout: Layout, weights: StoredWeights) -> dict[str, Reader]:
-    """Return the weights without the heads, by names that transformers knows."""
-    backbone = {}
-    for stored, read in weights.readers.items():
-        if layout.matches(stored) or LANGUAGE_HEAD.search(stored):
-            continue
-        name = stored
-        for pattern, replacement in layout.renamed.items():
-            name = re.sub(pattern, replacement, name)
-        backbone[name] = read
-    return backbone
 
 
 def _settings(layout: Layout, folder: Path) -> dict[str, Any]:
@@ -286,7 +347,8 @@ def _set_template(processor: Any, layout: Layout, output_name: str, path: str | 
         raise ConfigError(f"--template {path} cannot be read ({error}): check it.") from error
     token = layout.outputs[output_name].token
     instruction = read_instruction(text, layout.question, token, str(path))
-    processor.chat_template = question_template(processor, instruction, layout.question, token)
+    turn = layout.turn(processor) if layout.turn else turn_of(processor)
+    processor.chat_template = question_template(turn, instruction, layout.question, token)
 
 
 def _fit_vocabulary(config: PreTrainedConfig, processor: Any, layout: Layout, weights: Mapping[str, Reader]) -> None:

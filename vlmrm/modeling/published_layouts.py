@@ -7,11 +7,13 @@ imported chat template ends with that token: attention is causal, so nothing aft
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.modeling.published_template import Turn, llava_turn
 
 # Weights of other trainers' heads (v_head.summary.bias, rm_head.0.weight, classifier.weight), and biases of `score`.
 HEAD_WEIGHTS = re.compile(r"(^|\.)((?!lm_head)\w+_heads?|score\w*|classifier|regression\w*)\.")
@@ -46,6 +48,7 @@ class Layout:
         outputs: its scores by name; several need `--output-name`.
         question: placeholders of the instruction, which `--template` gives; empty where the chat template is the
             checkpoint's own.
+        turn: what stands around the instruction, where it is not the processor's own chat template.
         pixels: area of every image.
         text_positions: whether its images had the positions of text.
         renamed: further names of weights than those that transformers knows: patterns and what replaces them.
@@ -64,6 +67,7 @@ class Layout:
     ids: Sequence[str] = ()
     outputs: Mapping[str, Output] = field(default_factory=lambda: {"score": Output()})
     question: Sequence[str] = ()
+    turn: Callable[[Any], Turn] | None = None
     pixels: int | None = None
     text_positions: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -166,6 +170,7 @@ LAYOUTS = (
         bias=True,
         ids=["mm-rlhf-reward"],
         question=["{question}", "{answer}"],
+        turn=llava_turn,
         renamed=LLAVA_NEXT,
         base="llava-hf/llava-onevision-qwen2-7b-ov-hf",
     ),
@@ -174,8 +179,8 @@ LAYOUTS = (
         rf"score\.{KIND}",
         "internlm/internlm-xcomposer2d5-7b-reward; arXiv:2501.12368",
         ids=["internlm-xcomposer2d5", "ixc-2.5-reward"],
-        refused="its architecture, whose adapters act on the tokens of images alone, is code in its repository and not in "
-        "transformers: score with its own code",
+        refused="its architecture, whose adapters act on the tokens of images alone, is code in its own repository "
+        "and not in transformers; score with that code",
     ),
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}

@@ -45,11 +45,15 @@ Reader = Callable[[], torch.Tensor]
 class StoredWeights:
     """Weights by their names without wrappers, each read from its file when it is asked for.
 
-    A safetensors file stays open, and a torch file is read whole.
+    `readers` are whole weights; `lora` are the A and B of linear layers, by the layers' names. A safetensors file
+    stays open, and a torch file is read whole.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *files: Path) -> None:
         self.readers: dict[str, Reader] = {}
+        self.lora: dict[str, dict[str, Reader]] = {}
+        for file in files:
+            self.add(file)
 
     def add(self, file: Path) -> None:
         """Add the weights of a file.
@@ -57,63 +61,47 @@ class StoredWeights:
         Raises:
             CheckpointError: when it is missing or cannot be read, or a name is there already.
         """
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing: copy the checkpoint again.")
-        if is_torch_file(file):
-            content = read_weights(file)
-            tensors = plain_weights(file, content.get("model", content), keep_type=True)
-            readers: dict[str, Reader] = {name: lambda tensor=tensor: tensor for name, tensor in tensors.items()}
-        else:
-            try:
-                stored = safe_open(file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file} cannot be read ({first_line(error)}): copy it again.") from error
-            readers = {name: lambda name=name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        for name, read in readers.items():
-            if ".original_module." in name:
-                continue  # what `modules_to_save` replaced
-            plain = INSIDE.sub("", WRAPPERS.sub("", name))
-            if plain in self.readers:
-                raise CheckpointError(f"{file} has {plain} a second time: leave one file of the two in the folder.")
-            self.readers[plain] = read
-
-    def merge_lora(self, scale: float | None) -> None:
-        """Replace W by W + scale · BA wherever there are A and B, in the type of W.
-
-        Raises:
-            CheckpointError: when an A or B is alone, its W is missing, or the scale is unknown.
-        """
-        parts: dict[str, dict[str, Reader]] = {}
-        for name in [name for name in self.readers if "lora_" in name]:
-            match = LORA.fullmatch(name)
-            if match is None:
-                raise CheckpointError(
-                    f"the adapter has {name}, which is no LoRA of a linear layer: merge it with peft."
-                )
-            parts.setdefault(match["module"], {})[match["part"]] = self.readers.pop(name)
-        if parts and scale is None:
-            raise CheckpointError(
-                f"{min(parts)} has LoRA weights beside its own, and no file says their scale: merge them with peft."
-            )
-        for module, part in parts.items():
-            weight = self.readers.get(f"{module}.weight")
-            if module.endswith("lm_head"):
-                continue  # for which there is no use
-            if part.keys() != {"A", "B"} or weight is None:
-                raise CheckpointError(
-                    f"the adapter has {module}.lora_{'/'.join(part)} without all of A, B and the weight of its base: "
-                    "name the base that it was trained on by --base."
-                )
-            self.readers[f"{module}.weight"] = _merged(f"{module}.weight", weight, part, scale or 0.0)
+        for stored, read in _readers(file).items():
+            name = INSIDE.sub("", WRAPPERS.sub("", stored))
+            if match := LORA.fullmatch(name):
+                self.lora.setdefault(match["module"], {})[match["part"]] = read
+            elif "lora_" in name:
+                raise CheckpointError(f"{name} is no LoRA weight of a linear layer: merge the adapter with peft.")
+            elif name in self.readers:
+                raise CheckpointError(f"{file} has {name} a second time: leave one file of the two in the folder.")
+            elif ".original_module." not in stored:  # what `modules_to_save` replaced
+                self.readers[name] = read
 
 
-def _merged(name: str, weight: Reader, part: Mapping[str, Reader], scale: float) -> Reader:
+def _readers(file: Path) -> dict[str, Reader]:
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: copy the checkpoint again.")
+    if is_torch_file(file):
+        content = read_weights(file)
+        tensors = plain_weights(file, content.get("model", content), keep_type=True)
+        return {name: lambda tensor=tensor: tensor for name, tensor in tensors.items()}
+    try:
+        stored = safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read ({first_line(error)}): copy it again.") from error
+    return {name: lambda name=name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+
+
+def with_lora(name: str, weight: Reader, parts: Mapping[str, Reader], scale: float) -> Reader:
+    """Return the reader of W + scale · BA, in the type of W.
+
+    Raises:
+        CheckpointError: when A or B is missing; on reading, when they have other shapes than W.
+    """
+    if parts.keys() != {"A", "B"}:
+        raise CheckpointError(f"{name} has lora_{min(parts)} alone: copy the adapter again.")
+
     def merged() -> torch.Tensor:
-        base, down, up = weight(), part["A"](), part["B"]()
+        base, down, up = weight(), parts["A"](), parts["B"]()
         if base.shape != (len(up), down.shape[1]):
             raise CheckpointError(
                 f"{name} of the base is {list(base.shape)}, and the adapter's {[len(up), down.shape[1]]}: name the "
-                "base that it was trained on by --base."
+                "model that the adapter was trained on by --base."
             )
         return lora_merged(base, down, up, scale)
 
@@ -170,33 +158,18 @@ def head_files(path: Path) -> list[Path]:
     return sorted((f for f in files if f.stem != "lm_head"), key=lambda file: (SUFFIXES.index(file.suffix), file.name))
 
 
-def open_weights(path: Path, base: Path | None) -> StoredWeights:
-    """Return the weights of a model with its head; of an adapter, merged into those of `base`.
+def read_adapter(path: Path) -> tuple[StoredWeights, float]:
+    """Return the weights of an adapter, and the scale of its BA.
 
     Raises:
-        CheckpointError: when a file is missing or cannot be read, or the adapter is more than LoRA.
+        CheckpointError: when it cannot be read, or is more than LoRA of linear layers.
     """
-    weights = StoredWeights()
-    if not (path / ADAPTER_CONFIG).is_file():
-        for file in weight_files(path):
-            weights.add(file)
-    else:
-        settings = read_json_of(path, ADAPTER_CONFIG) or {}
-        for key, plain in PLAIN_LORA.items():
-            if settings.get(key) not in plain:
-                raise CheckpointError(
-                    f"{path} is an adapter with {key}: {settings[key]!r}, which is not carried: merge it with peft, "
-                    "and import the merged model."
-                )
-        if base is None:
-            raise CheckpointError(f"{path} is an adapter: name the model that it was trained on by --base.")
-        for file in weight_files(base):
-            weights.add(file)
-        stored = StoredWeights()
-        file = next((path / name for name in ADAPTERS if (path / name).is_file()), path / ADAPTERS[0])
-        stored.add(file)
-        weights.readers |= stored.readers  # modules_to_save take the places of the base's
-        weights.merge_lora(lora_scale(settings["r"], settings["lora_alpha"], settings.get("use_rslora")))
-    for file in head_files(path)[:1]:  # LLaMA-Factory may leave both forms of one head
-        weights.add(file)
-    return weights
+    settings = read_json_of(path, ADAPTER_CONFIG) or {}
+    for key, plain in PLAIN_LORA.items():
+        if settings.get(key) not in plain:
+            raise CheckpointError(
+                f"{path} is an adapter with {key}: {settings[key]!r}, which is not carried: merge it with peft, and "
+                "import the merged model."
+            )
+    file = next((path / name for name in ADAPTERS if (path / name).is_file()), path / ADAPTERS[0])
+    return StoredWeights(file), lora_scale(settings["r"], settings["lora_alpha"], settings.get("use_rslora"))

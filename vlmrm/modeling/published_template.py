@@ -7,8 +7,12 @@ the authors' code does, around the prompt and the answer, and ends where they re
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+
+from jinja2 import TemplateError
 
 from vlmrm.errors import ConfigError
 
@@ -18,7 +22,8 @@ COLLECTED = """\
 {%- set ns = namespace(media="", prompt="", answers=[]) -%}
 {%- for message in messages -%}
   {%- set text = namespace(joined="") -%}
-  {%- for part in message["content"] -%}
+  {%- set parts = message["content"] -%}
+  {%- for part in ([{"type": "text", "text": parts}] if parts is string else parts) -%}
     {%- if part["type"] == "text" -%}
       {%- set text.joined = text.joined + part["text"] -%}
     {%- elif part["type"] == "image" -%}
@@ -64,47 +69,69 @@ def read_instruction(text: str, placeholders: Sequence[str], token: str | None, 
     return text[: text.index(token) + len(token)] if token else text
 
 
-def question_template(processor: Any, instruction: str, placeholders: Sequence[str], token: str | None) -> str:
-    """Return a chat template in Jinja: media first, then the instruction, in the user's turn of the processor's own.
+@dataclass(frozen=True)
+class Turn:
+    """What stands around a user's turn: `before` its media, `after` its text, and `closed` after the assistant's.
+
+    `media` has what stands for a medium, by kind; `line` comes after all of them.
+    """
+
+    before: str
+    after: str
+    closed: str
+    media: Mapping[str, str]
+    line: str = ""
+
+
+def turn_of(processor: Any) -> Turn:
+    """Return the turn of a processor's own chat template."""
+    before, after = _written(processor, []).split(MARK)
+    answer = {"role": "assistant", "content": [{"type": "text", "text": MARK}]}
+    closed = _written(processor, [], answer, prompted=False).split(MARK)[2]
+    media = {}
+    for kind in ("image", "video"):
+        with suppress(TemplateError):  # of a template that knows no videos
+            start = _written(processor, [kind]).split(MARK)[0]
+            if start != before and start.startswith(before):
+                media[kind] = start.removeprefix(before)
+    return Turn(before, after, closed, media)
+
+
+def llava_turn(processor: Any) -> Turn:
+    """Return the turn of LLaVA-NeXT's `qwen_1_5` conversations, which transformers' processors do not write."""
+    return Turn(
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
+        "<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_end|>\n",
+        {"image": processor.image_token},
+        "\n",
+    )
+
+
+def question_template(turn: Turn, instruction: str, placeholders: Sequence[str], token: str | None) -> str:
+    """Return a chat template in Jinja: media first, then the instruction, in a user's turn.
 
     With a reward token it ends there. Without, the answer's critique follows as the assistant's turn; where there is
     none, it ends where one would begin.
     """
-    before, after = _turn(processor, []).split(MARK)
-    pieces = {"IMAGE": _medium(processor, "image", before), "VIDEO": _medium(processor, "video", before)}
     collected = COLLECTED
-    for name, written in pieces.items():
+    for name in ("IMAGE", "VIDEO"):
+        medium = turn.media.get(name.lower())
         refused = f"raise_exception('this model takes no {name.lower()}')"
-        collected = collected.replace(name, json.dumps(written) if written else refused)
+        collected = collected.replace(name, refused if medium is None else json.dumps(medium))
     values = {"{text_prompt}": "ns.prompt", "{question}": "ns.prompt", "{answer}": "ns.answers[0]"}
     body = json.dumps(instruction)
     for placeholder in placeholders:
         body = body.replace(placeholder, f'" ~ {values[placeholder]} ~ "')
-    line_after_media = ' ~ ("\\n" if ns.media else "")' if "{answer}" in placeholders else ""
-    ended = ""
+    pieces = [json.dumps(turn.before), "ns.media", f'({json.dumps(turn.line)} if ns.media else "")', body]
     if token is None:
-        closed = _closed(processor, after)
-        ended = f' ~ {json.dumps(after)} ~ (ns.answers[1] ~ {json.dumps(closed)} if ns.answers | length == 2 else "")'
+        critique = f'(ns.answers[1] ~ {json.dumps(turn.closed)} if ns.answers | length == 2 else "")'
+        pieces += [json.dumps(turn.after), critique]
     checks = ONE_ANSWER if "{answer}" in placeholders else NO_ANSWER
-    return f"{collected}{checks}{{{{- {json.dumps(before)} ~ ns.media{line_after_media} ~ {body}{ended} -}}}}"
+    return f"{collected}{checks}{{{{- {' ~ '.join(pieces)} -}}}}"
 
 
-def _turn(processor: Any, media: Sequence[str], *more: dict[str, Any], prompted: bool = True) -> str:
+def _written(processor: Any, media: Sequence[str], *more: dict[str, Any], prompted: bool = True) -> str:
     content = [*({"type": kind} for kind in media), {"type": "text", "text": MARK}]
     messages = [{"role": "user", "content": content}, *more]
     return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompted)
-
-
-def _medium(processor: Any, kind: str, before: str) -> str | None:
-    """Return what the processor's template writes for a medium; None where it writes nothing."""
-    try:
-        written = _turn(processor, [kind]).split(MARK)[0]
-    except Exception:  # a template that knows no videos may raise anything
-        return None
-    return written.removeprefix(before) if written.startswith(before) and written != before else None
-
-
-def _closed(processor: Any, after: str) -> str:
-    """Return what the processor's template writes after the assistant's turn."""
-    answer = {"role": "assistant", "content": [{"type": "text", "text": MARK}]}
-    return _turn(processor, [], answer, prompted=False).split(MARK)[2]

@@ -38,13 +38,15 @@ from transformers.conversion_mapping import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from vlmrm.batching.media import DistinctMedia, Media, as_images, in_order
+from vlmrm.batching.media import DistinctMedia, Grid, Media, as_images, grids_of, in_order
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.modeling.experts import tokens_of_vision_experts, touch_vision_experts
 from vlmrm.modeling.families import BY_MODEL_TYPE, Family, existing_parts, family_of
 from vlmrm.modeling.features import EncoderOutput, Features, assemble, split
 from vlmrm.modeling.head import Float32Linear, Head
+from vlmrm.modeling.vision_attention import attend_by_segments
+from vlmrm.modeling.vision_layout import tower_keywords
 
 logger = logging.getLogger("vlmrm")
 
@@ -96,6 +98,7 @@ class RewardModel(PreTrainedModel):
             self.score_hidden = head.hidden_layers(width)
         self.score = Float32Linear([width, *head.hidden][-1], 1, bias=head.bias)
         touch_vision_experts(self)
+        attend_by_segments(self.model, existing_parts(self.model, self.family.towers))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -236,6 +239,7 @@ class RewardModel(PreTrainedModel):
             for name, tensor in tensors.items()
             if name in _parameters(encode)
         }
+        keywords = self._layout_keywords(inputs, media["grids"])
         differentiable = self.trains_vision() or any(tensor.requires_grad for tensor in inputs.values())
         if self._marks_inputs and self.trains_tower():
             # Reentrant checkpointing drops the gradients of layers none of whose inputs needs one.
@@ -243,8 +247,17 @@ class RewardModel(PreTrainedModel):
             inputs |= {name: tensor.detach().requires_grad_() for name, tensor in pixels.items()}
         # Adapters of the language model leave the whole tower frozen: its activations need not be kept then.
         with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-            output = encode(**_as_annotated(encode, inputs), return_dict=True)
+            output = encode(**_as_annotated(encode, inputs), **keywords, return_dict=True)
         return split(output, media["tokens"], self.family.feature_field, self.family.constants)
+
+    def _layout_keywords(self, inputs: dict[str, torch.Tensor], grids: Sequence[Grid]) -> dict[str, Any]:
+        """Return the tower's keywords for images of these grids, and put those among its inputs on the host."""
+        [name] = [name for name in inputs if name.endswith("_grid_thw")] or [None]
+        if name is None or not self.family.host_layout:
+            return {}
+        if not self.family.grids_on_device:
+            inputs[name] = torch.tensor(grids)
+        return tower_keywords(self.vision_modules()[0], grids, self.device)
 
     def _media_of(self, inputs: dict[str, Any]) -> Media:
         """Take the media out of a processor's batch, for a family whose grids say which patches are whose."""
@@ -269,6 +282,7 @@ class RewardModel(PreTrainedModel):
                     "rows": {f"pixel_values{suffix}": patches.tolist(), f"{kind}_grid_thw": [1] * len(grid)},
                     "tokens": (patches // merge**2).tolist(),
                     "order": list(range(len(grid))),
+                    "grids": grids_of({f"{kind}_grid_thw": grid}),
                 }
         if not media:
             return media

@@ -78,7 +78,7 @@ def check_launch(run: RunArguments) -> Iterator[str]:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         ranks = args.world_size  # starts the process group
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, RuntimeError) as error:  # RuntimeError: a port in use, ranks that do not meet
         raise ConfigError(f"the training cannot be launched so: {first_line(error).rstrip('.')}.") from error
     if ranks != launched:
         raise ConfigError(

@@ -58,6 +58,7 @@ from vlmrm.training.resume import (
     check_settings,
     checkpoint_to_resume,
     from_first_rank,
+    plain_rank_errors,
     save_settings,
     training_settings,
 )
@@ -100,7 +101,7 @@ def train(config: Configuration = (), /, **keys: Any) -> TrainingResult:
     arguments = RunArguments.parse(config, "train_rm.py", **name_tables(keys))
     log_path = start_log("train")
     check_before(arguments)
-    with output_lock(arguments.training):
+    with output_lock(arguments.training), plain_rank_errors():
         return train_in_folder(arguments, log_path)
 
 
@@ -436,8 +437,9 @@ def run(trainer: ComparisonTrainer, resume_from: Path | None) -> TrainingResult:
     """Train, then save the last model, or with `load_best_model_at_end` the best one."""
     args = trainer.args
     trainer.row_tally.trained_before = resume_from is not None
+    done_before = -1 if resume_from is None else steps_of(resume_from)  # the checkpoint may be gone at the end
     try:
-        with plain_worker_errors():
+        with plain_worker_errors(), plain_rank_errors():
             # HF's own loop: `RewardTrainer.train` calls this function.
             result = Trainer.train(trainer, None if resume_from is None else str(resume_from))
     except KeyboardInterrupt as error:
@@ -448,7 +450,7 @@ def run(trainer: ComparisonTrainer, resume_from: Path | None) -> TrainingResult:
             "use deepspeed: zero3.json, and resume from the last checkpoint where there is one."
         ) from error
     trainer.row_tally.report()
-    if resume_from is not None and trainer.state.global_step == steps_of(resume_from):
+    if trainer.state.global_step == done_before:
         logger.warning(NOTHING_LEFT, resume_from)
     if trainer.preemption.stopped_at is not None:
         if trainer.row_tally.nothing_trained():

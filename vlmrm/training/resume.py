@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import data_fingerprint
-from vlmrm.errors import CheckpointError, ConfigError, VlmrmError
+from vlmrm.errors import CheckpointError, ConfigError, TrainingError, VlmrmError
 from vlmrm.files import write_json
 from vlmrm.modeling import ModelArguments, verify_complete
 from vlmrm.modeling.manifest import COMPLETE, is_adapter, read_json_of, read_reward_file
@@ -51,6 +53,8 @@ DERIVED = {
 }
 # What checkpoints were trained with that are older than these settings.
 BEFORE = {"lora_vit": False, "lora_merger": False, "separate_rates": []}
+# How gloo says that a neighbour's process has ended.
+LOST_RANK = re.compile(r"gloo/.*(closed by peer|reset by peer|Broken pipe|Connection refused|[Tt]imed out)", re.DOTALL)
 # Files are compared by content: they may have moved.
 CONTENT = {"dataset_path": "dataset_path_content", "model_name_or_path": "model_name_or_path_config"}
 PATHS = ("dataset_path", "output_dir", "resume_from_checkpoint", "run_name", "logging_dir")
@@ -180,6 +184,29 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     votes = torch.tensor(int(flag), device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return bool(votes.item())
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Return whether an error of a collective operation says that another rank has ended or does not answer."""
+    return dist.is_initialized() and (isinstance(error, dist.DistError) or bool(LOST_RANK.search(str(error))))
+
+
+@contextmanager
+def plain_rank_errors() -> Generator[None]:
+    """Turn the errors of ranks whose neighbour has ended into one sentence: why is in what that one said.
+
+    Raises:
+        TrainingError: with what to do.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        raise TrainingError(
+            f"rank {dist.get_rank()} lost another process of this training: see how that one ended, and continue with "
+            "--resume_from_checkpoint auto."
+        ) from error
 
 
 def from_first_rank(compute: Callable[[], T]) -> T:

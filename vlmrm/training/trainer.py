@@ -42,7 +42,7 @@ from vlmrm.training.losses import PreferenceLoss, weights
 from vlmrm.training.optimizer import check_rates, keep_head_in_32_bits, logged_rates, rate_of, set_rate, split_groups
 from vlmrm.training.passes import forwards_of, passes_of
 from vlmrm.training.progress import Bar, ChanceCallback, CurvesCallback, FiguresCallback
-from vlmrm.training.resume import any_rank
+from vlmrm.training.resume import any_rank, is_lost_rank
 
 logger = logging.getLogger("vlmrm")
 
@@ -440,6 +440,8 @@ class ComparisonTrainer(trl.RewardTrainer):
                 write_complete(folder, world_size=self.args.world_size, step=self.state.global_step)
             self.accelerator.wait_for_everyone()
         except (ConfigError, OSError, SafetensorError, RuntimeError) as error:  # RuntimeError is torch's
+            if is_lost_rank(error):
+                raise
             raise _save_error(error, folder) from error
 
 
