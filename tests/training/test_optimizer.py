@@ -179,9 +179,6 @@ def test_an_optimizer_that_the_engine_would_replace_is_refused(tmp_path, monkeyp
     assert refusal(tmp_path, deepspeed=zero | adam).startswith("optim: the optimizer of deepspeed's configuration")
     schedule = {"scheduler": {"type": "WarmupLR", "params": {}}}
     assert "head_lr: the scheduler of deepspeed's" in refusal(tmp_path, deepspeed=zero | schedule, head_lr=1.0)
-    with pytest.raises(ConfigError, match="fsdp"):
-        args = SimpleNamespace(optim="paged_lion_8bit", deepspeed=None, fsdp="full_shard")
-        list(check_optimizer(args, ()))
 
 
 def test_paging_without_a_gpu_is_told(tmp_path, monkeypatch):
