@@ -88,6 +88,8 @@ class RewardTrainingArguments(trl.RewardConfig):
         eval_strategy: Any = None
 
     def __post_init__(self):
+        # A loss that is not finite ends the run anyway; the filter would wait for each.
+        self.logging_nan_inf_filter = False
         if not self.use_cpu and not torch.accelerator.is_available():
             # Otherwise torchrun would start independent trainings, each with a world size of 1.
             self.use_cpu = True
