@@ -24,6 +24,7 @@ from vlmrm.libraries import missing
 from vlmrm.measures.analysis import trl_summary
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.manifest import BEST, FINAL, TRAINING_LOCK, find_checkpoints
+from vlmrm.modeling.quantization import quantization_config
 from vlmrm.settings import did_you_mean
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import LOGGED
@@ -127,6 +128,7 @@ def check_required(run: RunArguments) -> Iterator[str]:
         raise ConfigError("push_to_hub does not work here: upload the trained model with vlmrm export --push_to_hub.")
     yield from check_optimizer(args, run.written)
     if run.model.load_in_4bit:
+        quantization_config(run.model)
         if args.deepspeed and args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) == 3:
             raise ConfigError(
                 "load_in_4bit does not work with ZeRO-3, which divides weights that bitsandbytes has packed: use "
