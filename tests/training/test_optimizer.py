@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families.table import FAMILIES
-from runs import SHORT, assert_equal_weights, colour_pairs, logged
+from runs import SHORT, assert_equal_weights, colour_pairs, logged, weights
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
 from transformers.training_args import OptimizerNames
@@ -61,19 +61,19 @@ def decays(name: str) -> bool:
 
 def by_hand(optim: str, recorded: Recorder) -> dict[str, torch.Tensor]:
     """The weights after the same gradients, by torch's optimizer with groups made by hand, one a weight."""
-    weights = {name: weight.clone().requires_grad_() for name, weight in recorded.weights[0].items()}
-    rates = {name: RATES[rate_key(name)] for name in weights}
+    moved = {name: weight.clone().requires_grad_() for name, weight in recorded.weights[0].items()}
+    rates = {name: RATES[rate_key(name)] for name in moved}
     groups = [
         {"params": [weight], "lr": rates[name], "weight_decay": 0.1 if decays(name) else 0.0}
-        for name, weight in weights.items()
+        for name, weight in moved.items()
     ]
     optimizer = {"sgd": torch.optim.SGD, "adamw_torch": torch.optim.AdamW}[optim](groups)
     for step, gradients in enumerate(recorded.gradients):
-        for group, name in zip(optimizer.param_groups, weights, strict=True):
+        for group, name in zip(optimizer.param_groups, moved, strict=True):
             group["lr"] = rates[name] * (1 - step / len(recorded.gradients))  # HF's linear schedule
-            weights[name].grad = gradients.get(name)
+            moved[name].grad = gradients.get(name)
         optimizer.step()
-    return weights
+    return moved
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,8 @@ def test_a_resumed_run_keeps_its_groups_and_takes_new_rates(train_here, tmp_path
     shutil.copytree(tmp_path / "part", tmp_path / "faster")
     train_here(data, name="part", **keys, **rates, resume_from_checkpoint="auto")
     assert_equal_weights(tmp_path / "whole" / "final", tmp_path / "part" / "final")
+    # Trained weights are float32, beside a base in bfloat16.
+    assert {weight.dtype for weight in weights(tmp_path / "whole" / "final").values()} == {torch.float32}
     train_here(data, name="faster", **keys, **rates | {"vision_lr": 1e-1}, resume_from_checkpoint="auto")
     assert logged(tmp_path / "faster" / "checkpoint-4", "vision_lr")[2:] == pytest.approx([5e-2, 2.5e-2])
     assert logged(tmp_path / "faster" / "checkpoint-4", "head_lr")[2:] == pytest.approx([5e-5, 2.5e-5])
