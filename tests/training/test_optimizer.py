@@ -214,3 +214,18 @@ def test_the_bytes_of_an_optimizer_are_those_it_keeps(tmp_path, optim, dtype):
     state = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
     kept = sum(value.nbytes for value in state) / weight.numel()
     assert kept == pytest.approx(optimizer_bytes(optim, dtype.itemsize), abs=0.02)
+
+
+def test_the_head_and_embeddings_keep_float32_state(tmp_path, tiny_checkpoint, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(tmp_path)
+    colour_pairs(tmp_path / "data", 2)
+    keys = SHORT | {"max_steps": 1, "optim": "adamw_8bit", "save_strategy": "no", "head": "mlp"}
+    args = RewardConfig(output_dir="out", dataset_path=["data/pairs.jsonl"], **keys)
+    trainer = RewardTrainer(tiny_checkpoint, args)
+    made: Any = trainer.create_optimizer()
+    trainer.train()
+    large = {name: weight for name, weight in trainer.model.named_parameters() if weight.numel() >= 4096}
+    in_32_bits = {name for name, weight in large.items() if made.state[weight]["state1"].dtype == torch.float32}
+    assert in_32_bits == {"score_hidden.0.weight", "model.language_model.embed_tokens.weight"}
+    assert len(large) > len(in_32_bits)
