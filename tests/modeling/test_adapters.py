@@ -13,10 +13,7 @@ from huggingface_hub import constants
 from peft import get_peft_model
 from runs import colour_pairs
 from safetensors.torch import load_file, save_file
-from samples import scores, tiny_llava
-from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
-from transformers.quantizers.base import get_keys_to_not_convert
-from transformers.quantizers.quantizers_utils import should_convert_module
+from samples import scores
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling import (
@@ -27,13 +24,11 @@ from vlmrm.modeling import (
     lora_config,
     make_tiny,
     merge,
-    quantization_config,
     save_reward_files,
     verify_complete,
     write_complete,
 )
 from vlmrm.modeling.manifest import weights_digest
-from vlmrm.modeling.tiny import ARCHITECTURES
 
 
 def save_adapter(folder: Path, base: Path, head: str = "linear") -> torch.Tensor:
@@ -222,35 +217,6 @@ def test_merge_overwrites_nothing_and_needs_an_adapter(adapter, tiny_reward_mode
         merge(adapter[0], tmp_path)
     with pytest.raises(CheckpointError, match="is no adapter"):
         merge(tiny_reward_model, tmp_path / "out")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_4_bits_need_a_gpu():
-    assert quantization_config(ModelArguments()) is None
-    with pytest.raises(ConfigError, match="CUDA GPU"):
-        quantization_config(ModelArguments(use_peft=True, load_in_4bit=True))
-
-
-@pytest.fixture
-def quantizing(monkeypatch):
-    """A machine that can hold weights in 4 bits, as far as configurations look."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr(BitsAndBytesConfig, "post_init", lambda self: None)
-    return quantization_config(ModelArguments(use_peft=True, load_in_4bit=True))
-
-
-@pytest.mark.parametrize("arch", [*ARCHITECTURES, "llava"])
-def test_4_bits_are_for_the_language_model_and_nothing_else(quantizing, tmp_path, arch):
-    if arch == "llava":
-        model = AutoModelForImageTextToText.from_config(tiny_llava())
-    else:
-        model = load_for_training(make_tiny(tmp_path, arch=arch), head="mlp")
-    skipped = get_keys_to_not_convert(model) + quantizing.llm_int8_skip_modules
-    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    converted = {name for name in linear if should_convert_module(name, skipped)}
-    assert converted == {name for name in linear if name.startswith("model.language_model.")}
-    assert converted and converted < linear
 
 
 @pytest.mark.parametrize("wrong", [{"lora_r": 0}, {"lora_alpha": 0}, {"lora_dropout": 1.0}, {"load_in_4bit": True}])

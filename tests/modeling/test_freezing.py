@@ -163,8 +163,3 @@ def test_a_merger_under_an_unknown_name_is_not_left_training():
         "model.bridge.weight",
         "model.bridge.bias",
     }
-
-
-def test_a_merger_is_not_asked_to_train_where_only_adapters_do():
-    with pytest.raises(ConfigError, match="freeze_merger: false trains nothing under use_peft"):
-        ModelArguments(use_peft=True, freeze_merger=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families.table import FAMILIES
-from runs import SHORT, assert_equal_weights, colour_pairs, logged
+from runs import SHORT, assert_equal_weights, colour_pairs, logged, weights
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_optimizer import _BITSANDBYTES_OPTIMIZERS
 from transformers.training_args import OptimizerNames
@@ -61,19 +61,19 @@ def decays(name: str) -> bool:
 
 def by_hand(optim: str, recorded: Recorder) -> dict[str, torch.Tensor]:
     """The weights after the same gradients, by torch's optimizer with groups made by hand, one a weight."""
-    weights = {name: weight.clone().requires_grad_() for name, weight in recorded.weights[0].items()}
-    rates = {name: RATES[rate_key(name)] for name in weights}
+    moved = {name: weight.clone().requires_grad_() for name, weight in recorded.weights[0].items()}
+    rates = {name: RATES[rate_key(name)] for name in moved}
     groups = [
         {"params": [weight], "lr": rates[name], "weight_decay": 0.1 if decays(name) else 0.0}
-        for name, weight in weights.items()
+        for name, weight in moved.items()
     ]
     optimizer = {"sgd": torch.optim.SGD, "adamw_torch": torch.optim.AdamW}[optim](groups)
     for step, gradients in enumerate(recorded.gradients):
-        for group, name in zip(optimizer.param_groups, weights, strict=True):
+        for group, name in zip(optimizer.param_groups, moved, strict=True):
             group["lr"] = rates[name] * (1 - step / len(recorded.gradients))  # HF's linear schedule
-            weights[name].grad = gradients.get(name)
+            moved[name].grad = gradients.get(name)
         optimizer.step()
-    return weights
+    return moved
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,8 @@ def test_a_resumed_run_keeps_its_groups_and_takes_new_rates(train_here, tmp_path
     shutil.copytree(tmp_path / "part", tmp_path / "faster")
     train_here(data, name="part", **keys, **rates, resume_from_checkpoint="auto")
     assert_equal_weights(tmp_path / "whole" / "final", tmp_path / "part" / "final")
+    # Trained weights are float32, beside a base in bfloat16.
+    assert {weight.dtype for weight in weights(tmp_path / "whole" / "final").values()} == {torch.float32}
     train_here(data, name="faster", **keys, **rates | {"vision_lr": 1e-1}, resume_from_checkpoint="auto")
     assert logged(tmp_path / "faster" / "checkpoint-4", "vision_lr")[2:] == pytest.approx([5e-2, 2.5e-2])
     assert logged(tmp_path / "faster" / "checkpoint-4", "head_lr")[2:] == pytest.approx([5e-5, 2.5e-5])
@@ -179,9 +181,6 @@ def test_an_optimizer_that_the_engine_would_replace_is_refused(tmp_path, monkeyp
     assert refusal(tmp_path, deepspeed=zero | adam).startswith("optim: the optimizer of deepspeed's configuration")
     schedule = {"scheduler": {"type": "WarmupLR", "params": {}}}
     assert "head_lr: the scheduler of deepspeed's" in refusal(tmp_path, deepspeed=zero | schedule, head_lr=1.0)
-    with pytest.raises(ConfigError, match="fsdp"):
-        args = SimpleNamespace(optim="paged_lion_8bit", deepspeed=None, fsdp="full_shard")
-        list(check_optimizer(args, ()))
 
 
 def test_paging_without_a_gpu_is_told(tmp_path, monkeypatch):
@@ -215,3 +214,18 @@ def test_the_bytes_of_an_optimizer_are_those_it_keeps(tmp_path, optim, dtype):
     state = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
     kept = sum(value.nbytes for value in state) / weight.numel()
     assert kept == pytest.approx(optimizer_bytes(optim, dtype.itemsize), abs=0.02)
+
+
+def test_the_head_and_embeddings_keep_float32_state(tmp_path, tiny_checkpoint, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.chdir(tmp_path)
+    colour_pairs(tmp_path / "data", 2)
+    keys = SHORT | {"max_steps": 1, "optim": "adamw_8bit", "save_strategy": "no", "head": "mlp"}
+    args = RewardConfig(output_dir="out", dataset_path=["data/pairs.jsonl"], **keys)
+    trainer = RewardTrainer(tiny_checkpoint, args)
+    made: Any = trainer.create_optimizer()
+    trainer.train()
+    large = {name: weight for name, weight in trainer.model.named_parameters() if weight.numel() >= 4096}
+    in_32_bits = {name for name, weight in large.items() if made.state[weight]["state1"].dtype == torch.float32}
+    assert in_32_bits == {"score_hidden.0.weight", "model.language_model.embed_tokens.weight"}
+    assert len(large) > len(in_32_bits)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.quantizers.base import get_keys_to_not_convert
+from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from vlmrm.errors import ConfigError
@@ -17,6 +18,9 @@ from vlmrm.libraries import missing, relies_on
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.families import LANGUAGE_MODELS
 from vlmrm.modeling.parts import HEAD, IN_WORDS, PARTS, part_of
+
+relies_on(HfQuantizer.get_modules_to_not_convert, "model", "skip_modules", "keep_in_fp32_modules")
+relies_on(should_convert_module, "full_name", "patterns")
 
 # All modules outside the language model. transformers matches the pattern with the start of a module's name, so a list
 # of towers would have to name each family's in full.
@@ -52,9 +56,9 @@ def keep_trainable(model: nn.Module) -> None:
             setattr(layer, "support_avx512bf16_for_cpu", False)  # noqa: B010 - no attribute of every module
 
 
-def layers_to_quantize(model: nn.Module) -> list[str]:
+def layers_to_quantize(model: PreTrainedModel) -> list[str]:
     """Return the names of the layers that transformers will hold in 4 bits; the model may be on the meta device."""
-    skipped = [*get_keys_to_not_convert(model), NOT_QUANTIZED]
+    skipped = HfQuantizer.get_modules_to_not_convert(model, [NOT_QUANTIZED], list(model._keep_in_fp32_modules or ()))
     return [
         name
         for name, module in model.named_modules()

@@ -24,11 +24,12 @@ from vlmrm.libraries import missing
 from vlmrm.measures.analysis import trl_summary
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.manifest import BEST, FINAL, TRAINING_LOCK, find_checkpoints
+from vlmrm.modeling.quantization import quantization_config
 from vlmrm.settings import did_you_mean
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import LOGGED
 from vlmrm.training.engines import check_combination
-from vlmrm.training.optimizer import check_optimizer
+from vlmrm.training.optimizer import check_optimizer, optimizer_bytes
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,15 @@ def check_required(run: RunArguments) -> Iterator[str]:
     if args.push_to_hub:
         raise ConfigError("push_to_hub does not work here: upload the trained model with vlmrm export --push_to_hub.")
     yield from check_optimizer(args, run.written)
+    if run.model.load_in_4bit:
+        quantization_config(run.model)
+        if args.deepspeed and args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) == 3:
+            raise ConfigError(
+                "load_in_4bit does not work with ZeRO-3, which divides weights that bitsandbytes has packed: use "
+                "deepspeed: zero2.json."
+            )
+        if args.use_cpu:
+            yield "load_in_4bit on a CPU saves memory and no time: each layer is unpacked whenever it is used"
     if args.learning_rate == 0:
         yield "learning_rate is 0: nothing is learned"
     if 0 < args.max_steps <= args.warmup_steps:
@@ -273,16 +283,17 @@ def problems(run: RunArguments) -> tuple[list[VlmrmError], list[str]]:
 
 
 def checkpoint_bytes(model: torch.nn.Module, args: RewardTrainingArguments, *, adapter: bool) -> int:
-    """Return the size of one checkpoint: the weights, or of an adapter the trained ones, and Adam's two moments."""
+    """Return the size of one checkpoint: the weights, or of an adapter the trained ones, and the optimizer's state."""
     weights = [weight for weight in model.parameters() if weight.requires_grad or not adapter]
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    moments = 0 if args.save_only_model else 2
-    master = 4 if args.deepspeed else 0  # DeepSpeed's float32 copies and moments
+    master = 4 if args.deepspeed else 0  # DeepSpeed's float32 copies
     # FSDP resumes from a copy of its own.
     copies = 2 if args.fsdp and not args.save_only_model else 1
     size = copies * sum(_numel(weight) * weight.element_size() for weight in weights)
+    kept = (optimizer_bytes(args.optim, 4 if args.deepspeed else weight.element_size()) for weight in trained)
     return size + sum(
-        _numel(weight) * (master + moments * (4 if args.deepspeed else weight.element_size())) for weight in trained
+        int(_numel(weight) * (master + state * (not args.save_only_model)))
+        for weight, state in zip(trained, kept, strict=True)
     )
 
 

@@ -45,6 +45,7 @@ from vlmrm.modeling import (
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_finished, local_folder, read_json_of, weights_digest
+from vlmrm.modeling.parts import IN_WORDS, trained_by_part
 from vlmrm.modeling.quantization import describe, keep_trainable, quantized_layers
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.sight import prove_sight
@@ -54,6 +55,7 @@ from vlmrm.training.callbacks import ProbedDataset, SightCallback
 from vlmrm.training.checks import CHECKS, RunArguments, check_disk, check_gpus, checkpoint_bytes
 from vlmrm.training.engines import reads_weights_once
 from vlmrm.training.folder import output_lock
+from vlmrm.training.optimizer import rate_of
 from vlmrm.training.resume import (
     check_base,
     check_settings,
@@ -421,20 +423,27 @@ def cache_vision(model, model_args: ModelArguments) -> None:
 
 
 def report_start(trainer: ComparisonTrainer, log_path: Path | None) -> None:
-    """Log the size of the run.
+    """Log the size of the run, and of each part that is trained with its learning rate.
 
     Raises:
         TrainingError: when no weight is trained.
     """
-    model: Any = trainer.model
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    trained = sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)  # ZeRO-3 empties the shape
-    if not trained:
+    parts = {
+        part: sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)  # ZeRO-3 empties the shape
+        for part, weights in trained_by_part(trainer.reward_model).items()
+    }
+    if not any(parts.values()):
         raise TrainingError("nothing is left to train: unfreeze a part of the model.")
+    args = trainer.args
+    trained = [
+        f"{IN_WORDS[part]} {count / 1e6:.3g} M at {rate_of(args, {'part': part}):g}"
+        for part, count in parts.items()
+        if count
+    ]
     rows = len(trainer.train_dataset) if isinstance(trainer.train_dataset, Sized) else "a stream of"
     logger.info(
-        "Training %.4g M parameters on %s comparisons; log: %s, checkpoints: %s",
-        trained / 1e6, rows, log_path, trainer.args.output_dir,
+        "Training %.4g M parameters (%s) on %s comparisons; log: %s, checkpoints: %s",
+        sum(parts.values()) / 1e6, ", ".join(trained), rows, log_path, args.output_dir,
     )  # fmt: skip
 
 

@@ -125,10 +125,10 @@ def check_optimizer(args: RewardTrainingArguments, written: Container[str]) -> I
     optim = OptimizerNames(args.optim).value
     if uses_bitsandbytes(optim) and find_spec("bitsandbytes") is None:
         raise ConfigError(missing(f"optim: {optim}", "bitsandbytes", "qlora"))
-    if uses_bitsandbytes(optim) and (args.deepspeed or args.fsdp):
+    if uses_bitsandbytes(optim) and args.deepspeed:
         raise ConfigError(
-            f"optim: {optim} does not work with {'deepspeed' if args.deepspeed else 'fsdp'}, which hands it flattened "
-            "or sharded weights, the head among others: write optim: adamw_torch, whose state is divided among ranks."
+            f"optim: {optim} does not work with deepspeed, which hands it all weights as one, the head among them: "
+            "write optim: adamw_torch, whose state is divided among the ranks."
         )
     try:
         Trainer.get_optimizer_cls_and_kwargs(args)

@@ -29,9 +29,11 @@ from vlmrm.data.comparisons import load_train_and_eval
 from vlmrm.errors import ConfigError, TrainingError, VlmrmError
 from vlmrm.files import plain_write_errors
 from vlmrm.libraries import installed_version
-from vlmrm.modeling import load_processor, lora_config
+from vlmrm.modeling import load_processor, lora_config, reward_model_class
 from vlmrm.modeling.attention import attention_of, resolve_attention
+from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import LIBRARIES
+from vlmrm.modeling.quantization import describe, layers_to_quantize
 from vlmrm.training.checks import (
     RunArguments,
     check_disk,
@@ -45,6 +47,7 @@ from vlmrm.training.main import (
     build_trainer,
     launch_alone,
     survey_collator,
+    weight_dtype,
 )
 from vlmrm.training.memory import Memory, estimate_memory, free_memory
 from vlmrm.training.resume import check_base, check_settings, checkpoint_to_resume, training_settings
@@ -208,6 +211,8 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
             plan.shared_prompts = shared_prompts(train_dataset, eval_dataset, data.split_seed)
     estimate = estimate_memory(run, plan.train, plan.processes)
     plan.memory = estimate
+    if model.load_in_4bit and not plan.errors:
+        plan.kernels["4-bit"] = layers_in_4_bits(run)
     if plan.errors or plan.processes > 1 or estimate.total > estimate.available:
         return
     launch_alone(args)
@@ -406,6 +411,15 @@ def _resident(name: str) -> int:
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that a training runs with, and of flash-attn."""
     return {library: installed_version(library) or "not installed" for library in (*LIBRARIES, "flash-attn")}
+
+
+def layers_in_4_bits(run: RunArguments) -> str:
+    """Return in words which layers of a run's model are in 4 bits, by its configuration."""
+    model, args = run.model, run.training
+    config = read_config(model.model_name_or_path, model.model_revision, args.trust_remote_code)
+    with torch.device("meta"):
+        made: Any = reward_model_class(config)(config)
+    return describe(made, layers_to_quantize(made), weight_dtype(model, args))
 
 
 def kernels(run: RunArguments) -> dict[str, str]:
