@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
+from torch.distributed import DistError
 
 from vlmrm.config import NO_ENGINE
 from vlmrm.data.arguments import DataArguments
-from vlmrm.errors import ConfigError
+from vlmrm.errors import ConfigError, first_line
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.parts import HEAD, MERGER, VISION
 
@@ -26,6 +28,23 @@ LEAST = {
     **dict.fromkeys(("dataloader_num_workers", "irrelevant_loss_weight", "tie_threshold", "probe_samples"), 0),
     "router_aux_loss_coef": 0,
 }
+
+
+def check_launcher() -> None:
+    """Refuse the environment of half a launcher, which torch would wait with or answer with a traceback.
+
+    Raises:
+        ConfigError: naming the variable.
+    """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not (value := os.environ.get(name, "0")).isdigit():
+            raise ConfigError(f"{name} is {value!r} in the environment: it must be a whole number, or not be set.")
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} in the environment without {' and '.join(missing)}: start the "
+            "training with run_distributed.sh or torchrun, or unset it."
+        )
 
 
 @dataclass
@@ -88,6 +107,7 @@ class RewardTrainingArguments(trl.RewardConfig):
         eval_strategy: Any = None
 
     def __post_init__(self):
+        check_launcher()
         if not self.use_cpu and not torch.accelerator.is_available():
             # Otherwise torchrun would start independent trainings, each with a world size of 1.
             self.use_cpu = True
@@ -138,7 +158,12 @@ class RewardTrainingArguments(trl.RewardConfig):
                 f"deepspeed names {self.deepspeed}, which is not there: give the path of a DeepSpeed configuration "
                 "such as zero2.json, or null for none."
             )
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except DistError as error:
+            raise ConfigError(
+                f"the processes of this training cannot meet: {first_line(error).rstrip('.')}."
+            ) from error
         # Every rank reads its own batches: handed out by the first, they would be cut along the wrong dimension.
         self.accelerator_config.dispatch_batches = False
 
