@@ -178,7 +178,9 @@ def faults() -> Iterator[Fault]:
         inside=as_nobody,
     )
     yield Fault("working directory is read-only", None, shell=on_disk("ro", "mount -o remount,ro ro && cd ro"))
-    yield Fault("HF_HOME is not writable", "set HF_HOME", environment={"HF_HOME": "/proc/none"}, codes=[3], shell=ALONE)
+    yield Fault(
+        "HF_HOME is not writable", "set HF_HOME", environment={"HF_HOME": "/proc/none"}, codes=[3], shell=ALONE
+    )
     yield Fault("TMPDIR is not there", None, environment={"TMPDIR": "HERE/absent"}, shell=ALONE)
     yield Fault(
         "disk full in a save",
@@ -395,7 +397,7 @@ def held_folder(folder: Path) -> None:
     import fcntl
 
     (folder / "out").mkdir()
-    lock = open(folder / "out/.training.lock", "w")
+    lock = open(folder / "out/.training.lock", "w")  # noqa: SIM115
     fcntl.flock(lock, fcntl.LOCK_EX)
     held.append(lock)
 
@@ -431,14 +433,18 @@ class ShellRun(Run):
         self.log, self.codes = log, []
         process = subprocess.Popen(
             ["bash", "-c", command.replace("WORDS", words)],
-            cwd=folder, env=os.environ | environment, stdout=open(log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            cwd=folder,
+            env=os.environ | environment,
+            stdout=open(log, "w"),  # noqa: SIM115
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         process.returncode = 0  # reaped by `reap`
         self.running = [process.pid]
 
 
 def play(fault: Fault, folder: Path) -> tuple[bool, list[int], str]:
-    """Play a fault in a folder that holds `model` and `data`; return whether it ended as it must, codes and last line."""
+    """Play a fault in a folder with `model` and `data`; return whether it ended as it must, its codes and last line."""
     log = folder / "run.log"
     if fault.before is not None:
         fault.before(folder)
@@ -497,9 +503,8 @@ def main(part: str, folder: Path) -> int:
         began = time.monotonic()
         right, codes, last = play(fault, here)
         wrong += not right
-        say(
-            f"{'ok   ' if right else 'WRONG'} {fault.name:45} {codes!s:10} {time.monotonic() - began:5.1f} s  {last[:170]}"
-        )
+        seconds, mark = time.monotonic() - began, "ok   " if right else "WRONG"
+        say(f"{mark} {fault.name:45} {codes!s:10} {seconds:5.1f} s  {last[:170]}")
     return wrong
 
 

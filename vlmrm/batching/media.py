@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from PIL import Image as Pillow
@@ -15,12 +15,9 @@ from vlmrm.rendering import ProcessedMedia, Renderer
 BLANK_SIDE = 56  # pixels; processors enlarge it to what their models take
 
 
-class Grid(NamedTuple):
-    """Patches of an image or video: frames (pairs of them, where a patch has two), rows and columns."""
-
-    frames: int
-    rows: int
-    columns: int
+# The patches of an image or video: frames (pairs of them, where a patch has two), rows and columns. A plain tuple, as
+# HF's trainer cannot copy a named one.
+Grid = tuple[int, int, int]
 
 
 class DistinctMedia(TypedDict):
@@ -68,7 +65,8 @@ def distinct_media(media: Sequence[ProcessedMedia], placeholders: Collection[int
 
 def grids_of(tensors: Tensors) -> list[Grid]:
     """Return the grids among the processor's outputs, in the order of the media."""
-    return [Grid(*grid) for name, grids in tensors.items() if name.endswith("_grid_thw") for grid in grids.tolist()]
+    named = [tensor for name, tensor in tensors.items() if name.endswith("_grid_thw")]
+    return [(frames, rows, columns) for tensor in named for frames, rows, columns in tensor.tolist()]
 
 
 def placeholders_in(medium: ProcessedMedia, placeholders: Collection[int]) -> int:

@@ -400,10 +400,15 @@ class SharedBatcher:
 
     def _media(self, rendered: Sequence[Rendered], tree: Tree) -> Media:
         media: Media = {}
-        in_row = [medium for segment in tree.segments for medium in self._media_in(rendered, segment)]
-        for kind in dict.fromkeys(medium.encoded_as for medium in in_row):
-            of_kind = [medium for medium in in_row if medium.encoded_as == kind]
-            media[kind] = distinct_media(of_kind, self.placeholders)
+        in_row = []
+        start = 0
+        for segment in tree.segments:
+            in_row += [(medium, places + start) for medium, places in self._media_in(rendered, segment)]
+            start += len(segment)
+        for kind in dict.fromkeys(medium.encoded_as for medium, _ in in_row):
+            of_kind = [(medium, places) for medium, places in in_row if medium.encoded_as == kind]
+            media[kind] = distinct_media([medium for medium, _ in of_kind], self.placeholders)
+            media[kind]["places"] = torch.from_numpy(np.concatenate([places for _, places in of_kind]))
         return media
 
     def _placed(self, rendered: Rendered) -> list[tuple[ProcessedMedia, np.ndarray]]:
@@ -417,10 +422,12 @@ class SharedBatcher:
         positions = np.flatnonzero(np.isin(rendered.input_ids, list(self.placeholders)))
         return list(zip(rendered.media, np.split(positions, np.cumsum(counts)[:-1]), strict=True)) if counts else []
 
-    def _media_in(self, rendered: Sequence[Rendered], segment: Segment) -> list[ProcessedMedia]:
-        """Return the media whose tokens are in the segment. No segment ends inside an image."""
+    def _media_in(self, rendered: Sequence[Rendered], segment: Segment) -> list[tuple[ProcessedMedia, np.ndarray]]:
+        """Return the media whose tokens are in the segment, and where in it. No segment ends inside an image."""
         placed = self._placed(rendered[segment.sequence])
-        return [medium for medium, places in placed if segment.begin <= places[0] < segment.end]
+        return [
+            (medium, places - segment.begin) for medium, places in placed if segment.begin <= places[0] < segment.end
+        ]
 
 
 # By the keys of the media whose placeholders stand side by side.

@@ -165,7 +165,11 @@ class RewardModel(PreTrainedModel):
             for distinct in media.values():
                 sizes = [name for name in distinct["tensors"] if not name.startswith("pixel")]
                 inputs |= in_order(distinct, [name for name in sizes if name in self.input_names])
-            inputs["mm_encoder_outputs"] = self.encode(media)
+            features = self.encode(media)
+            if self.family.in_place and all("places" in distinct for distinct in media.values()):
+                inputs["inputs_embeds"] = self._in_place(inputs.pop("input_ids"), features, media)
+            else:
+                inputs["mm_encoder_outputs"] = features
             if "moe_mm_token_type_ids" in self.input_names:
                 inputs["moe_mm_token_type_ids"] = tokens_of_vision_experts(self.config, inputs["input_ids"])
         if pixels := [name for name in inputs if name.startswith("pixel_values")]:
@@ -181,6 +185,17 @@ class RewardModel(PreTrainedModel):
         # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
         zero = torch.stack([(0 * layer).sum() for layer in layers]).sum()
         return self._last_hidden_states(**inputs) + zero
+
+    def _in_place(self, ids: torch.Tensor, features: dict[str, EncoderOutput], media: Media) -> torch.Tensor:
+        """Return the embeddings [1, T, H] of a row's tokens `ids` with features in the places of their placeholders.
+
+        The library finds the places by a mask, and would wait for their number in the backward pass.
+        """
+        embeddings = self.get_input_embeddings()(ids)
+        for kind, output in features.items():
+            rows = torch.cat(output.pooler_output).to(embeddings).unsqueeze(0)
+            embeddings = embeddings.index_copy(1, media[kind]["places"], rows)
+        return embeddings
 
     def _last_hidden_states(self, **inputs: Any) -> torch.Tensor:
         output = self.model(**_as_annotated(self.model.forward, inputs))

@@ -34,11 +34,11 @@ def tower_keywords(tower: Any, grids: Sequence[Grid], device: torch.device) -> d
     puts the features back in the order of the patches, whatever order its windows had.
     """
     merge = tower.spatial_merge_size
-    frames = Segments.of([grid.rows * grid.columns for grid in grids for _ in range(grid.frames)])
+    of_frames = Segments.of([rows * columns for frames, rows, columns in grids for _ in range(frames)])
     keywords: dict[str, Any] = {
         "position_ids": _on(device, np.concatenate([positions(grid, merge) for grid in grids])),
-        "cu_seqlens": frames.cumulative(device),
-        "max_seqlen": frames.longest,
+        "cu_seqlens": of_frames.cumulative(device),
+        "max_seqlen": of_frames.longest,
     }
     if hasattr(tower, "fullatt_block_indexes"):
         index, lengths = windows(grids, merge, tower.window_size // merge // tower.patch_size)
@@ -64,10 +64,10 @@ def positions(grid: Grid, merge: int) -> np.ndarray:
 
     merge: side of the squares of patches that are merged.
     """
-    rows, columns = np.meshgrid(np.arange(grid.rows), np.arange(grid.columns), indexing="ij")
-    squares = (grid.rows // merge, merge, grid.columns // merge, merge)
-    of_frame = np.stack([axis.reshape(squares).swapaxes(1, 2).ravel() for axis in (rows, columns)], axis=1)
-    return np.tile(of_frame, (grid.frames, 1))
+    frames, rows, columns = grid
+    squares = (rows // merge, merge, columns // merge, merge)
+    axes = [axis.reshape(squares).swapaxes(1, 2).ravel() for axis in np.indices((rows, columns))]
+    return np.tile(np.stack(axes, axis=1), (frames, 1))
 
 
 def windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, list[int]]:
@@ -79,9 +79,9 @@ def windows(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, l
     """
     pieces: list[np.ndarray] = []
     before = 0
-    for grid in grids:
-        rows, columns = grid.rows // merge, grid.columns // merge
-        index = before + np.arange(grid.frames * rows * columns).reshape(grid.frames, rows, columns)
+    for frames, *sides in grids:
+        rows, columns = (patches // merge for patches in sides)
+        index = before + np.arange(frames * rows * columns).reshape(frames, rows, columns)
         for frame in index:
             of_frame = [
                 frame[row : row + side, column : column + side].ravel()
@@ -97,7 +97,7 @@ def _taps(tower: Any, grid: Grid, merge: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the learned positions that each patch is interpolated from, int64 [T, N], and their weights, float32."""
     side, mode, align = tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners
     (row_taps, row_weights), (column_taps, column_weights) = (
-        _axis_taps(length, side, mode, align) for length in (grid.rows, grid.columns)
+        _axis_taps(length, side, mode, align) for length in grid[1:]
     )
     rows, columns = positions(grid, merge).T
     indices = row_taps[rows][:, :, None] * side + column_taps[columns][:, None, :]

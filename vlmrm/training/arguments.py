@@ -108,6 +108,8 @@ class RewardTrainingArguments(trl.RewardConfig):
 
     def __post_init__(self):
         check_launcher()
+        # A loss that is not finite ends the run anyway; the filter would wait for each.
+        self.logging_nan_inf_filter = False
         if not self.use_cpu and not torch.accelerator.is_available():
             # Otherwise torchrun would start independent trainings, each with a world size of 1.
             self.use_cpu = True

@@ -37,28 +37,31 @@ class StepFigures:
         self.tokens += tokens
         self.pairs += pairs
 
-    def add(self, scores: torch.Tensor, part: Part, terms: Mapping[str, torch.Tensor]) -> None:
-        """Add the scores[B] of one part of a batch and the terms of its loss."""
+    def add(self, scores: torch.Tensor, part: Part, terms: Mapping[str, torch.Tensor], loss: torch.Tensor) -> float:
+        """Add the scores[B] of one part of a batch and the terms of its loss; return the loss."""
         scores, pairs = scores.float(), part["pairs"]
         difference = scores[pairs["chosen"]] - scores[pairs["rejected"]]
-        margins = difference[~pairs["irrelevant"] & ~pairs["tie"] & ~pairs["outvoted"]]
-        irrelevant = difference[pairs["irrelevant"]]
-        rewards = scores[: int(part["rows"]["branches"].sum())]  # without those of irrelevant queries
+        irrelevant = pairs["irrelevant"]
+        judged = ~(irrelevant | pairs["tie"] | pairs["outvoted"])
+        own = torch.arange(len(scores), device=scores.device) < part["rows"]["branches"].to(scores.device).sum()
         sums = {
-            "correct": (margins > 0).sum(),
-            "margin": margins.sum(),
-            "reward": rewards.sum(),
-            "irrelevant_margin": irrelevant.sum(),
+            "pairs": judged.sum(),
+            "rewards": own.sum(),
+            "irrelevant_pairs": irrelevant.sum(),
+            "correct": (judged & (difference > 0)).sum(),
+            "margin": torch.where(judged, difference, 0).sum(),
+            "reward": torch.where(own, scores, 0).sum(),  # without those of irrelevant queries
+            "irrelevant_margin": torch.where(irrelevant, difference, 0).sum(),
             **{f"loss_{name}": term for name, term in terms.items()},
         }
-        extremes = [rewards.min(), rewards.max()] if len(rewards) else []
-        # One transfer from the device for all of them.
-        values = torch.stack([value.float() for value in (*sums.values(), *extremes)]).tolist()
-        counts = {"pairs": len(margins), "rewards": len(rewards), "irrelevant_pairs": len(irrelevant)}
-        for name, value in (*counts.items(), *zip(sums, values, strict=False)):
+        extremes = [torch.where(own, scores, math.inf).min(), torch.where(own, scores, -math.inf).max()]
+        # One transfer from the device for all of them: the only time in a pass that the host waits for it.
+        values = torch.stack([value.detach().float() for value in (*sums.values(), *extremes, loss)]).tolist()
+        for name, value in zip(sums, values, strict=False):
             self.sums[name] += value
-        if extremes:
-            self.lowest, self.highest = min(self.lowest, values[-2]), max(self.highest, values[-1])
+        *_, lowest, highest, value = values
+        self.lowest, self.highest = min(self.lowest, lowest), max(self.highest, highest)
+        return value
 
     def flush(self, accelerator) -> dict[str, float]:
         """Return means over the steps since the last call and over all ranks. Every rank must call it."""

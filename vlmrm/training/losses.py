@@ -38,19 +38,18 @@ class PreferenceLoss:
         scores = scores.float()
         chosen, rejected = scores[pairs["chosen"]], scores[pairs["rejected"]]
         difference = chosen - rejected
-        preference = ~pairs["irrelevant"]
-        weight = pairs["weight"]
+        # Sums of products, not of selected elements: a selection waits for the device to know its length.
+        irrelevant = pairs["irrelevant"].float()
+        preference, weight = 1 - irrelevant, pairs["weight"]
         per_preference, per_irrelevant = totals.float().clamp_min(torch.finfo(torch.float32).tiny)
 
         fit = pair_loss(difference - pairs["margin"], pairs["tie"], self.tie_threshold)
         # 0 x scores keeps a batch without pairs in the graph: every rank must run its backward.
-        parts = {"preference": (weight * fit)[preference].sum() / per_preference + 0.0 * scores.sum()}
-        if pairs["irrelevant"].any():
-            tie = bradley_terry_tie(difference)
-            irrelevant = (weight * tie)[pairs["irrelevant"]].sum() / per_irrelevant
-            parts["irrelevant"] = self.irrelevant_weight * irrelevant
+        parts = {"preference": (preference * weight * fit).sum() / per_preference + 0.0 * scores.sum()}
+        of_ties = (irrelevant * weight * bradley_terry_tie(difference)).sum() / per_irrelevant
+        parts["irrelevant"] = self.irrelevant_weight * of_ties
         if self.center_coefficient is not None:
-            center = (weight * (chosen + rejected) ** 2)[preference].sum() / per_preference
+            center = (preference * weight * (chosen + rejected) ** 2).sum() / per_preference
             parts["center"] = self.center_coefficient * center
         return parts
 
@@ -58,7 +57,7 @@ class PreferenceLoss:
 def weights(pairs: Pairs) -> torch.Tensor:
     """Return the summed weights of the preference pairs and of the irrelevant pairs of one batch, [2]."""
     irrelevant = pairs["irrelevant"]
-    return torch.stack([pairs["weight"][~irrelevant].sum(), pairs["weight"][irrelevant].sum()])
+    return torch.stack([(~irrelevant * pairs["weight"]).sum(), (irrelevant * pairs["weight"]).sum()])
 
 
 def pair_loss(difference: torch.Tensor, tie: torch.Tensor, tie_threshold: float) -> torch.Tensor:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import shutil
 import sys
 import time
@@ -144,9 +145,13 @@ class ComparisonTrainer(trl.RewardTrainer):
         # HF reads this attribute for training and evaluation alike.
         self.data_collator = self.collator if is_training else self.eval_collator
         try:
-            return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+            loader = super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         finally:
             self.data_collator = self.collator
+        if hasattr(loader, "device"):
+            # Each forward moves its own inputs: of the rest, numbers are read that the host should not wait for.
+            loader.device = None
+        return loader
 
     def _get_train_sampler(self, train_dataset=None):
         """Return HF's sampler, or with `batch_rebalance` one that spreads the estimated work of each step."""
@@ -182,10 +187,12 @@ class ComparisonTrainer(trl.RewardTrainer):
             self._report_dropped(batch["dropped"])
         # float32 for accelerators without float64; exact for whole numbers below 2²⁴.
         totals = self.accelerator.reduce(totals.float().to(device), "sum")
-        self.state.num_input_tokens_seen += int(totals[2])
-        self._figures.start_step(tokens=int(totals[2]), pairs=int(totals[3]))
-        log_cut(int(totals[6]), int(totals[7]), self.collator.max_tokens_per_batch, trained=True)
-        self.row_tally.add(rows=int(totals[4]), dropped=int(totals[5]), weight=float(totals[:2].sum()))
+        preference, irrelevant, *counts = totals.tolist()
+        tokens, pairs, rows, dropped, uncut, cut = map(int, counts)
+        self.state.num_input_tokens_seen += tokens
+        self._figures.start_step(tokens=tokens, pairs=pairs)
+        log_cut(uncut, cut, self.collator.max_tokens_per_batch, trained=True)
+        self.row_tally.add(rows=rows, dropped=dropped, weight=preference + irrelevant)
         return totals[:2]
 
     def _report_dropped(self, dropped: list[tuple[int, RowError]]) -> None:
@@ -282,9 +289,9 @@ class ComparisonTrainer(trl.RewardTrainer):
         part = {**part, "pairs": to_device(part["pairs"], scores.device)}
         terms = self.loss_function(scores, part["pairs"], totals)
         loss = torch.stack(list(terms.values())).sum()
-        if not torch.isfinite(loss):
-            raise self._not_finite(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
-        self._figures.add(scores.detach(), part, terms)
+        value = self._figures.add(scores.detach(), part, terms, loss)
+        if not math.isfinite(value):
+            raise self._not_finite(f"the loss is {value} at step {self.state.global_step + 1}")
         return loss
 
     def floating_point_ops(self, inputs: Any) -> int:
