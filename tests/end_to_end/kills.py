@@ -254,7 +254,7 @@ class Episode:
 
     def start_twice(self, number: int) -> None:
         """Start the training a second time; it must be refused while the first one lives."""
-        second = Run(1, self.line, self.output.with_suffix(f".{number}.second.log"), inside=wait_for_no_lock)
+        second = Run(self.kind.ranks, self.line, self.output.with_suffix(f".{number}.second.log"), inside=wait_for_no_lock)
         second.wait(600.0)
         self.figures.counts["double starts"] += 1
         self.figures.counts["double starts refused"] += second.refused()

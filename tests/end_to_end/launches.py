@@ -68,7 +68,7 @@ def first_step(run: Any, folder: Path) -> None:
 
 
 def loading(run: Any, folder: Path) -> None:
-    while "Loading weights" not in run.text() and run.running:
+    while "attn_implementation" not in run.text() and run.running:
         time.sleep(0.001)
         run.reap()
 
@@ -444,7 +444,7 @@ class ShellRun(Run):
 
 
 def play(fault: Fault, folder: Path) -> tuple[bool, list[int], str]:
-    """Play a fault in a folder with `model` and `data`; return whether it ended as it must, its codes and last line."""
+    """Play a fault in a folder with `model` and `data`; return whether it ended as it must, codes and last line."""
     log = folder / "run.log"
     if fault.before is not None:
         fault.before(folder)
