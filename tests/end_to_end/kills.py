@@ -254,13 +254,14 @@ class Episode:
 
     def start_twice(self, number: int) -> None:
         """Start the training a second time; it must be refused while the first one lives."""
-        second = Run(self.kind.ranks, self.line, self.output.with_suffix(f".{number}.second.log"), inside=wait_for_no_lock)
+        log = self.output.with_suffix(f".{number}.second.log")
+        second = Run(self.kind.ranks, self.line, log, inside=wait_for_no_lock)
         second.wait(600.0)
         self.figures.counts["double starts"] += 1
         self.figures.counts["double starts refused"] += second.refused()
         self.count(second.text())
         if any(second.codes) and not second.refused():
-            self.figures.wrong.append(f"{self.kind.name}: a second start ended with {second.codes}: {second.log}")
+            self.figures.wrong.append(f"{self.kind.name}: a second start ended with {second.codes}: {log}")
 
     def count(self, text: str) -> None:
         orphaned = text.count("resource_sharer.py")  # Python's own words in a worker whose training was killed
@@ -308,13 +309,18 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--in_saves", type=float, default=0.0, help="share of the kills that wait for a save")
+    parser.add_argument("--kinds", nargs="+", choices=[kind.name for kind in KINDS], default=[k.name for k in KINDS])
     parser.add_argument("--folder", type=Path, help="on a fast disk; default: a temporary one that is deleted")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     preload()
     with tempfile.TemporaryDirectory() as temporary:
         outcome = main(
-            arguments.kills, arguments.folder or Path(temporary), arguments.seed, in_saves=arguments.in_saves
+            arguments.kills,
+            arguments.folder or Path(temporary),
+            arguments.seed,
+            in_saves=arguments.in_saves,
+            kinds=[kind for kind in KINDS if kind.name in arguments.kinds],
         )
     for text in outcome.lines():
         say(text)

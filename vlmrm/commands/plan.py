@@ -45,6 +45,8 @@ def _lines(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
         epochs = "" if plan.epochs is None else f", {plan.epochs:.3g} epochs"
         ranks = f" on {plan.processes} processes" if plan.processes > 1 else ""
         yield "steps", f"{plan.steps:,} of {plan.rows_per_step:,} rows{epochs}{ranks}"
+    if plan.launch:
+        yield "launch", plan.launch
     if plan.memory is not None:
         yield "memory", _memory(plan.memory)
     if plan.timing is not None:
@@ -57,8 +59,11 @@ def _lines(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
             "disk",
             f"{size_text(disk.checkpoint)} a checkpoint, {size_text(disk.kept)} in all, {size_text(disk.free)} free",
         )
+    if plan.restart:
+        yield "resuming", plan.restart
+    for name, reason in plan.set_aside.items():
+        yield "", f"sets {name} aside: {reason}"
     if plan.resumed is not None:
-        yield "resumes", plan.resumed
         yield "", f"changed: {', '.join(plan.changes) or 'nothing'}"
     yield "output", plan.config["output_dir"]
     yield "kernels", ", ".join(f"{name} {value}" for name, value in plan.kernels.items())
