@@ -143,8 +143,8 @@ class Run:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1], "WORLD_SIZE": ranks}
-        own = [{}] if ranks == 1 else [{**meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
-        self.running = [fork(train, log, **environment, **variables) for variables in own]
+        environments = [{}] if ranks == 1 else [{**meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+        self.running = [fork(train, log, **environment, **variables) for variables in environments]
         self.codes: list[int] = []
 
     def text(self) -> str:

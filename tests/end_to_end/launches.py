@@ -1,6 +1,6 @@
 """Launches and faults: each works, or ends in one sentence: python tests/end_to_end/launches.py [PART OF A NAME]
 
-For what needs processes of its own; tests/training/test_training_mistakes.py has what one process can get wrong.
+For what needs processes of its without_torchrun; tests/training/test_training_mistakes.py has what one process can get wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Fault:
     """A launch, what befalls it, and how it must end; `sentence` None is a run that works.
 
     Args:
-        before: changes the folder of the run, or its own process before it starts.
+        before: changes the folder of the run, or its without_torchrun process before it starts.
         during: acts on the running processes.
         shell: runs the words of a real command line instead of a fork; WORDS and PYTHON are replaced.
     """
@@ -133,11 +133,11 @@ def taken_port() -> str:
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     taken.listen()
-    held.append(taken)
+    kept_open.append(taken)
     return str(taken.getsockname()[1])
 
 
-held: list[socket.socket] = []
+kept_open: list[socket.socket] = []
 
 TORCHRUN = "exec PYTHON -m torch.distributed.run --standalone --nproc_per_node=2 TRAIN WORDS"
 ALONE = "exec PYTHON TRAIN WORDS"
@@ -367,7 +367,7 @@ def faults() -> Iterator[Fault]:
 
 
 def on_disk(name: str, then: str = "true", size: str = "1g") -> str:
-    """Return the command line of a run that has a disk of its own, of a few bytes, at the folder `name`."""
+    """Return the command line of a run that has a disk of its without_torchrun, of a few bytes, at the folder `name`."""
     mount = f"mkdir -p {name} && mount -t tmpfs -o size={size} none {name}"
     return f"exec unshare -rm bash -c '{mount} && {{ {then}; }} && PYTHON TRAIN WORDS'"
 
@@ -399,7 +399,7 @@ def held_folder(folder: Path) -> None:
     (folder / "out").mkdir()
     lock = open(folder / "out/.training.lock", "w")  # noqa: SIM115
     fcntl.flock(lock, fcntl.LOCK_EX)
-    held.append(lock)
+    kept_open.append(lock)
 
 
 def ranks_of(run: Any) -> list[int]:
@@ -425,7 +425,7 @@ def kill_launcher(run: Any, folder: Path) -> None:
 
 
 class ShellRun(Run):
-    """A command line, in a group of processes of its own."""
+    """A command line, in a group of processes of its without_torchrun."""
 
     def __init__(self, command: str, line: list[str], log: Path, folder: Path, environment: dict[str, str]):
         words = " ".join(f"'{word}'" for word in line)
@@ -466,17 +466,19 @@ def play(fault: Fault, folder: Path) -> tuple[bool, list[int], str]:
     hung = bool(run.running) and not any(run.codes)
     run.end()
     text = run.text()
-    own = re.sub(
+    without_torchrun = re.sub(
         r"Traceback \(most recent call last\):(?:\n .*)*\n(?:torch.distributed.elastic|.*SignalException).*", "", text
     )
-    sentences = [said for said in text.splitlines() if re.match(r"(\[rank\d\]:)?\s*(error: |interrupted)", said)]
-    right = not hung and "Traceback (most recent" not in own and "outlived torchrun" not in text
+    sentences = [
+        message for message in text.splitlines() if re.match(r"(\[rank\d\]:)?\s*(error: |interrupted)", message)
+    ]
+    right = not hung and "Traceback (most recent" not in without_torchrun and "outlived torchrun" not in text
     if fault.sentence is None:
         right &= all(code in (fault.codes or [0]) for code in run.codes)
     else:
         right &= (
             bool(sentences)
-            and any(fault.sentence in said for said in sentences)
+            and any(fault.sentence in message for message in sentences)
             and all(code in fault.codes or code in (0, 5, -9) for code in run.codes)
             and any(run.codes)
         )

@@ -62,7 +62,7 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, capsy
     (tmp_path / "logs").write_text("a file where the folder should be")
     assert logs.start_log("train") is None
     logging.getLogger("vlmrm").info("goes on")
-    assert "There is no log file" in (said := capsys.readouterr().err) and "goes on" in said
+    assert "There is no log file" in (output := capsys.readouterr().err) and "goes on" in output
 
     (tmp_path / "logs").unlink()
     assert logs.start_log("train") is not None
@@ -71,8 +71,8 @@ def test_a_log_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, capsy
     file.setStream(Full())
     for number in range(3):
         logging.getLogger("vlmrm").info("line %d", number)
-    said = capsys.readouterr().err
-    assert said.count("cannot be written any more") == 1 and "Traceback" not in said and "line 2" in said
+    output = capsys.readouterr().err
+    assert output.count("cannot be written any more") == 1 and "Traceback" not in output and "line 2" in output
 
 
 class Full:

@@ -222,8 +222,8 @@ def set_aside(folder: Path) -> Path:
 
 def mend(output: Path, restart: Restart) -> None:
     """Set aside the broken checkpoints of a restart, and finish deletions that a killed run began."""
-    for rest in output.glob(".*.deleted"):
-        shutil.rmtree(rest, ignore_errors=True)
+    for leftover in output.glob(".*.deleted"):
+        shutil.rmtree(leftover, ignore_errors=True)
     for folder, reason in restart.broken.items():
         target = set_aside(folder)
         logger.warning("skipping %s: %s; it is now %s", folder.name, reason, target.name)
