@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from vlmrm.commands.serve import app as serving
 from vlmrm.errors import VlmrmError
 from vlmrm.keys import answered, helped
 from vlmrm.libraries import needs
-from vlmrm.logs import quiet_libraries, say
+from vlmrm.logs import open_streams, quiet_libraries, say
 
 EPILOGUE = """
 Examples:
@@ -215,12 +216,20 @@ def demo(*, output: Path = Path("outputs/demo")) -> None:
 
 def main() -> None:
     """Entry point of `vlmrm`."""
-    run(app)
+    _run_and_leave(app)
+
+
+def _run_and_leave(command: Callable[[], Any]) -> None:
+    """Run a verb as the whole of this process: a second Ctrl-C must not break into its end with a traceback."""
+    try:
+        run(command)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _script(*verb: str) -> Callable[[], None]:
     """Return the entry point of a script that stands for a verb."""
-    return lambda: run(lambda: app([*verb, *sys.argv[1:]]))
+    return lambda: _run_and_leave(lambda: app([*verb, *sys.argv[1:]]))
 
 
 train_script, eval_script = _script("train"), _script("eval")  # train_rm.py and eval_rm.py
@@ -230,6 +239,7 @@ serve_script, prepare_script = _script("serve"), _script("serve", "prepare")
 
 def run(command: Callable[[], Any]) -> None:
     """Run a verb; print an error of the user as one sentence, and exit with its status."""
+    open_streams()
     quiet_libraries()
     try:
         command()

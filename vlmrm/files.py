@@ -60,6 +60,15 @@ def _digest(path: str, inode: int, size: int, *changed_ns: int) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def size_text(count: float) -> str:
+    """Return a number of bytes with its unit, in three digits: `1.21 MB`."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB" if count < 1000 else f"{count:,.0f} GB"
+
+
 def visible_files(folder: Path) -> list[Path]:
     """Return the files below a folder in order, but for hidden ones (caches, locks) and those of hidden folders."""
     return sorted(

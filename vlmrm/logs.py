@@ -35,12 +35,27 @@ def start_log(kind: str) -> Path | None:
     logger.addHandler(terminal)
     if rank != 0:
         return None
-    FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{kind}_{time.strftime('%Y%m%d_%H%M%S')}.log"
-    file = logging.FileHandler(path, encoding="utf-8")
+    try:
+        FOLDER.mkdir(exist_ok=True)
+        file = _File(path, encoding="utf-8")
+    except OSError as error:
+        logger.warning("There is no log file: %s", error)
+        return None
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(file)
     return path
+
+
+class _File(logging.FileHandler):
+    """A handler that says once that its disk is full; Python's own would write a traceback for every line."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            self._failed = True
+            sys.stderr.write(f"{self.baseFilename} cannot be written any more: {sys.exc_info()[1]}\n")
 
 
 class _Terminal(logging.StreamHandler):
@@ -110,6 +125,13 @@ def progress(rows: Iterable[T], title: str, total: int | None = None, *, show: b
                 line = f"{title}: {pace.position(done)}"
                 logger.info(line) if logger.handlers else sys.stderr.write(line + "\n")
             yield row
+
+
+def open_streams() -> None:
+    """Give a process whose output is closed (`2>&-`) streams to write to: Python has None for them."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def quiet_libraries() -> None:

@@ -17,10 +17,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -116,23 +117,34 @@ def fork(run: Callable[[], Any], log: Path, **environment: Any) -> int:
         os._exit(code if isinstance(code, int) else 1)
 
 
+def wait_for_no_lock() -> None:
+    from vlmrm.training import folder
+
+    folder.LOCK_SECONDS = 0.0
+
+
 class Run:
     """The processes of one start of a training, with their output in one file."""
 
-    def __init__(self, kind: Kind, line: list[str], log: Path, lock_seconds: float | None = None):
+    def __init__(
+        self,
+        ranks: int,
+        line: list[str],
+        log: Path,
+        *,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        inside: Callable[[], Any] = lambda: None,
+    ):
         def train() -> None:
-            if lock_seconds is not None:
-                from vlmrm.training import folder
-
-                folder.LOCK_SECONDS = lock_seconds
+            inside()
             cli.run(lambda: cli.app(["train", *line], exit_on_error=False))
 
         self.log = log
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1], "WORLD_SIZE": kind.ranks}
-        ranks = [{}] if kind.ranks == 1 else [{**meeting, "RANK": n, "LOCAL_RANK": n} for n in range(kind.ranks)]
-        self.running = [fork(train, log, **rank) for rank in ranks]
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1], "WORLD_SIZE": ranks}
+        environments = [{}] if ranks == 1 else [{**meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+        self.running = [fork(train, log, **environment, **variables) for variables in environments]
         self.codes: list[int] = []
 
     def text(self) -> str:
@@ -215,7 +227,7 @@ class Episode:
     def train(self, kills: int, in_saves: float) -> bool:
         """Start it again until it ends; return whether it ended well. `in_saves` of the kills wait for a save."""
         for number in itertools.count(1):
-            run = Run(self.kind, self.line, self.output.with_suffix(f".{number}.log"))
+            run = Run(self.kind.ranks, self.line, self.output.with_suffix(f".{number}.log"))
             kill = kills > 0
             moment = random.uniform(0, self.life) if kill else 600.0
             if random.random() < DOUBLE_STARTS:
@@ -242,13 +254,14 @@ class Episode:
 
     def start_twice(self, number: int) -> None:
         """Start the training a second time; it must be refused while the first one lives."""
-        second = Run(Kind("second", {}), self.line, self.output.with_suffix(f".{number}.second.log"), lock_seconds=0.0)
+        log = self.output.with_suffix(f".{number}.second.log")
+        second = Run(self.kind.ranks, self.line, log, inside=wait_for_no_lock)
         second.wait(600.0)
         self.figures.counts["double starts"] += 1
         self.figures.counts["double starts refused"] += second.refused()
         self.count(second.text())
         if any(second.codes) and not second.refused():
-            self.figures.wrong.append(f"{self.kind.name}: a second start ended with {second.codes}: {second.log}")
+            self.figures.wrong.append(f"{self.kind.name}: a second start ended with {second.codes}: {log}")
 
     def count(self, text: str) -> None:
         orphaned = text.count("resource_sharer.py")  # Python's own words in a worker whose training was killed
@@ -271,7 +284,9 @@ def main(kills: int, folder: Path, seed: int, in_saves: float, kinds: Sequence[K
     for number, kind in enumerate(kinds):
         whole = folder / f"whole-{number}"
         began = time.monotonic()
-        run = Run(kind, short_training(folder / "model", data, whole, **KEYS, **kind.keys), whole.with_suffix(".log"))
+        run = Run(
+            kind.ranks, short_training(folder / "model", data, whole, **KEYS, **kind.keys), whole.with_suffix(".log")
+        )
         assert run.wait(600.0) and not any(run.codes), run.text()
         life = time.monotonic() - began
         for episode in itertools.count(1):
@@ -294,13 +309,18 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--in_saves", type=float, default=0.0, help="share of the kills that wait for a save")
+    parser.add_argument("--kinds", nargs="+", choices=[kind.name for kind in KINDS], default=[k.name for k in KINDS])
     parser.add_argument("--folder", type=Path, help="on a fast disk; default: a temporary one that is deleted")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     preload()
     with tempfile.TemporaryDirectory() as temporary:
         outcome = main(
-            arguments.kills, arguments.folder or Path(temporary), arguments.seed, in_saves=arguments.in_saves
+            arguments.kills,
+            arguments.folder or Path(temporary),
+            arguments.seed,
+            in_saves=arguments.in_saves,
+            kinds=[kind for kind in KINDS if kind.name in arguments.kinds],
         )
     for text in outcome.lines():
         say(text)

@@ -416,6 +416,13 @@ def test_older_checkpoints_go_only_when_the_new_one_is_whole(train_here, tmp_pat
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-6"}
 
 
+def test_a_run_whose_checkpoint_goes_while_it_trains_saves_its_result(train_here, tmp_path):
+    data, keys = colour_pairs(tmp_path / "data", 8), {"save_steps": 2, "save_total_limit": 1}
+    train_here(data, max_steps=2, **keys)
+    result = train_here(data, max_steps=4, resume_from_checkpoint="auto", **keys)
+    assert not (tmp_path / "out/checkpoint-2").exists() and (result.model_dir / "COMPLETE.json").exists()
+
+
 def test_nothing_to_resume_starts_from_the_beginning_and_says_so(train_here, tmp_path, capsys):
     train_here(colour_pairs(tmp_path / "data", 4), max_steps=1, resume_from_checkpoint="auto")
     assert "starting from the beginning" in capsys.readouterr().err

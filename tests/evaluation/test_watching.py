@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from vlmrm.evaluation.sweep import INTERVAL, watch
+from vlmrm.evaluation.sweep import INTERVAL, checkpoints_of, watch
 from vlmrm.modeling import write_complete
+from vlmrm.modeling.manifest import TRAINING_LOCK
 
 
 def checkpoint(folder: Path, complete: bool = True) -> None:
@@ -85,3 +88,15 @@ def test_a_checkpoint_that_the_training_deletes_meanwhile_is_not_waited_for(tmp_
     assert next(found).name == "checkpoint-1"
     (run / "checkpoint-2" / "COMPLETE.json").unlink()
     assert [folder.name for folder in found] == ["checkpoint-3"]
+
+
+def test_a_sweep_beside_a_training_leaves_out_what_is_being_written(tmp_path, caplog):
+    checkpoint(tmp_path / "checkpoint-1")
+    checkpoint(tmp_path / "checkpoint-2", complete=False)
+    args: Any = SimpleNamespace(checkpoint_pattern="checkpoint-*")
+    both = [tmp_path / "checkpoint-1", tmp_path / "checkpoint-2"]
+    assert checkpoints_of(str(tmp_path), args) == both  # of a download, no one knows whether it is whole
+    (tmp_path / TRAINING_LOCK).touch()
+    with caplog.at_level("WARNING", "vlmrm"):
+        assert checkpoints_of(str(tmp_path), args) == both[:1]
+    assert "checkpoint-2 is left out" in caplog.text

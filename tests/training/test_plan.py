@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 from runs import colour_pairs, short_training
@@ -10,6 +12,7 @@ from runs import colour_pairs, short_training
 from vlmrm import cli
 from vlmrm.training import plan as planning
 from vlmrm.training.checks import RunArguments
+from vlmrm.training.folder import output_lock
 from vlmrm.training.memory import estimate_memory
 from vlmrm.training.plan import count_steps, plan_training
 from vlmrm.training.survey import Survey
@@ -94,6 +97,27 @@ def test_zero_divides_the_estimate_among_the_ranks(tiny_checkpoint, tmp_path):
     one, two, three = estimate(2, 1), estimate(2, 4), estimate(3, 4)
     assert two.weights == one.weights and three.weights == pytest.approx(one.weights / 4, abs=1)
     assert two.optimizer == pytest.approx(one.optimizer / 4, abs=1)
+
+
+def test_a_plan_beside_a_training_names_it_and_reads_nothing_that_it_writes(planned, tmp_path, without_trial):
+    half_written = tmp_path / "out/checkpoint-2"
+    half_written.mkdir(parents=True)
+    with output_lock(SimpleNamespace(output_dir=tmp_path / "out", process_index=0)):  # ty: ignore[invalid-argument-type]
+        plan = planned(resume_from_checkpoint="auto")
+        [refusal] = plan.errors
+        assert f"(process {os.getpid()} on" in refusal and not plan.set_aside
+    plan = planned(resume_from_checkpoint="auto")
+    assert plan.restart == "begins anew: no checkpoint was ever complete" and half_written.exists()
+    assert plan.set_aside == {"checkpoint-2": "saving it was interrupted"} and not plan.errors
+
+
+def test_a_plan_without_a_trial_still_knows_the_disk_that_checkpoints_take(planned, monkeypatch):
+    measured = planned(save_steps=2).disk
+    monkeypatch.setattr(planning, "processes", lambda run: 2)
+    estimated = planned(save_steps=2).disk
+    assert measured is not None and estimated is not None
+    assert estimated.checkpoint == pytest.approx(measured.checkpoint, rel=0.05)
+    assert estimated.kept < measured.kept  # half the steps, and so fewer saves
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ class Mistake:
     spoil: Spoil = lambda folder: None
     config: str | None = None  # the text of a configuration file
     trained: bool = False  # `out` holds two steps of training
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -159,6 +160,11 @@ MISTAKES = [
     Mistake("share above 1", "eval_fraction is 5.0", {"eval_fraction": 5, **EVAL}),
     Mistake("side for an area", "max_pixels is 448: it is an area", {"max_pixels": 448}),
     Mistake("limits the wrong way round", "is above max_pixels", {"min_pixels": 10**6, "max_pixels": 10**5}),
+    # Launchers -------------------------------------------------------------------------------------------------------
+    Mistake("a number in words", "WORLD_SIZE is 'two'", environment={"WORLD_SIZE": "two"}),
+    Mistake("half a launcher", "without RANK and LOCAL_RANK and MASTER_ADDR", environment={"WORLD_SIZE": "2"}),
+    Mistake("no place to meet", "is 2 in the environment without MASTER_ADDR",
+            environment={"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}),
     # Data ------------------------------------------------------------------------------------------------------------
     Mistake("mistyped data path", "did you mean", {"dataset_path": "HERE/data/pair.jsonl"}),
     Mistake("data path without suffix", "did you mean data/pairs.jsonl", {"dataset_path": "data/pairs"}),
@@ -216,6 +222,9 @@ MISTAKES = [
             {"max_steps": 4, "resume_from_checkpoint": "HERE/out/final"}, trained=True),
     Mistake("resuming a broken checkpoint", "no longer verifies", AUTO,
             truncated("out/checkpoint-2/model.safetensors"), trained=True),
+    Mistake("resuming a checkpoint of the future", "COMPLETE.json cannot be read", AUTO,
+            write("out/checkpoint-2/COMPLETE.json", '{"schema": 9}'), trained=True),
+    Mistake("resuming another model", "model_name_or_path is not the one", AUTO, model_config(extra=1), trained=True),
     Mistake("resuming on other data", "dataset_path is not the one", AUTO, every_row(margin=1.0), trained=True),
     Mistake("resuming another head", "head was linear", {"head": "mlp", **AUTO}, trained=True),
     Mistake("resuming another batch", "rows_per_step", {"per_device_train_batch_size": 4, **AUTO}, trained=True),
@@ -254,6 +263,8 @@ def test_a_mistake_stops_before_the_first_step(mistake, tmp_path, tiny_checkpoin
     monkeypatch.setattr(ComparisonTrainer, "training_step", started)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    for name, value in mistake.environment.items():
+        monkeypatch.setenv(name, value)
     shutil.copytree(tiny_checkpoint, tmp_path / "model")
     shutil.copytree(trained / "data", tmp_path / "data")
     if mistake.trained:

@@ -168,6 +168,10 @@ PAIR_TYPES = {
     "outvoted": torch.bool,  # of a rater whom the mean of all contradicts: in the loss, but not in the accuracy
 }
 
+KILLED_WORKER = (
+    "a DataLoader worker was killed, most likely for want of memory: lower dataloader_num_workers or max_pixels, and "
+    "resume from the last checkpoint where there is one."
+)
 IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")  # how torch begins the error of a worker
 
 # Stands in for a batch whose rows were all dropped: every rank must run its step, or the others would wait for it.
@@ -390,7 +394,6 @@ def plain_worker_errors() -> Generator[None]:
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
-        raise VlmrmError(
-            "a DataLoader worker was killed, most likely for want of memory: lower dataloader_num_workers or "
-            "max_pixels, and resume from the last checkpoint where there is one."
-        ) from error
+        raise VlmrmError(KILLED_WORKER) from error
+    except (EOFError, ConnectionError) as error:  # it was killed while it handed over a batch
+        raise VlmrmError(KILLED_WORKER) from error

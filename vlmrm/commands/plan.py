@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
+from vlmrm.files import size_text
 from vlmrm.logs import quiet_libraries, say
 from vlmrm.training.memory import Memory
 from vlmrm.training.plan import Timing, TrainingPlan, plan_training, token_figures
@@ -44,6 +45,8 @@ def _lines(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
         epochs = "" if plan.epochs is None else f", {plan.epochs:.3g} epochs"
         ranks = f" on {plan.processes} processes" if plan.processes > 1 else ""
         yield "steps", f"{plan.steps:,} of {plan.rows_per_step:,} rows{epochs}{ranks}"
+    if plan.launch:
+        yield "launch", plan.launch
     if plan.memory is not None:
         yield "memory", _memory(plan.memory)
     if plan.timing is not None:
@@ -52,9 +55,15 @@ def _lines(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
         yield "time", "not measured: the training does not fit into a single process here"
     if plan.disk is not None:
         disk = plan.disk
-        yield "disk", f"{_size(disk.checkpoint)} a checkpoint, {_size(disk.kept)} in all, {_size(disk.free)} free"
+        yield (
+            "disk",
+            f"{size_text(disk.checkpoint)} a checkpoint, {size_text(disk.kept)} in all, {size_text(disk.free)} free",
+        )
+    if plan.restart:
+        yield "resuming", plan.restart
+    for name, reason in plan.set_aside.items():
+        yield "", f"sets {name} aside: {reason}"
     if plan.resumed is not None:
-        yield "resumes", plan.resumed
         yield "", f"changed: {', '.join(plan.changes) or 'nothing'}"
     yield "output", plan.config["output_dir"]
     yield "kernels", ", ".join(f"{name} {value}" for name, value in plan.kernels.items())
@@ -84,22 +93,14 @@ def _memory(memory: Memory) -> str:
         "optimizer": memory.optimizer,
         "activations and the rest": memory.rest,
     }
-    listed = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
-    return f"{_size(memory.total)} a process of {_size(memory.available)} free, {how}\n{'':<{WIDTH}}{listed}"
+    listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+    return f"{size_text(memory.total)} a process of {size_text(memory.available)} free, {how}\n{'':<{WIDTH}}{listed}"
 
 
 def _time(timing: Timing) -> str:
     evaluation = f", {_duration(timing.evaluation)} of it evaluating" if timing.evaluation else ""
     saving = ", without saving" if timing.saving is None else f", {_duration(timing.saving)} saving"
     return f"{_duration(timing.total)}: {timing.step:.3g} s a step{evaluation}{saving}, measured in a trial"
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
-        count /= 1000
-    raise AssertionError
 
 
 def _duration(seconds: float) -> str:

@@ -314,7 +314,13 @@ def unreadable(path: str, error: BaseException) -> DataError:
         return DataError(f"{path} is not UTF-8 text ({location}): save it as UTF-8")
     if kind == "json" and (location := _first_invalid_json(plain_copy(path))):
         return DataError(f"{path} is not valid json: {location}")
-    return DataError(f"{path} cannot be read as a table: {first_line(error.__cause__ or error)}")
+    cause = error.__cause__ or error
+    if isinstance(cause, OSError) and cause.filename and not os.path.exists(cause.filename):
+        return DataError(
+            f"{path} cannot be read, because the cache of datasets cannot be written ({cause.filename}: "
+            f"{cause.strerror}): set HF_HOME to a folder where you may write"
+        )
+    return DataError(f"{path} cannot be read as a table: {first_line(cause)}")
 
 
 @lru_cache

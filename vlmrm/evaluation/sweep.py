@@ -38,7 +38,7 @@ from vlmrm.evaluation.suite import EvaluationSet, OpenSet, evaluation_sets, is_s
 from vlmrm.evaluation.suite_table import SuiteTable, mean_criterion
 from vlmrm.files import exclusive_lock
 from vlmrm.logs import start_log
-from vlmrm.modeling.manifest import COMPLETE, find_checkpoints, is_finished
+from vlmrm.modeling.manifest import COMPLETE, TRAINING_LOCK, find_checkpoints, is_finished
 
 logger = logging.getLogger("vlmrm")
 INTERVAL = 15.0  # seconds between two searches for new checkpoints
@@ -186,7 +186,8 @@ def entries_to_evaluate(args: EvaluationArguments) -> Iterable[Entry]:
     """Return the entries of the table; with `watch`, an iterator that waits for new checkpoints."""
     if args.watch:
         return map(CheckpointEntry, watch(args.model_dirs, args.checkpoint_pattern, timeout=60 * args.watch_timeout))
-    folders = [folder for model_dir in args.model_dirs for folder in checkpoints_of(model_dir, args)]
+    # As the first rank sees them: a training may write and delete some meanwhile.
+    [folders] = broadcast_object_list([[path for folder in args.model_dirs for path in checkpoints_of(folder, args)]])
     return [*map(CheckpointEntry, folders), *scorer_entries(args.scorer)]
 
 
@@ -276,6 +277,11 @@ def checkpoints_of(model_dir: str, args: EvaluationArguments) -> list[Path]:
     """Return the checkpoints of one of `model_dirs`, in natural order; the folder itself where it is one."""
     folder = Path(model_dir)
     folders = find_checkpoints(folder, args.checkpoint_pattern)
+    if (folder / TRAINING_LOCK).exists():
+        half_written = [path for path in folders if not (path / COMPLETE).is_file()]
+        for path in half_written:
+            logger.warning("%s is left out: saving it has not ended, or was interrupted", path)
+        folders = [path for path in folders if path not in half_written]
     if not folders and ((folder / "config.json").exists() or (folder / "adapter_config.json").exists()):
         folders = [folder]
     if not folders:

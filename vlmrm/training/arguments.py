@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
+from torch.distributed import DistError
 
 from vlmrm.data.arguments import DataArguments
-from vlmrm.errors import ConfigError
+from vlmrm.errors import ConfigError, first_line
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.parts import HEAD, MERGER, VISION
 from vlmrm.training.engines import check_checkpointing, check_engine_files, check_environment, read_engines
@@ -25,6 +27,23 @@ LEAST = {
     **dict.fromkeys(("dataloader_num_workers", "irrelevant_loss_weight", "tie_threshold", "probe_samples"), 0),
     "router_aux_loss_coef": 0,
 }
+
+
+def check_launcher() -> None:
+    """Refuse the environment of half a launcher, which torch would wait with or answer with a traceback.
+
+    Raises:
+        ConfigError: naming the variable.
+    """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not (value := os.environ.get(name, "0")).isdigit():
+            raise ConfigError(f"{name} is {value!r} in the environment: it must be a whole number, or not be set.")
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} in the environment without {' and '.join(missing)}: start the "
+            "training with run_distributed.sh or torchrun, or unset it."
+        )
 
 
 @dataclass
@@ -87,6 +106,7 @@ class RewardTrainingArguments(trl.RewardConfig):
         eval_strategy: Any = None
 
     def __post_init__(self):
+        check_launcher()
         # A loss that is not finite ends the run anyway; the filter would wait for each.
         self.logging_nan_inf_filter = False
         if not self.use_cpu and not torch.accelerator.is_available():
@@ -125,7 +145,12 @@ class RewardTrainingArguments(trl.RewardConfig):
             raise ConfigError("fp16 needs a GPU: remove it, or write bf16: true on a CPU that has bfloat16.")
         read_engines(self)
         check_environment(self)
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except DistError as error:
+            raise ConfigError(
+                f"the processes of this training cannot meet: {first_line(error).rstrip('.')}."
+            ) from error
         check_engine_files(self)
         check_checkpointing(self)
         # Every rank reads its own batches: handed out by the first, they would be cut along the wrong dimension.

@@ -20,6 +20,7 @@ from transformers.integrations import get_available_reporting_integrations
 from vlmrm.config import Configuration, parse, written_keys
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, TrainingError, VlmrmError, first_line
+from vlmrm.files import size_text
 from vlmrm.libraries import missing
 from vlmrm.measures.analysis import trl_summary
 from vlmrm.modeling.arguments import ModelArguments
@@ -312,11 +313,11 @@ def check_disk(folder: Path, needed: int, saves: int) -> Iterator[str]:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise TrainingError(
-            f"a checkpoint takes {needed / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free: free some space, "
+            f"a checkpoint takes {size_text(needed)} and {folder} has {size_text(free)} free: free some space, "
             "choose another output_dir, or write save_only_model: true."
         )
     if free < needed * saves:
         yield (
-            f"{saves} checkpoints take {saves * needed / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free: "
+            f"{saves} checkpoints take {size_text(saves * needed)} and {folder} has {size_text(free)} free: "
             "lower save_total_limit"
         )

@@ -36,6 +36,7 @@ logger = logging.getLogger("vlmrm")
 LOCK_SECONDS = 10.0  # the workers of a killed run take this long to notice, and hold its lock until then
 OWNER = ".training.json"
 INCOMPLETE, DAMAGED = "incomplete", "damaged"
+INTERRUPTED = "saving it was interrupted"
 AUTO = ("auto", "true")
 
 # Locking -------------------------------------------------------------------------------------------------------------
@@ -171,13 +172,14 @@ def choose_restart(args: RewardTrainingArguments) -> Restart:
             )
         return Restart(None, {})
     if choice.lower() not in AUTO:
-        return Restart(Path(choice), {folder: "" for folder in steps if not (folder / COMPLETE).exists()})
+        return Restart(Path(choice), {folder: INTERRUPTED for folder in steps if not (folder / COMPLETE).exists()})
     newest, broken = None, {}
     for folder in reversed(steps):
         try:
             verify_complete(folder, hashed=newest is None)  # of older ones only sizes: hashing reads every byte
         except CheckpointError as error:
-            broken[folder] = str(error).rstrip(".")
+            whole = (folder / COMPLETE).exists()
+            broken[folder] = str(error).rstrip(".") if whole else INTERRUPTED
         else:
             newest = newest or folder
     damaged = [folder for folder in broken if (folder / COMPLETE).exists()]
@@ -220,11 +222,11 @@ def set_aside(folder: Path) -> Path:
 
 def mend(output: Path, restart: Restart) -> None:
     """Set aside the broken checkpoints of a restart, and finish deletions that a killed run began."""
-    for rest in output.glob(".*.deleted"):
-        shutil.rmtree(rest, ignore_errors=True)
+    for leftover in output.glob(".*.deleted"):
+        shutil.rmtree(leftover, ignore_errors=True)
     for folder, reason in restart.broken.items():
         target = set_aside(folder)
-        logger.warning("skipping %s%s; it is now %s", folder.name, f": {reason}" if reason else "", target.name)
+        logger.warning("skipping %s: %s; it is now %s", folder.name, reason, target.name)
 
 
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:

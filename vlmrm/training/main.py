@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 import os
+import signal
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -72,6 +75,7 @@ logger = logging.getLogger("vlmrm")
 
 T = TypeVar("T")
 
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 NOTHING_LEFT = "%s was the last step of this training already: nothing was left to train"
 
 
@@ -110,10 +114,17 @@ def train(config: Configuration = (), /, **keys: Any) -> TrainingResult:
 
 def check_before(arguments: RunArguments) -> None:
     """Refuse a launch or a configuration that cannot work, before any file is written, and log remarks on others."""
+    end_with_launcher()
     launch_alone(arguments.training)
     for check in CHECKS:
         for remark in check(arguments):
             logger.warning(remark)
+
+
+def end_with_launcher() -> None:
+    """Have Linux send SIGTERM to this process when torchrun dies: it would else train on, and hold `output_dir`."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def launch_alone(args: RewardTrainingArguments) -> None:
@@ -458,9 +469,12 @@ def run(trainer: ComparisonTrainer, resume_from: Path | None) -> TrainingResult:
             result = Trainer.train(trainer, None if resume_from is None else str(resume_from))
     except KeyboardInterrupt as error:
         raise Interrupted(interruption(args, trainer.state.global_step)) from error
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        where = "the accelerator" if isinstance(error, torch.OutOfMemoryError) else "this machine"
         raise TrainingError(
-            "the accelerator is out of memory: lower per_device_train_batch_size, max_pixels or max_seq_length, or "
+            f"{where} is out of memory: lower per_device_train_batch_size, max_pixels or max_seq_length, or "
             "use deepspeed: zero3.json, and resume from the last checkpoint where there is one."
         ) from error
     trainer.row_tally.report()
@@ -480,6 +494,12 @@ def run(trainer: ComparisonTrainer, resume_from: Path | None) -> TrainingResult:
     trainer.save_final(model_dir)
     logger.info("The trained reward model is in %s", model_dir)
     return TrainingResult(model_dir, {**result.metrics, "best_metric": trainer.state.best_metric})
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory was wanting; on a CPU torch and oneDNN say so in words only."""
+    words = ("can't allocate memory", "Cannot allocate memory", "could not create a primitive", "out of memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in words)
 
 
 def interruption(args: RewardTrainingArguments, step: int) -> str:

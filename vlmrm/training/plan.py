@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import math
 import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Generator, Sequence
@@ -40,6 +41,7 @@ from vlmrm.training.checks import (
     checkpoint_bytes,
     problems,
 )
+from vlmrm.training.folder import check_unlocked
 from vlmrm.training.main import (
     base_digest,
     build_collator,
@@ -50,7 +52,7 @@ from vlmrm.training.main import (
     weight_dtype,
 )
 from vlmrm.training.memory import Memory, estimate_memory, free_memory
-from vlmrm.training.resume import check_base, check_settings, checkpoint_to_resume, training_settings
+from vlmrm.training.resume import check_base, check_settings, restart_of, training_settings
 from vlmrm.training.survey import Survey, can_evaluate, can_train, check_survey, shared_prompts, survey
 from vlmrm.training.trainer import ComparisonTrainer
 
@@ -90,6 +92,7 @@ class TrainingPlan:
     train: Survey | None = None
     held_out: Survey | None = None
     shared_prompts: tuple[int, int, int] | None = None  # evaluation rows also trained on, and both numbers compared
+    launch: str = ""  # what to run, in words
     processes: int = 1
     rows_per_step: int = 0
     steps: int = 0
@@ -99,6 +102,8 @@ class TrainingPlan:
     timing: Timing | None = None
     disk: Disk | None = None
     resumed: str | None = None
+    restart: str = ""  # what the run goes on from, in words; empty for a fresh start
+    set_aside: dict[str, str] = field(default_factory=dict)  # checkpoints that the run would pass over, and why
     changes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)
@@ -151,12 +156,14 @@ def plan_training(argv: Sequence[str]) -> TrainingPlan:
     paths = {key: run.value(key) for key in ("model_name_or_path", "dataset_path", "output_dir")}
     plan = TrainingPlan(paths, [str(error) for error in errors], remarks)
     plan.processes = processes(run)
+    plan.launch = launch(run, plan.processes)
     plan.versions, plan.kernels = versions(), kernels(run)
     if not (run.model.model_name_or_path and run.data.dataset_path):
         return plan
     with plan.stage():
         check_writable(Path(run.training.output_dir).absolute())
     with plan.stage():
+        check_unlocked(Path(run.training.output_dir))  # else a checkpoint that is being written looks broken
         _plan_resume(plan, run)
     with plan.stage():
         _plan_data_and_model(plan, run)
@@ -167,6 +174,18 @@ def processes(run: RunArguments) -> int:
     """Return the processes of a launch on this machine: those that run now, or one for each GPU."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     return max(launched, 1 if run.training.use_cpu else torch.accelerator.device_count())
+
+
+def launch(run: RunArguments, ranks: int) -> str:
+    """Return how many processes train, and what starts them."""
+    args = run.training
+    stage = args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) if args.deepspeed else None
+    engine = "FSDP" if args.fsdp else "DDP" if stage is None else f"ZeRO-{stage}"
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return f"{ranks} processes with {engine}, of which this is number {os.environ['RANK']}"
+    if ranks > 1:
+        return f"{ranks} processes with {engine}: ./run_distributed.sh --gpus {ranks} --config FILE"
+    return f"1 process{'' if engine == 'DDP' else f' with {engine}'}: vlmrm train FILE"
 
 
 def check_writable(folder: Path) -> None:
@@ -185,8 +204,11 @@ def existing_parent(path: Path) -> Path:
 
 
 def _plan_resume(plan: TrainingPlan, run: RunArguments) -> None:
-    checkpoint = checkpoint_to_resume(run.training)
-    if checkpoint is None:
+    restart = restart_of(run.training, mended=False)
+    if str(run.training.resume_from_checkpoint or "false").lower() != "false":
+        plan.restart = str(restart)
+    plan.set_aside = {folder.name: reason for folder, reason in restart.broken.items()}
+    if (checkpoint := restart.checkpoint) is None:
         return
     plan.resumed = str(checkpoint)
     plan.changes = check_settings(checkpoint, training_settings(run.model, run.data, run.training))
@@ -214,9 +236,26 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
     if model.load_in_4bit and not plan.errors:
         plan.kernels["4-bit"] = layers_in_4_bits(run)
     if plan.errors or plan.processes > 1 or estimate.total > estimate.available:
+        with plan.stage():
+            _estimate_disk(plan, run, estimate if plan.processes == 1 else estimate_memory(run, plan.train, 1))
         return
     launch_alone(args)
     _measure(plan, run, processor, train_dataset, eval_dataset)
+
+
+def _estimate_disk(plan: TrainingPlan, run: RunArguments, undivided: Memory) -> None:
+    """Fill in the disk that checkpoints take, from the memory of a run in one process."""
+    args = run.training
+    saved = undivided.gradients if run.model.use_peft else undivided.weights
+    checkpoint = saved + (0 if args.save_only_model else undivided.optimizer)
+    _plan_disk(plan, args, checkpoint, saved)
+
+
+def _plan_disk(plan: TrainingPlan, args: Any, checkpoint: int, final: int) -> None:
+    parent = existing_parent(Path(args.output_dir).absolute())
+    saves = min(args.save_total_limit or plan.steps, _times(plan, args, "save"))
+    plan.disk = Disk(checkpoint, saves * checkpoint + final, shutil.disk_usage(parent).free)
+    plan.remarks += check_disk(parent, checkpoint, max(saves, 1))
 
 
 def count_steps(run: RunArguments, rows: int | None, ranks: int) -> tuple[int, float | None]:

@@ -119,6 +119,8 @@ def training_settings(
         **asdict(model_args),
         **asdict(data_args),
         **args.to_dict(),
+        # The one that the model has, as checkpoints from before the key had no default say it too.
+        "head": model_args.head or (config or {}).get("reward_head") or "linear",
         "rows_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         # Whether the last rows of an epoch fill a batch decides whether they are read.
         "rows_per_batch": args.train_batch_size * args.world_size if args.dataloader_drop_last else None,
