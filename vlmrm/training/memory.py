@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import os
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
+from vlmrm.errors import first_line
 from vlmrm.modeling import lora_config, reward_model_class
 from vlmrm.modeling.checkpoint import read_config
-from vlmrm.modeling.freezing import freeze
+from vlmrm.modeling.freezing import NOT_QUANTIZED, freeze
 from vlmrm.training.checks import RunArguments
-from vlmrm.training.main import weight_dtype
+from vlmrm.training.main import build_collator, weight_dtype
 from vlmrm.training.survey import Survey
+from vlmrm.training.tracing import trace_step
 
-# Bytes of activations that a layer keeps for each token and unit of width, in half precision and with an attention
-# that keeps no weights (Korthikanti et al. 2022, eq. 2).
-KEPT_BYTES = 34
+logger = logging.getLogger("vlmrm")
+
+# Bytes of a weight in 4 bits, and its share of the scales: of 8 bits for each 64 weights, of 32 bits for each 256 of
+# those (Dettmers et al. 2023, section 3).
+QUANTIZED_BYTES = 0.5 + (1 + 4 / 256) / 64
+LIVE_WEIGHTS = 1e9  # that ZeRO-3 keeps gathered, unless its configuration says otherwise
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    rest: int  # activations, and what libraries and the allocator take
+    rest: int  # activations, gathered weights, and in a trial what libraries and the allocator take
     measured: bool
     available: int
 
@@ -39,42 +49,110 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.rest
 
 
-def estimate_memory(run: RunArguments, rows: Survey, ranks: int) -> Memory:
-    """Estimate the memory of a process from the model's configuration: no weights are read.
+def estimate_memory(
+    run: RunArguments, ranks: int, processor: Any = None, dataset: Any = None, rows: Survey | None = None
+) -> Memory:
+    """Estimate the memory of a process at its peak, from the model's configuration: no weights are read.
 
-    Weights, gradients and Adam's moments are counted; ZeRO divides them among the ranks. Activations are those of
-    the longest row's batch.
+    Weights, gradients and the optimizer are counted; ZeRO divides them among the ranks. Activations are traced, with
+    the longest of the surveyed `rows` as a batch; without a processor they are left out.
     """
     args, keys = run.training, run.model
-    config = read_config(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
-    unset_hf_deepspeed_config()  # under ZeRO-3 transformers would start the process group to make a model
-    with torch.device("meta"):
-        model: Any = reward_model_class(config)(config)
+    stage = args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) if args.deepspeed else 0
+    with without_engine(args):
+        model, weights = planned_model(run)
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        count, gradients = sum(weight.numel() for weight in trained), sum(weight.nbytes for weight in trained)
+        # DeepSpeed keeps a float32 copy beside both moments.
+        moments = 12 * count if args.deepspeed else 2 * gradients
+        share = 1 / ranks if stage >= 2 else 1.0
+        rest = 0.0
+        if processor is not None and rows is not None and rows.tokens:
+            inputs = heaviest_forward(run, model, processor, dataset, rows)
+            if args.gradient_checkpointing:
+                model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+            model.train()
+            half = (args.bf16 or args.fp16) and not args.deepspeed
+            rest = traced(model, inputs, share, half) - share * gradients
     if args.deepspeed:
-        set_hf_deepspeed_config(args.hf_deepspeed_config)
+        rest = max(rest, 4 * count / (ranks if stage else 1))  # its step reads gradients in float32
+    if stage == 3:
+        live = args.hf_deepspeed_config.get_value("zero_optimization.stage3_max_live_parameters", LIVE_WEIGHTS)
+        rest += min(weights, live * weight_dtype(keys, args).itemsize)
+    return Memory(
+        weights=int(weights / (ranks if stage == 3 else 1)),
+        gradients=int(share * gradients),
+        optimizer=int(moments / (ranks if stage else 1)),
+        rest=int(rest),
+        measured=False,
+        available=free_memory(run),
+    )
+
+
+def traced(model: Any, inputs: Mapping[str, Any], share: float, half: bool) -> float:
+    """Return the bytes of `trace_step`, and without a trace those of the gradients, with a warning."""
+    try:
+        return trace_step(model, inputs, share=share, half=half)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # each unknown operation has its own
+        name = type(model).__name__
+        logger.warning("activations are not in the memory: %s cannot be traced (%s)", name, first_line(error))
+        return share * sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+
+
+@contextmanager
+def without_engine(args: Any) -> Generator[None]:
+    """Make models as without DeepSpeed: under ZeRO-3 transformers would start the process group for it."""
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if args.deepspeed:
+            set_hf_deepspeed_config(args.hf_deepspeed_config)
+
+
+def planned_model(run: RunArguments) -> tuple[Any, float]:
+    """Return the model of a run on the meta device, frozen and with its adapters, and the bytes of its weights."""
+    args, keys = run.training, run.model
+    config = read_config(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
+    config.reward_head = keys.head
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(weight_dtype(keys, args))
+    try:
+        with torch.device("meta"):
+            model: Any = reward_model_class(config)(config)
+    finally:
+        torch.set_default_dtype(default)
     freeze(model, vit=keys.freeze_vit, merger=keys.freeze_merger, llm=keys.freeze_llm)
+    saved = sum(weight.nbytes - QUANTIZED_BYTES * weight.numel() for weight in quantized_weights(model, keys))
     if keys.use_peft:
         from peft import get_peft_model
 
         model = get_peft_model(model, lora_config(keys, model))
-    count = sum(weight.numel() for weight in model.parameters())
-    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    width = weight_dtype(keys, args).itemsize
-    stage = args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) if args.deepspeed else 0
-    weights = count * (0.5 if keys.load_in_4bit else width) / (ranks if stage == 3 else 1)
-    gradients = trained * width / (ranks if stage >= 2 else 1)
-    # DeepSpeed keeps a float32 copy beside both moments; adapters are float32 by themselves.
-    moments = trained * (12 if args.deepspeed else 2 * (4 if keys.use_peft else width))
-    optimizer = moments / (ranks if stage >= 1 else 1)
-    text = config.get_text_config()
-    tokens = min(args.train_batch_size * max(rows.tokens, default=0), keys.max_tokens_per_batch or math.inf)
-    half = 1 if args.bf16 or args.fp16 else 2
-    layer = KEPT_BYTES * text.hidden_size * tokens * half
-    kept = 2 * half * text.hidden_size * tokens * text.num_hidden_layers
-    activations = layer + kept if args.gradient_checkpointing else layer * text.num_hidden_layers
-    return Memory(
-        int(weights), int(gradients), int(optimizer), int(activations), measured=False, available=free_memory(run)
-    )
+    return model, sum(weight.nbytes for weight in model.parameters()) - saved
+
+
+def quantized_weights(model: nn.Module, keys: Any) -> list[nn.Parameter]:
+    """Return the weights that `load_in_4bit` keeps in 4 bits: the language model's linear layers."""
+    return [
+        module.weight
+        for name, module in model.named_modules()
+        if keys.load_in_4bit and isinstance(module, nn.Linear) and not re.match(NOT_QUANTIZED, name)
+    ]
+
+
+def heaviest_forward(
+    run: RunArguments, model: Any, processor: Any, dataset: Any, rows: Survey
+) -> Mapping[str, torch.Tensor]:
+    """Return the inputs of the largest forward of a batch, which is of the longest surveyed rows."""
+    positions = [rows.positions[place] for place in sorted(range(len(rows.tokens)), key=rows.tokens.__getitem__)]
+    longest = set(positions[-run.training.train_batch_size :])
+    collator = build_collator(run, model, processor, dataset)
+    if rows.rows is None:
+        batch = [row for place, row in enumerate(islice(iter(dataset), max(longest) + 1)) if place in longest]
+    else:
+        batch = [dataset[place] for place in sorted(longest)]
+    forwards = [inputs for part in collator(batch)["parts"] for inputs in part["inputs"]]
+    return max(forwards, key=lambda inputs: inputs["input_ids"].numel())
 
 
 def free_memory(run: RunArguments) -> int:
