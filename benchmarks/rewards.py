@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
 
 from benchmarks import harness, runs
 from benchmarks.harness import Row, row
 from benchmarks.judge_server import LATENCY, judge_server
-from benchmarks.shapes import configuration
-from vlmrm.modeling import load_for_training, load_processor, make_tiny, save_reward_files, write_complete
+from benchmarks.shapes import configuration, reward_checkpoint
 from vlmrm.rewards import RewardSet
 
 SIDE = 448  # pixels: 256 tokens
@@ -33,7 +30,7 @@ ROUNDS = 5
 def measure(options: argparse.Namespace) -> list[Row]:
     rounds = 1 if options.quick else ROUNDS
     with runs.workplace() as folder:
-        checkpoint = reward_checkpoint(folder, "tiny" if options.quick else "h512")
+        checkpoint = reward_checkpoint(folder, configuration("tiny" if options.quick else "h512"))
         return [groupwise(checkpoint, rounds), judges(rounds), overhead(checkpoint, rounds)]
 
 
@@ -99,26 +96,6 @@ def answers(count: int) -> dict[str, list[Any]]:
     picture = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
     responses = [ANSWER.format(number) for number in range(count)]
     return {"prompt": [PROMPT] * count, "image": [picture] * count, "response": responses}
-
-
-def reward_checkpoint(folder: Path, size: str) -> Path:
-    """Write a checkpoint in a size of benchmarks/shapes.py, with the tiny one's tokenizer and processor."""
-    base = make_tiny(folder / "base")
-    processor: Any = load_processor(base)
-    config: Any = configuration(size)
-    for name in ("image", "video", "vision_start", "vision_end"):
-        token = f"<|{name}_pad|>" if name in ("image", "video") else f"<|{name}|>"
-        setattr(config, f"{name}_token_id", processor.tokenizer.convert_tokens_to_ids(token))
-    config.text_config.pad_token_id = processor.tokenizer.pad_token_id
-    config.text_config.vocab_size = max(config.text_config.vocab_size, len(processor.tokenizer))
-    torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(base)
-    made = folder / "reward-model"
-    load_for_training(base, dtype=torch.float32).save_pretrained(made)
-    limits = {"min_pixels": None, "max_pixels": SIDE**2}
-    save_reward_files(made, processor=processor, head="linear", provenance={}, **limits)
-    write_complete(made, world_size=1, step=0)
-    return made
 
 
 if __name__ == "__main__":

@@ -23,10 +23,11 @@ T = TypeVar("T")
 
 
 @contextmanager
-def server(*words: str, log: Path) -> Generator[tuple[str, int]]:
-    """Run `python WORDS PORT`; yield its address and process id once it is ready; its output goes to `log`."""
+def server(*words: str, log: Path, ready: str = "/ready") -> Generator[tuple[str, int]]:
+    """Run `python WORDS PORT`; yield its address and process id once `ready` answers; its output goes to `log`."""
     # One thread, as in all that is compared.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with socket.socket() as reserved, log.open("w") as output:
         # Bound but not listening: the kernel gives the port to no other process, but the server may bind it too.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -35,7 +36,7 @@ def server(*words: str, log: Path) -> Generator[tuple[str, int]]:
         process = subprocess.Popen([sys.executable, *words, str(port)], env=environment, stdout=output, stderr=output)
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_until_ready(process, url, log)
+            _wait_until_ready(process, f"{url}{ready}", log)
             yield url, process.pid
         finally:
             process.terminate()
@@ -46,7 +47,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> 
     end = time.monotonic() + PATIENCE_S
     while process.poll() is None and time.monotonic() < end:
         try:
-            if httpx.get(f"{url}/ready").is_success:
+            if httpx.get(url).is_success:
                 return
         except httpx.TransportError:
             pass

@@ -23,8 +23,8 @@ from PIL import Image
 
 from benchmarks import harness, runs
 from benchmarks.harness import Row, row
-from benchmarks.rewards import reward_checkpoint
 from benchmarks.servers import SERVE, client, in_turn, server
+from benchmarks.shapes import configuration, reward_checkpoint
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.scoring.scorer import LocalScorer
 
@@ -63,7 +63,7 @@ Way = Callable[[Sequence[Item]], list[float]]
 def measure(options: argparse.Namespace) -> list[Row]:
     rounds, size = (1, "tiny") if options.quick else (ROUNDS, "h512")
     with runs.workplace() as folder:
-        checkpoint = str(reward_checkpoint(folder, size))
+        checkpoint = str(reward_checkpoint(folder, configuration(size)))
         scorer = load_local_scorer(checkpoint)
         with (
             server(*SERVE, "--model", checkpoint, "--port", log=folder / "service.log") as (service, _),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +18,21 @@ from torch.nn.functional import logsigmoid
 from transformers import Gemma3Config, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3_5Config
 
 from vlmrm.batching import SharedBatcher
-from vlmrm.modeling import RewardModel, reward_model_class
+from vlmrm.modeling import (
+    RewardModel,
+    load_processor,
+    make_tiny,
+    reward_model_class,
+    save_reward_files,
+    write_complete,
+)
 from vlmrm.modeling.attention import share
 from vlmrm.rendering import ProcessedMedia, Rendered
 
 PAD, VISION_START, VISION_END, IMAGE, VIDEO = range(5)
 FIRST_WORD = 10  # token ids from here on are text
 TIE_WEIGHT = 0.1
+LARGEST_SIDE = 448  # pixels of an image of a checkpoint on disk: 256 tokens
 
 
 class Size(NamedTuple):
@@ -169,6 +178,26 @@ def reward_model(
             if not weight.any():  # Gemma's projector begins as zero: its images would count for nothing
                 weight.normal_(std=0.02)
     return model, share(model)
+
+
+def reward_checkpoint(
+    folder: Path, config: PreTrainedConfig, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write a checkpoint of random weights, made on `device`, with the tiny one's tokenizer and processor."""
+    processor: Any = load_processor(make_tiny(folder / "base"))
+    for name in ("image", "video", "vision_start", "vision_end"):
+        token = f"<|{name}_pad|>" if name in ("image", "video") else f"<|{name}|>"
+        setattr(config, f"{name}_token_id", processor.tokenizer.convert_tokens_to_ids(token))
+    text: Any = config.get_text_config()
+    text.pad_token_id = processor.tokenizer.pad_token_id
+    text.vocab_size = max(text.vocab_size, len(processor.tokenizer))
+    made = folder / "reward-model"
+    reward_model(config, device, dtype)[0].save_pretrained(made)
+    save_reward_files(
+        made, processor=processor, head="linear", provenance={}, min_pixels=None, max_pixels=LARGEST_SIDE**2
+    )
+    write_complete(made, world_size=1, step=0)
+    return made
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import numpy as np
 from benchmarks import harness, runs
 from benchmarks.harness import Row, row
 from benchmarks.protocols import PROTOCOLS, REWARD, Refused, ask, questions
-from benchmarks.rewards import reward_checkpoint
 from benchmarks.servers import SERVE, in_turn, server
+from benchmarks.shapes import configuration, reward_checkpoint
 from benchmarks.watching import Watch, watched
 
 MINUTES, LOAD = 10.0, 2.0
@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace) -> list[Row]:
     minutes, per_protocol = (0.1, 20) if options.quick else (options.minutes, EACH)
     with runs.workplace() as folder:
-        checkpoint = reward_checkpoint(folder, "tiny" if options.quick else "h256")
+        checkpoint = reward_checkpoint(folder, configuration("tiny" if options.quick else "h256"))
         config = folder / "service.toml"
         config.write_text(CONFIG.format(reward=REWARD, checkpoint=checkpoint))
         with server(*SERVE, "--config", str(config), "--port", log=folder / "service.log") as (url, process):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -136,6 +136,52 @@ def merge(adapter: Path, output: Path, *, base_model: str | None = None) -> None
 
     merge(adapter, output, base_model)
     say(f"merged {adapter} into {output}")
+
+
+@app.command(name="import")
+@needs("local", "importing")
+def import_(
+    source: str,
+    *,
+    output: Path,
+    layout: str | None = None,
+    base: str | None = None,
+    output_name: str | None = None,
+    template: Path | None = None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    revision: str | None = None,
+    trust_remote_code: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Make a reward model that others have trained one of ours: to score with, and to train further.
+
+    Args:
+        source: Folder, weight file or hub id of the published model; docs/models.md lists the layouts.
+        output: Folder of the imported model.
+        layout: Layout of its head. Default: by its names.
+        base: Model that an adapter was trained on, or whose configuration and processor a bare weight file needs.
+        output_name: Which of several outputs.
+        template: Text file of its authors' instruction, where the layout has one.
+        min_pixels: Least area of an image. Default: the authors'.
+        max_pixels: Greatest area of an image. Default: the authors'.
+        revision: Branch, tag or commit of a hub model.
+        trust_remote_code: Run the code of the model's own repository.
+    """
+    from vlmrm.modeling.published_import import import_reward
+
+    made = import_reward(
+        source,
+        output,
+        layout=layout,
+        base=base,
+        output_name=output_name,
+        template=template,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    say(f"imported {source} into {output}: {made.layout}, output {made.output_name}")
 
 
 @app.command

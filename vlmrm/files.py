@@ -6,7 +6,8 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Generator, Iterable
+import warnings
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 from vlmrm.errors import ConfigError
 
@@ -110,30 +111,48 @@ def write_json(path: Path, content: Any, *, durable: bool = True, exclusive: boo
 
 
 @contextmanager
-def exclusive_lock(lock: Path, refusal: str, *, wait: float = 0.0) -> Generator[None]:
+def exclusive_lock(
+    lock: Path, refusal: str, *, wait: float = 0.0, without: Callable[[], None] | None = None
+) -> Generator[None]:
     """Hold the file `lock` exclusively among processes, until the context ends or the process dies.
 
     The operating system holds the lock; the file itself stays and means nothing.
 
     Args:
         refusal: message of the error if another process still holds the lock after `wait` seconds.
+        without: called where the file system has no locks, before the context begins without one.
 
     Raises:
-        ConfigError: with `refusal`, or when the file system has no locks.
+        ConfigError: with `refusal`, or when the file system has no locks and `without` is not given.
     """
     make_folder(lock.parent)
-    file_lock = FileLock(lock, timeout=wait)
-    with plain_write_errors(lock):
+    file_lock: Any = FileLock(lock, timeout=wait)
+    with plain_write_errors(lock), warnings.catch_warnings(action="ignore"):
         try:
             file_lock.acquire()
+            locks = not _only_marks(file_lock)
         except Timeout:
-            raise ConfigError(refusal) from None
-        except NotImplementedError as error:
-            raise OSError("its file system has no locks") from error
+            locks = not _only_marks(file_lock)
+            if locks:
+                raise ConfigError(refusal) from None
+        except NotImplementedError:
+            locks = False
+        if not locks:
+            file_lock.release()
+            if without is None:
+                raise OSError("its file system has no locks")
+            lock.touch()
+    if not locks and without is not None:
+        without()
     try:
         yield
     finally:
         file_lock.release()
+
+
+def _only_marks(file_lock: Any) -> bool:
+    """Return whether filelock fell back to a file whose existence is the lock, which a killed process leaves."""
+    return isinstance(file_lock, SoftFileLock)
 
 
 def require_new_folder(folder: Path, purpose: str) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from safetensors import safe_open
 from safetensors.torch import save
 from transformers import ProcessorMixin
@@ -219,15 +220,22 @@ class Renderer:
         return {"size": size}
 
     def text(self, messages: Sequence[Message]) -> str:
-        """Return `messages` through the chat template, with one placeholder for each image or video."""
+        """Return `messages` through the chat template, with one placeholder for each image or video.
+
+        Raises:
+            RowError: when the template refuses them.
+        """
         template = self.processor.chat_template
-        return self.processor.apply_chat_template(
-            [_for_template(message) for message in messages],
-            # By name: SmolVLM takes another for videos, which leaves out the messages without one.
-            chat_template=template if isinstance(template, str) else None,
-            tokenize=False,
-            add_generation_prompt=False,
-        )
+        try:
+            return self.processor.apply_chat_template(
+                [_for_template(message) for message in messages],
+                # By name: SmolVLM takes another for videos, which leaves out the messages without one.
+                chat_template=template if isinstance(template, str) else None,
+                tokenize=False,
+                add_generation_prompt=False,
+            )
+        except TemplateError as error:
+            raise RowError(f"the chat template does not take it: {error}") from error
 
     def render(self, conversation: Conversation, cache: dict[str, ProcessedMedia] | None = None) -> Rendered:
         """Return a conversation as tokens and media.

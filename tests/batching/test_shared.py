@@ -17,7 +17,7 @@ from transformers import AutoProcessor
 from vlmrm.batching.shared import PackedLayout, SharedBatcher, common_prefix, grow, path_positions
 from vlmrm.errors import ConfigError
 from vlmrm.formats.openai import read_conversation
-from vlmrm.modeling import attention, freeze, load_for_training
+from vlmrm.modeling import freeze, load_for_training, varlen
 from vlmrm.modeling.attention import batcher_for, shared_prefix
 from vlmrm.modeling.kernels import per_segment
 from vlmrm.modeling.tiny import make_tiny
@@ -419,6 +419,6 @@ def test_a_torch_whose_kernel_lacks_a_keyword_is_refused_before_any_step(checkpo
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
         pass
 
-    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     with pytest.raises(ConfigError, match=r"torch 2\.12 or newer.* does not know enable_gqa: install a newer torch"):
         rendered_of(checkpoints, CASES["one pair"])

@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from runs import (
     assert_equal_weights,
     colour_lists,
@@ -102,7 +101,7 @@ def test_a_second_training_in_a_folder_is_refused_until_the_first_is_dead(
     assert process.stdout is not None
     next(line for line in process.stdout if line.startswith("step "))
     with monkeypatch.context() as patched:
-        patched.setattr("vlmrm.training.main.LOCK_SECONDS", 0.1)
+        patched.setattr("vlmrm.training.folder.LOCK_SECONDS", 0.1)
         for resume in ("false", "auto"):
             with pytest.raises(ConfigError, match=f"another training is writing into {tmp_path / 'out'}"):
                 train_here(data, resume_from_checkpoint=resume)
@@ -189,6 +188,20 @@ def test_a_run_killed_in_its_first_save_begins_again(train_here, tmp_path, capsy
     assert_equal_weights(tmp_path / "out/final", tmp_path / "whole/final")
     assert_equal_weights(half_written, tmp_path / "whole/checkpoint-2")
     assert not (half_written / "model-00001-of-00002.safetensors").exists()
+    assert (tmp_path / "out/incomplete-checkpoint-2/model-00001-of-00002.safetensors").exists()
+
+
+def test_a_run_killed_while_it_saves_its_result_saves_it_without_another_step(train_here, tmp_path, monkeypatch):
+    """HF trains one more step than `max_steps` where a run resumes from its last one within an epoch."""
+    data = colour_pairs(tmp_path / "data", 8)
+    keys = {"max_steps": 3, "save_steps": 1, "lr_scheduler_type": "constant"}
+    train_here(data, "whole", **keys)
+    train_here(data, **keys)
+    (tmp_path / "out/final/COMPLETE.json").unlink()
+    result = train_here(data, **keys, resume_from_checkpoint="auto")
+    assert_equal_weights(tmp_path / "whole/final", result.model_dir)
+    assert (tmp_path / "out/incomplete-final").exists()
+    assert logged(tmp_path / "out/checkpoint-3", "loss") == logged(tmp_path / "whole/checkpoint-3", "loss")
 
 
 @pytest.mark.parametrize(
@@ -385,15 +398,6 @@ def test_a_checkpoint_that_is_written_again_counts_only_when_whole(two_checkpoin
         train_here(data, max_steps=4, save_steps=2, resume_from_checkpoint=out / "checkpoint-2")
     assert (out / "checkpoint-4/model.safetensors").exists()
     assert not (out / "checkpoint-4/COMPLETE.json").exists()
-
-
-def test_a_file_system_without_locks_is_named(train_here, tmp_path, monkeypatch):
-    def acquire(*args, **kwargs):
-        raise NotImplementedError("FileSystem does not appear to support flock; use SoftFileLock instead")
-
-    monkeypatch.setattr(FileLock, "acquire", acquire)
-    with pytest.raises(ConfigError, match=r"\.training\.lock cannot be written \(its file system has no locks\)"):
-        train_here(tmp_path / "absent.jsonl")
 
 
 def test_older_checkpoints_go_only_when_the_new_one_is_whole(train_here, tmp_path, monkeypatch):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.evaluation import keeping
-from vlmrm.evaluation.keeping import delete, keep_best, plan
-from vlmrm.modeling import find_checkpoints, write_complete
+from vlmrm.evaluation.keeping import keep_best, plan
+from vlmrm.modeling import find_checkpoints, manifest, write_complete
+from vlmrm.modeling.manifest import delete_checkpoint
 
 
 def checkpoint(folder: Path, size: int = 100, base: Path | None = None) -> Path:
@@ -123,14 +123,14 @@ def test_a_kill_leaves_no_half_of_a_checkpoint_under_its_name(run, monkeypatch):
         (Path(folder) / "model.safetensors").unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(keeping.shutil, "rmtree", killed)
+    monkeypatch.setattr(manifest.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        delete(run / "checkpoint-1")
+        delete_checkpoint(run / "checkpoint-1")
     assert [folder.name for folder in find_checkpoints(run)] == ["checkpoint-2", "checkpoint-3"]
     assert not list(run.glob(".*/COMPLETE.json"))
-    monkeypatch.setattr(keeping.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(manifest.shutil, "rmtree", rmtree)
     checkpoint(run / "checkpoint-1")  # trained again
-    delete(run / "checkpoint-1")
+    delete_checkpoint(run / "checkpoint-1")
     assert left(run) == ["checkpoint-2", "checkpoint-3", "final"]
 
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_deleted_is_said(run, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(keeping.os, "rename", refuse)
+    monkeypatch.setattr(manifest.os, "rename", refuse)
     with pytest.raises(CheckpointError, match=r"checkpoint-1 could not be deleted .*Permission denied"):
-        delete(run / "checkpoint-1")
+        delete_checkpoint(run / "checkpoint-1")
     assert (run / "checkpoint-1" / "COMPLETE.json").exists()

@@ -1,4 +1,4 @@
-"""Flash attention is used where it can run, and asking for it elsewhere is an error that says what to do."""
+"""The attention that a configuration names is used where it can run; elsewhere the next is, and one line says so."""
 
 from __future__ import annotations
 
@@ -13,31 +13,43 @@ from vlmrm.modeling import attention, resolve_attention
 
 @pytest.fixture
 def machine(monkeypatch):
-    def has(gpu: bool, flash: bool) -> None:
+    def has(gpu: bool = True, two: bool = False, three: bool = False) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-        monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: flash)
+        monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: two)
+        monkeypatch.setattr(attention, "is_flash_attn_3_available", lambda: three)
 
+    attention._warn_once.cache_clear()
     return has
 
 
+TWO, THREE = "flash_attention_2", "flash_attention_3"
+
+
 @pytest.mark.parametrize(
-    ("gpu", "flash", "message"), [(False, False, "no CUDA GPU"), (True, False, r"pip install -e '\.\[flash\]'")]
+    ("machine_has", "name", "kernel", "line"),
+    [
+        ({"gpu": False}, "auto", "sdpa", "sdpa, because there is no CUDA GPU"),
+        ({"gpu": False}, TWO, "sdpa", "sdpa instead of flash_attention_2, because there is no CUDA GPU"),
+        ({"gpu": False}, THREE, "sdpa", "sdpa instead of flash_attention_3, because there is no CUDA GPU"),
+        ({}, "auto", "sdpa", "sdpa, because flash-attn is not installed: pip install -e '.[flash]'"),
+        ({}, TWO, "sdpa", "sdpa instead of flash_attention_2, because flash-attn is not installed: pip install"),
+        ({"two": True}, THREE, TWO, "flash_attention_2 instead of flash_attention_3, because flash-attn-3 is not"),
+        ({"three": True}, TWO, "sdpa", "sdpa instead of flash_attention_2, because flash-attn is not installed"),
+        ({"two": True}, "auto", TWO, None),
+        ({"two": True}, TWO, TWO, None),
+        ({"two": True, "three": True}, "auto", THREE, None),
+        ({"two": True, "three": True}, TWO, TWO, None),
+        ({"three": True}, THREE, THREE, None),
+        ({"two": True, "three": True}, "sdpa", "sdpa", None),
+    ],
 )
-def test_asking_for_flash_where_it_cannot_run(machine, caplog, gpu, flash, message):
-    machine(gpu, flash)
-    attention._warn_once.cache_clear()
-    with pytest.raises(ConfigError, match=message):
-        resolve_attention("flash_attention_2")
+def test_a_name_is_the_kernel_or_the_next_that_is_here(machine, caplog, machine_has, name, kernel, line):
+    machine(**machine_has)
     with caplog.at_level(logging.WARNING, "vlmrm"):
-        assert resolve_attention("auto") == resolve_attention("auto") == "sdpa"
-    assert len(caplog.records) == 1
-    assert resolve_attention("sdpa") == "sdpa"
-
-
-def test_flash_where_it_can_run(machine):
-    machine(gpu=True, flash=True)
-    assert resolve_attention("auto") == resolve_attention("flash_attention_2") == "flash_attention_2"
-    assert resolve_attention("sdpa") == "sdpa"
+        assert resolve_attention(name) == resolve_attention(name) == kernel
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (line is not None), "one line a process"
+    assert all(text.startswith(f"attn_implementation: {line}") for text in lines)
 
 
 def test_an_unknown_kernel_is_refused():

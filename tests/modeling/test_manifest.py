@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import re
 import shutil
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from vlmrm.modeling import (
     find_checkpoints,
     load_checkpoint,
     load_for_training,
-    newest_complete,
     verify_complete,
     write_complete,
 )
@@ -66,19 +63,15 @@ def test_complete_lists_every_file_with_its_content(tmp_path):
         ),
     ],
 )
-def test_damage_is_named_and_passed_over(tmp_path, caplog, damage, message):
+def test_damage_is_named(tmp_path, damage, message):
     older, newest = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
-    assert newest_complete(tmp_path) == newest
     damage(newest)
     with pytest.raises(CheckpointError, match=message):
         verify_complete(newest)
-    with caplog.at_level(logging.WARNING, "vlmrm"):
-        assert newest_complete(tmp_path) == older
-    assert "skipping checkpoint-10" in caplog.text
-    assert re.search(message, caplog.text)
+    assert verify_complete(older)
 
 
-def test_a_file_that_cannot_be_read_is_named_and_its_checkpoint_passed_over(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_is_named_and_of_no_other_checkpoint(tmp_path, monkeypatch):
     older, newest = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
 
     def digest(path, *state, read=files._digest):
@@ -90,7 +83,7 @@ def test_a_file_that_cannot_be_read_is_named_and_its_checkpoint_passed_over(tmp_
     for look in (verify_complete, checkpoint_digest, weights_digest):
         with pytest.raises(CheckpointError, match=r"checkpoint-10/.* cannot be read \(Input/output error\): "):
             look(newest)
-    assert newest_complete(tmp_path) == older
+    assert verify_complete(older)
 
 
 def test_opening_a_model_reads_what_scores_depend_on_and_not_its_optimizer(tmp_path, monkeypatch):
@@ -126,9 +119,7 @@ def test_checkpoints_come_in_natural_order(tmp_path):
     assert [folder.name for folder in find_checkpoints(tmp_path, "checkpoint-?0")] == ["checkpoint-20"]
 
 
-def test_nothing_to_resume(tmp_path):
-    assert newest_complete(tmp_path) is None
-    assert newest_complete(tmp_path / "absent") is None
+def test_an_absent_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint folder"):
         verify_complete(tmp_path / "absent")
 

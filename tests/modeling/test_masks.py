@@ -38,6 +38,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from vlmrm.batching.shared import PackedLayout, grow
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import kernels, masks
+from vlmrm.modeling import varlen as varlen_kernels
 from vlmrm.modeling.attention import SHARED_PREFIX, shared_prefix
 from vlmrm.modeling.kernels import block_mask, dense, flex, kernel_for, varlen
 from vlmrm.modeling.masks import mask_rule
@@ -284,7 +285,7 @@ def test_the_kernel_follows_from_device_type_and_what_is_computed(caplog):
         ("cuda", half, equal, None, False, 0.0, "flex"),
     ]
     assert [kernel_for(*case) for *case, _ in table] == [kernel for *_, kernel in table]
-    kernels._log_once.cache_clear()
+    kernels.log_once.cache_clear()
     with caplog.at_level(logging.INFO, "vlmrm"):
         for _ in range(2):
             attend(row, window)
@@ -332,7 +333,7 @@ def bottom_right(query, key, value, cu_queries, cu_keys, max_queries, max_keys, 
 
 @pytest.mark.parametrize("name", ["causal", "window"])
 def test_the_arguments_of_the_variable_length_kernel_say_what_the_mask_says(name, monkeypatch):
-    monkeypatch.setattr(kernels, "varlen_attn", bottom_right)
+    monkeypatch.setattr(varlen_kernels, "varlen_attn", bottom_right)
     row = Row(BRANCHES, seed=0)
     output = varlen(*row.states, row.layout, 0.3, row.rule(name))
     torch.testing.assert_close(output, row.expected(name, gemma2_attention), rtol=1e-12, atol=1e-12)

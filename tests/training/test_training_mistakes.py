@@ -133,7 +133,6 @@ MISTAKES = [
     Mistake("both half precisions", "fp16", {"fp16": True, "bf16": True}),
     Mistake("float16 on a CPU", "fp16 needs a GPU", {"fp16": True}),
     Mistake("mistyped dtype", "dtype is 'float8'", {"dtype": "float8"}),
-    Mistake("flash attention on a CPU", "there is no CUDA GPU", {"attn_implementation": "flash_attention_2"}),
     Mistake("4 bits on a CPU", "load_in_4bit needs a CUDA GPU", {"use_peft": True, "load_in_4bit": True}),
     Mistake("4 bits without adapters", "set use_peft: true", {"load_in_4bit": True}),
     Mistake("unknown layer for LoRA", "names w_proj", {"use_peft": True, "lora_target_modules": "w_proj"}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 from PIL import Image as Pillow
@@ -15,18 +15,31 @@ from vlmrm.rendering import ProcessedMedia, Renderer
 BLANK_SIDE = 56  # pixels; processors enlarge it to what their models take
 
 
+class Grid(NamedTuple):
+    """Patches of an image or video: frames (pairs of them, where a patch has two), rows and columns."""
+
+    frames: int
+    rows: int
+    columns: int
+
+
 class DistinctMedia(TypedDict):
     """N distinct images, or N distinct videos, and their M occurrences in a batch.
 
     `tensors` are the processor's outputs, joined along their first dimension, of which medium i has `rows[name][i]`;
     it is `tokens[i]` placeholders in a conversation. `order` [M] is the index of each occurrence among the distinct
     media, in the order of the tokens. A plain dictionary, which trainers move to a device as they do others.
+
+    `grids` are the media's grids, if their processor gives them: numbers, which stay on the host. `places` are the
+    positions of all placeholders in a packed row, where the batch is one.
     """
 
     tensors: dict[str, torch.Tensor]
     rows: dict[str, list[int]]
     tokens: list[int]
     order: list[int]
+    grids: list[Grid]
+    places: NotRequired[torch.Tensor]
 
 
 Tensors = dict[str, torch.Tensor]
@@ -49,7 +62,13 @@ def distinct_media(media: Sequence[ProcessedMedia], placeholders: Collection[int
         },
         "tokens": [placeholders_in(medium, placeholders) for medium in distinct.values()],
         "order": [index_of[medium.key] for medium in media],
+        "grids": grids_of(tensors),
     }
+
+
+def grids_of(tensors: Tensors) -> list[Grid]:
+    """Return the grids among the processor's outputs, in the order of the media."""
+    return [Grid(*grid) for name, grids in tensors.items() if name.endswith("_grid_thw") for grid in grids.tolist()]
 
 
 def placeholders_in(medium: ProcessedMedia, placeholders: Collection[int]) -> int:
@@ -65,6 +84,7 @@ def select(media: DistinctMedia, indices: Sequence[int]) -> DistinctMedia:
         "rows": {name: [counts[index] for index in indices] for name, counts in media["rows"].items()},
         "tokens": [media["tokens"][index] for index in indices],
         "order": list(range(len(indices))),
+        "grids": [media["grids"][index] for index in indices if media["grids"]],
     }
 
 
@@ -82,6 +102,7 @@ def as_images(images: DistinctMedia, videos: DistinctMedia) -> DistinctMedia:
         "rows": {a: [*images["rows"][a], *videos["rows"][b]] for a, b in (pixels, grid)},
         "tokens": [*images["tokens"], *videos["tokens"]],
         "order": [],
+        "grids": [*images["grids"], *videos["grids"]],
     }
 
 

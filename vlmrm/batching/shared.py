@@ -311,7 +311,8 @@ class SharedBatcher:
     def of(cls, model: Any) -> SharedBatcher:
         """Return the batcher for a reward model."""
         backbone = type(model.model)
-        positions = RotaryPositions(backbone, model.config) if hasattr(backbone, "get_rope_index") else path_positions
+        own = hasattr(backbone, "get_rope_index") and not model.has_text_positions
+        positions = RotaryPositions(backbone, model.config) if own else path_positions
         return cls(positions, model.type_names, model.placeholders, model.family.images_see_all)
 
     def __call__(self, rendered: Sequence[Rendered]) -> dict[str, Any]:

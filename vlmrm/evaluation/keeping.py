@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from vlmrm.modeling.manifest import (
     BEST,
     COMPLETE,
     FINAL,
+    delete_checkpoint,
     find_checkpoints,
     is_finished,
     read_json_of,
@@ -214,25 +214,8 @@ def keep_best(evaluated: Sequence[Path], kept: Sequence[Path], *, yes: bool) -> 
             logger.info("Nothing was deleted")
             return
     for folder in planned.delete:
-        delete(folder)
+        delete_checkpoint(folder)
     logger.info("Deleted %s", total)
-
-
-def delete(folder: Path) -> None:
-    """Delete a checkpoint; if the process is killed meanwhile, its folder is complete or gone.
-
-    Raises:
-        CheckpointError: when the file system does not permit it.
-    """
-    doomed = folder.with_name(f".{folder.name}.deleted")
-    try:
-        if doomed.exists():
-            shutil.rmtree(doomed)  # left by a killed process
-        os.rename(folder, doomed)
-        (doomed / COMPLETE).unlink()
-        shutil.rmtree(doomed)
-    except OSError as error:
-        raise CheckpointError(f"{folder} could not be deleted ({error}): delete it by hand.") from error
 
 
 def _answer(question: str) -> str:

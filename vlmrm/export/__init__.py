@@ -24,6 +24,7 @@ from vlmrm.files import require_new_folder
 from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import batcher_for, sequence_limit
 from vlmrm.modeling.checkpoint import load_scoring_files
+from vlmrm.modeling.head import head_name
 from vlmrm.modeling.loading import load_checkpoint, open_adapter, write_full
 from vlmrm.modeling.manifest import is_adapter, verify_if_listed
 from vlmrm.modeling.reward_model import REWARD_MODELS
@@ -54,8 +55,8 @@ def export(
     reward, processor, info = _open(model, base_model_path)
     if reward.config.reward_head != "linear":
         raise CheckpointError(
-            f"{model} has an {reward.config.reward_head} head, and others take a linear one alone: serve it with "
-            "vlmrm, or train with head: linear."
+            f"the head of {model} is {head_name(reward.config.reward_head)}, and others take a linear one without a "
+            "bias alone: serve it with vlmrm, or train with head: linear."
         )
     if type(reward.config) not in REWARD_MODELS:
         raise CheckpointError(

@@ -6,20 +6,21 @@ Importing it registers the reward models with transformers' `AutoModelForSequenc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from vlmrm.modeling.adapters import lora_config
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.attention import batcher_for, resolve_attention, sequence_limit
 from vlmrm.modeling.checkpoint import load_for_training, load_processor
-from vlmrm.modeling.freezing import freeze, lora_config, quantization_config
+from vlmrm.modeling.freezing import freeze
 from vlmrm.modeling.manifest import (
     checkpoint_digest,
     find_checkpoints,
-    newest_complete,
     provenance,
     save_reward_files,
     template_hash,
     verify_complete,
     write_complete,
 )
+from vlmrm.modeling.quantization import quantization_config
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ __all__ = [
     "make_tiny",
     "make_tiny_reward_model",
     "merge",
-    "newest_complete",
     "provenance",
     "quantization_config",
     "resolve_attention",

@@ -15,8 +15,9 @@ class ComputeArguments:
     attn_implementation: str = field(
         default="auto",
         metadata={
-            "help": "`flash_attention_2`, `sdpa`, or `auto`: flash attention where it is installed, else sdpa.",
-            "choices": ["auto", "flash_attention_2", "sdpa"],
+            "help": "`flash_attention_3`, `flash_attention_2`, `sdpa` (PyTorch's own), or `auto`, the best that is "
+            "installed. One that is not here is replaced by the next, which the log says.",
+            "choices": ["auto", "flash_attention_3", "flash_attention_2", "sdpa"],
         },
     )
     batching: str = field(
@@ -78,10 +79,11 @@ class ModelArguments(ComputeArguments):
             "trained.",
         },
     )
-    head: str = field(
-        default="linear",
+    head: str | None = field(
+        default=None,
         metadata={
-            "help": "`linear`, or `mlp`: one hidden layer with SiLU before it.",
+            "help": "`linear`, or `mlp`: one hidden layer with SiLU before it. Default: a reward model's own, and "
+            "`linear` for a new one.",
             "choices": ["linear", "mlp"],
         },
     )
@@ -90,11 +92,16 @@ class ModelArguments(ComputeArguments):
         metadata={"help": "Do not train the vision tower, nor, unless `freeze_merger: false`, its merger."},
     )
     freeze_merger: bool | None = field(
-        default=None, metadata={"help": "Do not train the merger (projector). Default: as `freeze_vit`."}
+        default=None,
+        metadata={
+            "help": "Do not train the merger (projector). Default: as `freeze_vit`. Under `use_peft`, `false` trains "
+            "it in full beside the adapters."
+        },
     )
     freeze_llm: bool = field(default=False, metadata={"help": "Do not train the language model."})
     use_peft: bool = field(
-        default=False, metadata={"help": "Train LoRA adapters and the head instead of the weights."}
+        default=False,
+        metadata={"help": "Train LoRA adapters, of the language model alone by default, and the head instead of all."},
     )
     lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA matrices."})
     lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA matrices."})
@@ -102,7 +109,16 @@ class ModelArguments(ComputeArguments):
     lora_target_modules: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Names of linear layers, or routers, to adapt. Default: all linear layers of the language model."
+            "help": "Names of linear layers, or routers, of the language model to adapt. Default: all linear layers."
+        },
+    )
+    lora_vit: bool = field(
+        default=False, metadata={"help": "Adapt the linear layers of the vision tower too; its weights stay frozen."}
+    )
+    lora_merger: bool = field(
+        default=False,
+        metadata={
+            "help": "Adapt the linear layers of the merger too. `freeze_merger: false` trains it in full instead."
         },
     )
     lora_experts: bool = field(
@@ -115,15 +131,25 @@ class ModelArguments(ComputeArguments):
         self.dtype = parse_dtype(self.dtype, auto=True)
         if isinstance(self.lora_target_modules, str):
             self.lora_target_modules = [self.lora_target_modules]
-        if self.vision_cache_dir and not (self.use_peft or (self.freeze_vit and self.freeze_merger is not False)):
+        if self.vision_cache_dir and self.trains_vision:
             raise ConfigError(
                 "vision_cache_dir: the features of a trained vision tower or merger change with every step: set "
-                "freeze_vit: true without freeze_merger: false, or remove vision_cache_dir."
+                "freeze_vit: true without freeze_merger: false, under use_peft: true remove lora_vit, lora_merger and "
+                "freeze_merger: false, or remove vision_cache_dir."
             )
-        if self.use_peft and self.freeze_merger is False:
-            raise ConfigError(
-                "freeze_merger: false trains nothing under use_peft: true, which adds adapters: remove it."
-            )
+        clashes = {
+            ("lora_vit", "freeze_vit: true"): self.lora_vit and self.freeze_vit,
+            ("lora_merger", "freeze_vit: true"): self.lora_merger and self.freeze_vit,
+            ("lora_merger", "freeze_merger: true"): self.lora_merger and self.freeze_merger,
+            ("lora_merger", "freeze_merger: false, which trains it in full"): (
+                self.lora_merger and self.freeze_merger is False
+            ),
+            ("lora_target_modules", "freeze_llm: true"): self.lora_target_modules and self.freeze_llm,
+            ("lora_experts", "freeze_llm: true"): self.lora_experts and self.freeze_llm,
+        }
+        for (key, frozen), clash in clashes.items():
+            if clash:
+                raise ConfigError(f"{key} contradicts {frozen}: remove one of the two.")
         if self.load_in_4bit and not self.use_peft:
             raise ConfigError("load_in_4bit trains nothing by itself: set use_peft: true as well.")
         if self.lora_r < 1 or self.lora_alpha < 1:
@@ -132,3 +158,10 @@ class ModelArguments(ComputeArguments):
             raise ConfigError(f"lora_dropout is {self.lora_dropout}: it is a share, at least 0 and below 1.")
         if self.lora_experts and self.lora_dropout:
             raise ConfigError("lora_dropout cannot be applied to experts: remove it, or lora_experts.")
+
+    @property
+    def trains_vision(self) -> bool:
+        """Whether the features of images change while training: by weights or adapters of the tower or the merger."""
+        if self.use_peft:
+            return self.lora_vit or self.lora_merger or self.freeze_merger is False
+        return not self.freeze_vit or self.freeze_merger is False

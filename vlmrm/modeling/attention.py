@@ -11,16 +11,15 @@ import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from vlmrm.batching import PaddedBatcher, SharedBatcher
 from vlmrm.batching.shared import PackedLayout, RotaryPositions
@@ -31,42 +30,45 @@ from vlmrm.modeling.kernels import attend
 from vlmrm.modeling.masks import REFERENCE, MaskRule, mask_rule
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.state import fork_states, unknown_state_layers
+from vlmrm.modeling.varlen import FLASH, TORCH, check_kernel
 
 logger = logging.getLogger("vlmrm")
 
 relies_on(PreTrainedConfig, "_attn_implementation")
 relies_on(sdpa_mask, *inspect.signature(mask_rule).parameters.keys() - {"keywords"})  # the interface of masks
 
-ATTENTION = ("auto", "flash_attention_2", "sdpa")
+ATTENTION = ("auto", *FLASH, "sdpa")
 BATCHINGS = ("shared", "reference")
 # Not "flash...": transformers takes any name with that word in it for FlashAttention, also in the vision tower.
 SHARED_PREFIX = "shared_prefix"
+# By the kernel under it, for half precision on CUDA.
+SHARED = {TORCH: SHARED_PREFIX, **{kernel: f"{SHARED_PREFIX}_{kernel[-1]}" for kernel in FLASH}}
 
 # Keywords without effect here: positions are in the queries and keys already, no key is kept for later, and outputs
 # beside the hidden states are for the layers around.
 WITHOUT_EFFECT = ("position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits")
-KERNEL_KEYWORDS = ("scale", "window_size", "enable_gqa")
 
 
 def resolve_attention(name: str) -> str:
-    """Return the kernel for `name`: `auto` is flash attention where it can run, else PyTorch's `sdpa`.
+    """Return what `name` means here: FlashAttention 3 or 2 where it is installed, else PyTorch's `sdpa`.
+
+    A kernel that is not here is replaced by the next that is, which one line a process says; `auto` is the best.
 
     Raises:
-        ConfigError: when flash attention is requested by name and cannot run here, or the name is unknown.
+        ConfigError: when the name is unknown.
     """
     if name not in ATTENTION:
         raise ConfigError(f"attn_implementation is {name!r}: choose one of {', '.join(ATTENTION)}.")
     if name == "sdpa":
         return "sdpa"
-    missing = _missing_for_flash()
-    if missing is None:
-        return "flash_attention_2"
-    if name == "flash_attention_2":
-        raise ConfigError(
-            f"attn_implementation is flash_attention_2, but {missing}, or write attn_implementation: auto."
-        )
-    _warn_once(f"attn_implementation: sdpa, because {missing}")
-    return "sdpa"
+    kernels = list(FLASH)[0 if name == "auto" else list(FLASH).index(name) :]
+    missing = {kernel: reason for kernel in kernels if (reason := _missing_for(kernel)) is not None}
+    kernel = next((kernel for kernel in kernels if kernel not in missing), "sdpa")
+    if name == "auto" and kernel == "sdpa":
+        _warn_once(f"attn_implementation: sdpa, because {missing['flash_attention_2']}")
+    elif name in missing:
+        _warn_once(f"attn_implementation: {kernel} instead of {name}, because {missing[name]}")
+    return kernel
 
 
 @cache  # each model of a process resolves its attention
@@ -74,12 +76,13 @@ def _warn_once(line: str) -> None:
     logger.warning(line)
 
 
-def _missing_for_flash() -> str | None:
+def _missing_for(kernel: str) -> str | None:
+    """Return what FlashAttention lacks here; None where it can run."""
     if not torch.cuda.is_available():
-        return "there is no CUDA GPU: run on one"
-    if not is_flash_attn_2_available():
-        return f"flash-attn is not installed: {install_command('flash')}"
-    return None
+        return "there is no CUDA GPU"
+    if kernel == "flash_attention_3":
+        return None if is_flash_attn_3_available() else "flash-attn-3 is not installed"
+    return None if is_flash_attn_2_available() else f"flash-attn is not installed: {install_command('flash')}"
 
 
 def attention_of(model: PreTrainedModel) -> str:
@@ -146,7 +149,8 @@ def share(model: RewardModel) -> SharedBatcher:
         ConfigError: when this torch lacks a feature that shared attention needs.
     """
     check_kernel()
-    use_attention(model, SHARED_PREFIX)
+    if (attention := attention_of(model)) not in SHARED.values():
+        use_attention(model, SHARED.get(attention, SHARED_PREFIX))
     fork_states(model)
     prune_last_layer(model.language_model)
     return SharedBatcher.of(model)
@@ -168,20 +172,6 @@ def not_shared(model: RewardModel) -> str | None:
     return None
 
 
-def check_kernel() -> None:
-    """Refuse a torch whose variable-length attention lacks a keyword that `varlen` passes.
-
-    Raises:
-        ConfigError: naming the missing keywords.
-    """
-    parameters = inspect.signature(varlen_attn).parameters
-    if missing := [name for name in KERNEL_KEYWORDS if name not in parameters]:
-        raise ConfigError(
-            f"batching: shared needs torch 2.12 or newer, and varlen_attn of torch {torch.__version__} does not know "
-            f"{', '.join(missing)}: install a newer torch, or write batching: reference."
-        )
-
-
 def shared_prefix(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -196,12 +186,14 @@ def shared_prefix(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    flash: str = TORCH,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend over a packed row: query[1, H, T, D], key[1, KV, T, D], value[1, KV, T, V] → [1, T, H, V].
 
     `attention_mask` is the rule that the family's mask became; without one it is causal. `softcap` bounds scores by
     `softcap * tanh(score / softcap)`; `s_aux` [H] are attention sinks, further scores of each softmax without a value.
+    `flash` is the variable-length kernel for half precision on CUDA.
     The kernel follows from the device, the type and what there is to compute.
 
     Raises:
@@ -225,10 +217,8 @@ def shared_prefix(
     if refused:
         raise _refusal(refused, module)
     query = _temperature_along_path(module, query, layout)
-    output = attend(
-        module, query, key, value, layout, rule, scaling=scaling, dropout=dropout, softcap=softcap, sinks=s_aux
-    )
-    return output, None
+    numbers: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
+    return attend(module, query, key, value, layout, rule, flash=flash, **numbers), None
 
 
 def _refusal(refused: Sequence[str], module: nn.Module) -> ConfigError:
@@ -251,8 +241,9 @@ def _temperature_along_path(module: Any, query: torch.Tensor, layout: PackedLayo
     return query * torch.as_tensor(ratio).to(query)[:, None]
 
 
-AttentionInterface.register(SHARED_PREFIX, shared_prefix)
-AttentionMaskInterface.register(SHARED_PREFIX, mask_rule)
+for _kernel, _name in SHARED.items():
+    AttentionInterface.register(_name, partial(shared_prefix, flash=_kernel))
+    AttentionMaskInterface.register(_name, mask_rule)
 
 
 def prune_last_layer(language_model: Any) -> None:

@@ -7,21 +7,21 @@ template other than the one a reward model was trained with.
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError  # a configuration that contradicts itself
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import logging as transformers_logging
 
 from vlmrm.errors import CheckpointError, ConfigError, first_line
 from vlmrm.libraries import relies_on
 from vlmrm.modeling.attention import resolve_attention
+from vlmrm.modeling.head import HEADS, head_name
 from vlmrm.modeling.manifest import (
     BEST,
     FINAL,
@@ -33,7 +33,8 @@ from vlmrm.modeling.manifest import (
     template_hash,
     verify_if_listed,
 )
-from vlmrm.modeling.reward_model import HEADS, RewardModel, reward_model_class
+from vlmrm.modeling.published_layouts import HEAD_WEIGHTS
+from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 logger = logging.getLogger("vlmrm")
 
@@ -41,14 +42,12 @@ relies_on(PreTrainedModel, "_supports_sdpa")
 
 # Files in which LLaMA-Factory puts a trained head, beside weights that do not mention it.
 HEAD_FILES = ("value_head.safetensors", "value_head.bin")
-# Weights of other trainers' heads (v_head.summary.bias, rm_head.0.weight, classifier.weight), and biases of `score`.
-HEAD_WEIGHTS = re.compile(r"(^|\.)((?!lm_head)\w+_head|score\w*|classifier|regression\w*)\.")
 
 
 def load_for_training(
     path: str | Path,
     *,
-    head: str = "linear",
+    head: str | Mapping[str, Any] | None = None,
     dtype: str | torch.dtype = "auto",
     attn_implementation: str = "auto",
     revision: str | None = None,
@@ -59,28 +58,29 @@ def load_for_training(
 ) -> RewardModel:
     """Load a vision-language checkpoint with a new head made from `seed`, or a reward model with its trained head.
 
-    `dtype` is a torch type, its name, or `auto` for the stored one; the head is float32 in any case. `check_files`
-    hashes the files that `COMPLETE.json` lists.
+    `head` is `linear`, `mlp`, or as a reward model's configuration describes it; by default a reward model's own, and
+    linear for a new one. `dtype` is a torch type, its name, or `auto` for the stored one; the head is float32 in
+    any case. `check_files` hashes the files that `COMPLETE.json` lists.
 
     Raises:
         CheckpointError: when the checkpoint cannot be read, has another head, or other weights than it should.
         ConfigError: when there is no such `head`, or `attn_implementation` cannot run here.
     """
-    if head not in HEADS:
+    if isinstance(head, str) and head not in HEADS:
         raise ConfigError(f"head is {head!r}: choose one of {', '.join(HEADS)}.")
     verify_if_listed(path, check_files)
     if is_adapter(path, revision):
         raise CheckpointError(f"{path} is an adapter: make a full checkpoint of it first, with `vlmrm merge`.")
     config = read_config(path, revision, trust_remote_code)
     has_head = _is_reward_model(config)
-    if has_head and _head_of(config) != head:
+    if has_head and head is not None and _head_of(config) != head:
+        kept = _head_of(config) if _head_of(config) in HEADS else "null"
         raise CheckpointError(
-            f"{path} is a reward model with a {_head_of(config)} head: set head: {_head_of(config)}, or start from "
-            "its base model."
+            f"{path} is a reward model with a {head_name(_head_of(config))} head: set head: {kept}, or start from its "
+            "base model."
         )
-    if not has_head:
-        refuse_separate_head(path, revision)
-    config.reward_head = head
+    refuse_separate_head(path, revision)
+    config.reward_head = head or (_head_of(config) if has_head else "linear")
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         # New weights are initialised while loading: seeding any later would leave the head to chance.
@@ -108,6 +108,11 @@ def load_reward_model(
     config = read_config(path, None, trust_remote_code)
     if not _is_reward_model(config):
         refuse_separate_head(path)
+        if stored := _head_among_weights(path):
+            raise CheckpointError(
+                f"{path} has a trained head of another trainer's layout ({stored}): make it one of ours by "
+                f"`{import_command(path)}`."
+            )
         architecture = next(iter(config.architectures or []), config.model_type)
         raise CheckpointError(f"{path} is a {architecture} and has no reward head: train it first, with train_rm.py.")
     return _load(
@@ -176,9 +181,31 @@ def refuse_separate_head(path: str | Path, revision: str | None = None) -> None:
         names = [name for name in HEAD_FILES if find_file(path, name, revision) is not None]
     if names:
         raise CheckpointError(
-            f"{path} has a trained head in {names[0]}, a layout that cannot be opened here: score it with the library "
-            "that trained it, or train a new head from a copy of the folder without that file."
+            f"{path} has a trained head in {names[0]}, which is another trainer's layout: make it one of ours by "
+            f"`{import_command(path)}`."
         )
+
+
+def import_command(path: str | Path) -> str:
+    """Return the command that makes a checkpoint of ours of another trainer's."""
+    return f"vlmrm import {path} --output DIR"
+
+
+def _head_among_weights(path: str | Path) -> str | None:
+    """Return a head's weight that a checkpoint stores among the others, by the headers of its files."""
+    index = read_json_of(path, "model.safetensors.index.json")
+    if index is not None:
+        names = list(index.get("weight_map", {}))
+    else:
+        file = find_file(path, "model.safetensors")
+        if file is None:
+            return None
+        try:
+            with safe_open(file, framework="pt") as stored:
+                names = list(stored.keys())
+        except (OSError, SafetensorError):
+            return None  # opening the checkpoint says what is wrong
+    return next(filter(HEAD_WEIGHTS.search, names), None)
 
 
 def _has_processor(path: str | Path, revision: str | None = None) -> bool:
@@ -228,8 +255,8 @@ def _check_weights(path: str | Path, model: RewardModel, report: dict[str, Any],
     # transformers would drop an unknown head and make a random one in its place, with a line in the log.
     if other_heads := {key for key in report["unexpected_keys"] if HEAD_WEIGHTS.search(key)}:
         raise CheckpointError(
-            f"{path} has a trained head of another layout ({_some(other_heads)}), which cannot be opened here: score "
-            "it with the library that trained it, or start from its base model."
+            f"{path} has a trained head of another trainer's layout ({_some(other_heads)}): make it one of ours by "
+            f"`{import_command(path)}`."
         )
     if new_head and missing >= heads:
         missing -= heads
@@ -284,7 +311,7 @@ def _is_reward_model(config: PreTrainedConfig) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or [])
 
 
-def _head_of(config: PreTrainedConfig) -> str:
+def _head_of(config: PreTrainedConfig) -> Any:
     return getattr(config, "reward_head", "linear")
 
 

@@ -35,6 +35,11 @@ class Family:
         positions_of_batch: whether its `get_rope_index` is wrong for several conversations at once, which then get
             positions of their own.
         kinds_apart: whether a batch may have images or videos, and not both.
+        host_layout: whether its tower takes what it derives from the sizes of images as keywords, by the names of
+            Qwen's towers (`vlmrm.modeling.vision_layout`).
+        grids_on_device: whether such a tower also reads the sizes on the device of the patches.
+        in_place: whether features take the places of placeholders and do nothing else, so that the language model can
+            be given them there.
         videos_as_images: whether one pass of the tower takes images and videos, both patches with a grid.
         trains_all: whether a batch with an image gives every weight a gradient, so that DDP need not search for those
             without.
@@ -54,6 +59,9 @@ class Family:
     images_see_all: bool = False
     positions_of_batch: bool = False
     kinds_apart: bool = False
+    host_layout: bool = False
+    grids_on_device: bool = False
+    in_place: bool = False
     videos_as_images: bool = False
     trains_all: bool = False
     padded: str | None = None
@@ -69,7 +77,7 @@ FAMILIES = (
     Family("Aya Vision", ["aya_vision"]),
     Family("Chameleon", ["chameleon"], towers=["vqmodel"], mergers=[], padded=BY_WORDS),
     Family("Command A Vision", ["cohere2_vision"]),
-    Family("Cohere Compass", ["cohere_compass"]),
+    Family("Cohere Compass", ["cohere_compass"], host_layout=True),
     Family("Cosmos 3 Edge", ["cosmos3_edge"], mergers=["projector"]),
     Family("Cosmos 3 Omni", ["cosmos3_omni"]),
     Family("DeepSeek-OCR 2", ["deepseek_ocr2"]),
@@ -82,16 +90,23 @@ FAMILIES = (
     ),
     Family("Dots 3 Note", ["dots3_note"], mergers=["vision_tower.merger"], padded=BY_INDEX),
     Family("ERNIE 4.5 VL", ["ernie4_5_vl_moe"], mergers=["resampler_model"]),
-    Family("EXAONE 4.5", ["exaone4_5"]),
+    Family("EXAONE 4.5", ["exaone4_5"], host_layout=True),
     Family("FastVLM", ["fast_vlm"]),
     Family("Gemma 3", ["gemma3"]),
     Family("Gemma 3n", ["gemma3n"], mergers=["embed_vision"]),
     Family("Gemma 4", ["gemma4"], mergers=["embed_vision"]),
     Family("Gemma 4 Unified", ["gemma4_unified"], towers=["embed_vision"], mergers=[]),
-    Family("GLM-4.1V, 4.6V, GLM-GA", ["glm4v", "glm46v", "glmga"], kinds_apart=True),
-    Family("GLM-4.5V", ["glm4v_moe"], kinds_apart=True),
+    Family(
+        "GLM-4.1V, 4.6V, GLM-GA",
+        ["glm4v", "glm46v", "glmga"],
+        kinds_apart=True,
+        host_layout=True,
+        grids_on_device=True,
+        in_place=True,
+    ),
+    Family("GLM-4.5V", ["glm4v_moe"], kinds_apart=True, host_layout=True, grids_on_device=True, in_place=True),
     Family("GLM-5 Next", ["glm5_next"], padded=BY_INDEX),
-    Family("GLM-OCR", ["glm_ocr"], kinds_apart=True),
+    Family("GLM-OCR", ["glm_ocr"], kinds_apart=True, host_layout=True, in_place=True),
     Family("GOT-OCR 2", ["got_ocr2"]),
     Family("Granite Docling", ["granite_docling"], mergers=["vision_model.connector"], constants=["router_logits"]),
     Family(
@@ -144,14 +159,30 @@ FAMILIES = (
     Family("PaddleOCR-VL", ["paddleocr_vl"], mergers=["projector"]),
     Family("Perception LM", ["perception_lm"]),
     Family("Qianfan-OCR", ["qianfan_ocr"]),
-    Family("Qwen2-VL", ["qwen2_vl"], trains_all=True, videos_as_images=True),
-    Family("Qwen2.5-VL, MiMo-VL", ["qwen2_5_vl"], trains_all=True, videos_as_images=True),
-    Family("Qwen2.5-Omni, its thinker", ["qwen2_5_omni_thinker"]),
-    Family("Qwen3-VL", ["qwen3_vl"], trains_all=True, videos_as_images=True),
-    Family("Qwen3-VL, mixtures of experts", ["qwen3_vl_moe"], trains_all=True, videos_as_images=True),
-    Family("Qwen3-Omni, its thinker", ["qwen3_omni_moe_thinker"], mergers=["visual.merger", "visual.merger_list"]),
-    Family("Qwen3.5", ["qwen3_5"], trains_all=True, videos_as_images=True),
-    Family("Qwen3.5, mixtures of experts", ["qwen3_5_moe"], trains_all=True, videos_as_images=True),
+    Family("Qwen2-VL", ["qwen2_vl"], trains_all=True, videos_as_images=True, host_layout=True, in_place=True),
+    Family(
+        "Qwen2.5-VL, MiMo-VL", ["qwen2_5_vl"], trains_all=True, videos_as_images=True, host_layout=True, in_place=True
+    ),
+    Family("Qwen2.5-Omni, its thinker", ["qwen2_5_omni_thinker"], host_layout=True),
+    Family("Qwen3-VL", ["qwen3_vl"], trains_all=True, videos_as_images=True, host_layout=True),
+    Family(
+        "Qwen3-VL, mixtures of experts", ["qwen3_vl_moe"], trains_all=True, videos_as_images=True, host_layout=True
+    ),
+    Family(
+        "Qwen3-Omni, its thinker",
+        ["qwen3_omni_moe_thinker"],
+        mergers=["visual.merger", "visual.merger_list"],
+        host_layout=True,
+    ),
+    Family("Qwen3.5", ["qwen3_5"], trains_all=True, videos_as_images=True, host_layout=True, in_place=True),
+    Family(
+        "Qwen3.5, mixtures of experts",
+        ["qwen3_5_moe"],
+        trains_all=True,
+        videos_as_images=True,
+        host_layout=True,
+        in_place=True,
+    ),
     Family("Qwen4, experimental", ["qwen4_exp"], padded=BY_INDEX),
     Family("SmolVLM", ["smolvlm"]),
     Family("Step 3.7", ["step3p7"]),

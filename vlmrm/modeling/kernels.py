@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.flex_attention import flex_attention_forward
 
 from vlmrm.batching.shared import PackedLayout
 from vlmrm.modeling.masks import MaskedSpan, MaskRule, plain_spans
+from vlmrm.modeling.varlen import TORCH, attend_varlen
 
 logger = logging.getLogger("vlmrm")
 
@@ -35,17 +34,18 @@ def attend(
     dropout: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    flash: str = TORCH,
 ) -> torch.Tensor:
     """Attend over a packed row with the kernel of `kernel_for`: query[1, H, T, D] → [1, T, H, V].
 
     key is [1, KV, T, D], value [1, KV, T, V]. `softcap` bounds scores by `softcap * tanh(score / softcap)`; `sinks`
-    [H] are further scores of each softmax, without a value.
+    [H] are further scores of each softmax, without a value. `flash` is the kernel under `varlen`.
     """
     widths = query.shape[3], value.shape[3]
     kernel = kernel_for(value.device.type, value.dtype, widths, rule, softcap is None and sinks is None, dropout)
-    _log_once(kernel, f"{value.dtype} on {value.device.type}")
+    log_once("shared attention", flash if kernel == "varlen" else kernel, f"{value.dtype} on {value.device.type}")
     if kernel == "varlen":
-        return varlen(query, key, value, layout, scaling, rule)
+        return varlen(query, key, value, layout, scaling, rule, flash)
     if kernel == "flex":
         return flex(module, query, key, value, layout, rule, scaling, softcap, sinks)
     if kernel == "sdpa":
@@ -70,8 +70,9 @@ def kernel_for(
 
 
 @cache
-def _log_once(kernel: str, where: str) -> None:
-    logger.info("shared attention: %s for %s", kernel, where)
+def log_once(which: str, kernel: str, where: str) -> None:
+    """Say once which kernel runs, and for which types."""
+    logger.info("%s: %s for %s", which, kernel, where)
 
 
 def per_segment(
@@ -146,8 +147,9 @@ def varlen(
     layout: PackedLayout,
     scaling: float | None,
     rule: MaskRule | None = None,
+    flash: str = TORCH,
 ) -> torch.Tensor:
-    """Call torch's variable-length attention once for all spans, over the keys gathered for each.
+    """Call a variable-length kernel once for all spans, over the keys gathered for each.
 
     For CUDA in half precision. Its causal mask is aligned to the bottom right, as a segment after its path needs; a
     window counts back from there along the path.
@@ -155,8 +157,8 @@ def varlen(
     gathered = layout.gathered(query.device)
     # Under autocast the rotary embedding promotes queries and keys to float32, which the kernel does not take.
     queries, keys, values = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
-    window = None if rule is None else rule.window
-    output: Any = varlen_attn(
+    output = attend_varlen(
+        flash,
         queries.contiguous(),
         keys.index_select(0, gathered.keys),
         values.index_select(0, gathered.keys),
@@ -164,9 +166,9 @@ def varlen(
         gathered.cu_keys,
         gathered.max_queries,
         gathered.max_keys,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=key.shape[1] != query.shape[1],
+        scaling=scaling,
+        causal=True,
+        window=None if rule is None else rule.window,
     )
     return output.unsqueeze(0)
 

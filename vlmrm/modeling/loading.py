@@ -16,8 +16,14 @@ from transformers import ProcessorMixin
 from vlmrm.errors import CheckpointError, first_line
 from vlmrm.files import require_new_folder
 from vlmrm.libraries import parse_device
-from vlmrm.modeling.checkpoint import load_for_training, load_reward_model, load_scoring_files, refuse_separate_head
-from vlmrm.modeling.freezing import keep_adapters_names
+from vlmrm.modeling.adapters import keep_adapters_names
+from vlmrm.modeling.checkpoint import (
+    import_command,
+    load_for_training,
+    load_reward_model,
+    load_scoring_files,
+    refuse_separate_head,
+)
 from vlmrm.modeling.manifest import (
     ADAPTER_CONFIG,
     WEIGHTS,
@@ -32,6 +38,7 @@ from vlmrm.modeling.manifest import (
     weights_digest,
     write_complete,
 )
+from vlmrm.modeling.published_layouts import HEAD_WEIGHTS
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.sight import prove_sight
 
@@ -188,10 +195,16 @@ def open_adapter(
         raise CheckpointError(f"the adapter {path} has no adapter_model.safetensors: save it again.")
     with safe_open(weights, framework="pt") as file:
         saved = set(file.keys())
+    refuse_separate_head(path)
     if f"{PEFT_PREFIX}score.weight" not in saved:
-        refuse_separate_head(path)
+        if other_head := next(filter(HEAD_WEIGHTS.search, sorted(saved)), None):
+            raise CheckpointError(
+                f"the adapter {path} has a trained head of another trainer's layout ({other_head}): make it one of "
+                f"ours by `{import_command(path)}`."
+            )
         raise CheckpointError(f"the adapter {path} has no reward head: train it with modules_to_save: [score].")
-    head = "mlp" if any(name.startswith(f"{PEFT_PREFIX}score_hidden.") for name in saved) else "linear"
+    hidden = any(name.startswith(f"{PEFT_PREFIX}score_hidden.") for name in saved)
+    head = info.get("head") or ("mlp" if hidden else "linear")
     model = load_for_training(base, head=head, revision=revision, check_files=check_files, **options)
     if check_files:
         _check_base(path, base, revision, info.get("base_digest"))

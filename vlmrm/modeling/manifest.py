@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable
 from functools import cache
@@ -35,6 +37,7 @@ REWARD_FILE = "reward_model.json"
 SCHEMA_VERSION = 1  # of reward_model.json
 # Folders of the trained model in output_dir: that of the last step, or with load_best_model_at_end the best one.
 FINAL, BEST = "final", "best"
+TRAINING_LOCK = ".training.lock"  # marks an output_dir, which the first process locks while it trains
 # Files that scores depend on: weights, head, configuration, processor and chat template; others are of the training.
 WEIGHTS = ".safetensors"
 SCORING_SUFFIXES = (WEIGHTS, ".json", ".jinja", ".txt", ".model")
@@ -194,16 +197,21 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def newest_complete(output_dir: str | Path) -> Path | None:
-    """Return the checkpoint with the most steps that verifies; log a warning for each broken one."""
-    for folder in reversed(find_checkpoints(output_dir)):
-        try:
-            verify_complete(folder)
-        except CheckpointError as error:
-            logger.warning("skipping %s: %s", folder.name, error)
-        else:
-            return folder
-    return None
+def delete_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint; if the process is killed meanwhile, its folder is as it was or gone.
+
+    Raises:
+        CheckpointError: when the file system does not permit it.
+    """
+    doomed = folder.with_name(f".{folder.name}.deleted")
+    try:
+        if doomed.exists():
+            shutil.rmtree(doomed)  # left by a killed process
+        os.rename(folder, doomed)
+        (doomed / COMPLETE).unlink(missing_ok=True)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be deleted ({error}): delete it by hand.") from error
 
 
 def is_finished(output_dir: str | Path) -> bool:
@@ -215,7 +223,7 @@ def save_reward_files(
     folder: str | Path,
     *,
     processor: ProcessorMixin,
-    head: str,
+    head: str | dict[str, Any],
     min_pixels: int | None,
     max_pixels: int | None,
     provenance: dict[str, Any],
@@ -229,7 +237,7 @@ def save_reward_files(
     """Write the processor and `reward_model.json` beside weights that are already in `folder`.
 
     Args:
-        head: `linear` or `mlp`.
+        head: `config.reward_head` of the model.
         min_pixels, max_pixels: limits on the area of images; None for the processor's own.
         provenance: the result of `provenance`.
         reward_mean, reward_std: of `reward_count` raw scores on the data with the fingerprint `reward_data`.

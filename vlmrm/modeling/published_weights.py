@@ -91,8 +91,8 @@ def _with_names(content: Any, source: str) -> dict[str, Any]:
     return dict(content)
 
 
-def plain_weights(path: Path, content: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights in a torch file's dictionary as float32, without batch counters.
+def plain_weights(path: Path, content: Mapping[str, Any], keep_type: bool = False) -> dict[str, Tensor]:
+    """Return the weights in a torch file's dictionary, without batch counters, as float32 unless `keep_type`.
 
     Raises:
         CheckpointError: when they have no names, are no floats, or claim more numbers than the file stores.
@@ -114,7 +114,12 @@ def plain_weights(path: Path, content: Mapping[str, Any]) -> dict[str, Tensor]:
             raise CheckpointError(f"{path}: {name} has {value.numel()} numbers and stores {stored}: copy it again.")
         if not value.is_floating_point():
             raise CheckpointError(f"{path}: {name} has numbers of {value.dtype}: weights are floats.")
-    return {name: value.float() for name, value in weights.items()}
+    return weights if keep_type else {name: value.float() for name, value in weights.items()}
+
+
+def lora_merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return W + scale · BA of a linear layer, computed in float32, in the type of W."""
+    return (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
 
 
 def resnet_weights(path: Path) -> dict[str, Tensor]:

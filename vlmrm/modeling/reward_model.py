@@ -38,16 +38,17 @@ from transformers.conversion_mapping import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from vlmrm.batching.media import DistinctMedia, Media, as_images, in_order
+from vlmrm.batching.media import DistinctMedia, Grid, Media, as_images, grids_of, in_order
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.modeling.experts import tokens_of_vision_experts, touch_vision_experts
 from vlmrm.modeling.families import BY_MODEL_TYPE, Family, existing_parts, family_of
 from vlmrm.modeling.features import EncoderOutput, Features, assemble, split
+from vlmrm.modeling.head import Float32Linear, Head
+from vlmrm.modeling.vision_attention import attend_by_segments
+from vlmrm.modeling.vision_layout import tower_keywords
 
 logger = logging.getLogger("vlmrm")
-
-HEADS = ("linear", "mlp")
 
 relies_on(
     PreTrainedModel,
@@ -56,27 +57,12 @@ relies_on(
 )
 
 
-class Float32Linear(nn.Linear):
-    """A linear layer that computes in float32, whatever the type of its input, its weights or autocast.
-
-    bfloat16 has less than three significant digits: two good answers would tie by rounding.
-    """
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True):
-        super().__init__(in_features, out_features, bias=bias, dtype=torch.float32)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(input.device.type, enabled=False):
-            # DeepSpeed and FSDP may have cast the weights to half precision.
-            bias = None if self.bias is None else self.bias.float()
-            return nn.functional.linear(input.float(), self.weight.float(), bias)
-
-
 class RewardModel(PreTrainedModel):
-    """Turns a `<Arch>PreTrainedModel` into an `<Arch>ForSequenceClassification` with one bias-free output, the score.
+    """Turns a `<Arch>PreTrainedModel` into an `<Arch>ForSequenceClassification` with one output, the score.
 
-    `model` is the backbone; `score` maps the hidden state of a conversation's last token to its score. With
-    `config.reward_head == "mlp"`, `score_hidden` (linear, SiLU) comes before it. Both stay in float32.
+    `model` is the backbone; `score` maps the hidden state of a conversation's last token to its score. The hidden
+    layers of `config.reward_head`, where it has some, are `score_hidden`, before it. Both stay in float32.
+    `config.reward_positions` is `text` for a model that was trained with images at the positions of text.
     """
 
     base_model_prefix = "model"
@@ -87,6 +73,8 @@ class RewardModel(PreTrainedModel):
     # A blank image. Run the tower in every batch, with or without images, so that all ranks gather and reduce the same
     # weights in the same order. Training sets it.
     touch_vision: Any = None
+    # Whether inputs of checkpointed layers must need gradients: the layers themselves are frozen.
+    _marks_inputs = False
     # Whether the loaded model has proved that it sees, and why it then could not share prefixes.
     proved = False
     padded_because: str | None = None
@@ -105,16 +93,20 @@ class RewardModel(PreTrainedModel):
         if self.family.language_head:
             self.model.set_submodule(self.family.language_head, nn.Identity())
         width = config.get_text_config().hidden_size
-        if config.reward_head == "mlp":
-            self.score_hidden = nn.Sequential(Float32Linear(width, width), nn.SiLU())
-        self.score = Float32Linear(width, 1, bias=False)
+        head = Head.of(config.reward_head, width)
+        if head.hidden:
+            self.score_hidden = head.hidden_layers(width)
+        self.score = Float32Linear([width, *head.hidden][-1], 1, bias=head.bias)
         touch_vision_experts(self)
+        attend_by_segments(self.model, existing_parts(self.model, self.family.towers))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         if module is self.score:
             # Scores start near zero, and so a pair's loss near ln 2.
             init.normal_(module.weight, mean=0.0, std=1 / (module.in_features + 1))
+            if module.bias is not None:
+                init.zeros_(module.bias)
         else:
             super()._init_weights(module)
 
@@ -155,6 +147,10 @@ class RewardModel(PreTrainedModel):
             ValueError: when a part of an image's inputs is missing, with which it would silently be misread.
             ConfigError: for images and videos in one batch of a family that does not take both.
         """
+        if self.has_text_positions and "position_ids" not in inputs:
+            mask = inputs.get("attention_mask")
+            mask = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+            inputs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
         both = len(media or ()) > 1 or {"pixel_values", "pixel_values_videos"} <= inputs.keys()
         if self.family.kinds_apart and both:
             raise ConfigError(
@@ -243,11 +239,25 @@ class RewardModel(PreTrainedModel):
             for name, tensor in tensors.items()
             if name in _parameters(encode)
         }
+        keywords = self._layout_keywords(inputs, media["grids"])
         differentiable = self.trains_vision() or any(tensor.requires_grad for tensor in inputs.values())
+        if self._marks_inputs and self.trains_tower():
+            # Reentrant checkpointing drops the gradients of layers none of whose inputs needs one.
+            pixels = {name: tensor for name, tensor in inputs.items() if tensor.is_floating_point()}
+            inputs |= {name: tensor.detach().requires_grad_() for name, tensor in pixels.items()}
         # Adapters of the language model leave the whole tower frozen: its activations need not be kept then.
         with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-            output = encode(**_as_annotated(encode, inputs), return_dict=True)
+            output = encode(**_as_annotated(encode, inputs), **keywords, return_dict=True)
         return split(output, media["tokens"], self.family.feature_field, self.family.constants)
+
+    def _layout_keywords(self, inputs: dict[str, torch.Tensor], grids: Sequence[Grid]) -> dict[str, Any]:
+        """Return the tower's keywords for images of these grids, and put those among its inputs on the host."""
+        [name] = [name for name in inputs if name.endswith("_grid_thw")] or [None]
+        if name is None or not self.family.host_layout:
+            return {}
+        if not self.family.grids_on_device:
+            inputs[name] = torch.tensor(grids)
+        return tower_keywords(self.vision_modules()[0], grids, self.device)
 
     def _media_of(self, inputs: dict[str, Any]) -> Media:
         """Take the media out of a processor's batch, for a family whose grids say which patches are whose."""
@@ -272,6 +282,7 @@ class RewardModel(PreTrainedModel):
                     "rows": {f"pixel_values{suffix}": patches.tolist(), f"{kind}_grid_thw": [1] * len(grid)},
                     "tokens": (patches // merge**2).tolist(),
                     "order": list(range(len(grid))),
+                    "grids": grids_of({f"{kind}_grid_thw": grid}),
                 }
         if not media:
             return media
@@ -289,6 +300,11 @@ class RewardModel(PreTrainedModel):
     def family(self) -> Family:
         """What is declared of the model's family."""
         return family_of(self.config)
+
+    @property
+    def has_text_positions(self) -> bool:
+        """Whether the tokens of images have the positions of text, in place of the family's own."""
+        return getattr(self.config, "reward_positions", None) == "text"
 
     @property
     def language_model(self) -> nn.Module:
@@ -321,8 +337,15 @@ class RewardModel(PreTrainedModel):
         modules = [*self.vision_modules(), nn.ParameterList(self.model.parameters(recurse=False))]
         cache.identify(modules, self.config)
 
+    def trains_tower(self) -> bool:
+        """Return whether anything of the vision tower itself is trained, such as its adapters."""
+        towers, mergers = (existing_parts(self.model, paths) for paths in (self.family.towers, self.family.mergers))
+        apart = {id(weight) for merger in mergers for weight in merger.parameters()}
+        weights = (weight for tower in towers for weight in tower.parameters() if id(weight) not in apart)
+        return any(weight.requires_grad for weight in weights)
+
     def trains_vision(self) -> bool:
-        """Return whether any weight of the tower or the merger, or a mark between images, is trained."""
+        """Return whether any weight or adapter of the tower or the merger, or a mark between images, is trained."""
         weights = [weight for module in self.vision_modules() for weight in module.parameters()]
         return any(weight.requires_grad for weight in (*weights, *self.model.parameters(recurse=False)))
 
@@ -341,9 +364,7 @@ class RewardModel(PreTrainedModel):
 
     def head(self, pooled: torch.Tensor) -> torch.Tensor:
         """Map `pooled[N, H]` to scores [N, 1] in float32."""
-        if self.config.reward_head == "mlp":
-            pooled = self.score_hidden(pooled)
-        return self.score(pooled)
+        return self.score(self.score_hidden(pooled) if hasattr(self, "score_hidden") else pooled)
 
     def use_vision_cache(self, directory: str | Path, gigabytes: float = 50.0) -> None:
         """Cache the features of images in `directory`; the vision tower and merger must be frozen.
@@ -365,10 +386,12 @@ class RewardModel(PreTrainedModel):
         self.vision_cache = VisionCache(directory, gigabytes)
 
     def enable_input_require_grads(self) -> None:
-        """Let gradients reach adapters behind frozen embeddings, as the library's method does, for text alone.
+        """Let gradients reach adapters behind frozen embeddings, as the library's method does, of text.
 
-        The library's also marks the image patches, and a frozen vision tower would keep its activations for nothing.
+        The library's also marks the image patches, and a frozen vision tower would keep its activations for nothing:
+        `run_tower` does so where adapters of the tower need it.
         """
+        self._marks_inputs = True
 
         def require_grad(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
             output.requires_grad_(True)

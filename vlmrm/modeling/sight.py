@@ -6,6 +6,7 @@ A blind model scores as smoothly as any: transformers 5.15 to 5.17 dropped the f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def prove_sight(
     inverted = ImageOps.invert(gradient.transpose(Pillow.Transpose.TRANSPOSE))
     renderer = Renderer(processor)
     try:
-        pairs = [[renderer.render(_about(image, answer)) for answer in ANSWERS] for image in (gradient, inverted)]
+        pairs = [[_rendered(renderer, image, answer) for answer in ANSWERS] for image in (gradient, inverted)]
     except RowError as error:
         raise CheckpointError(f"{name} cannot be shown an image: {error}; see its processor.") from error
     run = run or (lambda inputs: model(**to_device(inputs, model.device)))
@@ -126,8 +127,19 @@ def _fault_of_sharing(
     return None
 
 
-def _about(image: Pillow.Image, answer: str) -> Conversation:
-    return Conversation((Message.of("user", Image(image), "What is this?"), Message.of("assistant", answer)))
+def _rendered(renderer: Renderer, image: Pillow.Image, text: str) -> Rendered:
+    """Return an answer to a question about an image, or the image as the answer to a text where that is all it takes.
+
+    Raises:
+        RowError: the first of both reasons.
+    """
+    about = Message.of("user", Image(image), "What is this?"), Message.of("assistant", text)
+    try:
+        return renderer.render(Conversation(about))
+    except RowError:
+        with suppress(RowError):
+            return renderer.render(Conversation((Message.of("user", text), Message.of("assistant", Image(image)))))
+        raise
 
 
 @torch.no_grad()
@@ -141,7 +153,7 @@ def _hidden(model: RewardModel, run: Callable, inputs: dict[str, Any]) -> tuple[
         recorded.append((args[0].double(), dtype))
 
     # A hook, not a call of the backbone: DeepSpeed and FSDP gather weights in hooks of the whole model.
-    head = model.score_hidden if model.config.reward_head == "mlp" else model.score
+    head = getattr(model, "score_hidden", model.score)
     hook = head.register_forward_pre_hook(record)
     try:
         run(inputs)

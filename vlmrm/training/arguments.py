@@ -14,7 +14,9 @@ from vlmrm.config import NO_ENGINE
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.modeling.parts import HEAD, MERGER, VISION
 
+RATES = {VISION: "vision_lr", MERGER: "merger_lr", HEAD: "head_lr"}  # keys of the parts' own learning rates
 # The least value of each number: torch and HF would fail late or with a traceback, or train something else in silence.
 LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
@@ -31,6 +33,15 @@ class RewardTrainingArguments(trl.RewardConfig):
     """TRL's `RewardConfig`, and so HF's `TrainingArguments`, with the keys below; all others keep their meaning."""
 
     learning_rate: float = field(default=1e-5, metadata={"help": "The initial learning rate."})
+    vision_lr: float | None = field(
+        default=None, metadata={"help": "Learning rate of the vision tower. Default: `learning_rate`."}
+    )
+    merger_lr: float | None = field(
+        default=None, metadata={"help": "Learning rate of the merger (projector). Default: `learning_rate`."}
+    )
+    head_lr: float | None = field(
+        default=None, metadata={"help": "Learning rate of the head. Default: `learning_rate`."}
+    )
     use_irrelevant_queries: bool = field(
         default=False,
         metadata={"help": "Also show the answers under another sample's prompt, where they should tie."},
@@ -95,7 +106,8 @@ class RewardTrainingArguments(trl.RewardConfig):
             value = getattr(self, key)
             if value is not None and not bound <= value < math.inf:  # NaN is neither
                 raise ConfigError(f"{key} is {value}: it must be at least {bound}.")
-        for key in ("logging_steps", "save_steps", "eval_steps"):  # a number below 1 is a share of all steps
+        # Steps below 1 are a share of all; a part that is not to learn is frozen.
+        for key in ("logging_steps", "save_steps", "eval_steps", *RATES.values()):
             if (value := getattr(self, key)) is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{key} is {value}: it must be above 0.")
         if not 0 < self.max_dropped_share <= 1:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from transformers import Trainer
 from transformers.integrations import get_available_reporting_integrations
 
 from vlmrm.config import Configuration, parse, written_keys
@@ -24,12 +23,11 @@ from vlmrm.errors import ConfigError, TrainingError, VlmrmError, first_line
 from vlmrm.libraries import missing
 from vlmrm.measures.analysis import trl_summary
 from vlmrm.modeling.arguments import ModelArguments
-from vlmrm.modeling.manifest import BEST, FINAL, find_checkpoints
+from vlmrm.modeling.manifest import BEST, FINAL, TRAINING_LOCK, find_checkpoints
 from vlmrm.settings import did_you_mean
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import LOGGED
-
-LOCK_FILE = ".training.lock"  # marks an output_dir, which the first process locks while it trains
+from vlmrm.training.optimizer import check_optimizer
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def check_launch(run: RunArguments) -> Iterator[str]:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         ranks = args.world_size  # starts the process group
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, RuntimeError) as error:  # RuntimeError: a port in use, ranks that do not meet
         raise ConfigError(f"the training cannot be launched so: {first_line(error).rstrip('.')}.") from error
     if ranks != launched:
         raise ConfigError(
@@ -127,10 +125,7 @@ def check_required(run: RunArguments) -> Iterator[str]:
             raise ConfigError(f"report_to names {name}, which is not installed{hint}")
     if args.push_to_hub:
         raise ConfigError("push_to_hub does not work here: upload the trained model with vlmrm export --push_to_hub.")
-    try:
-        Trainer.get_optimizer_cls_and_kwargs(args)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"optim is {args.optim}: {first_line(error).rstrip('.')}.") from error
+    yield from check_optimizer(args, run.written)
     if args.learning_rate == 0:
         yield "learning_rate is 0: nothing is learned"
     if 0 < args.max_steps <= args.warmup_steps:
@@ -164,7 +159,13 @@ class Switch:
 
 SWITCHES = (
     Switch(
-        "use_peft", "true", "false", ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_experts")
+        "use_peft",
+        "true",
+        "false",
+        (
+            *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_experts"),
+            *("lora_vit", "lora_merger"),
+        ),
     ),
     Switch("use_irrelevant_queries", "true", "false", ("num_irrelevant_pairs", "irrelevant_loss_weight")),
     Switch("streaming", "true", "false", ("shuffle_buffer",)),
@@ -202,7 +203,7 @@ def check_ignored(run: RunArguments) -> Iterator[str]:
 def check_output(run: RunArguments) -> Iterator[str]:
     """Refuse an `output_dir` that a training did not make and that is not empty."""
     folder = Path(run.training.output_dir)
-    if run.training.process_index or not folder.is_dir() or (folder / LOCK_FILE).exists():
+    if run.training.process_index or not folder.is_dir() or (folder / TRAINING_LOCK).exists():
         return
     if find_checkpoints(folder) or any((folder / name).is_dir() for name in (FINAL, BEST)):
         return  # of a training whose hidden files were not copied

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sized
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -30,7 +29,6 @@ from vlmrm.data.canonical import write_held_out
 from vlmrm.data.comparisons import load_train_and_eval
 from vlmrm.data.tables import name_tables
 from vlmrm.errors import ConfigError, Interrupted, Preempted, TrainingError, first_line
-from vlmrm.files import exclusive_lock, make_folder
 from vlmrm.logs import start_log
 from vlmrm.modeling import (
     batcher_for,
@@ -47,17 +45,20 @@ from vlmrm.modeling import (
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_finished, local_folder, read_json_of, weights_digest
+from vlmrm.modeling.quantization import describe, keep_trainable, quantized_layers
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.sight import prove_sight
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import ProbedDataset, SightCallback
-from vlmrm.training.checks import CHECKS, LOCK_FILE, RunArguments, check_disk, check_gpus, checkpoint_bytes
+from vlmrm.training.checks import CHECKS, RunArguments, check_disk, check_gpus, checkpoint_bytes
+from vlmrm.training.folder import output_lock
 from vlmrm.training.resume import (
     check_base,
     check_settings,
     checkpoint_to_resume,
     from_first_rank,
+    plain_rank_errors,
     save_settings,
     training_settings,
 )
@@ -68,7 +69,6 @@ logger = logging.getLogger("vlmrm")
 
 T = TypeVar("T")
 
-LOCK_SECONDS = 10.0  # the workers of a killed run take this long to notice, and hold its lock until then
 NOTHING_LEFT = "%s was the last step of this training already: nothing was left to train"
 
 
@@ -101,7 +101,7 @@ def train(config: Configuration = (), /, **keys: Any) -> TrainingResult:
     arguments = RunArguments.parse(config, "train_rm.py", **name_tables(keys))
     log_path = start_log("train")
     check_before(arguments)
-    with output_lock(arguments.training):
+    with output_lock(arguments.training), plain_rank_errors():
         return train_in_folder(arguments, log_path)
 
 
@@ -127,20 +127,6 @@ def launch_alone(args: RewardTrainingArguments) -> None:
             port = probe.getsockname()[1]
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def output_lock(args: RewardTrainingArguments) -> AbstractContextManager[None]:
-    """Return a lock on `output_dir`, which the first process holds while it trains.
-
-    Raises:
-        ConfigError: when another training holds it, or the folder cannot be written.
-    """
-    if args.process_index != 0:
-        return nullcontext()
-    folder = Path(args.output_dir)
-    make_folder(folder, "output_dir")
-    refusal = f"another training is writing into {folder}: wait for its end, or choose another --output_dir."
-    return exclusive_lock(folder / LOCK_FILE, refusal, wait=LOCK_SECONDS)
 
 
 def train_in_folder(arguments: RunArguments, log_path: Path | None) -> TrainingResult:
@@ -206,7 +192,7 @@ def construct(make: Callable[..., T], sources: Sources, arguments: RunArguments,
             save_extras,
             settings=sources.settings,
             processor=processor,
-            head=model_args.head,
+            head=model.config.reward_head,
             min_pixels=data_args.min_pixels,
             max_pixels=data_args.max_pixels,
             provenance=provenance(
@@ -275,9 +261,12 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
         revision=model_args.model_revision,
         trust_remote_code=args.trust_remote_code,
         seed=args.seed,
-        quantization_config=quantization_config(model_args),
+        quantization_config=quantization_config(model_args, weight_dtype(model_args, args)),
         check_files=model_args.check_files,
     )
+    if model_args.load_in_4bit:
+        keep_trainable(model)
+        logger.info("4-bit: %s", describe(model, quantized_layers(model), weight_dtype(model_args, args)))
     freeze(model, vit=model_args.freeze_vit, merger=model_args.freeze_merger, llm=model_args.freeze_llm)
     # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
     # A single process does too, for equal results: the optimizer skips weights without a gradient, but not those with
@@ -448,8 +437,9 @@ def run(trainer: ComparisonTrainer, resume_from: Path | None) -> TrainingResult:
     """Train, then save the last model, or with `load_best_model_at_end` the best one."""
     args = trainer.args
     trainer.row_tally.trained_before = resume_from is not None
+    done_before = -1 if resume_from is None else steps_of(resume_from)  # the checkpoint may be gone at the end
     try:
-        with plain_worker_errors():
+        with plain_worker_errors(), plain_rank_errors():
             # HF's own loop: `RewardTrainer.train` calls this function.
             result = Trainer.train(trainer, None if resume_from is None else str(resume_from))
     except KeyboardInterrupt as error:
@@ -460,7 +450,7 @@ def run(trainer: ComparisonTrainer, resume_from: Path | None) -> TrainingResult:
             "use deepspeed: zero3.json, and resume from the last checkpoint where there is one."
         ) from error
     trainer.row_tally.report()
-    if resume_from is not None and trainer.state.global_step == steps_of(resume_from):
+    if trainer.state.global_step == done_before:
         logger.warning(NOTHING_LEFT, resume_from)
     if trainer.preemption.stopped_at is not None:
         if trainer.row_tally.nothing_trained():

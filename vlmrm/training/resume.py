@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -15,11 +17,12 @@ import torch.distributed as dist
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import data_fingerprint
-from vlmrm.errors import CheckpointError, ConfigError, VlmrmError
+from vlmrm.errors import CheckpointError, ConfigError, TrainingError, VlmrmError
 from vlmrm.files import write_json
-from vlmrm.modeling import ModelArguments, find_checkpoints, newest_complete, verify_complete
-from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_adapter, read_json_of, read_reward_file
-from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.modeling import ModelArguments, verify_complete
+from vlmrm.modeling.manifest import COMPLETE, is_adapter, read_json_of, read_reward_file
+from vlmrm.training.arguments import RATES, RewardTrainingArguments
+from vlmrm.training.folder import Restart, choose_restart, mend
 
 logger = logging.getLogger("vlmrm")
 
@@ -36,55 +39,46 @@ FIXED = (
     "rows_per_step", "dataloader_drop_last", "rows_per_batch",
     # The weights and the optimizer's state must fit the model.
     "head", "dtype", "freeze_vit", "freeze_merger", "freeze_llm", "load_in_4bit",
-    "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_experts",
+    "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_experts", "lora_vit",
+    "lora_merger", "separate_rates",
 )  # fmt: skip
 # Also fixed where the schedule is not a function of the step, so that it cannot be entered in its middle.
-SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+SCHEDULE = ("learning_rate", *RATES.values(), "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 PLATEAU = "reduce_lr_on_plateau"
 # Settings that are no keys themselves, and the keys from which they follow.
 DERIVED = {
     "rows_per_step": "per_device_train_batch_size x gradient_accumulation_steps x processes",
     "rows_per_batch": "per_device_train_batch_size x processes",
+    "separate_rates": "the learning rates that are set beside learning_rate",
 }
+# What checkpoints were trained with that are older than these settings.
+BEFORE = {"lora_vit": False, "lora_merger": False, "separate_rates": []}
+# How gloo says that a neighbour's process has ended.
+LOST_RANK = re.compile(r"gloo/.*(closed by peer|reset by peer|Broken pipe|Connection refused|[Tt]imed out)", re.DOTALL)
 # Files are compared by content: they may have moved.
 CONTENT = {"dataset_path": "dataset_path_content", "model_name_or_path": "model_name_or_path_config"}
 PATHS = ("dataset_path", "output_dir", "resume_from_checkpoint", "run_name", "logging_dir")
 
 
 def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
-    """Return the checkpoint of `resume_from_checkpoint`: a folder, or with `auto` the newest complete one.
+    """Return the checkpoint that a run goes on from, None for a fresh start, and set broken ones aside.
 
-    None is a fresh start.
+    The first process chooses for all.
 
     Raises:
-        ConfigError: for a fresh start in a folder that holds a training already.
+        ConfigError: as `choose_restart` does, or when a machine does not have the checkpoint.
         CheckpointError: when the checkpoint is broken or has no optimizer state.
     """
-    choice = str(args.resume_from_checkpoint or "false")
-    existing = find_checkpoints(args.output_dir)
-    if choice.lower() == "false":
-        finished = [path for path in (Path(args.output_dir, name) for name in (FINAL, BEST)) if path.exists()]
-        if existing or finished:
-            raise ConfigError(
-                f"{args.output_dir} already holds {[*finished, *existing][-1].name}: continue with "
-                "--resume_from_checkpoint auto, or choose another --output_dir."
-            )
-        return None
-    if choice.lower() in ("auto", "true"):
-        path = newest_complete(args.output_dir)
-        if path is None:
-            refuse_damaged(existing)
-            which = "complete checkpoint" if existing else "checkpoint"
+    restart = from_first_rank(lambda: restart_of(args, mended=True))
+    path = restart.checkpoint
+    if path is None:
+        if str(args.resume_from_checkpoint or "false").lower() != "false":
+            which = "complete checkpoint" if restart.broken else "checkpoint"
             logger.info("No %s in %s yet: starting from the beginning", which, args.output_dir)
-            return None
-    else:
-        path = Path(choice)
-    manifest = verify_complete(path)
-    if not ((path / "optimizer.pt").exists() or any(path.glob("global_step*"))):
-        # HF would silently start with a fresh optimizer.
-        raise CheckpointError(
-            f"{path} has no optimizer state (save_only_model?): train from it as model_name_or_path."
-        )
+        return None
+    if any_rank(not path.is_dir(), args.device):
+        raise ConfigError(f"{path} is not on every machine: put output_dir on a disk that all of them share.")
+    manifest = read_json_of(path, COMPLETE) or {}
     if manifest["world_size"] != args.world_size:
         logger.warning(
             "%s was saved by %d processes and is resumed by %d: the run goes on, but not bit for bit",
@@ -94,21 +88,24 @@ def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
     return path
 
 
-def refuse_damaged(checkpoints: Sequence[Path]) -> None:
-    """Refuse to start anew over checkpoints that were complete once; one whose saving was interrupted never was.
+def restart_of(args: RewardTrainingArguments, mended: bool) -> Restart:
+    """Return what a run goes on from, once its checkpoint was verified; with `mended` broken ones are set aside.
 
     Raises:
-        CheckpointError: naming the newest, and why it does not verify.
+        ConfigError, CheckpointError: as `checkpoint_to_resume` does.
     """
-    for folder in reversed(checkpoints):
-        if (folder / COMPLETE).exists():
-            try:
-                verify_complete(folder)
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"{folder} was complete and no longer verifies ({str(error).rstrip('.')}): mend it, or choose "
-                    "another output_dir."
-                ) from error
+    restart = choose_restart(args)
+    path = restart.checkpoint
+    if path is not None:
+        verify_complete(path)
+        if not ((path / "optimizer.pt").exists() or any(path.glob("global_step*"))):
+            # HF would silently start with a fresh optimizer.
+            raise CheckpointError(
+                f"{path} has no optimizer state (save_only_model?): train from it as model_name_or_path."
+            )
+    if mended:
+        mend(Path(args.output_dir), restart)
+    return restart
 
 
 def training_settings(
@@ -124,6 +121,7 @@ def training_settings(
         "rows_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         # Whether the last rows of an epoch fill a batch decides whether they are read.
         "rows_per_batch": args.train_batch_size * args.world_size if args.dataloader_drop_last else None,
+        "separate_rates": [key for key in RATES.values() if getattr(args, key) is not None],
         "deepspeed": None if engine is None else f"ZeRO-{engine.get_value('zero_optimization.stage', 0)}",
         "deepspeed_schedule": engine is not None and engine.get_value("scheduler.type") is not None,
         "dataset_path_content": from_first_rank(lambda: data_fingerprint(data_args.dataset_path)),
@@ -160,6 +158,7 @@ def check_settings(checkpoint: Path, settings: dict[str, Any]) -> list[str]:
         raise CheckpointError(
             f"{checkpoint} has no {SETTINGS}, which says how it was trained: train from it as model_name_or_path."
         )
+    before = BEFORE | before
     merged = ", after vlmrm merge" if is_adapter(checkpoint) else ""
     instead = f"or start a new run from the checkpoint{merged}, as model_name_or_path, into another output_dir"
     for key, content in CONTENT.items():
@@ -185,6 +184,29 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     votes = torch.tensor(int(flag), device=device)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return bool(votes.item())
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Return whether an error of a collective operation says that another rank has ended or does not answer."""
+    return dist.is_initialized() and (isinstance(error, dist.DistError) or bool(LOST_RANK.search(str(error))))
+
+
+@contextmanager
+def plain_rank_errors() -> Generator[None]:
+    """Turn the errors of ranks whose neighbour has ended into one sentence: why is in what that one said.
+
+    Raises:
+        TrainingError: with what to do.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        raise TrainingError(
+            f"rank {dist.get_rank()} lost another process of this training: see how that one ended, and continue with "
+            "--resume_from_checkpoint auto."
+        ) from error
 
 
 def from_first_rank(compute: Callable[[], T]) -> T:

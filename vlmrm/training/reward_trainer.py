@@ -14,6 +14,7 @@ from vlmrm.files import require_new_folder
 from vlmrm.logs import start_log
 from vlmrm.training.arguments import RewardConfig
 from vlmrm.training.checks import RunArguments
+from vlmrm.training.folder import output_lock
 from vlmrm.training.main import (
     TrainingResult,
     check_before,
@@ -22,7 +23,6 @@ from vlmrm.training.main import (
     construct,
     model_dir_of,
     open_sources,
-    output_lock,
     report_start,
     run,
 )

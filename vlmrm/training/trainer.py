@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
+from transformers.trainer_utils import EvalLoopOutput
 
 from vlmrm.batching import Batch, ComparisonCollator, Part, to_device
 from vlmrm.batching.pieces import log_cut
@@ -37,10 +37,12 @@ from vlmrm.modeling.manifest import COMPLETE
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import PROBED, EpochCallback, PreemptionCallback, ProbedDataset, RowTally
 from vlmrm.training.figures import StepFigures
+from vlmrm.training.folder import rotate, set_aside
 from vlmrm.training.losses import PreferenceLoss, weights
+from vlmrm.training.optimizer import check_rates, keep_head_in_32_bits, logged_rates, rate_of, set_rate, split_groups
 from vlmrm.training.passes import forwards_of, passes_of
 from vlmrm.training.progress import Bar, ChanceCallback, CurvesCallback, FiguresCallback
-from vlmrm.training.resume import any_rank
+from vlmrm.training.resume import any_rank, is_lost_rank
 
 logger = logging.getLogger("vlmrm")
 
@@ -52,7 +54,8 @@ relies_on(
     overridden=(
         *("_prepare_dataset", "_get_dataloader", "_get_train_sampler", "_get_num_items_in_batch", "_save_checkpoint"),
         *("get_batch_samples", "training_step", "compute_loss", "floating_point_ops", "log", "prediction_step"),
-        *("evaluation_loop", "_name", "_load_optimizer_and_scheduler"),
+        *("evaluation_loop", "_name", "_load_optimizer_and_scheduler", "_run_epoch", "create_optimizer"),
+        "_get_learning_rate",
     ),
     attributes=("_metrics", "model_wrapped"),
 )
@@ -74,16 +77,32 @@ class ComparisonTrainer(trl.RewardTrainer):
 
     args: RewardTrainingArguments
 
-    def __init__(self, *, model, args, processor, collator: ComparisonCollator, save_extras, callbacks=(), **kwargs):
+    def __init__(
+        self,
+        *,
+        model,
+        args,
+        processor,
+        collator: ComparisonCollator,
+        save_extras,
+        callbacks=(),
+        peft_config=None,
+        **kwargs,
+    ):
         self.preemption = PreemptionCallback()
+        wrapped, trained = (model, {}) if peft_config is None else adapt(model, peft_config, args)
         super().__init__(
-            model=model,
+            model=wrapped,
             args=args,
             data_collator=cast(Any, collator),
             processing_class=processor.tokenizer,  # TRL asks it for the vocabulary and special tokens
             callbacks=[EpochCallback(collator.epoch), self.preemption, *callbacks],
             **kwargs,
         )
+        for weight, value in trained.items():  # TRL rounds those beside 4-bit weights to bfloat16
+            if weight.dtype != value.dtype:
+                weight.data = value.to(weight.device)
+        check_rates(args, model)
         self._chance = ChanceCallback()
         self._show(FiguresCallback(), CurvesCallback(), self._chance)
         self.reward_model = model  # without the adapters around it
@@ -95,6 +114,7 @@ class ComparisonTrainer(trl.RewardTrainer):
         )
         self.save_extras = save_extras
         self.row_tally = RowTally()
+        self._rates: dict[str, float] = {}  # of the last step, by key
         self._last_inputs: Any = None  # of the last forward, to score again before a save
         self._figures = StepFigures()
         self._routers = Routers(find_routers(model))
@@ -189,6 +209,13 @@ class ComparisonTrainer(trl.RewardTrainer):
 
     # Training -------------------------------------------------------------------------------------------------------
 
+    def _run_epoch(self, *args, **kwargs):
+        """Train an epoch; nothing where a resumed run has done all its steps, when HF's loop would train one more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
     def training_step(self, model, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run every forward and backward of the batch; gradients are reduced over ranks with the last one."""
         model.train()
@@ -267,6 +294,7 @@ class ComparisonTrainer(trl.RewardTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
+            logs.update(self._rates)
             figures = self._figures.flush(self.accelerator) | self._routers.flush(self.accelerator.reduce)
             figures["num_tokens"] = self.state.num_input_tokens_seen
             self.row_tally.warn_early()
@@ -275,6 +303,19 @@ class ComparisonTrainer(trl.RewardTrainer):
             self._metrics["train"].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)
 
+    def create_optimizer(self, model=None):
+        """Return HF's optimizer, with groups by part of the model where parts have learning rates of their own."""
+        if self.optimizer is None:
+            super().create_optimizer(model)
+            split_groups(self.optimizer, self.args, self.reward_model)
+            keep_head_in_32_bits(self.optimizer, self.reward_model)
+        return self.optimizer
+
+    def _get_learning_rate(self):
+        """Return the rate of the step just made, as HF does, and keep those of the parts for the log."""
+        self._rates = logged_rates(self.optimizer)
+        return super()._get_learning_rate()
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load both, but keep the learning rate of this run's keys: HF would go on with that of the checkpoint."""
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -282,11 +323,12 @@ class ComparisonTrainer(trl.RewardTrainer):
         lambdas = getattr(schedule, "lr_lambdas", None)
         if checkpoint is None or lambdas is None:
             return
-        schedule.base_lrs = [self.args.learning_rate] * len(lambdas)
+        schedule.base_lrs = [rate_of(self.args, group) for group in schedule.optimizer.param_groups]
         rates = [rate * factor(schedule.last_epoch) for rate, factor in zip(schedule.base_lrs, lambdas, strict=True)]
         schedule._last_lr = rates
         for group, base, rate in zip(schedule.optimizer.param_groups, schedule.base_lrs, rates, strict=True):
-            group["initial_lr"], group["lr"] = base, rate
+            group["initial_lr"] = base
+            set_rate(group, rate)
 
     # Evaluation -----------------------------------------------------------------------------------------------------
 
@@ -337,7 +379,7 @@ class ComparisonTrainer(trl.RewardTrainer):
         finally:
             self.args.save_total_limit = keep
         if self.args.should_save:
-            rotate_checkpoints(self.args.output_dir, keep, self.state.best_model_checkpoint, use_mtime=True)
+            rotate(folder, keep, self.state.best_model_checkpoint)
 
     def save_final(self, folder: Path) -> None:
         """Save the model, without optimizer state, as a complete checkpoint.
@@ -389,7 +431,7 @@ class ComparisonTrainer(trl.RewardTrainer):
                     # A folder that is overwritten must not count until it is complete again.
                     (folder / COMPLETE).unlink()
                 else:
-                    shutil.rmtree(folder)  # left half written by a killed run
+                    set_aside(folder)  # left by a killed run
             self.accelerator.wait_for_everyone()
             yield
             self.accelerator.wait_for_everyone()
@@ -398,6 +440,8 @@ class ComparisonTrainer(trl.RewardTrainer):
                 write_complete(folder, world_size=self.args.world_size, step=self.state.global_step)
             self.accelerator.wait_for_everyone()
         except (ConfigError, OSError, SafetensorError, RuntimeError) as error:  # RuntimeError is torch's
+            if is_lost_rank(error):
+                raise
             raise _save_error(error, folder) from error
 
 
@@ -407,6 +451,25 @@ def _save_error(error: Exception, folder: Path) -> TrainingError:
     return TrainingError(
         f"{folder} could not be saved: {reason}; earlier checkpoints are untouched, free space and resume."
     )
+
+
+def adapt(
+    model: Any, peft_config: Any, args: RewardTrainingArguments
+) -> tuple[Any, dict[torch.nn.Parameter, torch.Tensor]]:
+    """Return a model with adapters, and its trained weights, in float32 unless DeepSpeed keeps float32 copies.
+
+    Half precision would lose the updates of weights that train in full beside the adapters.
+    """
+    from peft import get_peft_model
+
+    # ZeRO-3 gathers weights of one type at once.
+    whole = args.deepspeed_plugin is None or args.deepspeed_plugin.zero_stage != 3
+    adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=whole)
+    weights = [weight for weight in adapted.parameters() if weight.requires_grad]
+    if (args.bf16 or args.fp16) and not args.deepspeed:
+        for weight in weights:
+            weight.data = weight.data.float()
+    return adapted, {weight: weight.data for weight in weights}
 
 
 class EndlessStream(IterableDataset):

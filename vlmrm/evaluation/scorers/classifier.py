@@ -26,7 +26,7 @@ from vlmrm.evaluation.scorers.conversations import ConversationScorer, origin_of
 from vlmrm.evaluation.scorers.spec import Spec
 from vlmrm.http import hub_answers
 from vlmrm.libraries import parse_device
-from vlmrm.modeling import sequence_limit
+from vlmrm.modeling import resolve_attention, sequence_limit
 from vlmrm.modeling.manifest import checkpoint_digest, local_folder
 from vlmrm.settings import did_you_mean
 
@@ -67,7 +67,7 @@ class _Classifier(ConversationScorer):
             )
         if run.data_args.overlong == "trim":
             raise ConfigError(f"{entry.path} cannot trim what is too long: choose overlong: drop or error.")
-        attention = None if run.args.attn_implementation == "auto" else run.args.attn_implementation
+        attention = None if run.args.attn_implementation == "auto" else resolve_attention(run.args.attn_implementation)
         hub = {
             "revision": entry.revision or "main",
             "trust_remote_code": run.args.trust_remote_code,

@@ -1,0 +1,88 @@
+"""The head of a reward model: from the hidden state of a conversation's last token to its score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlmrm.errors import CheckpointError
+
+HEADS = ("linear", "mlp")  # those that training makes; imported models bring others
+ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer that computes in float32, whatever the type of its input, its weights or autocast.
+
+    bfloat16 has less than three significant digits: two good answers would tie by rounding.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+        super().__init__(in_features, out_features, bias=bias, dtype=torch.float32)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(input.device.type, enabled=False):
+            # DeepSpeed and FSDP may have cast the weights to half precision.
+            bias = None if self.bias is None else self.bias.float()
+            return nn.functional.linear(input.float(), self.weight.float(), bias)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head as `config.reward_head` describes it: `linear`, `mlp`, or the fields of this class.
+
+    Args:
+        hidden: widths of the hidden layers, each followed by `activation`; all of them have biases.
+        activation: one of `ACTIVATIONS`.
+        bias: whether the last layer has one. It moves all scores alike, so training makes none.
+    """
+
+    hidden: Sequence[int] = ()
+    activation: str = "silu"
+    bias: bool = False
+
+    @classmethod
+    def of(cls, described: str | Mapping[str, Any], width: int) -> Head:
+        """Return the head described, over hidden states of `width` channels.
+
+        Raises:
+            CheckpointError: when it is none that this version knows.
+        """
+        if described in HEADS:
+            return cls(() if described == "linear" else (width,))
+        try:
+            head = cls(**described)  # ty: ignore[invalid-argument-type]
+        except TypeError:
+            head = None
+        if head is None or head.activation not in ACTIVATIONS:
+            raise CheckpointError(f"reward_head is {described!r}: use the vlmrm that wrote the checkpoint.")
+        return head
+
+    def described(self, width: int) -> str | dict[str, Any]:
+        """Return the head as `config.reward_head` holds it."""
+        name = next((name for name in HEADS if Head.of(name, width) == self), None)
+        return name or asdict(self) | {"hidden": list(self.hidden)}
+
+    def hidden_layers(self, width: int) -> nn.Sequential:
+        """Return the hidden layers, with their activations between and after them."""
+        widths = [width, *self.hidden]
+        layers = [
+            layer
+            for before, after in pairwise(widths)
+            for layer in (Float32Linear(before, after), ACTIVATIONS[self.activation]())
+        ]
+        return nn.Sequential(*layers)
+
+
+def head_name(described: str | Mapping[str, Any]) -> str:
+    """Return a head's name in messages: `linear`, `mlp`, or `1024-16 relu, with a bias`."""
+    if isinstance(described, str):
+        return described
+    widths = "-".join(map(str, described["hidden"]))
+    shape = f"{widths} {described['activation']}" if widths else "linear"
+    return shape + (", with a bias" if described["bias"] else "")

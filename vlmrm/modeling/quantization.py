@@ -1,0 +1,79 @@
+"""QLoRA: the frozen layers of the language model in 4 bits, and no other part of a reward model."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from vlmrm.errors import ConfigError
+from vlmrm.libraries import missing, relies_on
+from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.modeling.families import LANGUAGE_MODELS
+from vlmrm.modeling.parts import HEAD, IN_WORDS, PARTS, part_of
+
+# All modules outside the language model. transformers matches the pattern with the start of a module's name, so a list
+# of towers would have to name each family's in full.
+NOT_QUANTIZED = rf"(?!model\.(?:{'|'.join(LANGUAGE_MODELS)})\.).*"
+
+
+def quantization_config(arguments: ModelArguments, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return QLoRA's 4-bit configuration for the language model, which computes in `dtype`, or None without.
+
+    Raises:
+        ConfigError: when bitsandbytes is not installed.
+    """
+    if not arguments.load_in_4bit:
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(missing("load_in_4bit", "bitsandbytes", "qlora"))
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=[NOT_QUANTIZED],
+    )
+
+
+def keep_trainable(model: nn.Module) -> None:
+    """Keep bitsandbytes from packing 4-bit weights when a CPU scores with them: no gradient passes packed ones."""
+    for layer in model.modules():
+        if type(layer).__name__ == "Linear4bit":
+            relies_on(type(layer), attributes=("support_avx512bf16_for_cpu",))
+            setattr(layer, "support_avx512bf16_for_cpu", False)  # noqa: B010 - no attribute of every module
+
+
+def layers_to_quantize(model: nn.Module) -> list[str]:
+    """Return the names of the layers that transformers will hold in 4 bits; the model may be on the meta device."""
+    skipped = [*get_keys_to_not_convert(model), NOT_QUANTIZED]
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and should_convert_module(name, skipped)
+    ]
+
+
+def quantized_layers(model: nn.Module) -> list[str]:
+    """Return the names of the layers of an open model whose weights are in 4 bits."""
+    return [name for name, layer in model.named_modules() if hasattr(getattr(layer, "weight", None), "quant_state")]
+
+
+def describe(model: nn.Module, layers: Sequence[str], dtype: torch.dtype) -> str:
+    """Return in words how many of these layers are in each part, and which parts stay in `dtype`; the head is float32.
+
+    For example: 252 linear layers of the language model; vision tower and merger in bfloat16, head in float32.
+    """
+    counts = Counter(part_of(model, name) for name in layers)
+    parts = {part_of(model, name) for name, _ in model.named_parameters()} - {HEAD}
+    whole = " and ".join(IN_WORDS[part] for part in PARTS if part in parts and not counts[part])
+    quantized = " and ".join(f"{counts[part]} linear layers of the {IN_WORDS[part]}" for part in PARTS if counts[part])
+    return f"{quantized or 'no layer'}; {whole} in {str(dtype).removeprefix('torch.')}, head in float32"
