@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from vlmrm.errors import first_line
 from vlmrm.modeling import lora_config, reward_model_class
 from vlmrm.modeling.checkpoint import read_config
-from vlmrm.modeling.freezing import NOT_QUANTIZED, freeze
+from vlmrm.modeling.freezing import freeze
+from vlmrm.modeling.quantization import layers_to_quantize
 from vlmrm.training.checks import RunArguments
 from vlmrm.training.main import build_collator, weight_dtype
+from vlmrm.training.optimizer import optimizer_bytes
 from vlmrm.training.survey import Survey
 from vlmrm.training.tracing import trace_step
 
@@ -63,8 +63,8 @@ def estimate_memory(
         model, weights = planned_model(run)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         count, gradients = sum(weight.numel() for weight in trained), sum(weight.nbytes for weight in trained)
-        # DeepSpeed keeps a float32 copy beside both moments.
-        moments = 12 * count if args.deepspeed else 2 * gradients
+        kept = sum(optimizer_bytes(args.optim, weight.itemsize) * weight.numel() for weight in trained)
+        moments = 12 * count if args.deepspeed else kept  # DeepSpeed keeps a float32 copy beside both moments
         share = 1 / ranks if stage >= 2 else 1.0
         rest = 0.0
         if processor is not None and rows is not None and rows.tokens:
@@ -114,7 +114,7 @@ def planned_model(run: RunArguments) -> tuple[Any, float]:
     """Return the model of a run on the meta device, frozen and with its adapters, and the bytes of its weights."""
     args, keys = run.training, run.model
     config = read_config(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
-    config.reward_head = keys.head
+    config.reward_head = keys.head or getattr(config, "reward_head", "linear")
     default = torch.get_default_dtype()
     torch.set_default_dtype(weight_dtype(keys, args))
     try:
@@ -123,21 +123,13 @@ def planned_model(run: RunArguments) -> tuple[Any, float]:
     finally:
         torch.set_default_dtype(default)
     freeze(model, vit=keys.freeze_vit, merger=keys.freeze_merger, llm=keys.freeze_llm)
-    saved = sum(weight.nbytes - QUANTIZED_BYTES * weight.numel() for weight in quantized_weights(model, keys))
+    quantized = [model.get_submodule(name).weight for name in layers_to_quantize(model) if keys.load_in_4bit]
+    saved = sum(weight.nbytes - QUANTIZED_BYTES * weight.numel() for weight in quantized)
     if keys.use_peft:
         from peft import get_peft_model
 
         model = get_peft_model(model, lora_config(keys, model))
     return model, sum(weight.nbytes for weight in model.parameters()) - saved
-
-
-def quantized_weights(model: nn.Module, keys: Any) -> list[nn.Parameter]:
-    """Return the weights that `load_in_4bit` keeps in 4 bits: the language model's linear layers."""
-    return [
-        module.weight
-        for name, module in model.named_modules()
-        if keys.load_in_4bit and isinstance(module, nn.Linear) and not re.match(NOT_QUANTIZED, name)
-    ]
 
 
 def heaviest_forward(
