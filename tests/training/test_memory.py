@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from runs import short_training, write_rows
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
@@ -58,7 +59,8 @@ def allocated(events: Any) -> int:
     return peak
 
 
-KEYS = [{}, {"gradient_checkpointing": True}, {"use_peft": True, "freeze_vit": True, "gradient_checkpointing": True}]
+CHECKPOINTED = {"gradient_checkpointing": True, "freeze_vit": True}
+KEYS = [{}, {**CHECKPOINTED, "freeze_merger": False}, {**CHECKPOINTED, "use_peft": True}]
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -78,12 +80,13 @@ def test_a_traced_step_takes_what_a_real_one_allocates(opened, keys):
         model.train()
         if run.training.gradient_checkpointing:
             model.gradient_checkpointing_enable(run.training.gradient_checkpointing_kwargs)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run_step(real, inputs, half=False)
+    with sdpa_kernel(SDPBackend.MATH), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run_step(real, inputs, half=False)  # not by the CPU's fused kernel, which has buffers of its own
     given = sum(leaf.nbytes for leaf in tree_leaves(inputs) if torch.is_tensor(leaf) and leaf.is_floating_point())
     measured = allocated(profiler.profiler.kineto_results.events()) + given
     assert measured > 2 * weights  # mostly activations
-    assert trace_step(fake, inputs) == pytest.approx(measured, rel=0.02)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert trace_step(fake, inputs) == pytest.approx(measured, rel=0.02)
 
 
 def zero(folder: Any, stage: int) -> Any:
