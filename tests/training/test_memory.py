@@ -67,7 +67,7 @@ KEYS = [{}, {**CHECKPOINTED, "freeze_merger": False}, {**CHECKPOINTED, "use_peft
 def test_a_traced_step_takes_what_a_real_one_allocates(opened, keys):
     run, processor, dataset, rows = opened(**keys)
     real: Any = build_model(run.model, run.training, processor)
-    fake, weights = planned_model(run)
+    fake, weights = planned_model(run, torch.float32)
     if run.model.use_peft:
         from peft import get_peft_model
 
@@ -112,8 +112,8 @@ def test_ranks_share_what_their_engine_shares_out(opened, tmp_path, monkeypatch)
 
 def test_a_quantized_language_model_is_counted_in_4_bits_and_nothing_else(opened):
     plain, quantized = (opened(use_peft=True, load_in_4bit=four)[0] for four in (False, True))
-    model, whole = planned_model(plain)
-    bits = 8 * (whole - planned_model(quantized)[1])
+    model, whole = planned_model(plain, torch.float32)
+    bits = 8 * (whole - planned_model(quantized, torch.float32)[1])
     linear = sum(
         weight.numel()
         for name, weight in model.named_parameters()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from vlmrm.errors import first_line
@@ -19,6 +20,7 @@ from vlmrm.modeling import lora_config, reward_model_class
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.freezing import freeze
 from vlmrm.modeling.quantization import layers_to_quantize
+from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.checks import RunArguments
 from vlmrm.training.main import build_collator, weight_dtype
 from vlmrm.training.optimizer import optimizer_bytes
@@ -49,44 +51,80 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.rest
 
 
+@dataclass(frozen=True)
+class Shares:
+    """The shares of weights, gradients and optimizer that each rank keeps: ZeRO's stages, or FSDP2 as the third."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @classmethod
+    def of(cls, args: RewardTrainingArguments, ranks: int) -> Shares:
+        stage = args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) if args.deepspeed else 0
+        stage = 3 if args.fsdp else stage
+        return cls(*(1 / ranks if stage >= first else 1.0 for first in (3, 2, 1)))
+
+
 def estimate_memory(
     run: RunArguments, ranks: int, processor: Any = None, dataset: Any = None, rows: Survey | None = None
 ) -> Memory:
     """Estimate the memory of a process at its peak, from the model's configuration: no weights are read.
 
-    Weights, gradients and the optimizer are counted; ZeRO divides them among the ranks. Activations are traced, with
-    the longest of the surveyed `rows` as a batch; without a processor they are left out.
+    Weights, gradients and the optimizer are counted, as far as the engine leaves them to one rank. Activations are
+    traced, with the longest of the surveyed `rows` as a batch; without a processor they are left out. Buffers inside
+    kernels are not known.
     """
     args, keys = run.training, run.model
-    stage = args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) if args.deepspeed else 0
+    shares, stored = Shares.of(args, ranks), weight_dtype(keys, args)
+    # FSDP2 gathers float32 weights in half precision.
+    computed = torch.bfloat16 if args.fsdp and args.bf16 else stored
     with without_engine(args):
-        model, weights = planned_model(run)
+        model, weights = planned_model(run, computed)
+        wider = stored.itemsize / computed.itemsize
         trained = [weight for weight in model.parameters() if weight.requires_grad]
-        count, gradients = sum(weight.numel() for weight in trained), sum(weight.nbytes for weight in trained)
-        kept = sum(optimizer_bytes(args.optim, weight.itemsize) * weight.numel() for weight in trained)
-        moments = 12 * count if args.deepspeed else kept  # DeepSpeed keeps a float32 copy beside both moments
-        share = 1 / ranks if stage >= 2 else 1.0
+        count, gradients = sum(weight.numel() for weight in trained), sum(weight.nbytes for weight in trained) * wider
+        each = 12 if args.deepspeed else optimizer_bytes(args.optim, int(gradients / count))  # with a float32 copy
+        needed = gradients * shares.gradients
         rest = 0.0
         if processor is not None and rows is not None and rows.tokens:
             inputs = heaviest_forward(run, model, processor, dataset, rows)
-            if args.gradient_checkpointing:
-                model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-            model.train()
             half = (args.bf16 or args.fp16) and not args.deepspeed
-            rest = traced(model, inputs, share, half) - share * gradients
+            rest = traced(prepared(model, args), inputs, wider * shares.gradients, half) - needed
     if args.deepspeed:
-        rest = max(rest, 4 * count / (ranks if stage else 1))  # its step reads gradients in float32
-    if stage == 3:
-        live = args.hf_deepspeed_config.get_value("zero_optimization.stage3_max_live_parameters", LIVE_WEIGHTS)
-        rest += min(weights, live * weight_dtype(keys, args).itemsize)
+        rest = max(rest, 4 * count * shares.optimizer)  # its step reads gradients in float32
+    if shares.weights < 1:
+        rest += gathered(model, args, weights)
     return Memory(
-        weights=int(weights / (ranks if stage == 3 else 1)),
-        gradients=int(share * gradients),
-        optimizer=int(moments / (ranks if stage else 1)),
+        weights=int(wider * weights * shares.weights),
+        gradients=int(needed),
+        optimizer=int(each * count * shares.optimizer),
         rest=int(rest),
         measured=False,
         available=free_memory(run),
     )
+
+
+def prepared(model: Any, args: RewardTrainingArguments) -> Any:
+    """Set a model to train as the trainer does."""
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    return model.train()
+
+
+def gathered(model: nn.Module, args: RewardTrainingArguments, weights: float) -> float:
+    """Return the bytes of the weights of others that a rank holds at a time, of `weights` in all.
+
+    ZeRO-3 keeps up to `stage3_max_live_parameters`. FSDP2 keeps what is in no layer, the layer that is computed, the
+    next, and the gradients of a layer until they are shared out.
+    """
+    if args.deepspeed:
+        live = args.hf_deepspeed_config.get_value("zero_optimization.stage3_max_live_parameters", LIVE_WEIGHTS)
+        return min(weights, weights * live / sum(weight.numel() for weight in model.parameters()))
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = [sum(weight.nbytes for weight in layer.parameters()) for module in lists for layer in module]
+    inside = {weight for module in lists for weight in module.parameters()}
+    return weights - sum(weight.nbytes for weight in inside) + 3 * max(layers, default=0)
 
 
 def traced(model: Any, inputs: Mapping[str, Any], share: float, half: bool) -> float:
@@ -100,7 +138,7 @@ def traced(model: Any, inputs: Mapping[str, Any], share: float, half: bool) -> f
 
 
 @contextmanager
-def without_engine(args: Any) -> Generator[None]:
+def without_engine(args: RewardTrainingArguments) -> Generator[None]:
     """Make models as without DeepSpeed: under ZeRO-3 transformers would start the process group for it."""
     unset_hf_deepspeed_config()
     try:
@@ -110,13 +148,13 @@ def without_engine(args: Any) -> Generator[None]:
             set_hf_deepspeed_config(args.hf_deepspeed_config)
 
 
-def planned_model(run: RunArguments) -> tuple[Any, float]:
+def planned_model(run: RunArguments, dtype: torch.dtype) -> tuple[Any, float]:
     """Return the model of a run on the meta device, frozen and with its adapters, and the bytes of its weights."""
     args, keys = run.training, run.model
     config = read_config(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
     config.reward_head = keys.head or getattr(config, "reward_head", "linear")
     default = torch.get_default_dtype()
-    torch.set_default_dtype(weight_dtype(keys, args))
+    torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
             model: Any = reward_model_class(config)(config)
