@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vlmrm.data.comparisons import load_train_and_eval
 from vlmrm.logs import say
 from vlmrm.modeling.checkpoint import load_processor
 from vlmrm.modeling.tiny import make_tiny
+from vlmrm.training import memory
 from vlmrm.training.checks import RunArguments
 from vlmrm.training.main import survey_collator
 from vlmrm.training.memory import Memory, estimate_memory
@@ -42,11 +44,9 @@ LORA = {"use_peft": True, "lora_r": 16}
 ZERO2, ZERO3 = ({"deepspeed": ROOT / f"zero{stage}.json"} for stage in (2, 3))
 METHODS: dict[str, tuple[dict[str, Any], int]] = {
     "full, ZeRO-2": (ZERO2, 8),
-    "full, ZeRO-3": (ZERO3, 4),
-    "full, ZeRO-3 ": (ZERO3, 8),
+    "full, ZeRO-3": (ZERO3, 8),
     "full, FSDP2": ({"fsdp": True}, 8),
     "LoRA": (LORA, 1),
-    "LoRA, ZeRO-3": (LORA | ZERO3, 4),
     "QLoRA": (LORA | {"load_in_4bit": True}, 1),
 }
 
@@ -107,6 +107,20 @@ def traced(keys: dict[str, Any], model: str, ranks: int, batch: dict[str, Any]) 
         return estimate_memory(run, ranks, processor, dataset, rows)
 
 
+def remembered(trace: Callable[..., int]) -> Callable[..., int]:
+    """Return `trace_step` that traces once what several configurations have in common."""
+    traces: dict[tuple[Any, ...], int] = {}
+
+    def trace_once(model: Any, inputs: Any, **keys: Any) -> int:
+        weights = [(weight.shape, weight.dtype, weight.requires_grad) for weight in model.parameters()]
+        key = (*weights, inputs["input_ids"].shape, *keys.items())
+        if key not in traces:
+            traces[key] = trace(model, inputs, **keys)
+        return traces[key]
+
+    return trace_once
+
+
 def model_of(keys: dict[str, Any]) -> str:
     """Return the name of the published configuration of a model."""
     name = keys["model_name_or_path"].rpartition("/")[2].lower()
@@ -125,16 +139,16 @@ def longest_batch(keys: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def header(keys: dict[str, Any], machine: str, memory: Memory) -> str:
+def header(keys: dict[str, Any], machine: str, needed: Memory) -> str:
     """Return the sentence of a configuration's header that says what it needs."""
     count, tokens = keys["per_device_train_batch_size"], keys["max_seq_length"]
     engine = keys.get("deepspeed", "")
     batch = f"{count} pair{'s' * (count > 1)} of {tokens} tokens"
     batch += " and their irrelevant ones" * bool(keys.get("use_irrelevant_queries"))
     parts = {
-        "weights": memory.weights,
-        "gradients and optimizer": memory.gradients + memory.optimizer,
-        f"activations of {batch}" + " and gathered weights" * ("zero3" in engine): memory.rest,
+        "weights": needed.weights,
+        "gradients and optimizer": needed.gradients + needed.optimizer,
+        f"activations of {batch}" + " and gathered weights" * ("zero3" in engine): needed.rest,
         "CUDA": CUDA * 1e9,
     }
     figures = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in parts.items())
@@ -152,8 +166,8 @@ def write_header(path: Path) -> None:
     machine = " ".join(found[1].replace("#", " ").split())
     count = machine.partition(" ")[0]
     engine = {"deepspeed": ROOT / keys["deepspeed"]} if "deepspeed" in keys else {}
-    memory = traced(keys | engine, model_of(keys), 1 if count == "one" else int(count), longest_batch(keys))
-    lines = textwrap.wrap(header(keys, machine, memory), 116)
+    needed = traced(keys | engine, model_of(keys), 1 if count == "one" else int(count), longest_batch(keys))
+    lines = textwrap.wrap(header(keys, machine, needed), 116)
     path.write_text(text.replace(found[0], "".join(f"# {line}\n" for line in lines)))
     say("\n".join([path.name, *lines]))
 
@@ -166,15 +180,16 @@ def table() -> str:
     ]
     for model in MODELS:
         for method, (keys, ranks) in METHODS.items():
-            memory = traced(keys | {"bf16": True, "gradient_checkpointing": True}, model, ranks, BATCH)
-            sizes = (memory.weights, memory.gradients, memory.optimizer, memory.rest, memory.total)
+            needed = traced(keys | {"bf16": True, "gradient_checkpointing": True}, model, ranks, BATCH)
+            sizes = (needed.weights, needed.gradients, needed.optimizer, needed.rest, needed.total)
             figures = " | ".join(f"{size / 1e9:.1f}" for size in sizes)
-            lines.append(f"| {model} | {method.strip()} | {ranks} | {figures} |")
+            lines.append(f"| {model} | {method} | {ranks} | {figures} |")
             say(lines[-1])
     return "\n".join(lines)
 
 
 def main(words: list[str]) -> None:
+    memory.trace_step = remembered(memory.trace_step)
     for path in sorted(CONFIGS.glob("*.yaml")):
         keys = yaml.safe_load(path.read_text())
         if "max_seq_length" in keys and "model_name_or_path" in keys and (not words or path.stem in words):
