@@ -51,9 +51,14 @@ METHODS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def checkpoint(name: str, folder: Path) -> Path:
-    """Write the configuration of a published checkpoint, with a tiny tokenizer whose special tokens it then has."""
+def checkpoint(name: str, folder: Path, layers: int | None = None) -> Path:
+    """Write the configuration of a published checkpoint, with a tiny tokenizer whose special tokens it then has.
+
+    `layers` are those of its language model; its tower then has one.
+    """
     config = json.loads((PUBLISHED / f"{name}.json").read_text())["config"]
+    if layers is not None:
+        config["num_hidden_layers"], config["vision_config"]["depth"] = layers, 1
     make_tiny(folder, "qwen3_vl" if name.startswith("qwen3") else "qwen2_5_vl")
     tiny = json.loads((folder / "config.json").read_text())
     config |= {key: value for key, value in tiny.items() if key.endswith("token_id")}
@@ -80,11 +85,11 @@ def pairs(folder: Path, count: int, size: tuple[int, int], prompt: int, answer: 
     return path
 
 
-def traced(keys: dict[str, Any], model: str, ranks: int, batch: dict[str, Any]) -> Memory:
-    """Return the memory of a process that trains a published model with these keys, on a GPU."""
+def traced(keys: dict[str, Any], model: str, ranks: int, batch: dict[str, Any], layers: int | None = None) -> Memory:
+    """Return the memory of a process that trains a published model with these keys, on a GPU; `layers` cut it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        path = checkpoint(model, folder / "model")
+        path = checkpoint(model, folder / "model", layers)
         # Others' prompts are needed for irrelevant pairs.
         data = pairs(folder / "data", 4 * batch["pairs"], batch["size"], batch["prompt"], batch["answer"])
         keys = keys | {
@@ -139,6 +144,17 @@ def longest_batch(keys: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def with_engine(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys with the path of the engine's file from any folder."""
+    return keys | ({"deepspeed": ROOT / keys["deepspeed"]} if "deepspeed" in keys else {})
+
+
+def ranks_of(machine: str) -> int:
+    """Return the number of GPUs in words such as `one GPU of 24 GB`."""
+    count = machine.partition(" ")[0]
+    return 1 if count == "one" else int(count)
+
+
 def header(keys: dict[str, Any], machine: str, needed: Memory) -> str:
     """Return the sentence of a configuration's header that says what it needs."""
     count, tokens = keys["per_device_train_batch_size"], keys["max_seq_length"]
@@ -164,9 +180,7 @@ def write_header(path: Path) -> None:
     found = re.search(r"^# Needs (.*?) \(estimated.*?(?=^# Launch)", text, re.DOTALL | re.MULTILINE)
     assert found is not None, path
     machine = " ".join(found[1].replace("#", " ").split())
-    count = machine.partition(" ")[0]
-    engine = {"deepspeed": ROOT / keys["deepspeed"]} if "deepspeed" in keys else {}
-    needed = traced(keys | engine, model_of(keys), 1 if count == "one" else int(count), longest_batch(keys))
+    needed = traced(with_engine(keys), model_of(keys), ranks_of(machine), longest_batch(keys))
     lines = textwrap.wrap(header(keys, machine, needed), 116)
     path.write_text(text.replace(found[0], "".join(f"# {line}\n" for line in lines)))
     say("\n".join([path.name, *lines]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -16,7 +16,7 @@ from torch import nn
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from vlmrm.errors import first_line
-from vlmrm.modeling import lora_config, reward_model_class
+from vlmrm.modeling import batcher_for, lora_config, reward_model_class
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.freezing import freeze
 from vlmrm.modeling.quantization import layers_to_quantize
@@ -32,6 +32,7 @@ logger = logging.getLogger("vlmrm")
 # Bytes of a weight in 4 bits, and its share of the scales: of 8 bits for each 64 weights, of 32 bits for each 256 of
 # those (Dettmers et al. 2023, section 3).
 QUANTIZED_BYTES = 0.5 + (1 + 4 / 256) / 64
+FEW = 4  # layers that are traced, and twice as many
 LIVE_WEIGHTS = 1e9  # that ZeRO-3 keeps gathered, unless its configuration says otherwise
 
 
@@ -89,8 +90,13 @@ def estimate_memory(
         rest = 0.0
         if processor is not None and rows is not None and rows.tokens:
             inputs = heaviest_forward(run, model, processor, dataset, rows)
-            half = (args.bf16 or args.fp16) and not args.deepspeed
-            rest = traced(prepared(model, args), inputs, wider * shares.gradients, half) - needed
+
+            def trace(lengths: Sequence[int]) -> float:
+                part = prepared(planned_model(run, computed)[0], lengths, run, processor)
+                half = (args.bf16 or args.fp16) and not args.deepspeed
+                return trace_step(part, inputs, share=wider * shares.gradients, half=half)
+
+            rest = max(extrapolated(trace, model) - needed, 0)
     if args.deepspeed:
         rest = max(rest, 4 * count * shares.optimizer)  # its step reads gradients in float32
     if shares.weights < 1:
@@ -105,10 +111,58 @@ def estimate_memory(
     )
 
 
-def prepared(model: Any, args: RewardTrainingArguments) -> Any:
-    """Set a model to train as the trainer does."""
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+def extrapolated(trace: Callable[[Sequence[int]], float], model: Any) -> float:
+    """Return what `trace` returns for all layers of a model, by traces of a few: it grows alike with each.
+
+    `trace` takes the lengths of `stacks`. Where it fails a warning says so, and the result is 0.
+    """
+    lengths = [len(stack) for stack in stacks(model)]
+    few = [min(length, FEW * period(model)) for length in lengths]
+    try:
+        base = value = trace(few)
+        for place, (length, start) in enumerate(zip(lengths, few, strict=True)):
+            if length > 2 * start:
+                more = trace([*few[:place], 2 * start, *few[place + 1 :]])
+                value += (length - start) / start * (more - base)
+            elif length > start:
+                value += trace([*few[:place], length, *few[place + 1 :]]) - base
+    except (
+        RuntimeError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:  # of unknown operations
+        name = type(model).__name__
+        logger.warning("activations are not in the memory: %s cannot be traced (%s)", name, first_line(error))
+        return 0.0
+    return value
+
+
+def stacks(model: nn.Module) -> list[nn.ModuleList]:
+    """Return the outermost lists of layers of a model."""
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return list(found.values())
+
+
+def period(model: Any) -> int:
+    """Return after how many layers the kinds of layers of the language model repeat."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or [""]
+    return next(
+        size for size in range(1, len(kinds) + 1) if all(kind == kinds[i % size] for i, kind in enumerate(kinds))
+    )
+
+
+def prepared(model: Any, lengths: Sequence[int], run: RunArguments, processor: Any) -> Any:
+    """Cut a model's layers, and set it to train as the trainer does."""
+    for stack, length in zip(stacks(model), lengths, strict=True):
+        del stack[length:]
+    batcher_for(getattr(model, "get_base_model", lambda: model)(), processor, run.model.batching)
+    if run.training.gradient_checkpointing:
+        model.gradient_checkpointing_enable(run.training.gradient_checkpointing_kwargs)
     return model.train()
 
 
@@ -125,16 +179,6 @@ def gathered(model: nn.Module, args: RewardTrainingArguments, weights: float) ->
     layers = [sum(weight.nbytes for weight in layer.parameters()) for module in lists for layer in module]
     inside = {weight for module in lists for weight in module.parameters()}
     return weights - sum(weight.nbytes for weight in inside) + 3 * max(layers, default=0)
-
-
-def traced(model: Any, inputs: Mapping[str, Any], share: float, half: bool) -> float:
-    """Return the bytes of `trace_step`, and without a trace those of the gradients, with a warning."""
-    try:
-        return trace_step(model, inputs, share=share, half=half)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # each unknown operation has its own
-        name = type(model).__name__
-        logger.warning("activations are not in the memory: %s cannot be traced (%s)", name, first_line(error))
-        return share * sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
 
 
 @contextmanager
