@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,9 +43,9 @@ def opened(tiny_checkpoint, tmp_path_factory):
     ]
     data = write_rows(folder / "pairs.jsonl", rows)
 
-    def open_run(**keys: Any) -> tuple[RunArguments, Any, Any, Any]:
-        run = RunArguments.parse(short_training(tiny_checkpoint, data, folder / "out", **keys), "test")
-        processor = load_processor(tiny_checkpoint)
+    def open_run(model: Path = tiny_checkpoint, **keys: Any) -> tuple[RunArguments, Any, Any, Any]:
+        run = RunArguments.parse(short_training(model, data, folder / "out", **keys), "test")
+        processor = load_processor(model)
         dataset = load_train_and_eval(run.data)[0]
         return run, processor, dataset, survey(dataset, survey_collator(run, processor), can_train, 0)
 
@@ -87,6 +89,26 @@ def test_a_traced_step_takes_what_a_real_one_allocates(opened, keys):
     assert measured > 2 * weights  # mostly activations
     with sdpa_kernel(SDPBackend.MATH):
         assert trace_step(fake, inputs) == pytest.approx(measured, rel=0.02)
+
+
+def test_a_few_layers_tell_the_memory_of_all(opened, tiny_checkpoint, tmp_path, monkeypatch):
+    deep = shutil.copytree(tiny_checkpoint, tmp_path / "deep")
+    config = json.loads((deep / "config.json").read_text())
+    config["text_config"] |= {"num_hidden_layers": 7, "layer_types": ["full_attention"] * 7}
+    config["vision_config"]["depth"] = 5
+    (deep / "config.json").write_text(json.dumps(config))
+    arguments = opened(deep)
+    traces = []
+    trace = memory.trace_step
+    monkeypatch.setattr(
+        memory, "trace_step", lambda *given, **more: traces.append(trace(*given, **more)) or traces[-1]
+    )
+    monkeypatch.setattr(memory, "FEW", 2)
+    estimate = estimate_memory(arguments[0], 1, *arguments[1:])
+    monkeypatch.setattr(memory, "FEW", 7)
+    whole = estimate_memory(arguments[0], 1, *arguments[1:])
+    assert len(traces) == 4 and traces[-1] > 1.5 * traces[0]
+    assert estimate.rest == pytest.approx(whole.rest, rel=0.01)
 
 
 def zero(folder: Any, stage: int) -> Any:
