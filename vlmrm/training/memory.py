@@ -87,6 +87,8 @@ def estimate_memory(
         count, gradients = sum(weight.numel() for weight in trained), sum(weight.nbytes for weight in trained) * wider
         each = 12 if args.deepspeed else optimizer_bytes(args.optim, int(gradients / count))  # with a float32 copy
         needed = gradients * shares.gradients
+        # Of accumulated batches those before have left theirs.
+        share = 0.0 if args.gradient_accumulation_steps > 1 else wider * shares.gradients
         rest = 0.0
         if processor is not None and rows is not None and rows.tokens:
             inputs = heaviest_forward(run, model, processor, dataset, rows)
@@ -94,9 +96,9 @@ def estimate_memory(
             def trace(lengths: Sequence[int]) -> float:
                 part = prepared(planned_model(run, computed)[0], lengths, run, processor)
                 half = (args.bf16 or args.fp16) and not args.deepspeed
-                return trace_step(part, inputs, share=wider * shares.gradients, half=half)
+                return trace_step(part, inputs, share=share, half=half)
 
-            rest = max(extrapolated(trace, model) - needed, 0)
+            rest = max(extrapolated(trace, model) - needed * (share > 0), 0)
     if args.deepspeed:
         rest = max(rest, 4 * count * shares.optimizer)  # its step reads gradients in float32
     if shares.weights < 1:

@@ -15,6 +15,7 @@ from weakref import finalize
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -53,7 +54,7 @@ class StorageTally(TorchDispatchMode):
 
     def leave_out(self, tensors: Any) -> None:
         """Leave out the storages of tensors."""
-        self._left_out |= {tensor.untyped_storage()._cdata for tensor in tree_iter(tensors) if torch.is_tensor(tensor)}
+        self._left_out |= {_key(tensor.untyped_storage()) for tensor in tree_iter(tensors) if torch.is_tensor(tensor)}
 
     def count(self, tensors: Any) -> None:
         """Count the storages of tensors, each once."""
@@ -71,7 +72,7 @@ class StorageTally(TorchDispatchMode):
         return output
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = _key(storage)
         if key in self._counted or key in self._left_out:
             return
         self._counted[key] = size = -(-storage.nbytes() // GRANULE) * GRANULE
@@ -88,18 +89,21 @@ class StorageTally(TorchDispatchMode):
         self.gradients += gradient.nbytes
 
 
+def _key(storage: torch.UntypedStorage) -> int:
+    """Return what tells a storage from every other that lives."""
+    return StorageWeakRef(storage).cdata
+
+
 def fake_model(model: nn.Module) -> FakeTensorMode:
     """Replace the weights and buffers of a model on the meta device by fake ones of the CPU; return their mode."""
     fake = CPUFakes(allow_non_fake_inputs=True)
     with fake:
         for module in model.modules():
-            for name, weight in module._parameters.items():
-                if weight is not None:
-                    empty = torch.empty(weight.shape, dtype=weight.dtype)
-                    module._parameters[name] = nn.Parameter(empty, requires_grad=weight.requires_grad)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            for name, weight in list(module.named_parameters(recurse=False)):
+                empty = torch.empty(weight.shape, dtype=weight.dtype)
+                setattr(module, name, nn.Parameter(empty, requires_grad=weight.requires_grad))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
     return fake
 
 
