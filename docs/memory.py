@@ -161,10 +161,11 @@ def header(keys: dict[str, Any], machine: str, needed: Memory) -> str:
     engine = keys.get("deepspeed", "")
     batch = f"{count} pair{'s' * (count > 1)} of {tokens} tokens"
     batch += " and their irrelevant ones" * bool(keys.get("use_irrelevant_queries"))
+    rest = " or float32 gradients" * bool(engine) + " and gathered weights" * ("zero3" in engine)
     parts = {
         "weights": needed.weights,
         "gradients and optimizer": needed.gradients + needed.optimizer,
-        f"activations of {batch}" + " and gathered weights" * ("zero3" in engine): needed.rest,
+        f"activations of {batch}{rest}": needed.rest,
         "CUDA": CUDA * 1e9,
     }
     figures = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in parts.items())

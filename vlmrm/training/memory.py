@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ logger = logging.getLogger("vlmrm")
 # those (Dettmers et al. 2023, section 3).
 QUANTIZED_BYTES = 0.5 + (1 + 4 / 256) / 64
 FEW = 4  # layers that are traced, and twice as many
-LIVE_WEIGHTS = 1e9  # that ZeRO-3 keeps gathered, unless its configuration says otherwise
+LIVE_WEIGHTS = SUB_GROUP = 1e9  # that ZeRO-3 keeps gathered and updates at a time, unless its configuration says
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,9 @@ def estimate_memory(
                 return trace_step(part, inputs, share=share, half=half)
 
             rest = max(extrapolated(trace, model) - needed * (share > 0), 0)
-    if args.deepspeed:
-        rest = max(rest, 4 * count * shares.optimizer)  # its step reads gradients in float32
+    if args.deepspeed:  # its step reads gradients in float32, in ZeRO-3 by groups
+        group = args.hf_deepspeed_config.get_value("zero_optimization.sub_group_size", SUB_GROUP)
+        rest = max(rest, 4 * min(count * shares.optimizer, group if shares.weights < 1 else math.inf))
     if shares.weights < 1:
         rest += gathered(model, args, weights)
     return Memory(
