@@ -34,7 +34,7 @@ logger = logging.getLogger("vlmrm")
 # those (Dettmers et al. 2023, section 3).
 QUANTIZED_BYTES = 0.5 + (1 + 4 / 256) / 64
 FEW = 4  # layers that are traced, and twice as many
-LIVE_WEIGHTS = SUB_GROUP = 1e9  # that ZeRO-3 keeps gathered and updates at a time, unless its configuration says
+LIVE_WEIGHTS = SUB_GROUP = 1e9  # that ZeRO-3 keeps gathered, and updates at a time, by default
 
 
 @dataclass(frozen=True)
