@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from vlmrm.modeling import lora_config, reward_model_class
+from vlmrm.errors import first_line
+from vlmrm.modeling import batcher_for, lora_config, reward_model_class
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.freezing import freeze
+from vlmrm.modeling.quantization import layers_to_quantize
+from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.checks import RunArguments
-from vlmrm.training.main import weight_dtype
+from vlmrm.training.main import build_collator, weight_dtype
+from vlmrm.training.optimizer import optimizer_bytes
 from vlmrm.training.survey import Survey
+from vlmrm.training.tracing import trace_step
 
-# Bytes of activations that a layer keeps for each token and unit of width, in half precision and with an attention
-# that keeps no weights (Korthikanti et al. 2022, eq. 2).
-KEPT_BYTES = 34
+logger = logging.getLogger("vlmrm")
+
+# Bytes of a weight in 4 bits, and its share of the scales: of 8 bits for each 64 weights, of 32 bits for each 256 of
+# those (Dettmers et al. 2023, section 3).
+QUANTIZED_BYTES = 0.5 + (1 + 4 / 256) / 64
+FEW = 4  # layers that are traced, and twice as many
+LIVE_WEIGHTS = SUB_GROUP = 1e9  # that ZeRO-3 keeps gathered, and updates at a time, by default
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,7 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    rest: int  # activations, and what libraries and the allocator take
+    rest: int  # activations, gathered weights, and in a trial what libraries and the allocator take
     measured: bool
     available: int
 
@@ -39,42 +53,184 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.rest
 
 
-def estimate_memory(run: RunArguments, rows: Survey, ranks: int) -> Memory:
-    """Estimate the memory of a process from the model's configuration: no weights are read.
+@dataclass(frozen=True)
+class Shares:
+    """The shares of weights, gradients and optimizer that each rank keeps: ZeRO's stages, or FSDP2 as the third."""
 
-    Weights, gradients and Adam's moments are counted; ZeRO divides them among the ranks. Activations are those of
-    the longest row's batch.
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @classmethod
+    def of(cls, args: RewardTrainingArguments, ranks: int) -> Shares:
+        stage = args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) if args.deepspeed else 0
+        stage = 3 if args.fsdp else stage
+        return cls(*(1 / ranks if stage >= first else 1.0 for first in (3, 2, 1)))
+
+
+def estimate_memory(
+    run: RunArguments, ranks: int, processor: Any = None, dataset: Any = None, rows: Survey | None = None
+) -> Memory:
+    """Estimate the memory of a process at its peak, from the model's configuration: no weights are read.
+
+    Weights, gradients and the optimizer are counted, as far as the engine leaves them to one rank. Activations are
+    traced, with the longest of the surveyed `rows` as a batch; without a processor they are left out. Buffers inside
+    kernels are not known.
     """
     args, keys = run.training, run.model
-    config = read_config(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
-    unset_hf_deepspeed_config()  # under ZeRO-3 transformers would start the process group to make a model
-    with torch.device("meta"):
-        model: Any = reward_model_class(config)(config)
+    shares, stored = Shares.of(args, ranks), weight_dtype(keys, args)
+    # FSDP2 gathers float32 weights in half precision.
+    computed = torch.bfloat16 if args.fsdp and args.bf16 else stored
+    with without_engine(args):
+        model, weights = planned_model(run, computed)
+        wider = stored.itemsize / computed.itemsize
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        count, gradients = sum(weight.numel() for weight in trained), sum(weight.nbytes for weight in trained) * wider
+        each = 12 if args.deepspeed else optimizer_bytes(args.optim, int(gradients / count))  # with a float32 copy
+        needed = gradients * shares.gradients
+        # Of accumulated batches those before have left theirs.
+        share = 0.0 if args.gradient_accumulation_steps > 1 else wider * shares.gradients
+        rest = 0.0
+        if processor is not None and rows is not None and rows.tokens:
+            inputs = heaviest_forward(run, model, processor, dataset, rows)
+
+            def trace(lengths: Sequence[int]) -> float:
+                part = prepared(planned_model(run, computed)[0], lengths, run, processor)
+                half = (args.bf16 or args.fp16) and not args.deepspeed
+                return trace_step(part, inputs, share=share, half=half)
+
+            rest = max(extrapolated(trace, model) - needed * (share > 0), 0)
+    if args.deepspeed:  # its step reads gradients in float32, in ZeRO-3 by groups
+        group = args.hf_deepspeed_config.get_value("zero_optimization.sub_group_size", SUB_GROUP)
+        rest = max(rest, 4 * min(count * shares.optimizer, group if shares.weights < 1 else math.inf))
+    if shares.weights < 1:
+        rest += gathered(model, args, weights)
+    return Memory(
+        weights=int(wider * weights * shares.weights),
+        gradients=int(needed),
+        optimizer=int(each * count * shares.optimizer),
+        rest=int(rest),
+        measured=False,
+        available=free_memory(run),
+    )
+
+
+def extrapolated(trace: Callable[[Sequence[int]], float], model: Any) -> float:
+    """Return what `trace` returns for all layers of a model, by traces of a few: it grows alike with each.
+
+    `trace` takes the lengths of `stacks`. Where it fails a warning says so, and the result is 0.
+    """
+    lengths = [len(stack) for stack in stacks(model)]
+    few = [min(length, FEW * period(model)) for length in lengths]
+    try:
+        base = value = trace(few)
+        for place, (length, start) in enumerate(zip(lengths, few, strict=True)):
+            if length > 2 * start:
+                more = trace([*few[:place], 2 * start, *few[place + 1 :]])
+                value += (length - start) / start * (more - base)
+            elif length > start:
+                value += trace([*few[:place], length, *few[place + 1 :]]) - base
+    except (
+        RuntimeError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:  # of unknown operations
+        name = type(model).__name__
+        logger.warning("activations are not in the memory: %s cannot be traced (%s)", name, first_line(error))
+        return 0.0
+    return value
+
+
+def stacks(model: nn.Module) -> list[nn.ModuleList]:
+    """Return the outermost lists of layers of a model."""
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return list(found.values())
+
+
+def period(model: Any) -> int:
+    """Return after how many layers the kinds of layers of the language model repeat."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or [""]
+    return next(
+        size for size in range(1, len(kinds) + 1) if all(kind == kinds[i % size] for i, kind in enumerate(kinds))
+    )
+
+
+def prepared(model: Any, lengths: Sequence[int], run: RunArguments, processor: Any) -> Any:
+    """Cut a model's layers, and set it to train as the trainer does."""
+    for stack, length in zip(stacks(model), lengths, strict=True):
+        del stack[length:]
+    batcher_for(getattr(model, "get_base_model", lambda: model)(), processor, run.model.batching)
+    if run.training.gradient_checkpointing:
+        model.gradient_checkpointing_enable(run.training.gradient_checkpointing_kwargs)
+    return model.train()
+
+
+def gathered(model: nn.Module, args: RewardTrainingArguments, weights: float) -> float:
+    """Return the bytes of the weights of others that a rank holds at a time, of `weights` in all.
+
+    ZeRO-3 keeps up to `stage3_max_live_parameters`. FSDP2 keeps what is in no layer, the layer that is computed, the
+    next, and the gradients of a layer until they are shared out.
+    """
     if args.deepspeed:
-        set_hf_deepspeed_config(args.hf_deepspeed_config)
+        live = args.hf_deepspeed_config.get_value("zero_optimization.stage3_max_live_parameters", LIVE_WEIGHTS)
+        return min(weights, weights * live / sum(weight.numel() for weight in model.parameters()))
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = [sum(weight.nbytes for weight in layer.parameters()) for module in lists for layer in module]
+    inside = {weight for module in lists for weight in module.parameters()}
+    return weights - sum(weight.nbytes for weight in inside) + 3 * max(layers, default=0)
+
+
+@contextmanager
+def without_engine(args: RewardTrainingArguments) -> Generator[None]:
+    """Make models as without DeepSpeed: under ZeRO-3 transformers would start the process group for it."""
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if args.deepspeed:
+            set_hf_deepspeed_config(args.hf_deepspeed_config)
+
+
+def planned_model(run: RunArguments, dtype: torch.dtype) -> tuple[Any, float]:
+    """Return the model of a run on the meta device, frozen and with its adapters, and the bytes of its weights."""
+    args, keys = run.training, run.model
+    config = read_config(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
+    config.reward_head = keys.head or getattr(config, "reward_head", "linear")
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model: Any = reward_model_class(config)(config)
+    finally:
+        torch.set_default_dtype(default)
     freeze(model, vit=keys.freeze_vit, merger=keys.freeze_merger, llm=keys.freeze_llm)
+    quantized = [model.get_submodule(name).weight for name in layers_to_quantize(model) if keys.load_in_4bit]
+    saved = sum(weight.nbytes - QUANTIZED_BYTES * weight.numel() for weight in quantized)
     if keys.use_peft:
         from peft import get_peft_model
 
         model = get_peft_model(model, lora_config(keys, model))
-    count = sum(weight.numel() for weight in model.parameters())
-    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    width = weight_dtype(keys, args).itemsize
-    stage = args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) if args.deepspeed else 0
-    weights = count * (0.5 if keys.load_in_4bit else width) / (ranks if stage == 3 else 1)
-    gradients = trained * width / (ranks if stage >= 2 else 1)
-    # DeepSpeed keeps a float32 copy beside both moments; adapters are float32 by themselves.
-    moments = trained * (12 if args.deepspeed else 2 * (4 if keys.use_peft else width))
-    optimizer = moments / (ranks if stage >= 1 else 1)
-    text = config.get_text_config()
-    tokens = min(args.train_batch_size * max(rows.tokens, default=0), keys.max_tokens_per_batch or math.inf)
-    half = 1 if args.bf16 or args.fp16 else 2
-    layer = KEPT_BYTES * text.hidden_size * tokens * half
-    kept = 2 * half * text.hidden_size * tokens * text.num_hidden_layers
-    activations = layer + kept if args.gradient_checkpointing else layer * text.num_hidden_layers
-    return Memory(
-        int(weights), int(gradients), int(optimizer), int(activations), measured=False, available=free_memory(run)
-    )
+    return model, sum(weight.nbytes for weight in model.parameters()) - saved
+
+
+def heaviest_forward(
+    run: RunArguments, model: Any, processor: Any, dataset: Any, rows: Survey
+) -> Mapping[str, torch.Tensor]:
+    """Return the inputs of the largest forward of a batch, which is of the longest surveyed rows."""
+    positions = [rows.positions[place] for place in sorted(range(len(rows.tokens)), key=rows.tokens.__getitem__)]
+    longest = set(positions[-run.training.train_batch_size :])
+    collator = build_collator(run, model, processor, dataset)
+    if rows.rows is None:
+        batch = [row for place, row in enumerate(islice(iter(dataset), max(longest) + 1)) if place in longest]
+    else:
+        batch = [dataset[place] for place in sorted(longest)]
+    forwards = [inputs for part in collator(batch)["parts"] for inputs in part["inputs"]]
+    return max(forwards, key=lambda inputs: inputs["input_ids"].numel())
 
 
 def free_memory(run: RunArguments) -> int:

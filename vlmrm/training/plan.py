@@ -1,7 +1,7 @@
 """A plan of a training: its rows, steps, memory, time and disk, and every reason why it would not start.
 
 Memory and time are those of a trial: a few steps of the real model on this machine. Where one process cannot stand for
-all, or the model does not fit, memory is estimated from the configuration alone, and the plan says so.
+all, or the model does not fit, memory is traced from the configuration and the longest rows, and the plan says so.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ SAMPLE = 500  # rows that a plan reads
 TIMED_STEPS = 5  # of the trial, after one of the heaviest batch
 TRIAL_SECONDS = 60.0  # after which no further step is timed
 EVALUATED = 32  # rows that the trial evaluates
+EASY = 0.1  # share of the free memory: a model that takes less is tried without tracing its activations
 SAVED_BYTES = 2e9  # a larger checkpoint is not written by the trial
 
 
@@ -231,7 +232,9 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
             check_survey(plan.held_out, "the evaluation", args.max_dropped_share, "has a preference")
         if data.eval_dataset_path:
             plan.shared_prompts = shared_prompts(train_dataset, eval_dataset, data.split_seed)
-    estimate = estimate_memory(run, plan.train, plan.processes)
+    estimate = estimate_memory(run, plan.processes)
+    if plan.processes > 1 or estimate.total > EASY * estimate.available:
+        estimate = estimate_memory(run, plan.processes, processor, train_dataset, plan.train)
     plan.memory = estimate
     if model.load_in_4bit and not plan.errors:
         plan.kernels["4-bit"] = layers_in_4_bits(run)
