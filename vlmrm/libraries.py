@@ -115,12 +115,14 @@ def relies_on(
     """
     library, _, _ = owner.__module__.partition(".")
     name = getattr(owner, "__qualname__", repr(owner))
-    RELIED_ON.setdefault(library, set()).update(names, overridden, attributes)
+    declared = RELIED_ON.setdefault(library, set())
+    declared.update(names, overridden, attributes)
     if isinstance(owner, type):
         parents = [vars(parent) for parent in owner.__mro__]
         present = set().union(*parents)
         used = {name for parent in parents for value in parent.values() for name in _names_in(value)}
     else:
+        declared.add(name.rpartition(".")[2])
         present, used = set(inspect.signature(owner).parameters), set()
     missing = {*names, *overridden} - present | {*overridden, *attributes} - used
     if missing:

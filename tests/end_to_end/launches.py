@@ -1,6 +1,6 @@
 """Launches and faults: each works, or ends in one sentence: python tests/end_to_end/launches.py [PART OF A NAME]
 
-For what needs processes of its without_torchrun; tests/training/test_training_mistakes.py has what one process can get wrong.
+For what needs processes of their own; tests/training/test_training_mistakes.py has what one process can get wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Fault:
     """A launch, what befalls it, and how it must end; `sentence` None is a run that works.
 
     Args:
-        before: changes the folder of the run, or its without_torchrun process before it starts.
+        before: changes the folder of the run, or its own process before it starts.
         during: acts on the running processes.
         shell: runs the words of a real command line instead of a fork; WORDS and PYTHON are replaced.
     """
@@ -367,7 +367,7 @@ def faults() -> Iterator[Fault]:
 
 
 def on_disk(name: str, then: str = "true", size: str = "1g") -> str:
-    """Return the command line of a run that has a disk of its without_torchrun, of a few bytes, at the folder `name`."""
+    """Return the command line of a run that has a disk of a few bytes at the folder `name`."""
     mount = f"mkdir -p {name} && mount -t tmpfs -o size={size} none {name}"
     return f"exec unshare -rm bash -c '{mount} && {{ {then}; }} && PYTHON TRAIN WORDS'"
 
@@ -425,7 +425,7 @@ def kill_launcher(run: Any, folder: Path) -> None:
 
 
 class ShellRun(Run):
-    """A command line, in a group of processes of its without_torchrun."""
+    """A command line, in a group of processes of its own."""
 
     def __init__(self, command: str, line: list[str], log: Path, folder: Path, environment: dict[str, str]):
         words = " ".join(f"'{word}'" for word in line)

@@ -20,6 +20,7 @@ from vlmrm.modeling.families import LANGUAGE_MODELS
 from vlmrm.modeling.parts import HEAD, IN_WORDS, PARTS, part_of
 
 relies_on(HfQuantizer.get_modules_to_not_convert, "model", "skip_modules", "keep_in_fp32_modules")
+relies_on(PreTrainedModel, "_keep_in_fp32_modules")
 relies_on(should_convert_module, "full_name", "patterns")
 
 # All modules outside the language model. transformers matches the pattern with the start of a module's name, so a list

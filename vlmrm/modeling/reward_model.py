@@ -187,6 +187,8 @@ class RewardModel(PreTrainedModel):
             layers += [merger(layer) for merger in existing_parts(self.model, self.family.mergers) for layer in layers]
         # A zero that depends on every weight of the tower: its gradients are then zeros, not missing.
         zero = torch.stack([(0 * layer).sum() for layer in layers]).sum()
+        if self.family.in_place and "layout" in inputs:
+            inputs["inputs_embeds"] = self._in_place(inputs.pop("input_ids"), {}, {})
         return self._last_hidden_states(**inputs) + zero
 
     def _in_place(self, ids: torch.Tensor, features: dict[str, EncoderOutput], media: Media) -> torch.Tensor:

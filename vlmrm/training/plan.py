@@ -240,7 +240,7 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
         plan.kernels["4-bit"] = layers_in_4_bits(run)
     if plan.errors or plan.processes > 1 or estimate.total > estimate.available:
         with plan.stage():
-            _estimate_disk(plan, run, estimate if plan.processes == 1 else estimate_memory(run, plan.train, 1))
+            _estimate_disk(plan, run, estimate if plan.processes == 1 else estimate_memory(run, 1))
         return
     launch_alone(args)
     _measure(plan, run, processor, train_dataset, eval_dataset)
