@@ -27,14 +27,15 @@ from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, TrainerCallback
 
 from vlmrm.data.comparisons import load_train_and_eval
-from vlmrm.errors import ConfigError, TrainingError, VlmrmError
+from vlmrm.errors import TrainingError, VlmrmError
 from vlmrm.files import plain_write_errors
 from vlmrm.libraries import installed_version
 from vlmrm.modeling import load_processor, lora_config, reward_model_class
-from vlmrm.modeling.attention import attention_of, resolve_attention
+from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import LIBRARIES
 from vlmrm.modeling.quantization import describe, layers_to_quantize
+from vlmrm.modeling.varlen import FLASH, TORCH
 from vlmrm.training.checks import (
     RunArguments,
     check_disk,
@@ -351,7 +352,6 @@ def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_datase
         written = sum(file.stat().st_size for file in Path(folder).rglob("checkpoint-*/**/*") if file.is_file())
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     plan.trained_parameters = sum(weight.numel() for weight in trained)
-    plan.kernels["attention"] = attention_of(model)
     parts = [
         sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         sum(weight.nbytes for weight in trained),
@@ -465,11 +465,14 @@ def layers_in_4_bits(run: RunArguments) -> str:
 
 
 def kernels(run: RunArguments) -> dict[str, str]:
-    """Return the attention kernels by name, and the device."""
+    """Return the device, the attention kernel and the batching."""
     args = run.training
-    device = torch.cuda.get_device_name() if not args.use_cpu and torch.cuda.is_available() else "CPU"
-    try:
-        vision = resolve_attention(run.model.attn_implementation)
-    except ConfigError as error:
-        vision = str(error)
-    return {"device": device, "vision attention": vision, "batching": run.model.batching}
+    cuda = not args.use_cpu and torch.cuda.is_available()
+    kernel = resolve_attention(run.model.attn_implementation)
+    if cuda and (args.bf16 or args.fp16) and kernel not in FLASH:
+        kernel = TORCH
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "attention": kernel,
+        "batching": run.model.batching,
+    }
