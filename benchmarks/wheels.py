@@ -73,8 +73,11 @@ def install(folders: Sequence[Path], into: Path, stage: Path | None = None) -> s
     With `stage` the pieces are kept there, and installed once all of them have come.
 
     Raises:
-        Missing: when a piece is missing and there is no `stage`, or a file is damaged.
+        Missing: when a piece is missing and there is no `stage`, a file is damaged, or something else is in `into`.
     """
+    installed = into / INSTALLED
+    if not installed.is_file() and into.exists() and (into.is_file() or any(into.iterdir())):
+        raise Missing(f"{into} is not empty, and not of wheels that were installed here: name another folder")
     if stage is not None:
         for path in _files(folders):
             stage.mkdir(parents=True, exist_ok=True)
@@ -84,6 +87,8 @@ def install(folders: Sequence[Path], into: Path, stage: Path | None = None) -> s
     if INDEX not in files:
         raise Missing(f"{folders[0]} has no {INDEX}: name a folder that `pack` wrote")
     index = json.loads(files[INDEX].read_text(encoding="utf-8"))
+    if wrong := [name for name in index if Path(name).name != name or not name.endswith(".whl")]:
+        raise Missing(f"{wrong[0]} in {INDEX} is not the name of a wheel: copy its pieces again")
     lacking = [part for it in index.values() for part in it["parts"] if part not in files]
     if lacking:
         pieces = sorted({it["pieces"][part] for it in index.values() for part in it["parts"] if part in lacking})
@@ -91,7 +96,6 @@ def install(folders: Sequence[Path], into: Path, stage: Path | None = None) -> s
         if stage is None:
             raise Missing(sentence)
         return sentence
-    installed = into / INSTALLED
     if installed.is_file() and json.loads(installed.read_text(encoding="utf-8")) == index:
         return f"{len(index)} wheels are in {into} already"
     with tempfile.TemporaryDirectory() as folder:
@@ -99,6 +103,8 @@ def install(folders: Sequence[Path], into: Path, stage: Path | None = None) -> s
             join(Path(folder, name), [files[part] for part in it["parts"]], it["sha256"]) for name, it in index.items()
         ]
         shutil.rmtree(into, ignore_errors=True)
+        into.mkdir(parents=True)
+        installed.write_text("{}", encoding="utf-8")  # for the next call, should this one be stopped
         _pip("install", "--no-index", "--no-deps", "--no-compile", "--target", str(into), *map(str, wheels))
     installed.write_text(json.dumps(index), encoding="utf-8")
     return f"{len(index)} wheels are installed in {into}"

@@ -75,7 +75,7 @@ def test_what_a_machine_lacks_is_packed_in_pieces_and_imported_there(index, tmp_
 
     stage, site = tmp_path / "stage", tmp_path / "site"
     installed = []
-    monkeypatch.setattr(wheels, "_pip", lambda *words: (installed.append(words), site.mkdir()))
+    monkeypatch.setattr(wheels, "_pip", lambda *words: installed.append(words))
     for piece in pieces[:-1]:
         assert f"{len(pieces)} are not here yet" in install([piece], site, stage)
     with pytest.raises(Missing, match="are not here yet"):
@@ -100,9 +100,47 @@ def test_pieces_become_the_files_that_they_were_and_damage_is_found(tmp_path):
     assert shown.stdout.split() == ["1.0", "3"]
     part = next((tmp_path / "wheels").rglob("first*.2"))
     part.write_bytes(b"?" + part.read_bytes()[1:])
-    (site / wheels.INSTALLED).unlink()
+    (site / wheels.INSTALLED).write_text("{}")
     with pytest.raises(Missing, match=r"first-1\.0-py3-none-any\.whl is damaged"):
         install([tmp_path / "wheels"], site)
+
+
+def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path):
+    cut([wheel(tmp_path, "first")], tmp_path / "wheels", 10**6)
+    (notes := tmp_path / "home" / "notes.txt").parent.mkdir()
+    notes.write_text("mine")
+    for into in (notes.parent, notes):
+        with pytest.raises(Missing, match=r"is not empty, .*: name another folder"):
+            install([tmp_path / "wheels"], into)
+    assert [*notes.parent.iterdir()] == [notes] and notes.read_text() == "mine"
+
+
+def test_an_installation_that_failed_can_be_repeated(tmp_path, monkeypatch):
+    cut([wheel(tmp_path, "first")], tmp_path / "wheels", 10**6)
+    site = tmp_path / "site"
+
+    def stopped(*words):
+        (site / "half").write_text("")
+        raise Missing("stopped")
+
+    for _ in range(2):
+        monkeypatch.setattr(wheels, "_pip", stopped)
+        with pytest.raises(Missing, match="stopped"):
+            install([tmp_path / "wheels"], site)
+    monkeypatch.setattr(wheels, "_pip", lambda *words: None)
+    assert install([tmp_path / "wheels"], site) == f"1 wheels are installed in {site}"
+
+
+@pytest.mark.parametrize("name", ["../outside-1.0-py3-none-any.whl", "{folder}/outside.whl", "..", "sitecustomize.py"])
+def test_an_index_writes_nothing_but_wheels_and_nowhere_else(name, tmp_path, monkeypatch):
+    cut([wheel(tmp_path, "first")], tmp_path / "wheels", 10**6)
+    file = tmp_path / "wheels" / "1" / wheels.INDEX
+    [entry] = json.loads(file.read_text()).values()
+    file.write_text(json.dumps({name.format(folder=tmp_path): entry}))
+    monkeypatch.setattr(wheels, "_pip", lambda *words: None)
+    with pytest.raises(Missing, match=r"is not the name of a wheel"):
+        install([tmp_path / "wheels"], tmp_path / "site")
+    assert not (tmp_path / "outside.whl").exists()
 
 
 def test_a_later_requirement_replaces_an_earlier_choice_and_a_missing_wheel_is_named(index, tmp_path):

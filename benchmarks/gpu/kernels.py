@@ -233,7 +233,7 @@ def vision(run: Run) -> None:
 def tower_equality(run: Run, name: str, flash: str, case: Case) -> Iterator[Row]:
     """Yield the error of the attention of towers over segments of several lengths."""
     generator = torch.Generator().manual_seed(0)
-    segments = Segments.of(LENGTHS)
+    segments = Segments(LENGTHS)
     shape = (1, case.heads, sum(LENGTHS), case.width)
     *inputs, gradient = (torch.randn(*shape, generator=generator).bfloat16().to(run.device) for _ in range(4))
     cumulative = segments.cumulative(torch.device(run.device))
