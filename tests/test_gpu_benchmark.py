@@ -134,12 +134,24 @@ def documented_varlen(query, key, value, cu_queries, cu_keys, *longest, scale, w
     return torch.cat(outputs)
 
 
+def varlen_of_torch_2_11(*states, scale, window_size):
+    """Groups heads unasked."""
+    return documented_varlen(*states, scale=scale, window_size=window_size, enable_gqa=True)
+
+
+@pytest.mark.parametrize("function", [documented_varlen, varlen_of_torch_2_11])
 @pytest.mark.parametrize("case", [kernels.PLAIN[1], kernels.WINDOWS[0]], ids=lambda case: case.name)
-def test_the_call_of_the_variable_length_kernel_is_that_of_the_reference(case, monkeypatch, tmp_path):
-    monkeypatch.setattr(varlen, "varlen_attn", documented_varlen)
+def test_the_call_of_the_variable_length_kernel_is_that_of_the_reference(case, function, monkeypatch, tmp_path):
+    monkeypatch.setattr(varlen, "varlen_attn", function)
     monkeypatch.setattr(kernels, "for_cuda_alone", lambda run, name: None)
     small = replace(case, heads=4, width=16)
     [line] = kernels.equality(part_of(tmp_path), kernels.Rows("cpu", kernels.SMALL[:4]), "varlen", small)
+    assert line["holds"] and line["measured"] > 0
+
+
+def test_the_attention_of_towers_is_that_of_the_reference(tmp_path):
+    small = kernels.Case(heads=2, key_heads=2, width=16)
+    [line] = kernels.tower_equality(part_of(tmp_path), "tower", varlen.TORCH, small)
     assert line["holds"] and line["measured"] > 0
 
 

@@ -420,5 +420,5 @@ def test_a_torch_whose_kernel_lacks_a_keyword_is_refused_before_any_step(checkpo
         pass
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    with pytest.raises(ConfigError, match=r"torch 2\.11 or newer.* does not know scale, window_size: install"):
+    with pytest.raises(ConfigError, match=r"torch 2\.12 or newer.* does not know scale, window_size: install"):
         rendered_of(checkpoints, CASES["one pair"])

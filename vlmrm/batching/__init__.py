@@ -6,13 +6,16 @@ from typing import Any
 import torch
 
 from vlmrm.batching.collator import Batch, Batcher, ComparisonCollator, PaddedBatcher, Part
-from vlmrm.batching.shared import SharedBatcher
+from vlmrm.batching.shared import SharedBatcher, on_device
 
 
 def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return a batcher's output with its tensors on `device`, those of nested dictionaries too."""
+    """Return a batcher's output with its tensors on `device`, those of nested dictionaries too.
+
+    Do not write to the tensors afterwards (`on_device`).
+    """
     return {
-        name: value.to(device)
+        name: on_device(value, device)
         if isinstance(value, torch.Tensor)
         else to_device(value, device)
         if isinstance(value, dict)

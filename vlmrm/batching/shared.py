@@ -198,7 +198,7 @@ class PackedLayout:
     def ends(self, device: torch.device) -> torch.Tensor:
         """Return the positions of the conversations' last tokens [N], each once, in row order."""
         if self._ends is None or self._ends.device != device:
-            self._ends = torch.tensor(self.last_tokens, device=device)
+            self._ends = on_device(torch.tensor(self.last_tokens), device)
         return self._ends
 
     def positions(self) -> np.ndarray:
@@ -232,7 +232,11 @@ class PackedLayout:
             queries, keys = self._lengths()
             index = torch.cat([torch.arange(a, b) for span in self.spans for a, b in span.keys])
             self._gathered = Gathered(
-                index.to(device), _cumulative(queries, device), _cumulative(keys, device), max(queries), max(keys)
+                on_device(index, device),
+                _cumulative(queries, device),
+                _cumulative(keys, device),
+                max(queries),
+                max(keys),
             )
         return self._gathered
 
@@ -253,7 +257,16 @@ class Gathered:
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    return on_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on `device`; from the host to CUDA without waiting for the work that is queued there.
+
+    Do not write to the tensor afterwards: pinned memory is read when the copy's turn has come.
+    """
+    # Alone in this direction: what is copied to the host could be read before it is there.
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu" and device.type == "cuda")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from vlmrm.batching import PaddedBatcher, SharedBatcher
-from vlmrm.batching.shared import PackedLayout, RotaryPositions
+from vlmrm.batching.shared import PackedLayout, RotaryPositions, on_device
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
 from vlmrm.modeling.families import BY_INDEX
@@ -238,7 +238,7 @@ def _temperature_along_path(module: Any, query: torch.Tensor, layout: PackedLayo
         return 1 + module.attn_scale * np.log1p((positions + 1) // module.floor_scale)
 
     ratio = temperature(layout.positions()) / temperature(np.arange(len(layout)))
-    return query * torch.as_tensor(ratio).to(query)[:, None]
+    return query * on_device(torch.as_tensor(ratio).to(query.dtype), query.device)[:, None]
 
 
 for _kernel, _name in SHARED.items():

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from vlmrm.batching.shared import PackedLayout
+from vlmrm.batching.shared import PackedLayout, on_device
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import relies_on
 
@@ -73,7 +73,7 @@ def token_weights(inputs: Mapping[str, Any]) -> torch.Tensor:
     """Return how many conversations hold each token of a batch, float32 [B x T]: 0 for padding."""
     tokens, layout, mask = inputs["input_ids"], inputs.get("layout"), inputs.get("attention_mask")
     if isinstance(layout, PackedLayout):
-        return torch.from_numpy(layout.conversations()).to(tokens.device, torch.float32)
+        return on_device(torch.from_numpy(layout.conversations()).float(), tokens.device)
     if mask is None:
         return torch.ones(tokens.numel(), device=tokens.device)
     return mask.flatten().float()
@@ -85,7 +85,7 @@ def tokens_of_vision_experts(config: PreTrainedConfig, token_ids: torch.Tensor) 
     They are those of images and videos and, unlike in `mm_token_type_ids`, of the marks around them.
     """
     names = [f"{kind}{mark}_token_id" for kind in ("image", "video") for mark in ("", "_start", "_end")]
-    ids = torch.tensor([getattr(config, name) for name in names], device=token_ids.device)
+    ids = on_device(torch.tensor([getattr(config, name) for name in names]), token_ids.device)
     return torch.isin(token_ids, ids).long()
 
 

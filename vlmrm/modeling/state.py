@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_recurrent_attention_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vlmrm.batching.shared import PackedLayout, PackedSegment
+from vlmrm.batching.shared import PackedLayout, PackedSegment, on_device
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import relies_on
 
@@ -83,7 +83,8 @@ class StateTree:
             places |= {i: place for place, i in enumerate(i for group in groups for i in group)}
             for group in groups:
                 length = max(len(segments[i]) for i in group)
-                parents = torch.tensor([places[segments[i].parent] for i in group], device=device) if depth else None
+                above = [places[segments[i].parent] for i in group] if depth else []
+                parents = on_device(torch.tensor(above), device) if depth else None
                 levels.append(Level(depth, len(group), length, parents))
                 for i in group:
                     start, stop = segments[i].start, segments[i].stop
@@ -95,7 +96,8 @@ class StateTree:
         order, padded = torch.cat(taken), torch.cat(padding)
         if torch.equal(order, put_back):
             return cls(levels, None, None, None)
-        return cls(levels, order.to(device), padded.to(device) if padded.any() else None, put_back.to(device))
+        mask = on_device(padded, device) if padded.any() else None
+        return cls(levels, on_device(order, device), mask, on_device(put_back, device))
 
     def split(self, values: torch.Tensor, *, neutral: bool = False) -> list[torch.Tensor]:
         """Return values[1, T, ...] by level, [count, length, ...]; `neutral` puts zeros into padding."""
@@ -175,10 +177,11 @@ class Windows:
                 taken += [-1] * (width - len(before)) + before + own + [-1] * (width - len(own))
         if not taken:
             return None
-        indices = torch.tensor(taken, device=device)
+        indices = torch.tensor(taken)
         firsts = indices.view(-1, 2, width)[:, 1].flatten()
         kept = (firsts >= 0).nonzero()[:, 0]
-        return cls(width, indices.clamp(min=0), indices < 0, kept, firsts[kept])
+        tensors = (indices.clamp(min=0), indices < 0, kept, firsts[kept])
+        return cls(width, *(on_device(tensor, device) for tensor in tensors))
 
 
 def _path(segments: Sequence[PackedSegment], index: int, width: int) -> list[int]:

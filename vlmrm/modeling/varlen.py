@@ -47,7 +47,7 @@ def attend_varlen(
         function: Callable[..., Any] = import_module(FLASH[kernel]).flash_attn_varlen_func
         output = function(query, key, value, *lengths, softmax_scale=scaling, causal=causal, window_size=sides)
         return output[0] if isinstance(output, tuple) else output  # some releases of 3 add the softmax's sums
-    # That of torch 2.11 groups heads unasked.
+    # The GPU benchmark also runs beside torch 2.11, which has no such keyword and groups heads unasked.
     asked = "enable_gqa" in _parameters(varlen_attn)
     grouped: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1]} if asked else {}
     output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=sides, **grouped)
@@ -63,7 +63,7 @@ def check_kernel() -> None:
     """
     if missing := [name for name in KEYWORDS if name not in _parameters(varlen_attn)]:
         raise ConfigError(
-            f"batching: shared needs torch 2.11 or newer, and varlen_attn of torch {torch.__version__} does not know "
+            f"batching: shared needs torch 2.12 or newer, and varlen_attn of torch {torch.__version__} does not know "
             f"{', '.join(missing)}: install a newer torch, or write batching: reference."
         )
 

@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.generic import is_flash_attention_requested
 
+from vlmrm.batching.shared import on_device
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.modeling.kernels import WIDEST_HEAD, log_once
@@ -64,7 +65,7 @@ class Segments:
 
     def cumulative(self, device: torch.device) -> torch.Tensor:
         """Return the cumulative lengths [N + 1], int32, on a device; `segments_of` knows what they are."""
-        total = torch.from_numpy(np.cumsum([0, *self.lengths], dtype=np.int32)).to(device, non_blocking=True)
+        total = on_device(torch.from_numpy(np.cumsum([0, *self.lengths], dtype=np.int32)), device)
         _SEGMENTS[total] = self
         return total
 
@@ -94,7 +95,7 @@ class Padding:
         real = places < np.array(lengths)[:, None]
         taken, put = np.where(real, starts + places, starts).ravel(), np.flatnonzero(real)
         mask = np.where(real, np.float32(0), np.float32(-np.inf))[:, None, None]
-        return cls(*(torch.from_numpy(array).to(device, non_blocking=True) for array in (taken, put, mask)))
+        return cls(*(on_device(torch.from_numpy(array), device) for array in (taken, put, mask)))
 
 
 # By the tensors of cumulative lengths that were made from them, or from which they were read.

@@ -14,6 +14,7 @@ import torch
 from transformers import vision_utils
 
 from vlmrm.batching.media import Grid
+from vlmrm.batching.shared import on_device
 from vlmrm.libraries import relies_on
 from vlmrm.modeling.vision_attention import Segments
 
@@ -56,7 +57,7 @@ def tower_keywords(tower: Any, grids: Sequence[Grid], device: torch.device) -> d
 
 
 def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    return on_device(torch.from_numpy(array), device)
 
 
 def positions(grid: Grid, merge: int) -> np.ndarray:

@@ -43,7 +43,7 @@ class StepFigures:
         difference = scores[pairs["chosen"]] - scores[pairs["rejected"]]
         irrelevant = pairs["irrelevant"]
         judged = ~(irrelevant | pairs["tie"] | pairs["outvoted"])
-        own = torch.arange(len(scores), device=scores.device) < part["rows"]["branches"].to(scores.device).sum()
+        own = torch.arange(len(scores), device=scores.device) < part["rows"]["branches"].sum()
         sums = {
             "pairs": judged.sum(),
             "rewards": own.sum(),
@@ -55,7 +55,7 @@ class StepFigures:
             **{f"loss_{name}": term for name, term in terms.items()},
         }
         extremes = [torch.where(own, scores, math.inf).min(), torch.where(own, scores, -math.inf).max()]
-        # One transfer from the device for all of them: the only time in a pass that the host waits for it.
+        # One transfer from the device for all of them: here the host waits for what the pass has computed.
         values = torch.stack([value.detach().float() for value in (*sums.values(), *extremes, loss)]).tolist()
         for name, value in zip(sums, values, strict=False):
             self.sums[name] += value

@@ -51,12 +51,12 @@ DROPPED_ROWS = "dropped_rows.jsonl"
 
 relies_on(
     trl.RewardTrainer,
-    *("_prepare_inputs", "compute_loss_context_manager"),
+    "compute_loss_context_manager",
     overridden=(
         *("_prepare_dataset", "_get_dataloader", "_get_train_sampler", "_get_num_items_in_batch", "_save_checkpoint"),
         *("get_batch_samples", "training_step", "compute_loss", "floating_point_ops", "log", "prediction_step"),
         *("evaluation_loop", "_name", "_load_optimizer_and_scheduler", "_run_epoch", "create_optimizer"),
-        *("_get_learning_rate", "_prepare_for_training"),
+        *("_get_learning_rate", "_prepare_for_training", "_prepare_inputs"),
     ),
     attributes=("_metrics", "model_wrapped"),
 )
@@ -267,6 +267,10 @@ class ComparisonTrainer(trl.RewardTrainer):
                 yield
         finally:
             self.accelerator.sync_gradients = True
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return a batch on the device, as HF does, which would wait for each tensor."""
+        return super()._prepare_inputs(to_device(inputs, self.args.device))
 
     @torch.no_grad()
     def _score(self, model, inputs: Any) -> torch.Tensor:
