@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from vlmrm.config import parse
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import load_for_training
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.engines import ENGINES, check_combination
+from vlmrm.training.engines import ENGINES, check_combination, engine_environment
 from vlmrm.training.optimizer import check_optimizer
 from vlmrm.training.sharding import describe
 from vlmrm.training.trainer import ComparisonTrainer
@@ -202,6 +203,14 @@ def test_offloaded_and_half_checkpointed_activations_give_equal_weights(train_he
     assert left == [0, 0]  # a tensor that no backward took back would end the next pass
 
 
+def test_a_run_takes_back_what_it_sets_in_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    with engine_environment():
+        os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_DYNAMO_BACKEND": "inductor"}
+    assert "ACCELERATE_USE_FSDP" not in os.environ and os.environ["ACCELERATE_DYNAMO_BACKEND"] == "no"
+
+
 # The matrix of docs/training.md --------------------------------------------------------------------------------------
 
 PARTS = {
@@ -213,6 +222,7 @@ PARTS = {
     "vision_cache_dir": {"freeze_vit": True, "vision_cache_dir": "features"},
     "activation_offloading": {"activation_offloading": True},
     "optim of bitsandbytes": {"optim": "paged_adamw_8bit"},
+    "optim of torchao": {"optim": "adamw_torch_4bit"},
     "max_tokens_per_batch": {"max_tokens_per_batch": 4096},
     "fp16": {"fp16": True},
 }

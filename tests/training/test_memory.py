@@ -111,6 +111,16 @@ def test_a_few_layers_tell_the_memory_of_all(opened, tiny_checkpoint, tmp_path, 
     assert estimate.rest == pytest.approx(whole.rest, rel=0.01)
 
 
+def test_layers_that_are_not_checkpointed_keep_their_activations(opened):
+    def rest(**keys: Any) -> int:
+        run, *more = opened(**keys)
+        return estimate_memory(run, 1, *more).rest
+
+    every_second = {"activation_checkpointing_kwargs": json.dumps({"every_n_layers": 2})}
+    least, middle, most = rest(**CHECKPOINTED), rest(**CHECKPOINTED, **every_second), rest(freeze_vit=True)
+    assert least <= middle < most  # of two layers one is kept
+
+
 def zero(folder: Any, stage: int) -> Any:
     path = folder / f"zero{stage}.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}))

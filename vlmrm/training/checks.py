@@ -92,9 +92,16 @@ def check_launch(run: RunArguments) -> Iterator[str]:
 
 
 def check_visible(run: RunArguments) -> Iterator[str]:
-    """Refuse a launch of a single process on several GPUs."""
+    """Refuse a launch of a single process on several GPUs, or with FSDP."""
     check_gpus(run.training.n_gpu)
+    check_shared_out(run.training, run.training.world_size)
     yield from ()
+
+
+def check_shared_out(args: RewardTrainingArguments, ranks: int) -> None:
+    """Refuse FSDP for a single process."""
+    if args.fsdp and ranks == 1 and not args.use_cpu:
+        raise ConfigError("fsdp shares out the weights among processes, and this is one: remove it, or start several.")
 
 
 def check_gpus(count: int) -> None:
@@ -129,11 +136,6 @@ def check_required(run: RunArguments) -> Iterator[str]:
     yield from check_optimizer(args, run.written)
     if run.model.load_in_4bit:
         quantization_config(run.model)
-        if args.deepspeed and args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) == 3:
-            raise ConfigError(
-                "load_in_4bit does not work with ZeRO-3, which divides weights that bitsandbytes has packed: use "
-                "deepspeed: zero2.json."
-            )
         if args.use_cpu:
             yield "load_in_4bit on a CPU saves memory and no time: each layer is unpacked whenever it is used"
     if args.learning_rate == 0:
@@ -151,8 +153,6 @@ def check_engine(run: RunArguments) -> Iterator[str]:
     check_combination(run.model, args)
     if args.fsdp and args.device.type == "cpu":
         raise ConfigError("fsdp does not run on a CPU: remove it, or use deepspeed: zero2.json.")
-    if args.fsdp and args.world_size == 1:
-        raise ConfigError("fsdp shares out the weights among processes, and this is one: remove it, or start several.")
     yield from ()
 
 
@@ -287,7 +287,7 @@ def checkpoint_bytes(model: torch.nn.Module, args: RewardTrainingArguments, *, a
     """Return the size of one checkpoint: the weights, or of an adapter the trained ones, and the optimizer's state."""
     weights = [weight for weight in model.parameters() if weight.requires_grad or not adapter]
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    master = 4 if args.deepspeed else 0  # DeepSpeed's float32 copies
+    master = 4 if args.deepspeed and not args.save_only_model else 0  # DeepSpeed's float32 copies
     # FSDP resumes from a copy of its own.
     copies = 2 if args.fsdp and not args.save_only_model else 1
     size = copies * sum(_numel(weight) * weight.element_size() for weight in weights)

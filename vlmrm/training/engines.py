@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
 
 from vlmrm.config import NO_ENGINE
 from vlmrm.errors import ConfigError, first_line
@@ -106,6 +109,8 @@ def _fsdp_config(value: Any) -> dict[str, Any] | None:
         raise ConfigError(f"fsdp_config is no JSON: {first_line(error).rstrip('.')}.") from error
     if config is None:
         return None
+    if not isinstance(config, dict):
+        raise ConfigError(f"fsdp_config is a {type(config).__name__}: write a mapping of keys to values.")
     config = {key.removeprefix("fsdp_"): setting for key, setting in config.items()}
     for key, setting in config.items():
         if key not in FSDP_KEYS:
@@ -127,7 +132,7 @@ def check_engine_files(args: RewardTrainingArguments) -> None:
     if not args.fsdp:
         return
     recomputed = _is_on(args.fsdp_config, "activation_checkpointing")
-    if recomputed and args.activation_checkpointing:
+    if recomputed and args.gradient_checkpointing:
         raise ConfigError(
             "gradient_checkpointing and activation_checkpointing of fsdp_config are the same: remove one."
         )
@@ -138,8 +143,10 @@ def check_engine_files(args: RewardTrainingArguments) -> None:
         )
 
 
-# Keys of activation_checkpointing_kwargs: those of transformers, and of torch.utils.checkpoint.
-CHECKPOINTING_KEYS = ("every_n_layers", "offload", "use_reentrant", "preserve_rng_state", "determinism_check")
+# Keys of activation_checkpointing_kwargs: those of transformers, which older versions lack, and of
+# torch.utils.checkpoint.
+LAYER_KEYS = ("every_n_layers", "offload") if hasattr(PreTrainedModel, "activation_checkpointing_enable") else ()
+CHECKPOINTING_KEYS = (*LAYER_KEYS, "use_reentrant", "preserve_rng_state", "determinism_check")
 
 
 def check_checkpointing(args: RewardTrainingArguments) -> None:
@@ -148,7 +155,7 @@ def check_checkpointing(args: RewardTrainingArguments) -> None:
     Raises:
         ConfigError: naming the key.
     """
-    keys: Any = args.activation_checkpointing_kwargs or {}
+    keys: Any = args.gradient_checkpointing_kwargs or {}  # as the newer key says, where it is the one that is set
     for key in keys:
         if key not in CHECKPOINTING_KEYS:
             raise ConfigError(f"activation_checkpointing_kwargs has {key}{did_you_mean(key, CHECKPOINTING_KEYS)}")
@@ -171,6 +178,19 @@ def reads_weights_once(args: RewardTrainingArguments) -> bool:
 
 def _is_on(config: Any, key: str) -> bool:
     return str(config.get(key, "")).lower() in ("true", "1")
+
+
+@contextmanager
+def engine_environment() -> Generator[None]:
+    """Take the variables of accelerate's environment back that a run sets, before the next run reads them."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def check_environment(args: RewardTrainingArguments) -> None:

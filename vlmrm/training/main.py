@@ -56,7 +56,7 @@ from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import ProbedDataset, SightCallback
 from vlmrm.training.checks import CHECKS, RunArguments, check_disk, check_gpus, checkpoint_bytes
-from vlmrm.training.engines import reads_weights_once
+from vlmrm.training.engines import engine_environment, reads_weights_once
 from vlmrm.training.folder import output_lock
 from vlmrm.training.optimizer import rate_of
 from vlmrm.training.resume import (
@@ -93,6 +93,7 @@ class TrainingResult:
         return f"<table>{''.join(f'<tr><th>{name}<td>{escape(str(value))}' for name, value in shown.items())}</table>"
 
 
+@engine_environment()
 def train(config: Configuration = (), /, **keys: Any) -> TrainingResult:
     """Train a reward model, as `vlmrm train` does.
 

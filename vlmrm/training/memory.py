@@ -23,6 +23,7 @@ from vlmrm.modeling.freezing import freeze
 from vlmrm.modeling.quantization import layers_to_quantize
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.checks import RunArguments
+from vlmrm.training.engines import ENGINES, LAYER_KEYS, engine_of
 from vlmrm.training.main import build_collator, weight_dtype
 from vlmrm.training.optimizer import optimizer_bytes
 from vlmrm.training.survey import Survey
@@ -63,8 +64,7 @@ class Shares:
 
     @classmethod
     def of(cls, args: RewardTrainingArguments, ranks: int) -> Shares:
-        stage = args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) if args.deepspeed else 0
-        stage = 3 if args.fsdp else stage
+        stage = min(ENGINES.index(engine_of(args)), 3)
         return cls(*(1 / ranks if stage >= first else 1.0 for first in (3, 2, 1)))
 
 
@@ -74,8 +74,8 @@ def estimate_memory(
     """Estimate the memory of a process at its peak, from the model's configuration: no weights are read.
 
     Weights, gradients and the optimizer are counted, as far as the engine leaves them to one rank. Activations are
-    traced, with the longest of the surveyed `rows` as a batch; without a processor they are left out. Buffers inside
-    kernels are not known.
+    traced, with the longest of the surveyed `rows` as a batch; without a processor they are left out. Those that are
+    offloaded to the host count too. Buffers inside kernels are not known.
     """
     args, keys = run.training, run.model
     shares, stored = Shares.of(args, ranks), weight_dtype(keys, args)
@@ -166,7 +166,12 @@ def prepared(model: Any, lengths: Sequence[int], run: RunArguments, processor: A
         del stack[length:]
     batcher_for(getattr(model, "get_base_model", lambda: model)(), processor, run.model.batching)
     if run.training.gradient_checkpointing:
-        model.gradient_checkpointing_enable(run.training.gradient_checkpointing_kwargs)
+        keys: Any = run.training.gradient_checkpointing_kwargs or {}
+        layers = {key: keys[key] for key in LAYER_KEYS if key in keys and key != "offload"}
+        kwargs = {key: value for key, value in keys.items() if key not in LAYER_KEYS}
+        # The older name is deprecated where there is a newer one.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable(kwargs or None, **layers)
     return model.train()
 
 

@@ -125,10 +125,11 @@ def check_optimizer(args: RewardTrainingArguments, written: Container[str]) -> I
     optim = OptimizerNames(args.optim).value
     if uses_bitsandbytes(optim) and find_spec("bitsandbytes") is None:
         raise ConfigError(missing(f"optim: {optim}", "bitsandbytes", "qlora"))
-    if uses_bitsandbytes(optim) and args.deepspeed:
+    if (uses_bitsandbytes(optim) or "bit" in optim) and (args.deepspeed or args.fsdp):
         raise ConfigError(
-            f"optim: {optim} does not work with deepspeed, which hands it all weights as one, the head among them: "
-            "write optim: adamw_torch, whose state is divided among the ranks."
+            f"optim: {optim} does not work with {'deepspeed' if args.deepspeed else 'fsdp'}, which hands it other "
+            "weights than the model's, and the head's state would be rounded: write optim: adamw_torch, whose state "
+            "is divided among the ranks."
         )
     try:
         Trainer.get_optimizer_cls_and_kwargs(args)
@@ -157,8 +158,9 @@ def keep_head_in_32_bits(optimizer: Any, model: nn.Module) -> None:
     if library == "bitsandbytes":
         manager = import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()
         for layer in layers:
-            manager.register_module_override(layer, "weight", {"optim_bits": 32})
+            for name, _ in layer.named_parameters(recurse=False):
+                manager.register_module_override(layer, name, {"optim_bits": 32})
     elif library == "torchao":
-        for weight in (layer.weight for layer in layers):
+        for weight in (weight for layer in layers for weight in layer.parameters()):
             moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}

@@ -39,9 +39,11 @@ from vlmrm.modeling.varlen import FLASH, TORCH
 from vlmrm.training.checks import (
     RunArguments,
     check_disk,
+    check_shared_out,
     checkpoint_bytes,
     problems,
 )
+from vlmrm.training.engines import engine_of
 from vlmrm.training.folder import check_unlocked
 from vlmrm.training.main import (
     base_digest,
@@ -165,6 +167,8 @@ def plan_training(argv: Sequence[str]) -> TrainingPlan:
     with plan.stage():
         check_writable(Path(run.training.output_dir).absolute())
     with plan.stage():
+        check_shared_out(run.training, plan.processes)
+    with plan.stage():
         check_unlocked(Path(run.training.output_dir))  # else a checkpoint that is being written looks broken
         _plan_resume(plan, run)
     with plan.stage():
@@ -181,8 +185,7 @@ def processes(run: RunArguments) -> int:
 def launch(run: RunArguments, ranks: int) -> str:
     """Return how many processes train, and what starts them."""
     args = run.training
-    stage = args.hf_deepspeed_config.get_value("zero_optimization.stage", 0) if args.deepspeed else None
-    engine = "FSDP" if args.fsdp else "DDP" if stage is None else f"ZeRO-{stage}"
+    engine = engine_of(args)
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return f"{ranks} processes with {engine}, of which this is number {os.environ['RANK']}"
     if ranks > 1:
@@ -468,7 +471,7 @@ def kernels(run: RunArguments) -> dict[str, str]:
     """Return the device, the attention kernel and the batching."""
     args = run.training
     cuda = not args.use_cpu and torch.cuda.is_available()
-    kernel = resolve_attention(run.model.attn_implementation)
+    kernel = resolve_attention(run.model.attn_implementation) if cuda else "sdpa"
     if cuda and (args.bf16 or args.fp16) and kernel not in FLASH:
         kernel = TORCH
     return {

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import relies_on
-from vlmrm.modeling.reward_model import Float32Linear, RewardModel
+from vlmrm.modeling.head import Float32Linear
+from vlmrm.modeling.reward_model import RewardModel
 
 NEEDED = {MixedPrecisionPolicy: "param_dtype_override_fn", FSDPModule: "set_reduce_scatter_unused_params"}
 relies_on(
