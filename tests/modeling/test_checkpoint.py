@@ -22,11 +22,13 @@ from vlmrm.modeling import (
     load_for_training,
     load_processor,
     make_tiny,
+    manifest,
     provenance,
     save_reward_files,
     template_hash,
     write_complete,
 )
+from vlmrm.modeling.checkpoint import refuse_separate_head
 from vlmrm.modeling.manifest import find_file
 
 
@@ -136,7 +138,7 @@ VALUE_HEAD = {"v_head.summary.weight": torch.ones(1, 128), "v_head.summary.bias"
 
 
 @pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
-@pytest.mark.parametrize("name", ["value_head.safetensors", "value_head.bin", "rm_head.pt"])
+@pytest.mark.parametrize("name", ["value_head.safetensors", "value_head.bin", "rm_head.pt", "rm_head.pth"])
 def test_a_trained_head_in_a_file_of_its_own_is_not_left_for_a_random_one(language_model, load, name):
     """LLaMA-Factory's layout, in which Skywork-VL-Reward is published, and its like."""
     if name.endswith(".safetensors"):
@@ -147,15 +149,44 @@ def test_a_trained_head_in_a_file_of_its_own_is_not_left_for_a_random_one(langua
         load(language_model)
 
 
-def test_a_trained_head_on_the_hub_is_looked_for(tiny_checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["value_head.safetensors", "rm_head.pth"])
+def test_a_trained_head_on_the_hub_is_looked_for(tiny_checkpoint, tmp_path, monkeypatch, name):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     kept = tmp_path / "models--org--name"
     shutil.copytree(tiny_checkpoint, kept / "snapshots" / "c0ffee")
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("c0ffee")
-    save_file(VALUE_HEAD, kept / "snapshots" / "c0ffee" / "value_head.safetensors")
-    with pytest.raises(CheckpointError, match=r"org/name has a trained head in value_head\.safetensors"):
+    (kept / "snapshots" / "c0ffee" / name).touch()
+    with pytest.raises(CheckpointError, match=rf"org/name has a trained head in {name}"):
         load_for_training("org/name")
+    listed = ["README.md", "lm_head.bin", "more/value_head.bin", "model.safetensors", "reward_head.bin"]
+    monkeypatch.setattr(manifest, "hub_answers", lambda: True)
+    monkeypatch.setattr(manifest, "list_repo_files", lambda path, *, revision: listed)
+    with pytest.raises(CheckpointError, match=r"org/other has a trained head in reward_head\.bin"):
+        refuse_separate_head("org/other")
+    del listed[-1]
+    refuse_separate_head("org/other")
+
+
+@pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
+def test_a_head_that_may_be_in_torch_files_points_to_the_import(language_model, load):
+    """A pickle is not opened to look for it; an index tells the names."""
+    weights = load_file(language_model / "model.safetensors")
+    (language_model / "model.safetensors").unlink()
+    torch.save(weights | VALUE_HEAD, language_model / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"weights in pytorch_model\.bin .*`vlmrm import .* --output DIR`"):
+        load(language_model)
+    index = language_model / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(weights | VALUE_HEAD, "pytorch_model.bin")}))
+    with pytest.raises(CheckpointError, match=r"(weights in pytorch_model|layout \(v_head\.summary).*`vlmrm import "):
+        load(language_model)
+
+
+def test_an_adapter_in_a_torch_file_points_to_the_import(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
+    torch.save(VALUE_HEAD, tmp_path / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"weights in adapter_model\.bin .*`vlmrm import "):
+        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

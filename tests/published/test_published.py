@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from jinja2 import Template
 from runs import SHORT, write_rows
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
@@ -17,9 +18,11 @@ from torch.nn.functional import logsigmoid
 from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError, RowError
 from vlmrm.export import export
-from vlmrm.modeling import load_checkpoint, load_for_training
+from vlmrm.modeling import load_checkpoint, load_for_training, published_source
 from vlmrm.modeling.published_import import import_reward
 from vlmrm.modeling.published_layouts import LAYOUTS
+from vlmrm.modeling.published_source import StoredWeights, read_adapter, weight_files
+from vlmrm.modeling.published_template import Turn, question_template
 from vlmrm.training.main import train
 
 from . import __main__ as table
@@ -274,6 +277,51 @@ def test_a_head_that_is_not_used_points_to_the_import(made, load):
             load(made(case)[0].source)
     with pytest.raises(CheckpointError, match=r"\(score.weight\): make it one of ours by `vlmrm import"):
         load_checkpoint(made(SWIFT)[0].source)
+
+
+def test_an_instruction_is_written_character_for_character():
+    """Beyond the 16 bits of JSON's escapes too, and with what Jinja and JSON mean something by."""
+    text = 'Rate \U0001f600 "é" \\n {{ 7 }} {% x %}\nof {text_prompt} \u2028<|Reward|>'
+    around = Turn("\U0001f642 ", "", "", {})
+    template = Template(question_template(around, text, ["{text_prompt}"], "<|Reward|>"))
+    written = template.render(messages=[{"role": "user", "content": "a \U0001f431"}])
+    assert written == around.before + text.replace("{text_prompt}", "a \U0001f431")
+
+
+def test_files_that_are_half_there_are_refused_in_a_sentence(tmp_path):
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    for key in settings:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({k: v for k, v in settings.items() if k != key}))
+        with pytest.raises(CheckpointError, match=rf"\b{key}: None"):
+            read_adapter(tmp_path)
+    torch.save({"model": torch.ones(2)}, tmp_path / "w.bin")
+    with pytest.raises(CheckpointError, match="holds a Tensor and no weights by name"):
+        StoredWeights(tmp_path / "w.bin")
+    for shard in ("/w.bin", "../w.bin", "a/../../w.bin"):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+        with pytest.raises(CheckpointError, match=rf"names {shard}, which is outside"):
+            weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_of_a_repository_only_what_is_read_is_fetched(tmp_path, monkeypatch, adapter):
+    """Not the weights in a second format, those of its optimiser, or the full ones beside an adapter."""
+    listed = ["config.json", "adapter_model.bin", "model.safetensors", "original/consolidated.00.pth"]
+    listed += ["optimizer.pt", "pytorch_model.bin", "value_head.bin", "vocab.txt"]
+    fetched = []
+    monkeypatch.setattr(published_source, "hub_answers", lambda: True)
+    monkeypatch.setattr(published_source, "is_adapter", lambda *_: adapter)
+    monkeypatch.setattr(published_source, "read_json_of", lambda *_: None)
+    monkeypatch.setattr(published_source, "file_names", lambda *_: listed)
+
+    def fetch(source: str, *, revision: str | None, ignore_patterns: list[str]) -> Path:
+        fetched.extend(name for name in listed if name not in ignore_patterns)
+        return tmp_path
+
+    monkeypatch.setattr(published_source, "snapshot_download", fetch)
+    assert published_source.local_copy("org/name") == tmp_path
+    weights = ["adapter_model.bin"] if adapter else ["model.safetensors"]
+    assert fetched == ["config.json", *weights, "value_head.bin", "vocab.txt"]
 
 
 def test_the_trained_head_of_a_plain_layout_is_the_start_of_training(made):

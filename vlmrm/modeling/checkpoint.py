@@ -25,6 +25,8 @@ from vlmrm.modeling.head import HEADS, head_name
 from vlmrm.modeling.manifest import (
     BEST,
     FINAL,
+    WEIGHTS,
+    file_names,
     find_checkpoints,
     find_file,
     is_adapter,
@@ -34,14 +36,12 @@ from vlmrm.modeling.manifest import (
     verify_if_listed,
 )
 from vlmrm.modeling.published_layouts import HEAD_WEIGHTS
+from vlmrm.modeling.published_source import ADAPTERS, INDICES, head_files, weight_names
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 logger = logging.getLogger("vlmrm")
 
 relies_on(PreTrainedModel, "_supports_sdpa")
-
-# Files in which LLaMA-Factory puts a trained head, beside weights that do not mention it.
-HEAD_FILES = ("value_head.safetensors", "value_head.bin")
 
 
 def load_for_training(
@@ -113,6 +113,7 @@ def load_reward_model(
                 f"{path} has a trained head of another trainer's layout ({stored}): make it one of ours by "
                 f"`{import_command(path)}`."
             )
+        refuse_torch_files(path)
         architecture = next(iter(config.architectures or []), config.model_type)
         raise CheckpointError(f"{path} is a {architecture} and has no reward head: train it first, with train_rm.py.")
     return _load(
@@ -171,18 +172,25 @@ def refuse_separate_head(path: str | Path, revision: str | None = None) -> None:
     Raises:
         CheckpointError: naming the file.
     """
-    if Path(path).is_dir():
-        names = [
-            file.name
-            for file in sorted(Path(path).iterdir())
-            if file.stem.endswith("head") and file.stem != "lm_head" and file.suffix in (".safetensors", ".bin", ".pt")
-        ]
-    else:
-        names = [name for name in HEAD_FILES if find_file(path, name, revision) is not None]
-    if names:
+    if names := head_files(path, revision):
         raise CheckpointError(
             f"{path} has a trained head in {names[0]}, which is another trainer's layout: make it one of ours by "
             f"`{import_command(path)}`."
+        )
+
+
+def refuse_torch_files(path: str | Path, revision: str | None = None) -> None:
+    """Refuse weights in torch's files alone, which only the import opens: a trained head may be among them.
+
+    Raises:
+        CheckpointError: naming a file.
+    """
+    adapters = [name for name in file_names(path, revision) if name in ADAPTERS]
+    names = adapters or weight_names(path, revision)
+    if names and not any(name.endswith(WEIGHTS) for name in names):
+        raise CheckpointError(
+            f"{path} has its weights in {names[0]} and not in safetensors: make a reward model of another trainer one "
+            f"of ours by `{import_command(path)}`, and save any other model again."
         )
 
 
@@ -192,8 +200,8 @@ def import_command(path: str | Path) -> str:
 
 
 def _head_among_weights(path: str | Path) -> str | None:
-    """Return a head's weight that a checkpoint stores among the others, by the headers of its files."""
-    index = read_json_of(path, "model.safetensors.index.json")
+    """Return a head's weight that a checkpoint stores among the others, by its index or the header of its file."""
+    index = next(filter(None, (read_json_of(path, name) for name in INDICES)), None)
     if index is not None:
         names = list(index.get("weight_map", {}))
     else:
@@ -244,6 +252,7 @@ def _load(
                 output_loading_info=True,
             )
     except (OSError, SafetensorError, ValueError) as error:
+        refuse_torch_files(path, revision)
         raise CheckpointError(f"the weights of {path} cannot be read: {first_line(error)}") from error
     _check_weights(path, model, report, new_head)
     return model

@@ -23,6 +23,7 @@ from vlmrm.modeling.checkpoint import (
     load_reward_model,
     load_scoring_files,
     refuse_separate_head,
+    refuse_torch_files,
 )
 from vlmrm.modeling.manifest import (
     ADAPTER_CONFIG,
@@ -190,12 +191,13 @@ def open_adapter(
     revision = None if base_model_path else info.get("provenance", {}).get("base_revision")
     if not base:
         raise CheckpointError(f"the adapter {path} does not name its base model: give it as base_model_path.")
+    refuse_separate_head(path)
     weights = find_file(path, "adapter_model.safetensors")
     if weights is None:
+        refuse_torch_files(path)
         raise CheckpointError(f"the adapter {path} has no adapter_model.safetensors: save it again.")
     with safe_open(weights, framework="pt") as file:
         saved = set(file.keys())
-    refuse_separate_head(path)
     if f"{PEFT_PREFIX}score.weight" not in saved:
         if other_head := next(filter(HEAD_WEIGHTS.search, sorted(saved)), None):
             raise CheckpointError(

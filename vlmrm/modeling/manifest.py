@@ -19,8 +19,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import hf_hub_download, list_repo_files, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # of the HTTP package that this version of the hub's client is written for
+    LocalEntryNotFoundError,
+)
 from transformers import ProcessorMixin
 
 from vlmrm.errors import CheckpointError
@@ -353,6 +359,38 @@ def find_file(path: str | Path, name: str, revision: str | None = None) -> Path 
         raise _unreachable(path) from error
 
 
+def file_names(path: str | Path, revision: str | None = None) -> list[str]:
+    """Return the paths of all files of a folder or hub checkpoint inside it; without a network, of the cached ones.
+
+    Raises:
+        CheckpointError: when there is no such checkpoint.
+    """
+    if Path(path).is_dir():
+        folder = Path(path)
+    elif not hub_answers():
+        folder = cached_snapshot(path, revision)
+    else:
+        try:
+            return sorted(list_repo_files(str(path), revision=revision))
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            raise _unreachable(path) from error
+        except HTTPError:  # the hub cannot be reached any more
+            folder = cached_snapshot(path, revision)
+    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+
+
+def cached_snapshot(path: str | Path, revision: str | None, *names: str) -> Path:
+    """Return the folder of what was fetched of a hub checkpoint before.
+
+    Raises:
+        CheckpointError: when there is none, or it lacks a file of `names` that the checkpoint is known to have.
+    """
+    try:
+        return Path(snapshot_download(str(path), revision=revision, local_files_only=True, allow_patterns=list(names)))
+    except (OSError, HFValidationError) as error:
+        raise _unreachable(path) from error
+
+
 def local_folder(path: str | Path, revision: str | None = None) -> Path:
     """Return the folder on this machine that holds a folder or hub checkpoint.
 
@@ -369,11 +407,7 @@ def local_folder(path: str | Path, revision: str | None = None) -> Path:
 
 def _find_cached(path: str | Path, name: str, revision: str | None) -> Path | None:
     """Return a file of a hub checkpoint from the local cache; None where the cached snapshot lacks it."""
-    try:
-        snapshot = snapshot_download(str(path), revision=revision, local_files_only=True, allow_patterns=[name])
-    except (OSError, HFValidationError) as error:
-        raise _unreachable(path) from error
-    file = Path(snapshot) / name
+    file = cached_snapshot(path, revision, name) / name
     return file if file.is_file() else None
 
 

@@ -175,7 +175,7 @@ def _check_options(layout: Layout, output_name: str | None, template: str | Path
 
 
 def _open(source: str | Path, base: str | Path | None, named: Layout | None, revision: str | None) -> Opened:
-    if not Path(source).is_file() and find_file(source, REWARD_FILE) is not None:
+    if not Path(source).is_file() and find_file(source, REWARD_FILE, revision) is not None:
         raise CheckpointError(f"{source} is a reward model of vlmrm already: open it as it is.")
     path = local_copy(source, revision)
     folder = path if path.is_dir() else path.parent
@@ -186,7 +186,9 @@ def _open(source: str | Path, base: str | Path | None, named: Layout | None, rev
             raise CheckpointError(f"{source} is an adapter: name the model that it was trained on by --base.")
     adapter, scale = read_adapter(folder) if adapted else (StoredWeights(), None)
     weights = StoredWeights(*weight_files(local_copy(base) if adapted and base else path))
-    separate = StoredWeights(*head_files(path)[:1])  # LLaMA-Factory may leave both forms of one head
+    separate = StoredWeights()
+    if path.is_dir():  # LLaMA-Factory may leave both forms of one head
+        separate = StoredWeights(*(path / name for name in head_files(path)[:1]))
     trained = adapter.readers | separate.readers
     form = find_layout(source, trained if any(map(HEAD_WEIGHTS.search, trained)) else weights.readers, named)
     heads = trained if any(map(form.matches, trained)) else weights.readers

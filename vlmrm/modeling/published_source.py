@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from safetensors import SafetensorError, safe_open
 
 from vlmrm.errors import CheckpointError, first_line
 from vlmrm.http import hub_answers
-from vlmrm.modeling.manifest import ADAPTER_CONFIG, read_json_of
+from vlmrm.modeling.manifest import ADAPTER_CONFIG, cached_snapshot, file_names, is_adapter, read_json_of
 from vlmrm.modeling.published_weights import is_torch_file, lora_merged, lora_scale, plain_weights, read_weights
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")  # beginnings of files of no weights
+NOT_NESTED = re.compile(r"(checkpoint-[^/]*/)?[^/]+")
 # What wrappers put before and into the names of weights.
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.|pretrained_model\.|base_model\.model\.)+")
 INSIDE = re.compile(r"\.(?:modules_to_save(?:\.default)?|original_module|base_layer)(?=\.)")
@@ -80,8 +81,7 @@ def _readers(file: Path) -> dict[str, Reader]:
     if not file.is_file():
         raise CheckpointError(f"{file} is missing: copy the checkpoint again.")
     if is_torch_file(file):
-        content = read_weights(file)
-        tensors = plain_weights(file, content.get("model", content), keep_type=True)
+        tensors = plain_weights(file, read_weights(file), keep_type=True)
         return {name: lambda tensor=tensor: tensor for name, tensor in tensors.items()}
     try:
         stored = safe_open(file, framework="pt")
@@ -114,13 +114,21 @@ def with_lora(name: str, weight: Reader, parts: Mapping[str, Reader], scale: flo
 def local_copy(source: str | Path, revision: str | None = None) -> Path:
     """Return the folder or file on this machine of a folder, file or hub repository, fetched where it must be.
 
+    Of a repository's weights only those are fetched that are read, not the same in further formats.
+
     Raises:
         CheckpointError: when there is no such thing.
     """
     if Path(source).exists():
         return Path(source)
+    if not hub_answers():
+        return cached_snapshot(source, revision)
+    read = {*head_files(source, revision)}
+    read.update(ADAPTERS if is_adapter(source, revision) else weight_names(source, revision))
+    stored = [name for name in file_names(source, revision) if PurePath(name).suffix in SUFFIXES]
+    unread = [name for name in stored if name not in read]
     try:
-        return Path(snapshot_download(str(source), revision=revision, local_files_only=not hub_answers()))
+        return Path(snapshot_download(str(source), revision=revision, ignore_patterns=unread))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(f"{source} is no folder, file or repository that can be reached: check it.") from error
 
@@ -133,26 +141,39 @@ def weight_files(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
+    files = [path / name for name in weight_names(path)]
+    if not files:
+        raise CheckpointError(f"{path} has no weights ({', '.join(SUFFIXES)}): check the path.")
+    if len(files) > 1 and not any((path / name).is_file() for name in INDICES):
+        raise CheckpointError(f"{path} has {len(files)} weight files and no index: name one, such as {files[0]}.")
+    return files
+
+
+def weight_names(path: str | Path, revision: str | None = None) -> list[str]:
+    """Return the names of a folder's or repository's `weight_files`, or of several that could be; empty without any.
+
+    Raises:
+        CheckpointError: when an index names a file outside.
+    """
     for name in INDICES:
-        if index := read_json_of(path, name):
-            return [path / shard for shard in sorted(set(index.get("weight_map", {}).values()))]
-    for suffix in SUFFIXES:
-        inner = [*path.glob(f"*{suffix}"), *path.glob(f"checkpoint-*/*{suffix}")]
-        files = sorted(file for file in inner if file not in head_files(path) and file.name not in ADAPTERS)
-        files = [file for file in files if not file.stem.startswith(OF_TRAINING)]
-        if len(files) == 1:
-            return files
-        if files:
-            raise CheckpointError(f"{path} has {len(files)} weight files and no index: name one, such as {files[0]}.")
-    raise CheckpointError(f"{path} has no weights ({', '.join(SUFFIXES)}): check the path.")
+        if index := read_json_of(path, name, revision):
+            shards = sorted(set(index.get("weight_map", {}).values()))
+            if outside := [shard for shard in shards if shard.startswith("/") or ".." in PurePath(shard).parts]:
+                raise CheckpointError(f"{name} of {path} names {outside[0]}, which is outside: copy it again.")
+            return shards
+    heads = head_files(path, revision)
+    names = [name for name in file_names(path, revision) if NOT_NESTED.fullmatch(name) and name not in heads]
+    files = [file for file in map(PurePath, names) if file.name not in ADAPTERS]
+    files = [file for file in files if file.suffix in SUFFIXES and not file.stem.startswith(OF_TRAINING)]
+    first = min((SUFFIXES.index(file.suffix) for file in files), default=0)
+    return [str(file) for file in files if file.suffix == SUFFIXES[first]]
 
 
-def head_files(path: Path) -> list[Path]:
-    """Return the files that hold a trained head and nothing else, by their names, safetensors before torch's."""
-    if not path.is_dir():
-        return []
-    files = [file for file in path.iterdir() if file.suffix in SUFFIXES and file.stem.endswith("head")]
-    return sorted((f for f in files if f.stem != "lm_head"), key=lambda file: (SUFFIXES.index(file.suffix), file.name))
+def head_files(path: str | Path, revision: str | None = None) -> list[str]:
+    """Return the names of a folder's or repository's files with a trained head alone, safetensors before torch's."""
+    files = [PurePath(name) for name in file_names(path, revision) if "/" not in name]
+    heads = [f for f in files if f.suffix in SUFFIXES and f.stem.endswith("head") and f.stem != "lm_head"]
+    return [file.name for file in sorted(heads, key=lambda file: (SUFFIXES.index(file.suffix), file.name))]
 
 
 def read_adapter(path: Path) -> tuple[StoredWeights, float]:
@@ -165,8 +186,14 @@ def read_adapter(path: Path) -> tuple[StoredWeights, float]:
     for key, plain in PLAIN_LORA.items():
         if settings.get(key) not in plain:
             raise CheckpointError(
-                f"{path} is an adapter with {key}: {settings[key]!r}, which is not carried: merge it with peft, and "
-                "import the merged model."
+                f"{path} is an adapter with {key}: {settings.get(key)!r}, which is not carried: merge it with peft, "
+                "and import the merged model."
             )
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float)):
+        raise CheckpointError(
+            f"{ADAPTER_CONFIG} of {path} has r: {rank!r} and lora_alpha: {alpha!r}, which are no numbers: copy it "
+            "again."
+        )
     file = next((path / name for name in ADAPTERS if (path / name).is_file()), path / ADAPTERS[0])
-    return StoredWeights(file), lora_scale(settings["r"], settings["lora_alpha"], settings.get("use_rslora"))
+    return StoredWeights(file), lora_scale(rank, alpha, settings.get("use_rslora"))

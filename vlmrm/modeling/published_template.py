@@ -104,17 +104,22 @@ def question_template(turn: Turn, instruction: str, placeholders: Sequence[str],
     for name in ("IMAGE", "VIDEO"):
         medium = turn.media.get(name.lower())
         refused = f"raise_exception('this model takes no {name.lower()}')"
-        collected = collected.replace(name, refused if medium is None else json.dumps(medium))
+        collected = collected.replace(name, refused if medium is None else _literal(medium))
     values = {"{text_prompt}": "ns.prompt", "{question}": "ns.prompt", "{answer}": "ns.answers[0]"}
-    body = json.dumps(instruction)
+    body = _literal(instruction)
     for placeholder in placeholders:
         body = body.replace(placeholder, f'" ~ {values[placeholder]} ~ "')
-    pieces = [json.dumps(turn.before), "ns.media", f'({json.dumps(turn.line)} if ns.media else "")', body]
+    pieces = [_literal(turn.before), "ns.media", f'({_literal(turn.line)} if ns.media else "")', body]
     if token is None:
-        critique = f'(ns.answers[1] ~ {json.dumps(turn.closed)} if ns.answers | length == 2 else "")'
-        pieces += [json.dumps(turn.after), critique]
+        critique = f'(ns.answers[1] ~ {_literal(turn.closed)} if ns.answers | length == 2 else "")'
+        pieces += [_literal(turn.after), critique]
     checks = ONE_ANSWER if "{answer}" in placeholders else NO_ANSWER
     return f"{collected}{checks}{{{{- {' ~ '.join(pieces)} -}}}}"
+
+
+def _literal(text: str) -> str:
+    """Return a text as a string of Jinja, which would read JSON's surrogate pairs as two characters."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _written(processor: Any, media: Sequence[str], *more: dict[str, Any], prompted: bool = True) -> str:

@@ -20,7 +20,7 @@ from vlmrm.modeling.manifest import find_file
 
 T = TypeVar("T")
 
-WRAPPERS = ("model_state_dict", "state_dict")  # keys under which torch files hold their weights
+WRAPPERS = ("model", "model_state_dict", "state_dict")  # keys under which torch files hold their weights
 PREFIXES = ("module.", "_orig_mod.", "model.", "backbone.", "resnet_backbone.")  # of weight names, by wrappers
 # Names of open_clip's CLIP and of transformers' `CLIPModel`: the start of a name, then its part inside a block.
 OPEN_CLIP_NAMES = {
