@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from vlmrm.batching.media import blank_image
 from vlmrm.conversation import Conversation, Video, media_of
 from vlmrm.data.media import open_image, open_video
+from vlmrm.modeling import batcher_for
 from vlmrm.rendering import Renderer
 
+from .cases import CASES
 from .tiny import Tiny
 
 
@@ -47,6 +50,19 @@ def processed(family: Tiny, processor: Any, conversation: Conversation) -> dict[
     text = Renderer(processor).text(conversation.messages)
     outputs = processor(text=[text], return_tensors="pt", **options)
     return {name: value for name, value in outputs.items() if name != "video_metadata"}
+
+
+def twins(family: Tiny) -> tuple[Any, Any, list[Any]]:
+    """Return a model of a family twice, ready for ranks with and without images, and a shared batch of each kind."""
+    processor = family.make_processor()
+    models = [family.make_model(processor).train() for _ in range(2)]
+    for model in models:
+        model.proved = True
+        model.touch_vision = blank_image(processor, model.placeholders)
+        batcher = batcher_for(model, processor, "shared")
+    renderer = Renderer(processor)
+    batches = [to_float64(batcher([renderer.render(it) for it in CASES[name]])) for name in ("text", "image")]
+    return *models, batches
 
 
 def to_float64(inputs: Any) -> Any:

@@ -11,27 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from families.cases import CASES
-from families.reference import rounding_nowhere, to_float64
+from families.reference import rounding_nowhere, twins
 from families.table import FAMILIES
-
-from vlmrm.batching.media import blank_image
-from vlmrm.modeling import batcher_for
-from vlmrm.rendering import Renderer
 
 torch.set_num_threads(1)
 distributed.init_process_group("gloo")
 for family in FAMILIES:
     if family.model_type not in sys.argv[1:]:
         continue
-    processor = family.make_processor()
-    model, alone = (family.make_model(processor).train() for _ in range(2))
-    for one in (model, alone):
-        one.proved = True
-        one.touch_vision = blank_image(processor, one.placeholders)
-    renderer, batcher = Renderer(processor), batcher_for(model, processor, "shared")
-    batcher_for(alone, processor, "shared")
-    batches = [to_float64(batcher([renderer.render(it) for it in CASES[name]])) for name in ("text", "image")]
+    model, alone, batches = twins(family)
     parallel = DistributedDataParallel(model)  # waits for every gradient
     with rounding_nowhere():
         for step in range(2):

@@ -17,16 +17,12 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from families.cases import CASES
-from families.reference import rounding_nowhere, to_float64
+from families.reference import rounding_nowhere, twins
 from families.table import FAMILIES
 from torch import distributed
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from vlmrm.batching.media import blank_image
-from vlmrm.modeling import batcher_for
-from vlmrm.rendering import Renderer
 from vlmrm.training import main
 from vlmrm.training.checks import CHECKS, check_engine
 from vlmrm.training.sharding import describe, reduce_all
@@ -46,14 +42,7 @@ def shard(make):
 def compare_gradients(model_type: str) -> None:
     """Compare a step in which the ranks take turns with texts and images with one process, in float64."""
     family = next(family for family in FAMILIES if family.model_type == model_type)
-    processor = family.make_processor()
-    model, alone = (family.make_model(processor).train() for _ in range(2))
-    for one in (model, alone):
-        one.proved = True
-        one.touch_vision = blank_image(processor, one.placeholders)
-    renderer, batcher = Renderer(processor), batcher_for(model, processor, "shared")
-    batcher_for(alone, processor, "shared")
-    batches = [to_float64(batcher([renderer.render(it) for it in CASES[name]])) for name in ("text", "image")]
+    model, alone, batches = twins(family)
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
