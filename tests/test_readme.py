@@ -119,7 +119,8 @@ def reader(tmp_path, tiny_checkpoint, tiny_reward_model, monkeypatch):
         f"What is this?,cat.jpg,{answer},{stars}" for answer in ("A cat.", "A dog.") for stars in (len(answer), 2)
     ]
     (tmp_path / "my_ratings.csv").write_text("\n".join(ratings))
-    shutil.copy(ROOT / "zero2.json", tmp_path)
+    for engine in ("zero2.json", "fsdp2.json"):
+        shutil.copy(ROOT / engine, tmp_path)
     (tmp_path / "outputs/mine").mkdir(parents=True)
     for name in ("outputs/best", "outputs/mine/best"):
         shutil.copytree(tiny_reward_model, tmp_path / name)  # a sweep saves its scores' scale with the best
@@ -155,8 +156,15 @@ def check_command(words: list[str]) -> None:
         if word.startswith(("training_configs/", "examples/")):
             assert (ROOT / word).exists(), word
     match words:
-        case ["make", verb]:
-            assert f"\n{verb}:" in (ROOT / "Makefile").read_text()
+        case ["make", verb, *settings]:
+            makefile = (ROOT / "Makefile").read_text()
+            assert f"\n{verb}:" in makefile
+            assert all(f"$({setting.partition('=')[0]}:" in makefile for setting in settings), settings
+        case ["python", "-m", module, *rest]:
+            path = ROOT / module.replace(".", "/")
+            files = path.glob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+            known = set(re.findall(r"--[\w-]+", "\n".join(file.read_text() for file in files)))
+            assert {word for word in rest if word.startswith("--")} <= known, module
         case ["python", "-c", program]:
             compile(program, "-c", "exec")
         case ["python", "train_rm.py" | "eval_rm.py" as program, *rest]:

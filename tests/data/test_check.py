@@ -11,7 +11,7 @@ from vlmrm.errors import RowError
 
 
 def write(folder, rows) -> str:
-    for name, size in (("a.png", (56, 112)), ("b.png", (300, 56)), ("small.png", (9, 9))):
+    for name, size in (("a.png", (56, 112)), ("b.png", (300, 56)), ("narrow.png", (3, 900))):
         Image.new("RGB", size).save(folder / name)
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -36,12 +36,12 @@ def test_a_clean_file_is_described(tmp_path):
 
 
 def test_wrong_rows_are_all_counted_and_the_first_named(tmp_path):
-    rows = [row("fine"), row("small", "small.png"), row("gone", "gone.png"), row("same", chosen="bad")]
-    rows += [row(f"again {i}", "small.png") for i in range(30)]
+    rows = [row("fine"), row("narrow", "narrow.png"), row("gone", "gone.png"), row("same", chosen="bad")]
+    rows += [row(f"again {i}", "narrow.png") for i in range(30)]
     report = check_data(DataArguments(dataset_path=write(tmp_path, rows)))
     assert (report.rows, report.wrong, len(report.wrong_rows), report.exit_status) == (34, 33, 20, 3)
     reasons = dict(report.wrong_rows)
-    assert "9x9" in reasons["rows.jsonl:2"] and "does not exist" in reasons["rows.jsonl:3"]
+    assert "3x900" in reasons["rows.jsonl:2"] and "does not exist" in reasons["rows.jsonl:3"]
     assert "the same" in reasons["rows.jsonl:4"]
     text = format_report(report)
     assert "33 of 34 rows are wrong" in text and "... and 13 more" in text

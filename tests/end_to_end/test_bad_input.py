@@ -64,10 +64,6 @@ def absent_image(row, folder):
     (folder / row["images"][0]).unlink()
 
 
-def small_image(row, folder):
-    Image.new("RGB", (27, 60)).save(folder / row["images"][0])
-
-
 def narrow_image(row, folder):
     Image.new("RGB", (28, 28 * 250)).save(folder / row["images"][0])
 
@@ -103,8 +99,8 @@ def test_a_path_outside_image_root_is_refused(refused, training, tmp_path):
 
 
 def test_a_bad_image_in_a_worker_is_one_sentence_too(refused, training):
-    sentence = refused(3, "train", *training(small_image, dataloader_num_workers=2))
-    assert sentence.startswith("error: row pair-2: ") and "27x60" in sentence
+    sentence = refused(3, "train", *training(narrow_image, dataloader_num_workers=2))
+    assert sentence.startswith("error: row pair-2: ") and "28x7000" in sentence
 
 
 def test_a_worker_that_dies_is_named(refused, training, monkeypatch):

@@ -135,8 +135,8 @@ def test_the_clients_are_the_scorer(local, url, monkeypatch, tmp_path):
         assert scorer.score(conversations) == expected
         [group] = scorer.score_groups([(conversations[1][:1], ANSWERS)])
         assert group == pytest.approx(local.score_groups([(conversations[1][:1], ANSWERS)])[0], abs=1e-4)
-        with pytest.raises(RowError, match=r"conversation 1: .*28"):
-            scorer.score([conversations[0], asked("x", Image.new("RGB", (5, 5)))])
+        with pytest.raises(RowError, match=r"conversation 1: .*3x900"):
+            scorer.score([conversations[0], asked("x", Image.new("RGB", (3, 900)))])
 
     async def ask() -> list[float]:
         async with AsyncRemoteScorer(url) as scorer:
@@ -158,9 +158,9 @@ def test_adapters_and_the_command_line_take_the_address(local, url, monkeypatch,
     monkeypatch.setenv("VLMRM_TOKEN", TOKEN)
     expected = pytest.approx(local.score([asked(answer, PICTURE) for answer in ANSWERS]), abs=1e-4)
     assert Reward(url)([QUESTION] * 2, ANSWERS, [PICTURE] * 2) == expected
-    small = Image.new("RGB", (5, 5))
-    assert TRLReward(url)([QUESTION] * 3, [*ANSWERS, "x"], images=[PICTURE, PICTURE, small])[:2] == expected
-    assert TRLReward(url)([QUESTION], ["x"], images=[small]) == [None]
+    narrow = Image.new("RGB", (3, 900))
+    assert TRLReward(url)([QUESTION] * 3, [*ANSWERS, "x"], images=[PICTURE, PICTURE, narrow])[:2] == expected
+    assert TRLReward(url)([QUESTION], ["x"], images=[narrow]) == [None]
     PICTURE.save(tmp_path / "noise.png")
     shown = ["--prompt", QUESTION, "--image", str(tmp_path / "noise.png"), "--json"]
     answers = [word for answer in ANSWERS for word in ("--response", answer)]
