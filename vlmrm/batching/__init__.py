@@ -9,7 +9,7 @@ from vlmrm.batching.collator import Batch, Batcher, ComparisonCollator, PaddedBa
 from vlmrm.batching.shared import SharedBatcher, on_device
 
 
-def to_device(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def to_device(inputs: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
     """Return a batcher's output with its tensors on `device`, those of nested dictionaries too.
 
     Do not write to the tensors afterwards (`on_device`).

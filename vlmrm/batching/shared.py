@@ -260,13 +260,13 @@ def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     return on_device(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
 
 
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def on_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Return a tensor on `device`; from the host to CUDA without waiting for the work that is queued there.
 
     Do not write to the tensor afterwards: pinned memory is read when the copy's turn has come.
     """
     # Alone in this direction: what is copied to the host could be read before it is there.
-    return tensor.to(device, non_blocking=tensor.device.type == "cpu" and device.type == "cuda")
+    return tensor.to(device, non_blocking=tensor.is_cpu and torch.device(device).type == "cuda")
 
 
 @dataclass(frozen=True)
