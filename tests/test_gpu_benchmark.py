@@ -22,7 +22,7 @@ from benchmarks.gpu.results import Results
 from benchmarks.gpu.running import ContextLost, Run
 from benchmarks.gpu.supervising import supervise
 from benchmarks.harness import Skipped, row
-from benchmarks.serving import Item
+from benchmarks.serving.clients import Item
 from vlmrm.modeling import kernels as ours
 from vlmrm.modeling import varlen
 

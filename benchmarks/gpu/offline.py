@@ -15,7 +15,7 @@ from benchmarks.gpu.models import checkpoint
 from benchmarks.gpu.running import Run
 from benchmarks.gpu.trainings import pictures
 from benchmarks.harness import Row, row
-from benchmarks.serving import LARGE, Item, item, picture
+from benchmarks.serving.clients import LARGE, Item, item, picture
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.scoring.offline import OfflineJob, ShardScoring
 from vlmrm.scoring.scorer import LocalScorer

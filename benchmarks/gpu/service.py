@@ -15,7 +15,7 @@ from benchmarks.gpu.models import checkpoint
 from benchmarks.gpu.running import Run
 from benchmarks.harness import Row, row
 from benchmarks.servers import SERVE, client, in_turn, server
-from benchmarks.serving import CANDIDATES, LARGE, Item, item, native, picture
+from benchmarks.serving.clients import CANDIDATES, LARGE, Item, item, native, picture
 
 CLIENTS = (1, 16, 64)
 EACH, FEWEST = 6, 40  # requests of a client, and of all together

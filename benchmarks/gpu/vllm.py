@@ -21,7 +21,7 @@ from benchmarks.gpu.models import checkpoint
 from benchmarks.gpu.running import Run, Unequal, needed, release
 from benchmarks.harness import Row, row
 from benchmarks.servers import SERVE, client, in_turn, server
-from benchmarks.serving import CANDIDATES, LARGE, Item, item, native, picture
+from benchmarks.serving.clients import CANDIDATES, LARGE, Item, item, native, picture
 from vlmrm.export import export
 
 GROUPS = 4

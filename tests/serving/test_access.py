@@ -15,9 +15,9 @@ from services import fake, in_loop, rewards, running, served, settings_of
 
 from vlmrm.serving.app import create_app
 from vlmrm.serving.errors import InvalidRequest
-from vlmrm.serving.middleware import strict_json
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import Limits
+from vlmrm.serving.strict_json import strict_json
 from vlmrm.serving.telemetry import LineFormatter
 from vlmrm.serving.worker.channel import find_secrets, redact, redact_paths
 

@@ -27,8 +27,8 @@ from vlmrm.data.media import open_image, open_video
 from vlmrm.errors import MediaError, RowError
 from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.media import MediaResolver, read_npy
-from vlmrm.serving.middleware import strict_json
 from vlmrm.serving.settings import Limits
+from vlmrm.serving.strict_json import strict_json
 from vlmrm.serving.worker.channel import pack, unpack
 
 BODIES = ("application/json", "text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded", "")

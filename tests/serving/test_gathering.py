@@ -11,10 +11,11 @@ from vlmrm.conversation import Outcome
 from vlmrm.serving import replica
 from vlmrm.serving.backend import Job
 from vlmrm.serving.memory_backend import MemoryBackend
-from vlmrm.serving.replica import Replica, WorkerSpec
+from vlmrm.serving.replica import Replica
 from vlmrm.serving.service import estimate_tokens
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.telemetry import Metrics
+from vlmrm.serving.worker_process import WorkerSpec
 
 
 class Worker:

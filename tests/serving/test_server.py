@@ -20,9 +20,9 @@ from hosts import until
 from services import HERE, Gate
 
 from vlmrm.errors import ConfigError
-from vlmrm.serving.replica import WORKER
 from vlmrm.serving.server import listen
 from vlmrm.serving.worker.channel import pack
+from vlmrm.serving.worker_process import WORKER
 
 # Headers may take for ever, until SIGUSR1 says that it is over with that.
 PROGRAM = """

@@ -12,7 +12,7 @@ from services import Gate, fake, in_loop, queued, rewards, running, settings_of
 from vlmrm.conversation import Outcome
 from vlmrm.serving.backend import Job, Overloaded, QueueAway
 from vlmrm.serving.gateway import Gateway
-from vlmrm.serving.replica import revision_of
+from vlmrm.serving.revision import revision_of
 from vlmrm.serving.service import LARGE_BYTES, NotServing, Service
 
 

@@ -17,9 +17,10 @@ from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import Job, State
 from vlmrm.serving.memory_backend import MemoryBackend
-from vlmrm.serving.replica import Replica, WorkerSpec
+from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import DecodeSettings, Limits
 from vlmrm.serving.telemetry import Metrics
+from vlmrm.serving.worker_process import WorkerSpec
 
 WAN = "vlmrm.serving.engines.WanDecoder"
 NAME = "decoder"  # in metrics and logs, in place of a reward's name

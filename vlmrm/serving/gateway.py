@@ -19,9 +19,10 @@ from vlmrm.serving.backend import EXPIRED, QueueAway, State
 from vlmrm.serving.errors import InvalidRequest, RewardFailed, TimedOut
 from vlmrm.serving.fetch import Fetcher, fetch_images
 from vlmrm.serving.media import MediaResolver
-from vlmrm.serving.middleware import TurnScheduler, is_allowed, require_token, token_of
+from vlmrm.serving.middleware import TurnScheduler
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings
+from vlmrm.serving.tokens import is_allowed, require_token, token_of
 
 RETRY_S = 0.02  # between two tries to put a job into a full queue
 

@@ -1,32 +1,24 @@
-"""Middleware around every request, the check of its token, and the strict reading of its JSON."""
+"""Middleware around every request: its id, token, limits, log line and answer in any case."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import hmac
-import json
 import logging
-import math
 import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NoReturn, TypeVar
 
 from anyio import fail_after
-from fastapi import HTTPException, Request, Response
-from fastapi.routing import APIRoute
-from pydantic import BaseModel, SecretStr, ValidationError
+from fastapi import HTTPException, Request
+from pydantic import SecretStr
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlmrm.serving.errors import InvalidRequest, Unauthorized, error_response, response_to
+from vlmrm.serving.errors import error_response, response_to
 from vlmrm.serving.service import Service
-from vlmrm.serving.settings import LOOPBACK, Limits
+from vlmrm.serving.settings import LOOPBACK
 from vlmrm.serving.telemetry import REQUEST_ID
-from vlmrm.settings import describe_errors
+from vlmrm.serving.tokens import is_allowed, token_of, unauthorized
 
 logger = logging.getLogger("vlmrm")
 
@@ -227,142 +219,3 @@ class TurnScheduler:
             turn.set_result(None)
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._run_next)
-
-
-# Tokens --------------------------------------------------------------------------------------------------------------
-
-
-def token_of(request: Request) -> str:
-    """Return the token of a request: Bearer, or of Basic the password, or the user where there is no password.
-
-    Basic is for clients that can only put a token into the URL.
-    """
-    scheme, _, value = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
-    if scheme.lower() == "basic":
-        try:
-            user, _, password = base64.b64decode(value, validate=True).decode().partition(":")
-        except (binascii.Error, UnicodeDecodeError):
-            return ""
-        return password or user
-    return ""
-
-
-def is_allowed(token: str, tokens: Sequence[SecretStr]) -> bool:
-    """Return whether the token is among `tokens`, in constant time; where none of them is set, any is."""
-    accepted = [secret.get_secret_value() for secret in tokens if secret.get_secret_value()]
-    matches = [hmac.compare_digest(token.encode(), secret.encode()) for secret in accepted]  # no early exit
-    return any(matches) or not accepted
-
-
-def require_token(token: str, tokens: Sequence[SecretStr]) -> None:
-    """Raise Unauthorized unless the token is allowed."""
-    if not is_allowed(token, tokens):
-        raise unauthorized()
-
-
-def unauthorized() -> Unauthorized:
-    return Unauthorized("a token is needed: send it as Authorization: Bearer TOKEN.")
-
-
-# JSON ----------------------------------------------------------------------------------------------------------------
-
-Model = TypeVar("Model", bound=BaseModel)
-
-# An unterminated string matches to the end of the text, so that not every quote in it is tried as a beginning.
-STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def strict_json(body: bytes, limits: Limits) -> Any:
-    """Parse JSON without duplicate keys, NaN or infinity, and within the limits of depth and number of values.
-
-    Raises:
-        InvalidRequest: for what is not JSON, is ambiguous, or would take far more memory than it has bytes.
-    """
-    _check_structure(body, limits)
-    try:
-        value = json.loads(
-            body.decode("utf-8"), object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant
-        )
-        if SURROGATE.search(body):
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except UnicodeDecodeError as error:
-        raise InvalidRequest("the JSON is not UTF-8: encode it so.") from error
-    except UnicodeEncodeError as error:
-        raise InvalidRequest("the JSON has half of a surrogate pair, which is no character: leave it out.") from error
-    except json.JSONDecodeError as error:
-        raise InvalidRequest(f"the JSON is broken at character {error.pos} ({error.msg}).") from error
-    except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
-        raise InvalidRequest("the JSON is nested too deep, or has a number that is too long.") from error
-
-
-def parse_json(kind: type[Model], body: bytes, limits: Limits) -> Model:
-    """Return `body` as a model, for routes whose body FastAPI does not read; raises InvalidRequest."""
-    try:
-        return kind.model_validate(strict_json(body, limits))
-    except ValidationError as error:
-        raise InvalidRequest(f"{describe_errors(error.errors(), kind)}.") from None
-
-
-def _check_structure(body: bytes, limits: Limits) -> None:
-    """Check the limits before anything is built: a megabyte of `[[[[` becomes a hundred of Python objects."""
-    opened = body.count(b"[") + body.count(b"{")
-    if opened <= limits.max_json_depth and opened + body.count(b",") <= limits.max_json_values:
-        return
-    bare = STRING.sub(b"", body)
-    values = bare.count(b"[") + bare.count(b"{") + bare.count(b",")
-    if values > limits.max_json_values:
-        raise InvalidRequest(f"the JSON has over {limits.max_json_values} values: send fewer items at a time.")
-    depth = deepest = 0
-    for bracket in re.findall(rb"[\[\]{}]", bare):
-        depth += 1 if bracket in b"[{" else -1
-        deepest = max(deepest, depth)
-    if deepest > limits.max_json_depth:
-        raise InvalidRequest(f"the JSON is nested {deepest} deep, over the limit of {limits.max_json_depth}.")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequest(f"the JSON has the key {twice[:60]!r} twice in one object: send it once.")
-    return content
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if math.isinf(value):
-        raise InvalidRequest(f"the JSON has the number {digits[:20]}, which is too large: send one that is not.")
-    return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise InvalidRequest(f"the JSON has {name}, which JSON has no number for: leave it out or send null.")
-
-
-class _StrictRequest(Request):
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            body = await self.body()
-            try:
-                self._json = strict_json(body, self.app.state.gateway.settings.limits)
-            except InvalidRequest as error:
-                # FastAPI replaces any other error that is raised while it reads a body by a sentence of its own.
-                raise HTTPException(400, str(error)) from error
-        return self._json
-
-
-class StrictRoute(APIRoute):
-    """A route whose JSON is read by `strict_json`: `APIRouter(route_class=StrictRoute)`."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def strict(request: Request) -> Response:
-            return await handle(_StrictRequest(request.scope, request.receive))
-
-        return strict

@@ -14,13 +14,14 @@ from anyio.to_thread import run_sync
 from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import Backend, Job, QueueAway, State, Status
+from vlmrm.serving.cost import VIDEO_COLUMNS, children, count_pixels, estimate_tokens
 from vlmrm.serving.decoding import Decoder
 from vlmrm.serving.health import WorkerHealth, WorkerRegistry
-from vlmrm.serving.media import VIDEO_COLUMNS, children, count_pixels, estimate_tokens
 from vlmrm.serving.memory_backend import MemoryBackend
-from vlmrm.serving.replica import Replica, WorkerSpec
+from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.telemetry import Metrics
+from vlmrm.serving.worker_process import WorkerSpec
 
 SCORER = "vlmrm.serving.engines.ScorerEngine"
 REWARD = "vlmrm.serving.engines.RewardEngine"

@@ -21,9 +21,9 @@ from vlmrm.formats.wire import Item, write_item
 from vlmrm.serving.errors import InvalidRequest, RewardFailed
 from vlmrm.serving.gateway import gateway_of
 from vlmrm.serving.media import MediaResolver, read_data_uri
-from vlmrm.serving.middleware import parse_json
 from vlmrm.serving.protocols.common import check_lengths, score_items
 from vlmrm.serving.service import NotServing, TooLarge, UnknownReward
+from vlmrm.serving.strict_json import parse_json
 from vlmrm.serving.worker.channel import redact_paths
 
 

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from vlmrm.formats.texts import read_text
-from vlmrm.serving.middleware import StrictRoute
 from vlmrm.serving.protocols.common import score_conversations
+from vlmrm.serving.strict_json import StrictRoute
 
 router = APIRouter(route_class=StrictRoute, tags=["LLaMA-Factory"])
 

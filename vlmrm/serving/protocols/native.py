@@ -22,8 +22,8 @@ from vlmrm.scoring.transforms import Transform, transform_named, win_rate
 from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.gateway import ScoringResult, gateway_of
 from vlmrm.serving.media import MediaResolver
-from vlmrm.serving.middleware import StrictRoute
 from vlmrm.serving.settings import Limits
+from vlmrm.serving.strict_json import StrictRoute
 from vlmrm.settings import Strict
 
 TransformName = Literal["raw", "sigmoid", "zscore", "rank", "win_rate", "normalized"]

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
 from vlmrm.formats.rollouts import read_openrlhf_query, zip_columns
-from vlmrm.serving.middleware import StrictRoute
 from vlmrm.serving.protocols.common import check_lengths, probability, score_conversations
+from vlmrm.serving.strict_json import StrictRoute
 
 router = APIRouter(route_class=StrictRoute, tags=["OpenRLHF"])
 

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from vlmrm.formats.rollouts import read_tei_input
-from vlmrm.serving.middleware import StrictRoute
 from vlmrm.serving.protocols.common import probability, score_conversations
+from vlmrm.serving.strict_json import StrictRoute
 
 router = APIRouter(route_class=StrictRoute, tags=["Text Embeddings Inference"])
 

@@ -19,8 +19,8 @@ from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.rollouts import read_answer
 from vlmrm.formats.texts import read_text
 from vlmrm.serving.gateway import gateway_of
-from vlmrm.serving.middleware import StrictRoute
 from vlmrm.serving.protocols.common import probability, score_conversations
+from vlmrm.serving.strict_json import StrictRoute
 
 # They would change the text or the pixels that are scored, which the checkpoint determines.
 FIXED = (

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.gateway import gateway_of
-from vlmrm.serving.middleware import strict_json
 from vlmrm.serving.protocols.cosmos.payload import Pull
 from vlmrm.serving.protocols.cosmos.service import enqueue, pull, read_request
+from vlmrm.serving.strict_json import strict_json
 
 router = APIRouter(prefix="/api/reward", tags=["cosmos-rl"])
 

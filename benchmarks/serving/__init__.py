@@ -1,0 +1,1 @@
+"""The reward service, measured from outside: clients are in this process, servers in others."""

@@ -1,0 +1,40 @@
+"""The reward service against the offline scorer and a plain server, by the clock on the wall.
+
+The model is that of `train_step`'s h512.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks import harness, runs
+from benchmarks.harness import Row
+from benchmarks.servers import SERVE, server
+from benchmarks.serving.throughput import concurrent, low_load, rl_load
+from benchmarks.shapes import configuration, reward_checkpoint
+from vlmrm.scoring.loading import load_local_scorer
+
+EACH = 2
+ALONE = 40
+GROUPS = 4
+ROUNDS = 3
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    rounds, size = (1, "tiny") if options.quick else (ROUNDS, "h512")
+    with runs.workplace() as folder:
+        checkpoint = str(reward_checkpoint(folder, configuration(size)))
+        scorer = load_local_scorer(checkpoint)
+        with (
+            server(*SERVE, "--model", checkpoint, "--port", log=folder / "service.log") as (service, _),
+            server("-m", "benchmarks.plain_server", checkpoint, log=folder / "plain.log") as (plain, _),
+        ):
+            return [
+                concurrent(scorer, service, 2 if options.quick else EACH, rounds),
+                low_load(scorer, service, 3 if options.quick else ALONE),
+                rl_load(service, plain, 1 if options.quick else GROUPS, rounds),
+            ]
+
+
+if __name__ == "__main__":
+    harness.main("serving", measure, __doc__)
