@@ -6,7 +6,7 @@ import asyncio
 
 from services import in_loop
 
-from vlmrm.serving.middleware import TurnScheduler
+from vlmrm.serving.turns import TurnScheduler
 
 
 @in_loop

@@ -17,9 +17,10 @@ from jinja2 import Environment
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import vlmrm
+from vlmrm.serving.bodies import BodyMiddleware
 from vlmrm.serving.errors import add_error_handlers, error_responses
 from vlmrm.serving.gateway import Gateway, gateway_of
-from vlmrm.serving.middleware import DisconnectMiddleware, RequestMiddleware
+from vlmrm.serving.middleware import RequestMiddleware
 from vlmrm.serving.protocols import routers
 from vlmrm.serving.service import Service
 
@@ -46,8 +47,13 @@ def create_app(service: Service, *, requests: bool = True) -> FastAPI:
     )
     app.state.gateway = Gateway(service)
     # The middleware that is added last is the outermost.
-    app.add_middleware(DisconnectMiddleware)
-    app.add_middleware(RequestMiddleware, service=service, scheduler=app.state.gateway.scheduler)
+    app.add_middleware(
+        BodyMiddleware,
+        limits=service.settings.limits,
+        scheduler=app.state.gateway.scheduler,
+        metrics=service.metrics,
+    )
+    app.add_middleware(RequestMiddleware, service=service)
     add_error_handlers(app)
     app.include_router(router)
     for protocol in routers() if requests else ():

@@ -5,6 +5,7 @@ VlmrmError
 ├── RowError         400   one item of it
 ├── Unauthorized     401   no token, or a wrong one
 ├── UnknownReward    404   in service.py
+├── SlowBody         408   the body did not come in time
 ├── TooLarge         413   in service.py
 ├── RewardFailed     500   the job was accepted and has no result
 ├── QueueAway        503   in backend.py, and Overloaded, with Retry-After
@@ -40,6 +41,10 @@ class Unauthorized(VlmrmError):
     """No token, or a wrong one."""
 
 
+class SlowBody(VlmrmError):
+    """The body of a request did not come in time."""
+
+
 class RewardFailed(VlmrmError):
     """The job was accepted and has no result."""
 
@@ -53,6 +58,7 @@ STATUS: dict[type[VlmrmError], int] = {
     RowError: 400,
     Unauthorized: 401,
     UnknownReward: 404,
+    SlowBody: 408,
     TooLarge: 413,
     RewardFailed: 500,
     QueueAway: 503,

@@ -16,13 +16,15 @@ from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import EXPIRED, QueueAway, State
+from vlmrm.serving.bodies import CLIENT, DEADLINE
 from vlmrm.serving.errors import InvalidRequest, RewardFailed, TimedOut
 from vlmrm.serving.fetch import Fetcher, fetch_images
 from vlmrm.serving.media import MediaResolver
-from vlmrm.serving.middleware import TurnScheduler
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings
+from vlmrm.serving.telemetry import REQUEST_ID
 from vlmrm.serving.tokens import is_allowed, require_token, token_of
+from vlmrm.serving.turns import TurnScheduler
 
 RETRY_S = 0.02  # between two tries to put a job into a full queue
 
@@ -125,6 +127,7 @@ class Gateway:
     async def _score(
         self, reward: str, items: Sequence[Item], priority: int, timeout: float, patience: float
     ) -> ScoringResult:
+        timeout = min(timeout, DEADLINE.get() - time.monotonic())
         job_id = await self._submit(reward, items, priority, timeout, patience)
         try:
             status = await self.service.wait(reward, job_id, timeout)
@@ -144,6 +147,7 @@ class Gateway:
     async def _submit(self, reward: str, items: Sequence[Item], priority: int, timeout: float, patience: float) -> str:
         """Return the id of the items' job; of the requests that wait for room in the queue only the first retries."""
         job = await self.service.job(reward, items, priority)
+        job.client, job.request_id = CLIENT.get(), REQUEST_ID.get() or ""
 
         async def accept() -> str:
             return await self.service.accept(job, time.time() + timeout)

@@ -48,6 +48,7 @@ class Metrics:
         gauge = partial(Gauge, registry=self.registry)
         self.requests = counter("vlmrm_requests", "Answered requests", ["route", "status"])
         self.request_seconds = seconds("vlmrm_request_seconds", "Seconds until an answer", ["route"])
+        self.disconnects = counter("vlmrm_disconnects", "Requests whose client left before its answer")
         self.latency = seconds("vlmrm_stage_seconds", "Seconds by stage", ["reward", "stage"])
         self.batch_items = histogram("vlmrm_batch_items", "Items of a batch", ["reward"], buckets=SIZES)
         self.scores = histogram("vlmrm_score", "Scores", ["reward"], buckets=SCORES)

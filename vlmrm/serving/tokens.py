@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import hmac
 from collections.abc import Sequence
 
 from fastapi import Request
 from pydantic import SecretStr
+from starlette.types import Scope
 
 from vlmrm.serving.errors import Unauthorized
 
@@ -45,3 +47,11 @@ def require_token(token: str, tokens: Sequence[SecretStr]) -> None:
 
 def unauthorized() -> Unauthorized:
     return Unauthorized("a token is needed: send it as Authorization: Bearer TOKEN.")
+
+
+def client_of(scope: Scope) -> str:
+    """Return whose request it is, for fair shares: a digest of its token, or the address that it comes from."""
+    token = token_of(Request(scope))
+    if token:
+        return hashlib.blake2b(token.encode(), digest_size=8).hexdigest()
+    return (scope.get("client") or ("",))[0]
