@@ -9,7 +9,7 @@ import random
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemory
 
 from vlmrm.conversation import Outcome
 from vlmrm.formats.wire import read_outcome, write_outcome
+from vlmrm.serving import backend
 from vlmrm.serving.backend import (
     CANCELLED,
     EXPIRED,
@@ -32,7 +33,6 @@ from vlmrm.serving.backend import (
     State,
     Status,
     has_errors,
-    process_name,
 )
 from vlmrm.serving.settings import Limits, ServiceSettings
 from vlmrm.serving.worker.channel import pack, unpack
@@ -58,13 +58,13 @@ class RedisBackend:
 
     persistent = True
 
-    def __init__(self, connection: RedisConnection, limits: Limits):
-        self._capacity = (limits.queue_items, limits.queue_bytes)
+    def __init__(self, connection: RedisConnection, limits: Limits, rewards: Mapping[str, tuple[int, int]]):
+        self._limits, self._capacity = limits, rewards
         self._silence = limits.silence
-        self.name = process_name()
         self._connection = connection
         self._ttl = _milliseconds(limits.result_ttl)
-        self._held: set[str] = set()  # receipts of jobs that this process took and has not finished
+        self._ending = (MAX_ATTEMPTS, GIVEN_UP, CANCELLED, self._ttl)  # of jobs that are given back
+        self._held: dict[str, str] = {}  # jobs that this process took and has not finished, by receipt
         self._queued: dict[str, asyncio.Event] = {}  # by reward
         self._finished: dict[str, set[asyncio.Event]] = defaultdict(set)  # by job, an event for each waiting request
         self._rewards: set[str] = set()  # that workers of this process compute
@@ -92,12 +92,20 @@ class RedisBackend:
     async def put(self, job: Job) -> str:
         ttl = "" if job.deadline is None else job.deadline - time.time()  # Redis counts by its own clock
         content = (job.id, job.key, job.reward, job.packed, len(job.items), job.cost, job.priority, ttl)
-        origin = (json.dumps(job.prefixes), job.client, job.request_id, job.wanted)
-        limits = (*self._capacity, self._ttl, " ".join(job.revisions))
-        accepted, *reply = await self._connection.run("put", *content, *limits, *origin, patience=PATIENCE_S)
+        origin = (
+            " ".join(job.revisions),
+            json.dumps(list(job.prefixes.items())),
+            job.client,
+            job.request_id,
+            job.wanted,
+        )
+        bounds = (*self._capacity[job.reward], self._limits.queue_bytes)
+        accepted, *reply = await self._connection.run(
+            "put", *content, *bounds, self._ttl, *origin, patience=PATIENCE_S
+        )
         if not accepted:
-            items, size, pace = reply
-            raise Overloaded.of(items, size, float(pace))
+            items, size, total, pace = reply
+            raise Overloaded.of(job.reward, items, size, total, float(pace))
         return reply[0].decode()
 
     async def status(self, job_id: str) -> Status | None:
@@ -155,7 +163,7 @@ class RedisBackend:
         self._rewards.add(reward)
         while True:
             queued = self._queued.setdefault(reward, asyncio.Event())  # a new one after each message
-            taking = self._spawn(self._take(reward, budget))
+            taking = self._spawn(self._take(reward, budget, cached))
             try:
                 if jobs := await asyncio.shield(taking):
                     return jobs
@@ -165,18 +173,18 @@ class RedisBackend:
                 raise
             await _wait_event(queued, POLL_S)
 
-    async def _take(self, reward: str, budget: int) -> list[Job]:
+    async def _take(self, reward: str, budget: int, cached: Collection[str]) -> list[Job]:
         token = uuid.uuid4().hex  # with which a retry gets what the first try has taken
-        arguments = (reward, budget, self.name, token, self._ttl, EXPIRED)
+        arguments = (reward, budget, token, self._ttl, EXPIRED, backend.AGING_S, json.dumps(list(cached)))
         jobs = []
         for reply in await self._connection.run("take", *arguments, patience=None):
-            job_id, stream, entry, packed, cost, priority, attempts, created, *origin = reply
+            job_id, receipt, packed, cost, priority, attempts, created, *origin = reply
             prefixes, client, request_id, wanted = (text.decode() for text in origin)
             job = Job(
                 reward,
                 unpack(packed)["items"],
                 cost=int(cost),
-                prefixes=json.loads(prefixes),
+                prefixes=dict(json.loads(prefixes)),
                 priority=int(priority),
                 client=client,
                 request_id=request_id,
@@ -185,9 +193,9 @@ class RedisBackend:
                 created=float(created),
                 attempts=int(attempts),
                 packed=packed,
-                receipt=f"{stream.decode()} {entry.decode()}",
+                receipt=receipt.decode(),
             )
-            self._held.add(job.receipt)
+            self._held[job.receipt] = job.id
             jobs.append(job)
         return jobs
 
@@ -200,15 +208,15 @@ class RedisBackend:
         await self._release("finish", job, packed, seconds, revision, shared, self._ttl)
 
     async def fail(self, job: Job, error: str) -> None:
-        await self._release("fail", job, _entry_id(job), error, self._ttl)
+        await self._release("fail", job, job.receipt, error, self._ttl)
 
     async def requeue(self, jobs: Sequence[Job], blame: str | None) -> None:
         for job in jobs:
-            await self._release("give_back", job, _entry_id(job), blame or "", MAX_ATTEMPTS, GIVEN_UP, self._ttl)
+            await self._release("give_back", job, job.receipt, blame or "", *self._ending)
 
     async def _release(self, operation: str, job: Job, *arguments: str | bytes | float) -> None:
         await self._connection.run(operation, job.id, *arguments, patience=None)
-        self._held.discard(job.receipt)
+        self._held.pop(job.receipt, None)
 
     # All processes ---------------------------------------------------------------------------------------------------
 
@@ -243,18 +251,15 @@ class RedisBackend:
         """Renew the claims of this process on its jobs, and queue again those of processes that are silent."""
         while True:
             await asyncio.sleep(self._silence / 4)
-            for receipt in list(self._held):
-                await self._connection.run("renew", self.name, *receipt.rsplit(" ", 1), patience=None)
+            for receipt, job_id in list(self._held.items()):
+                await self._connection.run("renew", job_id, receipt, patience=None)
             # After an outage of Redis all processes seem silent: they are given time to come back.
             if time.monotonic() - self._connection.last_failure < self._silence:
                 continue
             blame = f"the host of its worker was silent for {self._silence:g} s"
             for reward in self._rewards:
-                silence = round(1000 * self._silence)
                 with suppress(QueueAway):  # until the next round
-                    await self._connection.run(
-                        *("reclaim", reward, self.name, silence, blame, MAX_ATTEMPTS, GIVEN_UP, self._ttl), patience=0
-                    )
+                    await self._connection.run("reclaim", reward, self._silence, blame, *self._ending, patience=0)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -265,10 +270,6 @@ class RedisBackend:
 
 def _milliseconds(ttl: float) -> int:
     return max(1000, round(1000 * ttl))  # at least a second, in which waiting requests read the result
-
-
-def _entry_id(job: Job) -> str:
-    return job.receipt.rpartition(" ")[2]
 
 
 def _log_failure(loop: asyncio.Task[None]) -> None:

@@ -151,13 +151,13 @@ class Service:
             NotServing: when the service is stopping, or no worker can load the reward.
         """
         self._check_serving(reward)
-        limits = self.settings.limits
+        max_items, max_bytes = self.settings.queue_limits[reward]
         make = partial(self._make_job, reward, list(items), priority, self.info(reward).get("max_pixels"))
         job = await run_sync(make) if _bytes(items) > LARGE_BYTES or _has_video(items) else make()
-        if len(items) > limits.queue_items or job.size > limits.queue_bytes:
+        if len(items) > max_items or job.size > max_bytes:
             raise TooLarge(
                 f"a request of {len(items)} items in {job.size} bytes is over what the queue can hold, "
-                f"{limits.queue_items} items in {limits.queue_bytes} bytes: send fewer at a time."
+                f"{max_items} items in {max_bytes} bytes: send fewer at a time."
             )
         return job
 
@@ -257,10 +257,10 @@ class Service:
 def make_backend(settings: ServiceSettings) -> Backend:
     """Return the queue of the settings: in Redis, or in this process."""
     if not settings.redis_host:
-        return MemoryBackend(settings.limits)
+        return MemoryBackend(settings.limits, settings.queue_limits)
     from vlmrm.serving.redis_backend import RedisBackend, RedisConnection
 
-    return RedisBackend(RedisConnection.of(settings), settings.limits)
+    return RedisBackend(RedisConnection.of(settings), settings.limits, settings.queue_limits)
 
 
 def worker_spec(reward: RewardSettings, device: str, silence: float) -> WorkerSpec:

@@ -63,6 +63,8 @@ class RewardSettings(Strict):
     batch_timeout: Seconds = 600.0
     load_timeout: Seconds = 3600.0
     token: Token = SecretStr("")  # for this reward alone, besides the service's
+    queue_items: int = Field(0, ge=0)  # that wait for it; 0: limits.queue_items
+    queue_bytes: int = Field(0, ge=0)  # of these; 0: an equal part of limits.queue_bytes
 
     @model_validator(mode="after")
     def _normalize(self) -> RewardSettings:
@@ -86,8 +88,8 @@ class Limits(Strict):
     max_json_values: Count = 1_000_000
     body_timeout: Seconds = 120.0  # until the body of a request has come
     fetch_timeout: Seconds = 20.0  # for one image of an allowed host
-    queue_items: Count = 100_000
-    queue_bytes: Count = 4 * 2**30
+    queue_items: Count = 100_000  # that wait for one reward
+    queue_bytes: Count = 4 * 2**30  # of what waits for all rewards
     result_ttl: float = Field(3600.0, ge=0)
     max_results: Count = 100_000  # kept in the service's own memory; in Redis by `result_ttl` alone
     silence: Seconds = 30.0  # without a sign of life, after which a worker or its host counts as dead
@@ -134,6 +136,11 @@ class ServiceSettings(Strict):
     reward_args: list[RewardSettings] = Field(default_factory=list)
     decode_args: DecodeSettings | None = None
 
+    @property
+    def queue_limits(self) -> dict[str, tuple[int, int]]:
+        """The items and bytes that may wait for each reward."""
+        return {reward.name: (reward.queue_items, reward.queue_bytes) for reward in self.reward_args}
+
     @model_validator(mode="after")
     def _check_rewards(self) -> ServiceSettings:
         self.reward_args = [reward for reward in self.reward_args if reward.enable]
@@ -143,6 +150,13 @@ class ServiceSettings(Strict):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"{names.count(name)} rewards are called {name}: give each a name of its own")
+        for reward in self.reward_args:
+            reward.queue_items = reward.queue_items or self.limits.queue_items
+            reward.queue_bytes = reward.queue_bytes or max(1, self.limits.queue_bytes // len(names))
+            if reward.queue_bytes > self.limits.queue_bytes:
+                raise ValueError(
+                    f"queue_bytes of {reward.name} is more than those of [limits], which are of all rewards"
+                )
         return self
 
 
