@@ -99,15 +99,21 @@ class Pace:
         left = ""
         if self._since < done < self._total:
             seconds = (time.monotonic() - self._started) / (done - self._since) * (self._total - done)
-            left = f", {_duration(seconds)} left"
+            left = f", {duration(seconds)} left"
         return f"{done:,}/{self._total:,} ({100 * done // self._total} %{left})"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return seconds as a reader wants them: `42 s`, `12 min`, `3 h 5 min`."""
     minutes = round(seconds / 60)
     if minutes < 2:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.3g} s"
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return `1 row`, `1,204 rows`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def progress(rows: Iterable[T], title: str, total: int | None = None, *, show: bool = True) -> Iterator[T]:

@@ -44,7 +44,7 @@ def test_wrong_rows_are_all_counted_and_the_first_named(tmp_path):
     assert "3x900" in reasons["rows.jsonl:2"] and "does not exist" in reasons["rows.jsonl:3"]
     assert "the same" in reasons["rows.jsonl:4"]
     text = format_report(report)
-    assert "33 of 34 rows are wrong" in text and "... and 13 more" in text
+    assert "33 of 34 rows cannot be read" in text and "... and 13 more" in text
 
 
 def test_malformed_lines_are_among_the_wrong_rows(tmp_path):

@@ -162,7 +162,7 @@ def test_paths_below_the_output_are_relative(here):
         (["convert", "rows.jsonl", "--output", "out.jsonl", "--embed"], "name a .parquet file, or leave --embed out"),
         (["convert", "--output", "out.jsonl"], "there is nothing to read"),
         (["convert", "bad.jsonl", "--output", "out.jsonl"], "row bad.jsonl:2: the answers are the same"),
-        (["convert", "same.jsonl", "--output", "out.jsonl", "--bad-rows", "skip"], "none of 1 rows can be read"),
+        (["convert", "same.jsonl", "--output", "out.jsonl", "--bad-rows", "skip"], "none of 1 row can be read"),
         (["convert", "lost.jsonl", "--output", "out.parquet", "--embed"], "row lost.jsonl:1: "),
         (["split", "rows.jsonl", "--output", "parts", "--fraction", "2"], "--fraction is 2.0"),
         (["split", "rows.jsonl", "--output", "parts"], "leaves no rows for evaluation: 1 rows have 1 prompts"),
@@ -185,7 +185,7 @@ def test_a_mistake_costs_one_sentence_and_no_file(words, message, here, capsys):
 def test_skipped_rows_are_counted(here, capsys):
     write("rows.jsonl", [PAIR, {**PAIR, "rejected": PAIR["chosen"]}])
     run("convert", "rows.jsonl", "--output", "out.jsonl", "--bad-rows", "skip")
-    assert "wrote 1 rows to out.jsonl; left 1 rows out" in capsys.readouterr().out
+    assert "wrote 1 row to out.jsonl; left 1 row out" in capsys.readouterr().out
 
 
 def test_a_split_is_that_of_eval_fraction_but_for_images_that_look_alike(here, capsys):

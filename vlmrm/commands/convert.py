@@ -13,7 +13,7 @@ from vlmrm.data.columns import parse_columns
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.files import require_new_file
 from vlmrm.libraries import needs
-from vlmrm.logs import say
+from vlmrm.logs import counted, say
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -64,7 +64,7 @@ def convert(
     check_output(output, embed)
     rows = _read(data, reading)
     count = write_comparisons(rows, output, embed=embed)
-    say(f"wrote {count:,} rows to {output}{rows.left_out()}")
+    say(f"wrote {counted(count, 'row')} to {output}{rows.left_out()}")
 
 
 @needs("train", "reading data sets")
@@ -133,7 +133,7 @@ class ReadableRows:
         """Return the end of the summary, about the rows with errors."""
         if not self.errors:
             return ""
-        return f"; left {len(self.errors):,} rows out that cannot be read, the first as {self.errors[0]}"
+        return f"; left {counted(len(self.errors), 'row')} out that cannot be read, the first as {self.errors[0]}"
 
 
 def _read(data: Sequence[str], options: Reading) -> ReadableRows:
@@ -165,5 +165,5 @@ def _read(data: Sequence[str], options: Reading) -> ReadableRows:
             errors[number] = row
     kept = [number for number in range(len(dataset)) if number not in errors]
     if not kept:
-        raise DataError(f"none of {len(errors)} rows can be read, the first as {errors[0]}")
+        raise DataError(f"none of {counted(len(errors), 'row')} can be read, the first as {errors[0]}")
     return ReadableRows(dataset.select(kept), [*errors.values()])

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.keys import answered
 from vlmrm.libraries import needs
-from vlmrm.logs import say
+from vlmrm.logs import counted, say
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,12 +33,11 @@ def evaluate(*words: Words) -> None:
     result = sweep(words)
     if result.sets:
         folder = result.csv.with_suffix("")
-        count = f"{len(result.sets)} data set{'s' * (len(result.sets) > 1)}"
-        say(f"{len(result.rows)} checkpoints on {count} in {result.csv}, and of each in {folder}")
+        models, sets = counted(len(result.rows), "checkpoint"), counted(len(result.sets), "data set")
+        say(f"{models} on {sets} in {result.csv}, and of each in {folder}")
         say(f"rank them: vlmrm leaderboard {folder}; see one set: vlmrm report {next(iter(result.sets.values())).csv}")
     else:
-        rows = "1 row" if len(result.rows) == 1 else f"{len(result.rows)} rows"
-        say(f"{rows} in {result.csv} and {result.csv.with_suffix('.json')}")
+        say(f"{counted(len(result.rows), 'row')} in {result.csv} and {result.csv.with_suffix('.json')}")
     if result.scores.is_file():
         say(f"see them: vlmrm report {result.scores}")
     if result.choice is not None:

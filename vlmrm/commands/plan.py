@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from vlmrm.files import size_text
-from vlmrm.logs import quiet_libraries, say
+from vlmrm.logs import duration, quiet_libraries, say
 from vlmrm.training.memory import Memory
 from vlmrm.training.plan import Timing, TrainingPlan, plan_training, token_figures
 from vlmrm.training.survey import Survey
@@ -98,12 +98,6 @@ def _memory(memory: Memory) -> str:
 
 
 def _time(timing: Timing) -> str:
-    evaluation = f", {_duration(timing.evaluation)} of it evaluating" if timing.evaluation else ""
-    saving = ", without saving" if timing.saving is None else f", {_duration(timing.saving)} saving"
-    return f"{_duration(timing.total)}: {timing.step:.3g} s a step{evaluation}{saving}, measured in a trial"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    evaluation = f", {duration(timing.evaluation)} of it evaluating" if timing.evaluation else ""
+    saving = ", without saving" if timing.saving is None else f", {duration(timing.saving)} saving"
+    return f"{duration(timing.total)}: {timing.step:.3g} s a step{evaluation}{saving}, measured in a trial"

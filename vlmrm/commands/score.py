@@ -15,7 +15,7 @@ from vlmrm.conversation import Image, Message
 from vlmrm.data.columns import parse_columns
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.libraries import needs
-from vlmrm.logs import say
+from vlmrm.logs import counted, say
 
 if TYPE_CHECKING:
     from vlmrm.scoring.offline import OfflineJob
@@ -171,9 +171,10 @@ def _score_table(job: OfflineJob, ray_workers: int | None) -> str:
         return f"this process has scored its share into {job.output}; other processes are still running"
     if summary.errors:
         raise DataError(
-            f"{summary.errors} of {summary.rows} rows could not be scored: see the column error of {job.output}."
+            f"{summary.errors} of {counted(summary.rows, 'row')} could not be scored: see the column error of "
+            f"{job.output}."
         )
-    return f"scored {summary.rows} rows into {job.output}"
+    return f"scored {counted(summary.rows, 'row')} into {job.output}"
 
 
 def _device_of_rank() -> str | None:

@@ -18,6 +18,7 @@ from vlmrm.data.media import media_key, media_name, open_image, open_video
 from vlmrm.data.rows import is_noteworthy
 from vlmrm.errors import DataError, MediaError, RowError
 from vlmrm.formats import detect_layout
+from vlmrm.logs import counted
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -216,33 +217,33 @@ def format_report(report: Report) -> str:
     if report.example is not None:
         sections.append(f"the first row is read as\n{_format_comparison(report.example)}")
     if report.duplicates:
-        head = f"{report.duplicates:,} rows repeat the prompt and answers of an earlier one"
+        head = f"{counted(report.duplicates, 'row')} with the prompt and answers of an earlier one"
         if report.contradictions:
             head += f", {report.contradictions:,} with another order"
         sections.append(_listed(head, [f"{row} = {first}" for row, first in report.duplicate_rows], report.duplicates))
     if report.wrong:
-        head = f"{report.wrong:,} of {report.rows:,} rows are wrong"
+        head = f"{report.wrong:,} of {counted(report.rows, 'row')} cannot be read"
         sections.append(_listed(head, [f"{row}: {reason}" for row, reason in report.wrong_rows], report.wrong))
     else:
-        sections.append(f"all {report.rows:,} rows can be read")
+        sections.append("the only row can be read" if report.rows == 1 else f"all {report.rows:,} rows can be read")
     return "\n\n".join(sections)
 
 
 def _format_contents(report: Report) -> str:
     lines = []
     for source in report.sources:
-        lines.append(f"{source.name}: {source.rows:,} rows, read as {source.layout}")
+        lines.append(f"{source.name}: {counted(source.rows, 'row')}, read as {source.layout}")
         if source.unused:
             lines.append(f"  columns that are not read: {', '.join(source.unused)}")
     ties = f", {report.ties:,} of them ties" if report.ties else ""
-    lists = f" ({report.ranked_lists:,} rows are ranked lists)" if report.ranked_lists else ""
-    lines.append(f"{report.pairs:,} pairs{ties}{lists}")
+    lists = f" ({counted(report.ranked_lists, 'ranked list')})" if report.ranked_lists else ""
+    lines.append(f"{counted(report.pairs, 'pair')}{ties}{lists}")
     if report.disputed:
         lines.append(f"rows whose raters differ, read as soft labels: {report.disputed:,}")
-    lines.append(f"{report.images:,} different images, {report.videos:,} videos")
+    lines.append(f"{counted(report.images, 'different image')}, {counted(report.videos, 'video')}")
     readable = report.rows - report.wrong
     if report.rows_with_opened_media < readable:
-        lines.append(f"  opened for a sample of {report.rows_with_opened_media:,} rows")
+        lines.append(f"  opened for a sample of {counted(report.rows_with_opened_media, 'row')}")
     if set(report.categories) - {"(none)"}:
         common = report.categories.most_common(MAX_CATEGORIES)
         more = len(report.categories) - len(common)

@@ -37,7 +37,7 @@ from vlmrm.evaluation.scorers.checkpoint import CheckpointEntry
 from vlmrm.evaluation.suite import EvaluationSet, OpenSet, evaluation_sets, is_suite
 from vlmrm.evaluation.suite_table import SuiteTable, mean_criterion
 from vlmrm.files import exclusive_lock
-from vlmrm.logs import start_log
+from vlmrm.logs import counted, start_log
 from vlmrm.modeling.manifest import COMPLETE, TRAINING_LOCK, find_checkpoints, is_finished
 
 logger = logging.getLogger("vlmrm")
@@ -101,7 +101,7 @@ def run_sweep(
     opened_sets = [it for definition in sets if (it := open_set(definition, entries, args, processes, unread))]
     if not opened_sets:
         raise DataError(f"none of the {len(sets)} data sets can be read: {_listed(unread)}")
-    count = _counted(len(entries), "model") if isinstance(entries, list) else "checkpoints as they come"
+    count = counted(len(entries), "model") if isinstance(entries, list) else "checkpoints as they come"
     rows = " and ".join(f"{len(it.dataset):,} comparisons{it.of}" for it in opened_sets)
     logger.info("Evaluating %s on %s; log: %s", count, rows, log_path)
     # Images are opened and processed for the first checkpoint and kept for the others.
@@ -125,10 +125,6 @@ def run_sweep(
     best = conclude(table, criterion, looked_at, args, main=main, stopped=stopped or bool(unread))
     of_sets = {name: SweepResult(it.rows, it.best, it.csv, it.parquet, paths) for name, it in read.items()}
     return SweepResult(table.rows, best, table.csv, table.csv.with_suffix(".scores.parquet"), paths, of_sets, unread)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _listed(unread: Mapping[str, str]) -> str:
