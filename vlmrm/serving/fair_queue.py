@@ -135,7 +135,7 @@ class FairQueue:
     def _next(self, first: int | None) -> Job | None:
         """Return the job whose turn it is, of the priority `first` while that has any; None where none waits."""
         if self._returned:
-            return next(iter(self._returned.values()))
+            return min(self._returned.values(), key=lambda job: job.created)
         if not self._classes:
             return None
         group = self._classes[first if first in self._classes else max(self._classes)]

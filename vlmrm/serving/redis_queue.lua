@@ -3,7 +3,7 @@
 -- KEYS[1], P below, is the prefix of every key; ARGV[1] is the name of the operation, and its arguments follow.
 --   P:job:ID           hash: the fields of a job; `receipt` names its delivery, and `line` where it waits
 --   P:key:SHA256       the id of the job with that content; equal jobs share its result while its revision is served
---   P:returned:REWARD  sorted set: the jobs that were given back, which come before others
+--   P:returned:REWARD  sorted set: the jobs that were given back, by age, which come before others
 --   P:classes:REWARD   sorted set of the priorities of other jobs that wait; each has
 --     P:line:CLASS:CLIENT   sorted set: the jobs of a client, by age
 --     P:clients:CLASS       sorted set of clients by the virtual time at which they are served next
@@ -21,7 +21,7 @@
 
 local P, operation = KEYS[1], ARGV[1]
 local FIELDS = {'state', 'reward', 'line', 'receipt', 'items', 'bytes', 'cost', 'prefixes', 'priority', 'client',
-  'attempts', 'deadline', 'key', 'asked', 'shared'}
+  'attempts', 'deadline', 'key', 'asked', 'shared', 'created'}
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
@@ -82,7 +82,7 @@ local function enqueue(job, returned)
     redis.call('ZADD', class_key('clients', job), 'NX', tag_of(job), job.client)
     for _, pair in ipairs(cjson.decode(job.prefixes)) do redis.call('ZADD', mates_key(job, pair[1]), order, job.id) end
   end
-  redis.call('ZADD', job.line, order, job.id)
+  redis.call('ZADD', job.line, returned and job.created or order, job.id)
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'line', job.line)
   count(job, 1)
   redis.call('PUBLISH', P .. ':come', job.reward)

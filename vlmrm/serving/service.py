@@ -14,7 +14,7 @@ from anyio.to_thread import run_sync
 from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import Backend, Job, QueueAway, State, Status
-from vlmrm.serving.cost import VIDEO_COLUMNS, children, count_pixels, estimate_tokens
+from vlmrm.serving.cost import VIDEO_COLUMNS, children, count_pixels, count_prefixes, estimate_tokens
 from vlmrm.serving.decoding import Decoder
 from vlmrm.serving.health import WorkerHealth, WorkerRegistry
 from vlmrm.serving.memory_backend import MemoryBackend
@@ -162,14 +162,16 @@ class Service:
         return job
 
     def _make_job(self, reward: str, items: list[Item], priority: int, max_pixels: int | None) -> Job:
+        trained = is_trained(self.rewards[reward])  # whose scorer computes equal prompts and media once
         limit = self.settings.limits.max_total_pixels
-        pixels = count_pixels(items, once=is_trained(self.rewards[reward]))
+        pixels = count_pixels(items, once=trained)
         if pixels > limit:
             raise TooLarge(
                 f"the images and frames of a request are {pixels} pixels, over the limit max_total_pixels of {limit}: "
                 "send fewer at a time, or smaller ones."
             )
-        job = Job(reward, items, cost=estimate_tokens(items, max_pixels), priority=priority)
+        cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
+        job = Job(reward, items, cost=cost, prefixes=prefixes, priority=priority)
         _ = job.key  # computed in the thread, as many bytes take long to hash
         return job
 
