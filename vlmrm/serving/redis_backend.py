@@ -5,19 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
-
-import redis.asyncio as redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from vlmrm.conversation import Outcome
 from vlmrm.formats.wire import read_outcome, write_outcome
@@ -34,7 +27,8 @@ from vlmrm.serving.backend import (
     Status,
     has_errors,
 )
-from vlmrm.serving.settings import Limits, ServiceSettings
+from vlmrm.serving.redis_connection import RedisConnection
+from vlmrm.serving.settings import Limits
 from vlmrm.serving.worker.channel import pack, unpack
 
 T = TypeVar("T")
@@ -100,9 +94,7 @@ class RedisBackend:
             job.wanted,
         )
         bounds = (*self._capacity[job.reward], self._limits.queue_bytes)
-        accepted, *reply = await self._connection.run(
-            "put", *content, *bounds, self._ttl, *origin, patience=PATIENCE_S
-        )
+        accepted, *reply = await self._connection.accept(*content, *bounds, self._ttl, *origin, patience=PATIENCE_S)
         if not accepted:
             items, size, total, pace = reply
             raise Overloaded.of(job.reward, items, size, total, float(pace))
@@ -285,145 +277,3 @@ async def _wait_event(event: asyncio.Event, seconds: float) -> None:
         await asyncio.wait({waiting}, timeout=seconds)
     finally:
         waiting.cancel()
-
-
-SCRIPT = Path(__file__).with_name("redis_queue.lua").read_text(encoding="utf-8")
-CONNECTIONS = 16
-RESPONSE_S = 10.0  # in which Redis responds, or counts as away
-BACKOFF_S = (0.05, 2.0)  # between two tries: the first, the longest
-# Errors that pass: the disk is full, a replica takes over, an administrator is not done yet.
-TRANSIENT = ("MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS")
-REASONS: dict[type[Exception], str] = {
-    AuthenticationError: "it refuses the password",
-    NoPermissionError: "it permits too little",
-    OutOfMemoryError: "its memory is full",
-    ReadOnlyError: "it is read only",
-}
-
-
-class RedisConnection:
-    """The script `redis_queue.lua` in one Redis (6.2 or newer, not a cluster), and its messages.
-
-    While Redis is away, calls are retried, and `listen` tells when it is back.
-
-    Args:
-        prefix: begins every key and channel.
-    """
-
-    def __init__(self, client: redis.Redis, prefix: str):
-        self.client, self.prefix = client, prefix
-        self.last_failure = time.monotonic()  # the start counts as one: this process has heard nothing yet
-        self._script = client.register_script(SCRIPT)
-
-    @classmethod
-    def of(cls, settings: ServiceSettings) -> RedisConnection:
-        """Return a connection to the Redis of the settings, which need not be up yet."""
-        pool = redis.BlockingConnectionPool(
-            max_connections=CONNECTIONS,
-            timeout=None,  # for a free connection
-            connection_class=redis.SSLConnection if settings.redis_tls else redis.Connection,
-            host=settings.redis_host,
-            port=settings.redis_port,
-            password=settings.redis_password.get_secret_value() or None,
-            socket_timeout=RESPONSE_S,
-            socket_connect_timeout=RESPONSE_S,
-            socket_keepalive=True,
-            retry=Retry(NoBackoff(), 0),  # `retry` below knows for how long
-        )
-        return cls(redis.Redis.from_pool(pool), settings.redis_prefix)
-
-    async def run(self, operation: str, *arguments: str | bytes | float, patience: float | None) -> Any:
-        """Run an operation of the script; each may safely run twice where a response is lost."""
-        return await self.retry(lambda: self._script([self.prefix], [operation, *arguments]), patience)
-
-    async def retry(self, call: Callable[[], Awaitable[T]], patience: float | None) -> T:
-        """Return the result of `call`, which is tried again while Redis is away.
-
-        Raises:
-            QueueAway: when Redis has been away for `patience` seconds; never with None.
-        """
-        end = None if patience is None else time.monotonic() + patience
-        for pause in backoff():
-            try:
-                return await call()
-            except Exception as error:
-                if not _is_transient(error):
-                    raise
-                self.last_failure = time.monotonic()
-                if end is not None and time.monotonic() + pause > end:
-                    raise QueueAway(f"the queue cannot be reached ({_reason(error)}): try again later.") from error
-            await asyncio.sleep(pause)
-        raise AssertionError("the backoff never ends")
-
-    async def listen(
-        self, on_message: Callable[[str, str], None], on_connect: Callable[[], None], *channels: str
-    ) -> None:
-        """Call `on_message` with the channel and text of each message, and `on_connect` after each connection.
-
-        Messages that were sent while there was no connection are lost.
-        """
-        logged = ""
-        pauses = backoff()
-
-        def connected() -> None:
-            nonlocal logged, pauses
-            logger.info("connected to Redis")
-            logged, pauses = "", backoff()
-            on_connect()
-
-        while True:
-            try:
-                await self._listen(on_message, connected, channels)
-            except Exception as error:
-                if not _is_transient(error):
-                    raise
-                self.last_failure = time.monotonic()
-                if logged != _reason(error):
-                    logged = _reason(error)
-                    logger.error("Redis cannot be used (%s): the service retries until it can", logged)
-            await asyncio.sleep(next(pauses))
-
-    async def _listen(
-        self, on_message: Callable[[str, str], None], connected: Callable[[], None], channels: Sequence[str]
-    ) -> None:
-        async with self.client.pubsub() as messages:
-            await messages.subscribe(*(f"{self.prefix}:{name}" for name in channels))
-            await self._warn()
-            connected()
-            while True:
-                message = await messages.get_message(ignore_subscribe_messages=True, timeout=POLL_S)
-                if message is None:
-                    await messages.ping()
-                elif message["type"] == "message":
-                    on_message(message["channel"].decode().removeprefix(f"{self.prefix}:"), message["data"].decode())
-
-    async def _warn(self) -> None:
-        """Warn of a Redis whose settings may lose accepted jobs."""
-        info = await self.client.info("persistence", "memory")
-        if not info.get("aof_enabled"):
-            logger.warning("Redis keeps no append-only file: what waits is lost with it; set appendonly yes.")
-        if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":
-            logger.warning("Redis drops keys when its memory is full: set maxmemory-policy noeviction.")
-
-
-def backoff() -> Iterator[float]:
-    """Yield the seconds to wait before each further try, without end."""
-    pause, longest = BACKOFF_S
-    while True:
-        yield pause * random.uniform(1, 1.5)
-        pause = min(2 * pause, longest)
-
-
-def _is_transient(error: Exception) -> bool:
-    if isinstance(error, ResponseError):
-        return isinstance(error, tuple(REASONS)) or str(error).startswith(TRANSIENT)
-    return isinstance(error, (redis.ConnectionError, redis.TimeoutError, OSError))
-
-
-def _reason(error: Exception) -> str:
-    """Return the reason without the address of Redis, which is not the clients' business."""
-    if type(error) in REASONS:
-        return REASONS[type(error)]
-    if isinstance(error, ResponseError):
-        return f"it answers {str(error).split()[0]}"
-    return "it does not answer"

@@ -258,9 +258,10 @@ class Service:
 
 def make_backend(settings: ServiceSettings) -> Backend:
     """Return the queue of the settings: in Redis, or in this process."""
-    if not settings.redis_host:
+    if not settings.has_redis:
         return MemoryBackend(settings.limits, settings.queue_limits)
-    from vlmrm.serving.redis_backend import RedisBackend, RedisConnection
+    from vlmrm.serving.redis_backend import RedisBackend
+    from vlmrm.serving.redis_connection import RedisConnection
 
     return RedisBackend(RedisConnection.of(settings), settings.limits, settings.queue_limits)
 
