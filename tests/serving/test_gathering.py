@@ -59,6 +59,28 @@ async def test_candidates_that_come_one_after_another_are_one_batch():
 
 
 @in_loop
+async def test_candidates_of_one_prompt_fill_a_batch_by_what_each_adds():
+    one, worker = fed(budget=16)
+    batch = asyncio.create_task(one._run_batch(worker))
+    for prompt in "abcd":
+        await one.backend.put(job(prompt, cost=12, prefixes={"picture": 10}))
+        await asyncio.sleep(0)
+    await batch
+    assert worker.batches == [["a", "b", "c"]]
+
+
+@in_loop
+async def test_who_was_given_a_prompt_is_given_its_further_answers_first():
+    one, worker = fed(budget=4)
+    for prompt, prefix in (("a", "x"), ("b", "y"), ("c", "z"), ("d", "x")):
+        await one.backend.put(job(prompt, cost=4 if prompt == "a" else 2, prefixes={prefix: 0}, created=0.0))
+        if prompt == "a":
+            await one._run_batch(worker)
+    await one._run_batch(worker)
+    assert worker.batches == [["a"], ["b", "d"]]
+
+
+@in_loop
 async def test_who_asks_for_one_thing_at_a_time_does_not_wait():
     one, worker = fed(budget=1)
     for number in range(replica.RECENT):

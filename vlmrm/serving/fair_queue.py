@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+
+from cachetools import LRUCache
 
 from vlmrm.serving import backend
 from vlmrm.serving.backend import Job
 
+RECENT = 256  # prefixes that a worker is thought to keep
 FORGOTTEN = 1000  # clients without a job whose shares are remembered, above which only those ahead are
 
 
@@ -58,6 +61,23 @@ class Batch:
 
     def _tokens(self, job: Job) -> int:
         return job.cost - sum(job.prefixes[prefix] for prefix in self._prefixes & job.prefixes.keys())
+
+
+class RecentPrefixes(LRUCache[str, None]):
+    """The prefixes of the jobs that a worker was given last, for `Backend.take`; `clear` them when it starts anew."""
+
+    def __init__(self) -> None:
+        super().__init__(RECENT)
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Add those of jobs that the worker is given now."""
+        self.update(dict.fromkeys(prefix for job in jobs for prefix in job.prefixes))
+
+
+def tokens_of(jobs: Sequence[Job]) -> int:
+    """Return the estimated tokens of a batch of these jobs, in which a prefix that they share counts once."""
+    batch = Batch(0)
+    return sum(map(batch.add, jobs))
 
 
 class FairQueue:
