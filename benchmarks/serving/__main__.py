@@ -10,6 +10,8 @@ import argparse
 from benchmarks import harness, runs
 from benchmarks.harness import Row
 from benchmarks.servers import SERVE, server
+from benchmarks.serving.shuffled import GROUPS as SHUFFLED
+from benchmarks.serving.shuffled import shuffled
 from benchmarks.serving.throughput import concurrent, low_load, rl_load
 from benchmarks.shapes import configuration, reward_checkpoint
 from vlmrm.scoring.loading import load_local_scorer
@@ -33,6 +35,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
                 concurrent(scorer, service, 2 if options.quick else EACH, rounds),
                 low_load(scorer, service, 3 if options.quick else ALONE),
                 rl_load(service, plain, 1 if options.quick else GROUPS, rounds),
+                *shuffled(scorer, service, 4 if options.quick else SHUFFLED),
             ]
 
 

@@ -25,7 +25,7 @@ class Worker:
 
     def __init__(self):
         self.died = asyncio.get_running_loop().create_future()
-        self.batches = []
+        self.batches, self.computed = [], {}
 
     async def score(self, items, timeout):
         self.batches.append([item["prompt"] for item in items])

@@ -195,8 +195,8 @@ class Backend(Protocol):
         One that runs is not begun again should its worker die.
         """
 
-    async def count_unfetched(self) -> int:
-        """Return how many jobs have a request that has not got their result yet, which ends with this process."""
+    async def unfetched(self) -> Mapping[str, int]:
+        """Return by reward how many jobs have a request without their result yet, which ends with this process."""
 
     async def depth(self, reward: str) -> tuple[int, int]:
         """Return how many jobs wait for a reward, and their bytes."""

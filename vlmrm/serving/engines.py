@@ -42,6 +42,8 @@ class ScorerEngine:
     def __init__(self, *, custom_prompt: str = PROMPT_SLOT, system: Any = None, **options: Any):
         self.scorer = load_local_scorer(**options)
         self.template = PromptTemplate(custom_prompt, system)
+        self.computed = {"tokens": 0, "pictures": 0}  # since it was loaded
+        self.scorer.model.register_forward_pre_hook(self._count, with_kwargs=True)
         info = self.scorer.loaded.info
         self.info = {
             "kind": "conversations",
@@ -53,6 +55,11 @@ class ScorerEngine:
     def __call__(self, items: Sequence[Item]) -> list[WireOutcome]:
         scores = self.scorer.score_each(items, self._read)
         return [{"error": score.reason} if isinstance(score, RowError) else {"score": score} for score in scores]
+
+    def _count(self, model: Any, arguments: Any, inputs: Mapping[str, Any]) -> None:
+        self.computed["tokens"] += inputs["input_ids"].numel()
+        pictures = inputs.get("image_grid_thw", inputs.get("pixel_values"))
+        self.computed["pictures"] += 0 if pictures is None else len(pictures)
 
     def _read(self, item: Item) -> Conversation:
         # No conversation can hold an array.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,9 +143,9 @@ class MemoryBackend:
         self._finish(entry.job, Status(State.cancelled, error=CANCELLED))
         return True
 
-    async def count_unfetched(self) -> int:
+    async def unfetched(self) -> Mapping[str, int]:
         self._drop_old()
-        return sum(entry.waiters > 0 for entry in self._entries.values())
+        return Counter(entry.job.reward for entry in self._entries.values() if entry.waiters)
 
     async def depth(self, reward: str) -> tuple[int, int]:
         queue = self._queues[reward]

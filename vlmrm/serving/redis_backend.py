@@ -138,8 +138,8 @@ class RedisBackend:
     async def cancel(self, job_id: str) -> bool:
         return bool(await self._connection.run("cancel", job_id, CANCELLED, self._ttl, patience=PATIENCE_S))
 
-    async def count_unfetched(self) -> int:
-        return 0  # any other process can return what is in Redis
+    async def unfetched(self) -> Mapping[str, int]:
+        return {}  # any other process can return what is in Redis
 
     async def depth(self, reward: str) -> tuple[int, int]:
         jobs, size = await self._fields("waiting", f"jobs:{reward}", f"bytes:{reward}")

@@ -200,8 +200,9 @@ class Replica:
         decoded = [] if self.decoder is None else await self.decoder.decode(items)
         if decoded:
             items = [result.item for result in decoded if not isinstance(result, RowError)]
-        started = time.monotonic()
+        started, before = time.monotonic(), worker.computed
         outcomes = await worker.score(items, self.spec.batch_timeout) if items else []
+        self.metrics.record_computed(self.reward, before, worker.computed)
         seconds = time.monotonic() - started
         if not decoded:
             return outcomes, seconds

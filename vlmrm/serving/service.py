@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,8 @@ from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.telemetry import Metrics
 from vlmrm.serving.worker_process import WorkerSpec
+
+logger = logging.getLogger("vlmrm")
 
 SCORER = "vlmrm.serving.engines.ScorerEngine"
 REWARD = "vlmrm.serving.engines.RewardEngine"
@@ -239,8 +242,15 @@ class Service:
             for replica in replicas:
                 replica.closing = self.backend.persistent
         end = time.monotonic() + timeout
-        while time.monotonic() < end and (await self._busy() or (fetched and await self.backend.count_unfetched())):
+        while time.monotonic() < end and (await self._busy() or (fetched and await self.backend.unfetched())):
             await asyncio.sleep(0.05)
+        for name, count in (await self.backend.unfetched()).items() if fetched else ():
+            logger.warning(
+                "the results of %d requests to %s are lost, as nobody has asked for them in time: a queue in Redis "
+                "would keep them",
+                count,
+                name,
+            )
 
     async def _busy(self) -> bool:
         waiting = [] if self.backend.persistent else [(await self.backend.depth(name))[0] for name in self.rewards]
