@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Any
 
 import httpx2 as httpx
 import numpy as np
 
 from benchmarks.harness import Row, row
-from benchmarks.serving.clients import CANDIDATES, group, native, offline, together
+from benchmarks.serving.clients import CANDIDATES, Item, group, native, offline, together
 from benchmarks.serving.throughput import TOLERANCE
 from vlmrm.scoring.scorer import LocalScorer
 
@@ -44,16 +45,16 @@ def computed(service: str) -> dict[str, float]:
     return {name: float(count) for name, count in found}
 
 
-def ideal_tokens(scorer: LocalScorer, items: list) -> int:
+def ideal_tokens(scorer: LocalScorer, items: list[Item]) -> int:
     """Return the tokens of each prompt and each answer, once."""
     counts = {"all": 0}
 
-    def count(module: object, given: object, inputs: dict) -> None:
+    def count(module: object, given: object, inputs: dict[str, Any]) -> None:
         counts["all"] += inputs["input_ids"].numel()
 
     hook = scorer.model.register_forward_pre_hook(count, with_kwargs=True)
     try:
-        by_picture: dict[bytes, list] = {}
+        by_picture: dict[bytes, list[Item]] = {}
         for item in items:
             by_picture.setdefault(item.picture, []).append(item)
         for candidates in by_picture.values():

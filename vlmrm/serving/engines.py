@@ -43,7 +43,7 @@ class ScorerEngine:
         self.scorer = load_local_scorer(**options)
         self.template = PromptTemplate(custom_prompt, system)
         self.computed = {"tokens": 0, "pictures": 0}  # since it was loaded
-        self.scorer.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._count_work(self.scorer.model)
         info = self.scorer.loaded.info
         self.info = {
             "kind": "conversations",
@@ -56,10 +56,19 @@ class ScorerEngine:
         scores = self.scorer.score_each(items, self._read)
         return [{"error": score.reason} if isinstance(score, RowError) else {"score": score} for score in scores]
 
-    def _count(self, model: Any, arguments: Any, inputs: Mapping[str, Any]) -> None:
-        self.computed["tokens"] += inputs["input_ids"].numel()
-        pictures = inputs.get("image_grid_thw", inputs.get("pixel_values"))
-        self.computed["pictures"] += 0 if pictures is None else len(pictures)
+    def _count_work(self, model: Any) -> None:
+        """Have `computed` count the tokens of a model's forward passes, and the pictures and videos of its tower's."""
+        run_tower = model.run_tower
+
+        def counted(kind: str, media: Any) -> Any:
+            self.computed["pictures"] += len(media["tokens"])
+            return run_tower(kind, media)
+
+        def count(model: Any, arguments: Any, inputs: Mapping[str, Any]) -> None:
+            self.computed["tokens"] += inputs["input_ids"].numel()
+
+        model.run_tower = counted
+        model.register_forward_pre_hook(count, with_kwargs=True)
 
     def _read(self, item: Item) -> Conversation:
         # No conversation can hold an array.
