@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import chain
 from typing import Any
@@ -10,24 +11,40 @@ from typing import Any
 import torch
 
 from vlmrm.batching import ComparisonCollator
+from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache
 from vlmrm.conversation import Conversation, Image, Message
 from vlmrm.engine import Engine
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.rollouts import read_candidates
 from vlmrm.modeling import LoadedReward, batcher_for, sequence_limit
+from vlmrm.modeling.vision_cache import FeatureCache
 from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
 from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, regrouped
 
 
 class LocalScorer:
-    """A `Scorer` of one loaded reward model. A score does not depend on what is scored with it."""
+    """A `Scorer` of one loaded reward model. A score does not depend on what is scored with it, or was before.
 
-    def __init__(self, loaded: LoadedReward, *, max_tokens_per_batch: int = 16384, batching: str = "shared"):
+    Args:
+        cache_bytes: bound on what is kept in memory between calls: processed media, features of images, and what the
+            model's layers made of prompts, so that a later answer to a prompt costs its own tokens. 0 keeps nothing.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedReward,
+        *,
+        max_tokens_per_batch: int = 16384,
+        batching: str = "shared",
+        cache_bytes: int = 0,
+    ):
         self.loaded = loaded
         self.model = loaded.model.eval().requires_grad_(False)
         limits = MediaLimits(loaded.info.get("min_pixels"), loaded.info.get("max_pixels"))
-        self.renderer = Renderer(loaded.processor, limits)
+        self.cache = ByteCache(cache_bytes)
+        store = MediaCache(self.cache) if cache_bytes else None
+        self.renderer = Renderer(loaded.processor, limits, store, by_content=store is not None)
         collator = ComparisonCollator(
             self.renderer,
             batcher_for(loaded.model, loaded.processor, batching),
@@ -36,11 +53,18 @@ class LocalScorer:
             bad_rows="skip",
         )
         self.engine = Engine(self.model, collator)
+        if cache_bytes:
+            self.engine.prefixes = PrefixCache(self.cache, collator.batcher)
+            self.model.vision_cache = FeatureCache(self.cache, self.model.vision_cache)
 
     @property
     def digest(self) -> str:
         """Return `checkpoint_digest`, which identifies the model by content."""
         return self.loaded.digest
+
+    def clear_caches(self) -> None:
+        """Drop all that is kept between calls, as after a change of the model's weights."""
+        self.cache.clear()
 
     def score(self, conversations: Sequence[ConversationLike]) -> list[float]:
         """Return the raw logit of each conversation, in order.
@@ -58,7 +82,10 @@ class LocalScorer:
         def render(item: Any, cache: dict[str, ProcessedMedia]) -> Rendered:
             conversation = read(item)
             _ = conversation.answer  # raises where there is none
-            return self.engine.collator.fit(conversation, cache)
+            rendered = self.engine.collator.fit(conversation, cache)
+            if self.engine.prefixes is None:
+                return rendered
+            return replace(rendered, prompt=self.renderer.prompt_tokens(conversation, rendered))
 
         return self.engine.score(conversations, render)
 

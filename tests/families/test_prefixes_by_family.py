@@ -1,0 +1,70 @@
+"""Prompts that are computed once: an answer that comes later has its score of a batch of its own, in every family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache
+from vlmrm.conversation import Conversation
+from vlmrm.modeling.attention import batcher_for
+from vlmrm.modeling.vision_cache import FeatureCache
+from vlmrm.rendering import Rendered, Renderer
+
+from .cases import CASES
+from .reference import rounding_nowhere, to_float64
+from .table import FAMILIES
+from .test_families import SCORED, cases_of, naming, processor_of
+
+# One for each way in which prompts reach answers, in every run; the rest of the families are in the long one.
+USUAL = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "llama4", "mistral3", "lfm2_vl", "chameleon")
+# Of their masks, which read what a row says of each token: whether it is part of an image.
+BY_MASK = {"gemma3", "gemma4", "gemma4_unified", "molmo2"}
+
+
+class Streamed:
+    """A model that keeps prompts, media and features from one row to the next."""
+
+    def __init__(self, model: Any, processor: Any):
+        cache = ByteCache(10**9)
+        self.model, self.renderer = model, Renderer(processor, store=MediaCache(cache), by_content=True)
+        self.prefixes = PrefixCache(cache, batcher_for(model, processor, "shared"))
+        model.vision_cache = FeatureCache(cache, None)
+        self.tokens: list[int] = []
+
+    def rendered(self, conversation: Conversation) -> Rendered:
+        rendered = self.renderer.render(conversation)
+        return replace(rendered, prompt=self.renderer.prompt_tokens(conversation, rendered))
+
+    @torch.inference_mode()
+    def scores(self, conversations: Sequence[Conversation]) -> torch.Tensor:
+        inputs = to_float64(self.prefixes.inputs(list(map(self.rendered, conversations))))
+        with rounding_nowhere():
+            scores = self.model(**inputs).logits[:, 0]
+        self.prefixes.keep(inputs)
+        self.tokens.append(inputs["input_ids"].numel())
+        return scores
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, id=f.model_type) for f in SCORED])
+def test_scores_do_not_depend_on_what_was_scored_before(family):
+    processor, errors = processor_of(family), []
+    model = family.make_model(processor)
+    plain, kept = batcher_for(model, processor, "shared"), Streamed(model, processor)
+    for name, conversations in cases_of(family).items():
+        with naming(errors, name):
+            rendered = list(map(kept.rendered, conversations))
+            with rounding_nowhere(), torch.inference_mode():
+                expected = model(**to_float64(plain(rendered))).logits[:, 0]
+            one_by_one = torch.cat([kept.scores([conversation]) for conversation in conversations])
+            again = kept.scores(conversations)
+            assert (one_by_one - expected).abs().max() <= 1e-9, (one_by_one - expected).abs().max()
+            assert (again - expected).abs().max() <= 1e-9
+            print(name, [r.prompt for r in rendered], list(map(len, rendered)), kept.tokens[-len(rendered)-1:])
+    print(kept.prefixes.refused)
+    if errors:
+        raise ExceptionGroup(family.model_type, errors)
