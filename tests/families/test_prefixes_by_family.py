@@ -15,9 +15,7 @@ from vlmrm.modeling.attention import batcher_for
 from vlmrm.modeling.vision_cache import FeatureCache
 from vlmrm.rendering import Rendered, Renderer
 
-from .cases import CASES
 from .reference import rounding_nowhere, to_float64
-from .table import FAMILIES
 from .test_families import SCORED, cases_of, naming, processor_of
 
 # One for each way in which prompts reach answers, in every run; the rest of the families are in the long one.
@@ -64,7 +62,5 @@ def test_scores_do_not_depend_on_what_was_scored_before(family):
             again = kept.scores(conversations)
             assert (one_by_one - expected).abs().max() <= 1e-9, (one_by_one - expected).abs().max()
             assert (again - expected).abs().max() <= 1e-9
-            print(name, [r.prompt for r in rendered], list(map(len, rendered)), kept.tokens[-len(rendered)-1:])
-    print(kept.prefixes.refused)
     if errors:
         raise ExceptionGroup(family.model_type, errors)

@@ -13,7 +13,7 @@ import torch
 from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache
 from vlmrm.conversation import Conversation, Image, Message
-from vlmrm.engine import Engine
+from vlmrm.engine import Engine, rendered_each
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.rollouts import read_candidates
@@ -21,6 +21,8 @@ from vlmrm.modeling import LoadedReward, batcher_for, sequence_limit
 from vlmrm.modeling.vision_cache import FeatureCache
 from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
 from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, regrouped
+
+PLACEHOLDER = Conversation((Message.of("user", "-"), Message.of("assistant", "-")))
 
 
 class LocalScorer:
@@ -56,11 +58,21 @@ class LocalScorer:
         if cache_bytes:
             self.engine.prefixes = PrefixCache(self.cache, collator.batcher)
             self.model.vision_cache = FeatureCache(self.cache, self.model.vision_cache)
+            self.score_each([PLACEHOLDER])  # a model refuses in its first forward: `prompts_kept` is known from now on
+            self.clear_caches()
 
     @property
     def digest(self) -> str:
         """Return `checkpoint_digest`, which identifies the model by content."""
         return self.loaded.digest
+
+    @property
+    def prompts_kept(self) -> str:
+        """Whether prompts are computed once for all calls: `yes`, or one word of why each call computes its own.
+
+        They are `off`; or batches are `padded`; or the model's `mask` reads what a row says of each of its tokens.
+        """
+        return "off" if self.engine.prefixes is None else self.engine.prefixes.refused or "yes"
 
     def clear_caches(self) -> None:
         """Drop all that is kept between calls, as after a change of the model's weights."""
@@ -78,6 +90,12 @@ class LocalScorer:
         self, conversations: Sequence[Any], read: Callable[[Any], Conversation] = read_conversation
     ) -> list[float | RowError]:
         """Return the raw logit of each item, read as a conversation by `read`, or the error of one that has none."""
+        return self.score_rendered(self.rendered(conversations, read))
+
+    def rendered(
+        self, conversations: Sequence[Any], read: Callable[[Any], Conversation] = read_conversation
+    ) -> list[Rendered | RowError]:
+        """Return each item as `score_rendered` takes it, without the model; another thread may score meanwhile."""
 
         def render(item: Any, cache: dict[str, ProcessedMedia]) -> Rendered:
             conversation = read(item)
@@ -87,7 +105,11 @@ class LocalScorer:
                 return rendered
             return replace(rendered, prompt=self.renderer.prompt_tokens(conversation, rendered))
 
-        return self.engine.score(conversations, render)
+        return rendered_each(conversations, render)
+
+    def score_rendered(self, items: Sequence[Rendered | RowError]) -> list[float | RowError]:
+        """Return the raw logit of each item that `rendered` made, or its error."""
+        return self.engine.score_rendered(items)
 
     def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """Return the raw logit of each candidate of each (prompt, candidates), in order."""
