@@ -95,7 +95,7 @@ class PrefixCache:
         return self.batcher.after_prefixes(rendered, self._kept, keep=self.refused is None)
 
     def _kept(self, digest: str) -> Kept | None:
-        return self.cache.get(("prefix", digest))
+        return None if self.refused else self.cache.get(("prefix", digest))
 
     def keep(self, inputs: dict[str, Any]) -> None:
         """Keep the prompts of a batch that has been computed."""

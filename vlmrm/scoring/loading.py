@@ -63,6 +63,8 @@ def load_scorer(
     for name, value in switches.items():
         if not isinstance(value, bool):  # the text "false" would count as true
             raise ConfigError(f"{name} is {value!r}: write true or false.")
+    if not isinstance(cache_bytes, int) or isinstance(cache_bytes, bool) or cache_bytes < 0:
+        raise ConfigError(f"cache_bytes is {cache_bytes!r}: write a number of bytes, or 0 to keep nothing.")
     dtype = parse_dtype(dtype, auto=True)
     with needs("local", "scoring with a checkpoint"):
         from vlmrm.modeling import load_checkpoint

@@ -9,9 +9,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+from PIL import Image as Pillow
 
 from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache
+from vlmrm.batching.media import BLANK_SIDE
 from vlmrm.conversation import Conversation, Image, Message
 from vlmrm.engine import Engine, rendered_each
 from vlmrm.errors import RowError
@@ -22,7 +24,8 @@ from vlmrm.modeling.vision_cache import FeatureCache
 from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
 from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, regrouped
 
-PLACEHOLDER = Conversation((Message.of("user", "-"), Message.of("assistant", "-")))
+GREY = Image(Pillow.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey"))
+PLACEHOLDER = Conversation((Message.of("user", GREY), Message.of("assistant", "-")))
 
 
 class LocalScorer:
