@@ -36,11 +36,14 @@ class ScorerEngine:
 
     Args:
         custom_prompt, system: of `PromptTemplate`, the text around the prompts of the training rows; for samples only.
+        cache_bytes: bound on what is kept for later answers to the same prompts; 0 keeps nothing.
         options: of `load_scorer`.
     """
 
-    def __init__(self, *, custom_prompt: str = PROMPT_SLOT, system: Any = None, **options: Any):
-        self.scorer = load_local_scorer(**options)
+    def __init__(
+        self, *, custom_prompt: str = PROMPT_SLOT, system: Any = None, cache_bytes: int = 2**30, **options: Any
+    ):
+        self.scorer = load_local_scorer(**options, cache_bytes=cache_bytes)
         self.template = PromptTemplate(custom_prompt, system)
         self.computed = {"tokens": 0, "pictures": 0}  # since it was loaded
         self._count_work(self.scorer.model)
@@ -49,6 +52,8 @@ class ScorerEngine:
             "kind": "conversations",
             "model": str(options["model"]),
             "checkpoint": self.scorer.loaded.digest,
+            "cache_bytes": cache_bytes,
+            "prompts_kept": self.scorer.prompts_kept,
             **{name: info.get(name) for name in ("reward_mean", "reward_std", "max_pixels", "chat_template_sha256")},
         }
 
