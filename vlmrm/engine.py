@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from vlmrm.batching import Batch, ComparisonCollator, Part, to_device
+from vlmrm.batching.caches import PrefixCache
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.batching.pieces import log_cut
 from vlmrm.errors import RowError, ScoreError, finite_or_error
@@ -43,11 +44,13 @@ class Engine:
     Args:
         model: returns `logits` [N, 1] for a batcher's inputs; in distributed training the wrapped model.
         device: device of the inputs; by default the model's.
+        prefixes: what the model keeps of prompts between calls; scores that need a gradient do without.
     """
 
     model: Any
     collator: ComparisonCollator
     device: torch.device | None = None
+    prefixes: PrefixCache | None = None
 
     @property
     def interventions(self) -> Mapping[str, Any]:
@@ -62,8 +65,16 @@ class Engine:
         if not rendered:
             return torch.zeros(0)
         parts = self.collator.split([[item] for item in rendered])
-        logits = torch.cat([self.forward(self.collator.batcher([rendered[n] for n in part])) for part in parts])
+        logits = torch.cat([self._logits_of([rendered[n] for n in part]) for part in parts])
         return logits[torch.tensor([n for part in parts for n in part]).argsort().to(logits.device)]
+
+    def _logits_of(self, part: list[Rendered]) -> torch.Tensor:
+        if self.prefixes is None or torch.is_grad_enabled():
+            return self.forward(self.collator.batcher(part))
+        inputs = self.prefixes.inputs(part)
+        logits = self.forward(inputs)
+        self.prefixes.keep(inputs)
+        return logits
 
     @torch.inference_mode()
     def score(self, items: Sequence[Item], render: Render[Item]) -> list[float | RowError]:
@@ -71,16 +82,13 @@ class Engine:
 
         `render` turns an item into tokens; its second argument is a cache of media that items share.
         """
-        cache: dict[str, ProcessedMedia] = {}
-        results: dict[int, float | RowError] = {}
-        rendered: dict[int, Rendered] = {}
-        for index, item in enumerate(items):
-            try:
-                rendered[index] = render(item, cache)
-            except RowError as error:
-                results[index] = error
-        results |= zip(rendered, map(finite_or_error, self.logits([*rendered.values()]).tolist()), strict=True)
-        return [results[index] for index in range(len(items))]
+        return self.score_rendered(rendered_each(items, render))
+
+    @torch.inference_mode()
+    def score_rendered(self, items: Sequence[Rendered | RowError]) -> list[float | RowError]:
+        """Return the raw score of each rendered item in order, or its error."""
+        scores = map(finite_or_error, self.logits([item for item in items if isinstance(item, Rendered)]).tolist())
+        return [next(scores) if isinstance(item, Rendered) else item for item in items]
 
     @torch.inference_mode()
     def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
@@ -130,6 +138,18 @@ class Engine:
         for index, name, count in part["altered"]:
             rows[index].altered[name] = [*islice(scores, count)]
         return [checked(row) for row in rows.values()]
+
+
+def rendered_each(items: Sequence[Item], render: Render[Item]) -> list[Rendered | RowError]:
+    """Return each item as tokens, or its error; `render` is that of `Engine.score`."""
+    cache: dict[str, ProcessedMedia] = {}
+    rendered: list[Rendered | RowError] = []
+    for item in items:
+        try:
+            rendered.append(render(item, cache))
+        except RowError as error:
+            rendered.append(error)
+    return rendered
 
 
 def checked(row: ScoredRow) -> ScoredRow:

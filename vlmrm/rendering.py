@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jinja2 import TemplateError
@@ -44,6 +44,7 @@ relies_on(
 )
 
 PATCH_VALUES = 3 * 14 * 14  # of a usual patch, where a processor returns pictures instead of patches
+ANSWER = "\uf8ff"  # stands for any answer
 PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters to which Unicode assigns no meaning
 
 
@@ -79,12 +80,13 @@ class Rendered:
     """A conversation as tokens, with its media in reading order.
 
     `type_ids` marks each token as text 0, image 1 or video 2 (`mm_token_type_ids`); without it Qwen's models silently
-    fall back to one-dimensional positions.
+    fall back to one-dimensional positions. `prompt` is the number of tokens before the answer; 0 where nobody asked.
     """
 
     input_ids: list[int]
     type_ids: list[int]
     media: tuple[ProcessedMedia, ...] = ()
+    prompt: int = 0
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -109,13 +111,16 @@ class Renderer:
     """Renders conversations with one processor. Safe to send to DataLoader workers.
 
     Args:
+        store: where processed media are kept beyond the caller's own cache.
         written: control tokens that texts may contain, for a model that was trained on such texts.
+        by_content: name the media by what is in their files, not by their paths, for stores that outlive the files.
     """
 
     processor: Any
     limits: MediaLimits = field(default_factory=MediaLimits)
-    store: MediaStore | None = None
+    store: Store | None = None
     written: Sequence[str] = ()
+    by_content: bool = False
 
     def __post_init__(self):
         if not getattr(self.processor, "chat_template", None):
@@ -142,11 +147,17 @@ class Renderer:
         cache = {} if cache is None else cache
         processed = []
         for medium in media_of(messages):
-            key = _key(medium)
+            key = self._key(medium)
             if key not in cache:
                 cache[key] = self._load_or_process(medium, key)
             processed.append(cache[key])
         return processed
+
+    def _key(self, medium: Medium) -> str:
+        """Return the cache key of a medium: media with equal keys have equal pixels."""
+        options = medium.options.as_dict() if isinstance(medium, Video) else {}
+        key = media_key(medium.reference, by_content=self.by_content)
+        return f"{medium.kind}:{key}:{sorted(options.items()) if options else ''}"
 
     def _load_or_process(self, medium: Medium, key: str) -> ProcessedMedia:
         media = None if self.store is None else self.store.get(key)
@@ -263,6 +274,17 @@ class Renderer:
         ids = self._token_ids(expanded(self.processor, text, replacements), marks)
         return Rendered(ids, type_ids(self.processor, ids), tuple(media))
 
+    def prompt_tokens(self, conversation: Conversation, rendered: Rendered) -> int:
+        """Return how many of a conversation's tokens, `rendered`, stand before its answer whatever that is."""
+        prompt = conversation.prompt
+        messages, marks = self._marked((*prompt, Message(conversation.messages[-1].role, (Text(ANSWER),))))
+        text = self.text(messages).rpartition(ANSWER)[0]
+        media = rendered.media[: len(media_of(prompt))]
+        replacements = {kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")}
+        ids = self._token_ids(expanded(self.processor, text, replacements), marks)
+        pairs = zip(ids, rendered.input_ids[:-1], strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(rendered) - 1))
+
     def _marked(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
         """Return the messages with a private-use character for each control token in a text, and the tokens by it."""
         for message in messages:
@@ -355,14 +377,16 @@ def _for_template(message: Message) -> dict[str, Any]:
     return {"role": message.role, "content": parts}
 
 
-def _key(medium: Medium) -> str:
-    """Return the cache key of a medium: media with equal keys have equal pixels."""
-    options = medium.options.as_dict() if isinstance(medium, Video) else {}
-    return f"{medium.kind}:{media_key(medium.reference)}:{sorted(options.items()) if options else ''}"
-
-
 def _name(reference: Any) -> str:
     return reference if isinstance(reference, str) and len(reference) < 300 else type(reference).__name__
+
+
+class Store(Protocol):
+    """Where processed media are kept by their keys."""
+
+    def get(self, key: str) -> ProcessedMedia | None: ...
+
+    def put(self, key: str, media: ProcessedMedia) -> None: ...
 
 
 @dataclass

@@ -21,7 +21,8 @@ from transformers.masking_utils import (
 from benchmarks import harness
 from benchmarks.gpu.running import Run, Unequal, needed
 from benchmarks.harness import Row, Skipped, row
-from vlmrm.batching.shared import PackedLayout, Tree, grow
+from vlmrm.batching.shared import PackedLayout
+from vlmrm.batching.tree import Tree, grow
 from vlmrm.modeling import kernels as ours
 from vlmrm.modeling.masks import MaskRule, mask_rule
 from vlmrm.modeling.varlen import FLASH, TORCH

@@ -10,6 +10,9 @@ import argparse
 from benchmarks import harness, runs
 from benchmarks.harness import Row
 from benchmarks.servers import SERVE, server
+from benchmarks.serving.shuffled import GROUPS as SHUFFLED
+from benchmarks.serving.shuffled import shuffled
+from benchmarks.serving.streamed import streamed
 from benchmarks.serving.throughput import concurrent, low_load, rl_load
 from benchmarks.shapes import configuration, reward_checkpoint
 from vlmrm.scoring.loading import load_local_scorer
@@ -26,13 +29,15 @@ def measure(options: argparse.Namespace) -> list[Row]:
         checkpoint = str(reward_checkpoint(folder, configuration(size)))
         scorer = load_local_scorer(checkpoint)
         with (
-            server(*SERVE, "--model", checkpoint, "--port", log=folder / "service.log") as (service, _),
+            server(*SERVE, "--model", checkpoint, "--port", log=folder / "service.log") as (service, process),
             server("-m", "benchmarks.plain_server", checkpoint, log=folder / "plain.log") as (plain, _),
         ):
             return [
                 concurrent(scorer, service, 2 if options.quick else EACH, rounds),
                 low_load(scorer, service, 3 if options.quick else ALONE),
                 rl_load(service, plain, 1 if options.quick else GROUPS, rounds),
+                *shuffled(scorer, service, 4 if options.quick else SHUFFLED),
+                streamed(service, process, 1 if options.quick else GROUPS, rounds),
             ]
 
 

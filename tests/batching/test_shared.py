@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
 
-from vlmrm.batching.shared import PackedLayout, SharedBatcher, common_prefix, grow, path_positions
+from vlmrm.batching.shared import PackedLayout, SharedBatcher, path_positions
+from vlmrm.batching.tree import common_prefix, grow
 from vlmrm.errors import ConfigError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import freeze, load_for_training, varlen

@@ -30,7 +30,8 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from vlmrm.batching.shared import PackedLayout, grow
+from vlmrm.batching.shared import PackedLayout
+from vlmrm.batching.tree import grow
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import families, kernels
 from vlmrm.modeling.attention import SHARED_PREFIX, attention_of, not_shared, use_attention

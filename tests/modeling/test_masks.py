@@ -35,7 +35,8 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward a
 from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
-from vlmrm.batching.shared import PackedLayout, grow
+from vlmrm.batching.shared import PackedLayout
+from vlmrm.batching.tree import grow
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import kernels, masks
 from vlmrm.modeling import varlen as varlen_kernels

@@ -18,7 +18,8 @@ from transformers.models.nemotron_h import modeling_nemotron_h as nemotron_h
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 from tests.batching.test_shared import CASES, assert_equal, both, rounding_nowhere
-from vlmrm.batching.shared import PackedLayout, Tree, grow
+from vlmrm.batching.shared import PackedLayout
+from vlmrm.batching.tree import Tree, grow
 from vlmrm.errors import ConfigError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import load_for_training, state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def start_redis(tmp_path) -> Generator[Callable[..., RedisServer]]:
     """Starts one of the test's own, with options of its configuration."""
     started = []
 
-    def start(*options: str, **settings: bool) -> RedisServer:
+    def start(*options: str, **settings: Any) -> RedisServer:
         started.append(RedisServer(tmp_path, *options, **settings))
         return started[-1]
 

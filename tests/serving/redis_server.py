@@ -23,15 +23,18 @@ def reserved() -> socket.socket:
 
 
 class RedisServer:
-    """With its data in `folder`, and `options` as its configuration's keys and values."""
+    """With its data in `folder`, and `options` as its configuration's keys and values; a sentinel with a `config`."""
 
-    def __init__(self, folder: Path, *options: str, tls: bool = False):
+    def __init__(self, folder: Path, *options: str, tls: bool = False, config: Path | None = None):
         if shutil.which("redis-server") is None:
             pytest.skip("redis-server is not installed: apt-get install redis-server, or run .ci/run")
         self.folder, self._holder = folder, reserved()
         self.port = self._holder.getsockname()[1]
         ports = ("--port", "0", "--tls-port") if tls else ("--port",)
         self.options = [*ports, str(self.port), "--dir", str(folder), "--appendonly", "yes", "--save", "", *options]
+        if config is not None:
+            self.options = [*self.options[:2], "--sentinel"]
+        self._config = [] if config is None else [str(config)]
         self.start()
 
     @property
@@ -40,7 +43,7 @@ class RedisServer:
         return {"redis_host": "127.0.0.1", "redis_port": self.port, "redis_prefix": f"test-{os.urandom(8).hex()}"}
 
     def start(self) -> None:
-        words = ["redis-server", "--bind", "127.0.0.1", *self.options]
+        words = ["redis-server", *self._config, "--bind", "127.0.0.1", *self.options]
         # Signals are left as Python has them: a file over a limit is an error to write to, and no reason to die.
         self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, cwd=self.folder, restore_signals=False)
         self._answers()

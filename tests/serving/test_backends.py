@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from redis_server import RedisServer
 from services import fake, in_loop, settings_of
 
 from vlmrm.conversation import Outcome
+from vlmrm.serving import backend as serving_backend
 from vlmrm.serving import memory_backend, redis_backend
 from vlmrm.serving.backend import Backend, Job, Overloaded, State
 from vlmrm.serving.memory_backend import MemoryBackend
@@ -54,12 +56,13 @@ def elapse(server, monkeypatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def backends(server) -> Backends:
-    """Makes a backend with the limits that it is given."""
+    """Makes a backend with the rewards, by default `length` and `other`, and limits that it is given."""
 
     @asynccontextmanager
-    async def made(**limits: Any) -> AsyncGenerator[Backend]:
+    async def made(*rewards: dict[str, Any], **limits: Any) -> AsyncGenerator[Backend]:
         settings = {} if server is None else server.settings
-        backend = make_backend(settings_of(fake(), **settings, limits=limits))
+        rewards = rewards or (fake(), fake("other"))
+        backend = make_backend(settings_of(*rewards, **settings, limits=limits))
         await backend.start()
         try:
             yield backend
@@ -71,6 +74,14 @@ def backends(server) -> Backends:
 
 def job(prompt: str = "a", reward: str = "length", **settings: Any) -> Job:
     return Job(reward, [{"prompt": prompt}], **{"revisions": ["r1"], **settings})
+
+
+async def put_all(backend: Backend, *named: str, **settings: Any) -> list[str]:
+    return [await backend.put(job(prompt, **settings)) for prompt in named]
+
+
+async def batches(backend: Backend, budget: int, count: int) -> list[list[str]]:
+    return [prompts(await backend.take("length", budget)) for _ in range(count)]
 
 
 def prompts(jobs: list[Job]) -> list[str]:
@@ -155,17 +166,29 @@ async def test_a_result_with_an_error_is_told_to_those_who_asked_and_to_nobody_l
 async def test_the_queue_is_bounded_in_items_and_in_bytes(backends):
     async with backends(queue_items=3) as backend:
         await backend.put(Job("length", [{"prompt": "a"}, {"prompt": "b"}]))
-        with pytest.raises(Overloaded, match="the queue is full, with 2 items") as refused:
-            await backend.put(Job("other", [{"prompt": "c"}, {"prompt": "d"}]))
+        with pytest.raises(Overloaded, match="the queue of length is full, with 2 items") as refused:
+            await backend.put(Job("length", [{"prompt": "c"}, {"prompt": "d"}]))
         assert refused.value.retry_after >= 1
         await backend.put(job("c"))
         await backend.take("length", 1000)  # what runs does not wait
-        await backend.put(Job("other", [{"prompt": "c"}, {"prompt": "d"}]))
-    large = job("a" * 1000)
-    async with backends(queue_bytes=large.size + 10) as backend:
+        await backend.put(Job("length", [{"prompt": "c"}, {"prompt": "d"}]))
+    large = job("a" * 1000, reward="other")
+    async with backends(queue_bytes=2 * large.size + 10) as backend:
         await backend.put(large)
-        with pytest.raises(Overloaded):
-            await backend.put(job("b"))
+        with pytest.raises(Overloaded, match="the queue of other is full"):
+            await backend.put(job("b", reward="other"))
+        await backend.put(job("b"))  # another reward has room of its own
+
+
+@in_loop
+async def test_all_queues_together_are_bounded_too(backends):
+    size = job("a").size
+    wide = [fake(name, queue_bytes=3 * size) for name in ("length", "other")]
+    async with backends(*wide, queue_bytes=3 * size) as backend:
+        await put_all(backend, "a", "b")
+        await backend.put(job("a", reward="other"))
+        with pytest.raises(Overloaded, match=r"the queue of other is full, with 1 items.* in all queues"):
+            await backend.put(job("b", reward="other"))
 
 
 @in_loop
@@ -210,6 +233,95 @@ async def test_the_higher_priority_goes_first_then_the_earlier(backends):
         for prompt, priority in (("a", 0), ("b", -7), ("c", 100), ("d", 0), ("e", 100)):
             await backend.put(job(prompt, priority=priority))
         assert prompts(await backend.take("length", 1000)) == ["c", "e", "a", "d", "b"]
+
+
+@in_loop
+async def test_a_lower_priority_waits_long_and_not_for_ever(backends, monkeypatch):
+    async with backends() as backend:
+        await put_all(backend, *(f"high {number}" for number in range(9)), priority=100, client="one")
+        await put_all(backend, "low 0", "low 1", client="two")
+        assert prompts(await backend.take("length", 1)) == ["high 0"]
+        with monkeypatch.context() as later:
+            later.setattr(serving_backend, "AGING_S", 0.0)
+            assert prompts(await backend.take("length", 2)) == ["low 0", "low 1"]
+            await put_all(backend, "low 2", client="two")
+            assert prompts(await backend.take("length", 2)) == ["high 1", "high 2"]  # now these have waited longer
+            assert prompts(await backend.take("length", 2)) == ["low 2", "high 3"]
+        await put_all(backend, "low 3", client="two")
+        assert prompts(await backend.take("length", 2)) == ["high 4", "high 5"]
+
+
+@in_loop
+async def test_clients_have_equal_shares_of_tokens_however_much_they_send(backends):
+    async with backends() as backend:
+        await put_all(backend, *(f"a{number}" for number in range(9)), client="a", cost=10)
+        assert await batches(backend, 10, 3) == [["a0"], ["a1"], ["a2"]]
+        await put_all(backend, *(f"b{number}" for number in range(9)), client="b", cost=5)
+        # What it did not ask for earlier is not made up for.
+        assert await batches(backend, 10, 4) == [["b0", "b1"], ["a3"], ["b2", "b3"], ["a4"]]
+        await put_all(backend, "late", client="c", cost=10)
+        assert sorted(await batches(backend, 10, 2)) == [["b4"], ["late"]]
+
+
+@in_loop
+async def test_who_comes_again_has_had_what_it_has_had(backends):
+    async with backends() as backend:
+        await put_all(backend, *(f"a{number}" for number in range(9)), client="a", cost=10)
+        await put_all(backend, "large", client="b", cost=35)
+        assert await batches(backend, 1, 2) == [["a0"], ["large"]]
+        await put_all(backend, "another", client="b")
+        assert await batches(backend, 1, 4) == [["a1"], ["a2"], ["a3"], ["another"]]
+
+
+@in_loop
+async def test_a_client_that_cancels_has_lost_nothing(backends):
+    async with backends() as backend:
+        ids = await put_all(backend, *(f"b{number}" for number in range(5)), client="b", cost=1000)
+        await put_all(backend, "a0", "a1", client="a")
+        for job_id in ids:
+            assert await backend.cancel(job_id)
+        await put_all(backend, "c", client="c")
+        await put_all(backend, "b", client="b")
+        assert sorted(await batches(backend, 1, 3)) == [["a0"], ["b"], ["c"]]
+
+
+@in_loop
+async def test_a_batch_counts_what_its_jobs_share_once(backends):
+    async with backends() as backend:
+        for prompt in "abcd":
+            await backend.put(job(prompt, cost=12, prefixes={"picture": 10}))
+        await backend.put(job("other", cost=12, prefixes={"another": 10}))
+        assert await batches(backend, 16, 2) == [["a", "b", "c"], ["d"]]  # 12, and 2 for each further one
+        assert await batches(backend, 24, 1) == [["other"]]
+
+
+@in_loop
+async def test_those_of_a_prompt_come_together_behind_whose_turn_it_is(backends):
+    async with backends() as backend:
+        for number in range(9):
+            await backend.put(job(f"{number}", cost=12, prefixes={"xyz"[number % 3]: 10}, client=f"{number // 3}"))
+        await backend.put(job("urgent", cost=16, prefixes={"x": 10}, priority=1))
+        assert await batches(backend, 16, 4) == [["urgent"], ["0", "3", "6"], ["4", "1", "7"], ["8", "2", "5"]]
+
+
+@in_loop
+async def test_what_the_worker_has_computed_lately_comes_behind_whose_turn_it_is(backends):
+    async with backends() as backend:
+        for prompt, prefix in (("a", "x"), ("b", "y"), ("c", "z"), ("d", "y"), ("e", "x")):
+            await backend.put(job(prompt, cost=2, prefixes={prefix: 1}))
+        await backend.put(job("low", cost=2, prefixes={"z": 1}, priority=-1))
+        assert prompts(await backend.take("length", 6, ["z", "y", "never"])) == ["a", "e", "c"]
+        assert prompts(await backend.take("length", 1000, ["z"])) == ["b", "d", "low"]
+
+
+@in_loop
+async def test_who_shares_a_prompt_pays_for_what_it_adds(backends):
+    async with backends() as backend:
+        await put_all(backend, "a0", "a1", "a2", client="a", cost=12, prefixes={"x": 10})
+        await put_all(backend, "b0", "b1", "b2", client="b", cost=4)
+        await put_all(backend, "a3", client="a", cost=12, prefixes={"y": 10})
+        assert await batches(backend, 16, 1) == [["a0", "a1", "a2"]]  # 16 tokens
+        assert await batches(backend, 1, 4) == [["b0"], ["b1"], ["b2"], ["a3"]]
 
 
 @in_loop
@@ -309,24 +421,41 @@ async def test_cancel_ends_what_waits_once_nobody_wants_it(backends):
 
 
 @in_loop
+async def test_what_nobody_wants_any_more_is_not_begun_again(backends):
+    async with backends() as backend:
+        for blame in (None, "the worker died"):
+            await put_all(backend, "wanted", "left", "asked for again")
+            taken = await backend.take("length", 1000)
+            for one in taken[1:]:
+                assert not await backend.cancel(one.id)
+            assert await backend.put(job("asked for again")) == taken[2].id
+            await backend.requeue(taken, blame)
+            assert (await backend.status(taken[1].id)).state is State.cancelled
+            again = await batches(backend, 1, 2)
+            assert again == [["wanted"], ["asked for again"]]
+            for one in taken:
+                await backend.finish(one, [Outcome(1.0)], 0.1, "")
+
+
+@in_loop
 async def test_results_that_somebody_still_wants_are_counted_where_they_go_with_the_process(backends):
     async with backends() as backend:
         counts = []
         for number in (1, 0):
             first = await backend.put(job(str(number)))
-            counts.append(await backend.count_unfetched())
+            counts.append((await backend.unfetched()).get("length", 0))
             if number:
                 [taken] = await backend.take("length", 1000)
                 await backend.finish(taken, [Outcome(1.0)], 0.1, "r1")
-                counts.append(await backend.count_unfetched())
+                counts.append((await backend.unfetched()).get("length", 0))
                 await backend.wait(first, 600)
             else:
                 await backend.cancel(first)
-            counts.append(await backend.count_unfetched())
+            counts.append((await backend.unfetched()).get("length", 0))
         await backend.put(job("2"))
         [taken] = await backend.take("length", 1000)
         await backend.cancel(taken.id)  # its client has gone, and it runs on
-        counts.append(await backend.count_unfetched())
+        counts.append((await backend.unfetched()).get("length", 0))
     assert counts == ([0] * 6 if backend.persistent else [1, 1, 0, 1, 0, 0])
 
 
@@ -366,6 +495,46 @@ async def test_a_record_is_kept_for_its_time(backends, elapse):
         elapse(400)
         assert await backend.load_record("b") is None
         assert await backend.load_record("a") == {"jobs": {"ü": "2"}}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@in_loop
+async def test_both_queues_have_one_order(redis_server, monkeypatch, seed):
+    """Whatever is put, taken, cancelled and given back."""
+    monkeypatch.setattr(serving_backend, "AGING_S", 600.0)
+    random, rewards = Random(seed), (fake(), fake("other"))
+    queues = [make_backend(settings_of(*rewards, **settings)) for settings in ({}, redis_server.settings)]
+    for queue in queues:
+        await queue.start()
+    running: list[list[list[Job]]] = []
+    ids: list[list[str]] = []
+    for number in range(300):
+        action = random.random()
+        if action < 0.5:
+            prefixes = dict.fromkeys(random.sample("uvwxyz", random.choice([0, 1, 1, 2])), 5)
+            settings = {"cost": random.randint(10, 30), "prefixes": prefixes, "client": random.choice("abc")}
+            settings |= {"priority": random.choice([-7, 0, 0, 0, 100]), "reward": random.choice(["length", "other"])}
+            ids.append([await queue.put(job(str(number), **settings)) for queue in queues])
+        elif action < 0.6 and ids:
+            one = random.choice(ids)
+            assert len({await queue.cancel(job_id) for queue, job_id in zip(queues, one, strict=True)}) == 1
+        elif action < 0.7 and running:
+            taken, blame = running.pop(random.randrange(len(running))), random.choice([None, "the worker died"])
+            for queue, batch in zip(queues, taken, strict=True):
+                await queue.requeue(batch, blame)
+        else:
+            reward, budget, cached = (
+                random.choice(["length", "other"]),
+                random.randint(1, 150),
+                random.sample("uvw", 2),
+            )
+            depths = {await queue.depth(reward) for queue in queues}
+            assert len(depths) == 1
+            if depths.pop()[0]:
+                running.append([await queue.take(reward, budget, cached) for queue in queues])
+                assert prompts(running[-1][0]) == prompts(running[-1][1])
+    for queue in queues:
+        await queue.stop()
 
 
 @in_loop

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from services import in_loop
 
 from vlmrm.conversation import Outcome
+from vlmrm.formats.wire import Item
 from vlmrm.serving import replica
 from vlmrm.serving.backend import Job
+from vlmrm.serving.cost import count_prefixes, estimate_tokens
 from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica
-from vlmrm.serving.service import estimate_tokens
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.telemetry import Metrics
 from vlmrm.serving.worker_process import WorkerSpec
@@ -23,7 +25,7 @@ class Worker:
 
     def __init__(self):
         self.died = asyncio.get_running_loop().create_future()
-        self.batches = []
+        self.batches, self.computed = [], {}
 
     async def score(self, items, timeout):
         self.batches.append([item["prompt"] for item in items])
@@ -54,6 +56,28 @@ async def test_candidates_that_come_one_after_another_are_one_batch():
         await asyncio.sleep(0)
     await batch
     assert worker.batches == [["a", "b", "c"]]
+
+
+@in_loop
+async def test_candidates_of_one_prompt_fill_a_batch_by_what_each_adds():
+    one, worker = fed(budget=16)
+    batch = asyncio.create_task(one._run_batch(worker))
+    for prompt in "abcd":
+        await one.backend.put(job(prompt, cost=12, prefixes={"picture": 10}))
+        await asyncio.sleep(0)
+    await batch
+    assert worker.batches == [["a", "b", "c"]]
+
+
+@in_loop
+async def test_who_was_given_a_prompt_is_given_its_further_answers_first():
+    one, worker = fed(budget=4)
+    for prompt, prefix in (("a", "x"), ("b", "y"), ("c", "z"), ("d", "x")):
+        await one.backend.put(job(prompt, cost=4 if prompt == "a" else 2, prefixes={prefix: 0}, created=0.0))
+        if prompt == "a":
+            await one._run_batch(worker)
+    await one._run_batch(worker)
+    assert worker.batches == [["a"], ["b", "d"]]
 
 
 @in_loop
@@ -107,6 +131,40 @@ def test_a_picture_costs_its_tokens_however_well_it_is_compressed(picture_files)
     for data in picture_files:
         assert estimate_tokens({"image": {"bytes": data}}) == 57 * 57 + 1
         assert estimate_tokens({"image": {"bytes": data}}, max_pixels=28 * 28 * 100) == 101
+
+
+def asked(answer: str, picture: bytes, **part: Any) -> Item:
+    content = [{"type": "image", "image": {"bytes": picture}, **part}, {"type": "text", "text": "What is it?"}]
+    answers = [{"type": "text", "text": answer}]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answers}]}
+
+
+def test_a_prompt_costs_its_tokens_once_however_many_answers_it_has(picture_files):
+    one, other = picture_files
+    alone, [(prompt, tokens)] = priced(asked("a" * 400, one))
+    assert tokens > 57 * 57 and alone == estimate_tokens(asked("a" * 400, one))
+    both, shared = priced(asked("a" * 400, one), asked("b" * 400, bytes(bytearray(one))))
+    assert shared == [(prompt, tokens)] and both == 2 * alone - tokens
+    reordered = asked("c", one)
+    reordered["messages"] = [dict(reversed(message.items())) for message in reordered["messages"]]
+    assert priced(reordered)[1] == shared
+    for different in (asked("a", other), asked("a", one, min_pixels=1), asked("a", one[:-1] + b"?")):
+        assert priced(different)[1] != shared
+    assert len(priced(asked("a", one), asked("a", other))[1]) == 2
+
+
+def test_the_prompt_of_a_sample_is_what_is_not_its_answer(picture_files):
+    one, other = picture_files
+    image = {"prompt": "Draw a cat.", "image": {"bytes": one}}
+    assert priced(image)[1] == priced({**image, "image": {"bytes": other}, "group": "g"})[1]
+    text = {**image, "response": "A cat."}
+    assert priced(text)[1] == priced({**text, "response": "A dog."})[1] != priced(image)[1]
+    assert priced(text)[1] != priced({**text, "image": {"bytes": other}})[1]
+
+
+def priced(*items: Any) -> tuple[int, list[tuple[str, int]]]:
+    cost, prefixes = count_prefixes(items)
+    return cost, list(prefixes.items())
 
 
 @pytest.fixture

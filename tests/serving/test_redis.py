@@ -6,13 +6,14 @@ import asyncio
 import logging
 import math
 import subprocess
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis.exceptions
+from redis_server import RedisServer
 from services import ATTENTIVE, TALKATIVE, Gate, fake, in_loop, queued, rewards, running, settings_of
 
 from vlmrm.conversation import Outcome
@@ -63,7 +64,7 @@ async def test_processes_share_jobs_results_and_wakeups(redis_server):
 @in_loop
 async def test_the_bound_holds_for_all_processes_together(redis_server):
     async with queues(3, redis_server.settings, queue_items=10) as some:
-        puts = [queue.put(job(f"{queue.name} {number}")) for queue in some for number in range(10)]
+        puts = [queue.put(job(f"{queue} {number}")) for queue in some for number in range(10)]
         answers = await asyncio.gather(*puts, return_exceptions=True)
         assert sum(isinstance(one, Overloaded) for one in answers) == 20
         assert (await some[0].depth("length"))[0] == 10
@@ -115,17 +116,16 @@ async def test_what_a_silent_process_had_is_queued_for_others(redis_server):
 
 @in_loop
 async def test_who_works_long_says_so_and_keeps_what_it_has(redis_server):
-    hour, minute = 3_600_000, 60_000
+    minute = 60.0
     async with queues(2, redis_server.settings, silence=0.2) as (one, other):
         one._connection.last_failure = math.inf  # so that it looks for nobody else who is silent
         job_id = await one.put(job("a"))
         [held] = await one.take("length", 1000)
-        stream, entry = held.receipt.split()
-        client = redis_server.client()
-        client.xclaim(stream, "workers", one.name, 0, [entry], idle=hour)  # for which nothing was heard of it
-        while client.xpending_range(stream, "workers", "-", "+", 1)[0]["time_since_delivered"] > minute:
+        client, running = redis_server.client(), f"{one._connection.prefix}:running:length"
+        client.zadd(running, {held.id: 0.0})  # nothing was heard of it for years
+        while not client.zscore(running, held.id):
             await asyncio.sleep(0.01)
-        found = await other._connection.run("reclaim", "length", other.name, minute, "", 2, "", 1000, patience=None)
+        found = await other._connection.run("reclaim", "length", minute, "", 2, "", "", 1000, patience=None)
         assert found == 0 and (await other.status(job_id)).state is State.running
 
 
@@ -230,6 +230,95 @@ async def test_tls_trusts_only_who_proves_who_it_is(tmp_path, start_redis, monke
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     async with queues(1, settings) as (queue,):
         assert await queue.put(job("a"))
+
+
+@in_loop
+async def test_tls_asks_for_a_certificate_and_a_user_for_rights(tmp_path, start_redis, monkeypatch):
+    monkeypatch.setattr(redis_backend, "PATIENCE_S", 0.1)
+    certificate, key = map(str, certificates(tmp_path))
+    rights = ["~queue:*", "~queue", "&queue:*", "+@all", "-@dangerous", "+info"]
+    users = ["--user", "vlmrm", "on", ">right-secret", *rights, "--user", "default", "off"]
+    tls = ["--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate]
+    server = start_redis(*tls, *users, tls=True)
+    files = {"redis_tls": True, "redis_ca": certificate, "redis_certificate": certificate, "redis_key": key}
+    user = {"redis_user": "vlmrm", "redis_password": "right-secret", "redis_prefix": "queue"}
+    async with queues(1, {**server.settings, **files, **user}) as (queue,):
+        await queue.put(job("a"))
+        assert len(await queue.take("length", 1)) == 1
+    for wrong, reason in (
+        ({"redis_user": "other"}, "refuses the password"),
+        ({"redis_prefix": "other"}, "too little"),
+    ):
+        async with queues(1, {**server.settings, **files, **user, **wrong}) as (queue,):
+            with pytest.raises(QueueAway, match=reason):
+                await queue.put(job("a"))
+    del files["redis_certificate"], files["redis_key"]
+    async with queues(1, {**server.settings, **files, **user}) as (queue,):
+        with pytest.raises(QueueAway, match="does not answer"):
+            await queue.put(job("a"))
+
+
+@in_loop
+async def test_a_cluster_is_refused_by_name(start_redis, monkeypatch, caplog):
+    monkeypatch.setattr(redis_backend, "PATIENCE_S", 0.1)
+    server = start_redis("--cluster-enabled", "yes")
+    async with queues(1, server.settings) as (queue,):
+        while "it is a Redis Cluster" not in caplog.text:
+            await asyncio.sleep(0.01)
+        with pytest.raises(QueueAway, match="it is a Redis Cluster, which the queue cannot use"):
+            await queue.put(job("a"))
+
+
+@in_loop
+async def test_sentinels_name_the_master_and_a_fail_over_loses_nothing(start_redis, tmp_path):
+    first = start_redis("--repl-diskless-sync-delay", "0")
+    second = start_redis("--appenddirname", "second", "--replicaof", f"127.0.0.1 {first.port}")
+    watchers = [start_sentinel(start_redis, tmp_path, number, first.port) for number in range(3)]
+    settings = {"redis_sentinels": [f"127.0.0.1:{one.port}" for one in watchers], "redis_master": "queue"}
+    while any(one.client().sentinel_masters()["queue"]["num-other-sentinels"] < 2 for one in watchers):
+        await asyncio.sleep(0.05)
+    while any(one.client().sentinel_masters()["queue"]["num-slaves"] < 1 for one in watchers):
+        await asyncio.sleep(0.05)
+    while second.client().info("replication")["master_link_status"] != "up":
+        await asyncio.sleep(0.05)
+    ended: list[int] = []
+    async with queues(2, settings, silence=1.0) as (api, host):
+
+        async def compute() -> None:
+            while True:
+                for one in await host.take("length", 3):
+                    await host.finish(one, [Outcome(float(one.items[0]["prompt"]))], 0.1, "r1")
+
+        async def ask(number: int) -> None:
+            job_id = ""
+            while not job_id:
+                with suppress(QueueAway):
+                    job_id = await api.put(job(f"{number}"))
+            while number not in ended:
+                with suppress(QueueAway):
+                    status = await api.wait(job_id, 600)
+                    assert status is not None and status.outcomes == [Outcome(float(number))]
+                    ended.append(number)
+
+        worker = asyncio.create_task(compute())
+        asked = [asyncio.create_task(ask(number)) for number in range(100)]
+        while len(ended) < 50:
+            await asyncio.sleep(0)
+        first.kill()
+        asked += [asyncio.create_task(ask(number)) for number in range(100, 200)]
+        await asyncio.gather(*asked)
+        assert second.client().info("replication")["role"] == "master"
+        worker.cancel()
+
+
+def start_sentinel(start: Callable[..., RedisServer], folder: Path, number: int, master: int) -> RedisServer:
+    """One of three, which take half a second of silence for death."""
+    config = folder / f"sentinel-{number}.conf"
+    config.write_text(
+        f"sentinel monitor queue 127.0.0.1 {master} 2\n"
+        "sentinel down-after-milliseconds queue 500\nsentinel failover-timeout queue 3000\n"
+    )
+    return start(config=config)
 
 
 @in_loop

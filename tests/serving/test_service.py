@@ -317,6 +317,20 @@ async def test_over_max_requests_one_is_told_to_come_again(tmp_path):
 
 
 @in_loop
+async def test_results_that_nobody_fetched_before_the_end_are_told_of(caplog):
+    async with running() as (service, _):
+        job_id = await service.submit("length", [{"prompt": "aaa"}])
+        while not (await service.backend.status(job_id)).finished:
+            await asyncio.sleep(0.01)
+        await service.drain(0.01, fetched=True)
+        assert "the results of 1 requests to length are lost" in caplog.text
+        caplog.clear()
+        await service.wait("length", job_id, 1)
+        await service.drain(600, fetched=True)
+        assert "lost" not in caplog.text
+
+
+@in_loop
 async def test_a_request_that_no_queue_would_hold_is_not_told_to_come_again():
     async with running(limits={"queue_items": 2}) as (_, client):
         items = await rewards(client, "a", "b", "c")

@@ -28,7 +28,8 @@ class DistinctMedia(TypedDict):
     media, in the order of the tokens. A plain dictionary, which trainers move to a device as they do others.
 
     `grids` are the media's grids, if their processor gives them: numbers, which stay on the host. `places` are the
-    positions of all placeholders in a packed row, where the batch is one.
+    positions of all placeholders in a packed row, where the batch is one. `keys` name the N media by content, where
+    features are kept for later batches.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -37,6 +38,7 @@ class DistinctMedia(TypedDict):
     order: list[int]
     grids: list[Grid]
     places: NotRequired[torch.Tensor]
+    keys: NotRequired[list[str]]
 
 
 Tensors = dict[str, torch.Tensor]
@@ -95,13 +97,16 @@ def in_order(media: DistinctMedia, names: Collection[str]) -> Tensors:
 def as_images(images: DistinctMedia, videos: DistinctMedia) -> DistinctMedia:
     """Return images and videos as images, for a tower to which a video is patches with a grid as well."""
     pixels, grid = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw")
-    return {
+    joined: DistinctMedia = {
         "tensors": {a: torch.cat([images["tensors"][a], videos["tensors"][b]]) for a, b in (pixels, grid)},
         "rows": {a: [*images["rows"][a], *videos["rows"][b]] for a, b in (pixels, grid)},
         "tokens": [*images["tokens"], *videos["tokens"]],
         "order": [],
         "grids": [*images["grids"], *videos["grids"]],
     }
+    if "keys" in images and "keys" in videos:
+        joined["keys"] = [*images["keys"], *videos["keys"]]
+    return joined
 
 
 def blank_image(processor: Any, placeholders: Collection[int]) -> DistinctMedia:

@@ -7,7 +7,7 @@ conversation; the vision tower encodes each distinct image once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
@@ -18,101 +18,17 @@ import torch
 from vlmrm.batching.collator import Unit
 from vlmrm.batching.media import Media, distinct_media, join, placeholders_in
 from vlmrm.batching.pieces import cheapest_runs, shared_costs
+from vlmrm.batching.prefixes import Keep, Kept, Tensors, named
+from vlmrm.batching.tree import Segment, Tree, common_prefix, grow, grow_after, sort_key, tokens_after
 from vlmrm.rendering import ProcessedMedia, Rendered
-
-# Sharing a segment saves its tokens on all paths but one, and cuts attention into more pieces. A prefix that saves
-# less than this share of the tokens that follow it (a system prompt before thousand-token images) is repeated instead.
-MIN_SAVING = 0.05
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Tokens `begin` to `end` of sequence `sequence`, which follow those of segment `parent` (-1: none)."""
-
-    sequence: int
-    begin: int
-    end: int
-    parent: int
-
-    def __len__(self) -> int:
-        return self.end - self.begin
-
-
-@dataclass(frozen=True)
-class Tree:
-    """Token sequences as paths of segments, parents first; a common prefix is stored once.
-
-    Sequence i ends with the last token of segment `ends[i]`. Answers follow their prompt, so chosen and rejected, K
-    ranked answers, candidates, and answers under another row's prompt are one case, and so are several questions about
-    one image, whose paths part after the image.
-    """
-
-    segments: Sequence[Segment]
-    ends: Sequence[int]
-
-    def path(self, index: int) -> list[int]:
-        """Return the segments from the root to segment `index`, both included."""
-        path = [index]
-        while (parent := self.segments[path[-1]].parent) >= 0:
-            path.append(parent)
-        return path[::-1]
-
-    def __len__(self) -> int:
-        """Return the number of tokens that are computed."""
-        return sum(map(len, self.segments))
-
-
-def grow(sequences: Sequence[np.ndarray]) -> Tree:
-    """Build the tree of integer sequences [T_i], none of them empty. Equal sequences share their end.
-
-    Only equality of integers matters: tokens of different images must be different integers.
-    """
-    keys = [sort_key(sequence) for sequence in sequences]
-    # In lexicographic order sequences with a common prefix are neighbours, so prefixes of neighbours are enough.
-    rank_of = {key: rank for rank, key in enumerate(sorted(set(keys)))}
-    order = [keys.index(key) for key in rank_of]
-    lengths = [len(sequences[i]) for i in order]
-    shared = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
-    segments: list[Segment] = []
-    ends = [-1] * len(order)
-
-    def add(low: int, high: int, begin: int, parent: int) -> None:
-        """Add the sorted sequences low to high, which agree up to `begin`, below `parent`."""
-        end = min([lengths[low], *shared[low : high - 1]])
-        cuts = [low, *(i + 1 for i in range(low, high - 1) if shared[i] == end), high]
-        parts = list(pairwise(cuts))
-        saved = (len(parts) - 1) * (end - begin)
-        if end > begin and (len(parts) == 1 or saved >= MIN_SAVING * sum(n - begin for n in lengths[low:high])):
-            segments.append(Segment(order[low], begin, end, parent))
-            begin, parent = end, len(segments) - 1
-        for first, last in parts:
-            if lengths[first] == begin:
-                ends[first] = parent
-            else:
-                add(first, last, begin, parent)
-
-    if order:
-        add(0, len(order), 0, -1)
-    return Tree(segments, [ends[rank_of[key]] for key in keys])
-
-
-def sort_key(sequence: np.ndarray) -> bytes:
-    """Return bytes that sort lexicographically as the sequence does, a prefix before its continuations."""
-    return sequence.astype(">i8").tobytes()
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the length of the longest common prefix."""
-    length = min(len(a), len(b))
-    different = np.flatnonzero(a[:length] != b[:length])
-    return int(different[0]) if len(different) else length
 
 
 @dataclass(frozen=True)
 class PackedSegment:
     """Tokens `start` to `stop` of a packed row, which follow those of segment `parent` (-1: none).
 
-    `depth` is the number of segments before it on its path; `conversations` of the batch hold its tokens.
+    `depth` is the number of segments before it on its path; `conversations` of the batch hold its tokens. The places
+    of a held segment, whose tokens are not in the row, are below zero.
     """
 
     start: int
@@ -123,6 +39,10 @@ class PackedSegment:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def held(self) -> bool:
+        return self.start < 0
 
 
 @dataclass(frozen=True)
@@ -149,11 +69,18 @@ class PackedLayout:
     Each segment attends to itself, causally, and to the segments before it on its path. `segments` cover the row in
     order, parents first, and so do `spans`, which join segments for attention. The layout travels beside a batch's
     tensors to the layers of the language model; what they derive from it is computed once for all of them.
+
+    The keys of the `held` segments, in order, come before the row's own. `keep` are prefixes of which layers keep what
+    later rows need, unless one of them has `refused`.
     """
 
     segments: Sequence[PackedSegment]
     spans: Sequence[Span]
     last_tokens: Sequence[int]
+    held: Sequence[Kept] = ()
+    keep: Mapping[str, Keep] = field(default_factory=dict)
+    refused: str | None = None
+    _calls: int = field(default=0, init=False)
     _ends: torch.Tensor | None = field(default=None, init=False)
     _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
     _gathered: Gathered | None = field(default=None, init=False)
@@ -161,34 +88,58 @@ class PackedLayout:
     @classmethod
     def of(cls, tree: Tree) -> PackedLayout:
         """Return the layout of a row with the tree's segments one after another, in as few spans as possible."""
-        starts = [0]
-        for segment in tree.segments:
-            starts.append(starts[-1] + len(segment))
+        held = [segment.held for segment in tree.segments]
+        lengths = [len(segment) for segment in tree.segments]
+        place = {True: -sum(n for n, is_held in zip(lengths, held, strict=True) if is_held), False: 0}
+        starts, stops = [], []
+        for is_held, length in zip(held, lengths, strict=True):
+            starts.append(place[is_held])
+            place[is_held] += length
+            stops.append(place[is_held])
         conversations = [0] * len(tree.segments)
         for end in tree.ends:
             for index in tree.path(end):
                 conversations[index] += 1
         segments = [
-            PackedSegment(starts[i], starts[i + 1], segment.parent, len(tree.path(i)) - 1, conversations[i])
+            PackedSegment(starts[i], stops[i], segment.parent, len(tree.path(i)) - 1, conversations[i])
             for i, segment in enumerate(tree.segments)
         ]
         spans: list[Span] = []
-        for index in range(len(tree.segments)):
+        for index in (i for i, is_held in enumerate(held) if not is_held):
             keys: list[tuple[int, int]] = []
             for i in tree.path(index):
                 if keys and keys[-1][1] == starts[i]:
-                    keys[-1] = (keys[-1][0], starts[i + 1])  # neighbours in the row need no copy
+                    keys[-1] = (keys[-1][0], stops[i])  # neighbours in the row need no copy
                 else:
-                    keys.append((starts[i], starts[i + 1]))
+                    keys.append((starts[i], stops[i]))
             start = starts[index]
-            if spans and keys == [*spans[-1].keys[:-1], (spans[-1].keys[-1][0], starts[index + 1])]:
+            if spans and keys == [*spans[-1].keys[:-1], (spans[-1].keys[-1][0], stops[index])]:
                 start = spans.pop().start  # continues the span before it, as a first answer does its prompt
-            spans.append(Span(start, starts[index + 1], keys))
-        return cls(segments, spans, sorted({starts[index + 1] - 1 for index in tree.ends}))
+            spans.append(Span(start, stops[index], keys))
+        return cls(segments, spans, sorted({stops[index] - 1 for index in tree.ends}))
 
     def __len__(self) -> int:
         """Return the number of tokens in the row."""
         return self.spans[-1].stop
+
+    @property
+    def before(self) -> int:
+        """Tokens of the held segments, whose keys come before those of the row."""
+        return sum(len(segment) for segment in self.segments if segment.held)
+
+    def take(self) -> list[Tensors]:
+        """Return what the next layer kept of the held segments. Layers take in turn, and then put."""
+        call, self._calls = self._calls, self._calls + 1
+        return [kept.layers[call] for kept in self.held]
+
+    def put(self, made: Callable[[Keep], Tensors]) -> None:
+        """Keep what a layer has `made` of each prefix to keep."""
+        for keep in self.keep.values():
+            keep.kept.layers.append(made(keep))
+
+    def refuse(self, reason: str) -> None:
+        """Keep nothing of this row's prefixes, as later rows could not continue them."""
+        self.refused, self.keep = reason, {}
 
     @property
     def longest(self) -> int:
@@ -201,17 +152,23 @@ class PackedLayout:
             self._ends = on_device(torch.tensor(self.last_tokens), device)
         return self._ends
 
-    def positions(self) -> np.ndarray:
-        """Return the number of tokens before each one in its own conversation, int64 [T]."""
+    def positions(self, *, held: bool = False) -> np.ndarray:
+        """Return the number of tokens before each one in its own conversation, int64 [T].
+
+        With `held`, those of held segments come after the row's, where places below zero find them.
+        """
         firsts: list[int] = []
         for segment in self.segments:
             before = self.segments[segment.parent] if segment.parent >= 0 else None
             firsts.append(0 if before is None else firsts[segment.parent] + len(before))
-        return np.concatenate([first + np.arange(len(s)) for first, s in zip(firsts, self.segments, strict=True)])
+        positions = [(s.held, first + np.arange(len(s))) for first, s in zip(firsts, self.segments, strict=True)]
+        in_row = [values for is_held, values in positions if not is_held]
+        return np.concatenate([*in_row, *(values for is_held, values in positions if is_held and held)])
 
     def conversations(self) -> np.ndarray:
         """Return the number of conversations of the batch that hold each token, int64 [T]."""
-        return np.repeat([s.conversations for s in self.segments], [len(s) for s in self.segments])
+        in_row = [segment for segment in self.segments if not segment.held]
+        return np.repeat([s.conversations for s in in_row], [len(s) for s in in_row])
 
     def mask(self, span: Span, device: torch.device) -> torch.Tensor:
         """Return the bottom-right causal mask of a span, boolean [queries, keys], True where a query attends."""
@@ -230,7 +187,7 @@ class PackedLayout:
         """Return the spans in the form that variable-length kernels take."""
         if self._gathered is None or self._gathered.keys.device != device:
             queries, keys = self._lengths()
-            index = torch.cat([torch.arange(a, b) for span in self.spans for a, b in span.keys])
+            index = torch.cat([torch.arange(a, b) for span in self.spans for a, b in span.keys]) + self.before
             self._gathered = Gathered(
                 on_device(index, device),
                 _cumulative(queries, device),
@@ -245,8 +202,8 @@ class PackedLayout:
 class Gathered:
     """Indices for a variable-length kernel.
 
-    `keys` [K] are the row positions of every span's keys, span after span; `cu_*` [spans + 1], int32, are the
-    cumulative lengths.
+    `keys` [K] are the places of every span's keys among those held and the row's, span after span; `cu_*` [spans + 1],
+    int32, are the cumulative lengths.
     """
 
     keys: torch.Tensor
@@ -330,14 +287,50 @@ class SharedBatcher:
 
     def __call__(self, rendered: Sequence[Rendered]) -> dict[str, Any]:
         numbers: Numbers = {}
-        tree = grow([self.identities(item, numbers) for item in rendered])
-        used = {segment.sequence for segment in tree.segments}
-        positions = {i: self.positions(rendered[i]) for i in used}
-        parts = [(rendered[s.sequence], slice(s.begin, s.end)) for s in tree.segments]
+        return self._batch(rendered, grow([self.identities(item, numbers) for item in rendered]))
+
+    def after_prefixes(
+        self, rendered: Sequence[Rendered], kept: Callable[[str], Kept | None], *, keep: bool
+    ) -> dict[str, Any]:
+        """Return the inputs without the prompts of which layers have `kept` what is needed, by their digests.
+
+        Layers `keep` the same of the others. Images have their keys, by which features can be found again.
+        """
+        numbers: Numbers = {}
+        identities = [self.identities(item, numbers) for item in rendered]
+        digests = [self.prefix(item) for item in rendered]
+        found = {digest: kept(digest) for digest in dict.fromkeys(digests) if digest is not None}
+        cuts = [0 if digest is None else item.prompt for item, digest in zip(rendered, digests, strict=True)]
+        held = [digest if digest is not None and found[digest] else None for digest in digests]
+        tree = grow_after(identities, cuts, held)
+        inputs = self._batch(rendered, tree, keyed=True)
+        layout: PackedLayout = inputs["layout"]
+        layout.held = [kept for name in dict.fromkeys(held) if name is not None and (kept := found[name])]
+        if keep:
+            computed = {digest: i for i, digest in enumerate(digests) if digest is not None and held[i] is None}
+            layout.keep = {digest: _keep(layout, tree, i, cuts[i]) for digest, i in computed.items()}
+        return inputs
+
+    def prefix(self, rendered: Rendered) -> str | None:
+        """Return the digest of a conversation's prompt: of its tokens, and of the content of its media by their keys.
+
+        Their positions follow from these. None where the prompt is not known, or ends inside an image.
+        """
+        numbers: Numbers = {}
+        ids = self.identities(rendered, numbers)
+        end = rendered.prompt
+        if not end or (ids[end - 1] < 0 and ids[end] < 0):
+            return None
+        return named(ids[:end], [*numbers])
+
+    def _batch(self, rendered: Sequence[Rendered], tree: Tree, *, keyed: bool = False) -> dict[str, Any]:
+        computed = [segment for segment in tree.segments if not segment.held]
+        positions = {i: self.positions(rendered[i]) for i in {segment.sequence for segment in computed}}
+        parts = [(rendered[s.sequence], slice(s.begin, s.end)) for s in computed]
         ids = torch.tensor([[token for item, part in parts for token in item.input_ids[part]]])
         types = torch.tensor([[kind for item, part in parts for kind in item.type_ids[part]]])
-        row = torch.cat([positions[s.sequence][:, s.begin : s.end] for s in tree.segments], 1)
-        lasts = np.cumsum([len(segment) for segment in tree.segments]) - 1
+        row = torch.cat([positions[s.sequence][:, s.begin : s.end] for s in computed], 1)
+        lasts = np.cumsum([0 if segment.held else len(segment) for segment in tree.segments]) - 1
         return {
             "input_ids": ids,
             # Without a mask, transformers would take each restart of the positions for another document.
@@ -346,7 +339,7 @@ class SharedBatcher:
             **dict.fromkeys(self.type_names, types),
             "branch_ends": torch.from_numpy(lasts[tree.ends]),
             "layout": PackedLayout.of(tree),
-            "media": self._media(rendered, tree),
+            "media": self._media(rendered, computed, keyed),
         }
 
     def split(self, units: Sequence[Unit], budget: int) -> list[list[int]]:
@@ -411,16 +404,18 @@ class SharedBatcher:
             ids[start:stop] = -1 - numbers.setdefault(tuple(keys), len(numbers))  # negative: no token has such an id
         return ids
 
-    def _media(self, rendered: Sequence[Rendered], tree: Tree) -> Media:
+    def _media(self, rendered: Sequence[Rendered], segments: Sequence[Segment], keyed: bool) -> Media:
         media: Media = {}
         in_row = []
         start = 0
-        for segment in tree.segments:
+        for segment in segments:
             in_row += [(medium, places + start) for medium, places in self._media_in(rendered, segment)]
             start += len(segment)
         for kind in dict.fromkeys(medium.encoded_as for medium, _ in in_row):
             of_kind = [(medium, places) for medium, places in in_row if medium.encoded_as == kind]
             media[kind] = distinct_media([medium for medium, _ in of_kind], self.placeholders)
+            if keyed:
+                media[kind]["keys"] = list(dict.fromkeys(medium.key for medium, _ in of_kind))
             media[kind]["places"] = torch.from_numpy(np.concatenate([places for _, places in of_kind]))
         return media
 
@@ -443,6 +438,16 @@ class SharedBatcher:
         ]
 
 
+def _keep(layout: PackedLayout, tree: Tree, index: int, end: int) -> Keep:
+    """Return what to keep of the first `end` tokens of conversation `index`, with which a segment ends."""
+    path: list[int] = []
+    for i in tree.path(tree.ends[index]):
+        if tree.segments[i].end <= end:
+            path.append(i)
+    ranges = [(layout.segments[i].start, layout.segments[i].stop) for i in path]
+    return Keep(path[-1], ranges, Kept(end))
+
+
 # By the keys of the media whose placeholders stand side by side.
 Numbers = dict[tuple[str, ...], int]
 
@@ -451,12 +456,3 @@ def runs(flags: np.ndarray) -> list[tuple[int, int]]:
     """Return the start and stop of each run of True in `flags` [T]."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
-
-
-def tokens_after(before: np.ndarray | None, sequences: Sequence[np.ndarray]) -> int:
-    """Return the number of tokens that sorted `sequences` add to a tree whose last sequence is `before`."""
-    count = 0
-    for sequence in sequences:
-        count += len(sequence) - (0 if before is None else common_prefix(before, sequence))
-        before = sequence
-    return count

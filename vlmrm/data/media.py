@@ -45,10 +45,14 @@ BASE64 = re.compile(rf"({'|'.join(BASE64_STARTS)}|AAAA..Z0eX)[A-Za-z0-9+/\s]{{50
 FRAME_COUNT_OPTIONS = ("fps", "nframes", "min_frames")  # may raise the number of decoded frames
 
 
-def media_key(reference: Any) -> str:
+def media_key(reference: Any, *, by_content: bool = False) -> str:
     """Return the identity of an image or video without decoding it: equal keys have equal pixels.
 
     For a file it is its absolute path, otherwise a hash of the bytes; so the same image at two paths counts twice.
+    With `by_content` it is that of the file's bytes too, which may change.
+
+    Raises:
+        MediaError: when it is no reference, and by content for a file that cannot be read.
     """
     if isinstance(reference, (str, os.PathLike)):
         reference = os.fspath(reference)
@@ -56,13 +60,15 @@ def media_key(reference: Any) -> str:
             return f"data:{_hash(reference.encode())}"
         if reference.startswith(("http://", "https://")):
             return reference
+        if by_content:
+            return media_key(encoded_media(reference, "medium"))
         return os.path.abspath(local_path(reference))
     if isinstance(reference, (bytes, bytearray, memoryview)):
         return f"bytes:{_hash(bytes(reference))}"
     if isinstance(reference, Image.Image):
         return f"pixels:{_hash(f'{reference.mode}{reference.size}'.encode(), reference.tobytes())}"
     if isinstance(reference, Sequence):
-        return f"frames:{_hash(*(media_key(frame).encode() + bytes(1) for frame in reference))}"
+        return f"frames:{_hash(*(media_key(frame, by_content=by_content).encode() + bytes(1) for frame in reference))}"
     raise MediaError(f"{media_name(reference)} is no reference to an image or video: give a path, bytes or a data URI")
 
 

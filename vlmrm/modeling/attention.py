@@ -26,7 +26,7 @@ from vlmrm.batching.shared import PackedLayout, RotaryPositions, on_device
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
 from vlmrm.modeling.families import BY_INDEX
-from vlmrm.modeling.kernels import attend
+from vlmrm.modeling.kernels import along, attend
 from vlmrm.modeling.masks import REFERENCE, MaskRule, mask_rule
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.state import fork_states, unknown_state_layers
@@ -191,6 +191,8 @@ def shared_prefix(
 ) -> tuple[torch.Tensor, None]:
     """Attend over a packed row: query[1, H, T, D], key[1, KV, T, D], value[1, KV, T, V] → [1, T, H, V].
 
+    Keys and values of prefixes that the layout holds come before the row's; those of prefixes to keep are kept.
+
     `attention_mask` is the rule that the family's mask became; without one it is causal. `softcap` bounds scores by
     `softcap * tanh(score / softcap)`; `s_aux` [H] are attention sinks, further scores of each softmax without a value.
     `flash` is the variable-length kernel for half precision on CUDA.
@@ -217,8 +219,16 @@ def shared_prefix(
     if refused:
         raise _refusal(refused, module)
     query = _temperature_along_path(module, query, layout)
+    own = key, value
+    if held := layout.take():
+        key = torch.cat([*(keys for keys, _ in held), key], dim=2)
+        value = torch.cat([*(values for _, values in held), value], dim=2)
     numbers: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
-    return attend(module, query, key, value, layout, rule, flash=flash, **numbers), None
+    output = attend(module, query, key, value, layout, rule, flash=flash, **numbers)
+    layout.put(lambda keep: tuple(along(states, keep.ranges, copy=True) for states in own))
+    if rule is not None and rule.reads_rows:
+        layout.refuse("mask")  # it reads what the row says of each key: a later row says nothing of those held
+    return output, None
 
 
 def _refusal(refused: Sequence[str], module: nn.Module) -> ConfigError:

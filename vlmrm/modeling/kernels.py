@@ -94,8 +94,8 @@ def per_segment(
         outputs.append(
             scaled_dot_product_attention(
                 queries,
-                _along(key, span.keys),
-                _along(value, span.keys),
+                along(key, span.keys),
+                along(value, span.keys),
                 attn_mask=span.mask,
                 dropout_p=dropout,
                 is_causal=span.mask is None,
@@ -123,7 +123,7 @@ def explicit(
     outputs = []
     for span, queries in _queries(query, _spans(layout, rule, query.device)):
         grouped = queries.unflatten(1, (heads, groups))  # [1, KV, H / KV, queries, D]
-        scores = scale * grouped @ _along(key, span.keys).unsqueeze(2).transpose(3, 4)
+        scores = scale * grouped @ along(key, span.keys).unsqueeze(2).transpose(3, 4)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         mask = span.mask
@@ -136,7 +136,7 @@ def explicit(
         if sinks is not None:
             weights = weights[..., :-1]
         weights = drop(weights.to(value.dtype), dropout)
-        outputs.append((weights @ _along(value, span.keys).unsqueeze(2)).flatten(1, 2).transpose(1, 2))
+        outputs.append((weights @ along(value, span.keys).unsqueeze(2)).flatten(1, 2).transpose(1, 2))
     return torch.cat(outputs, dim=1)
 
 
@@ -194,20 +194,19 @@ _block_masks: WeakKeyDictionary[PackedLayout, dict[MaskRule | None, BlockMask]] 
 
 
 def block_mask(layout: PackedLayout, rule: MaskRule | None, device: torch.device) -> BlockMask:
-    """Return the mask of the row for FlexAttention, made once for all layers. It takes T * T bytes."""
+    """Return the mask of the row for FlexAttention, made once for all layers. It takes T * K bytes."""
     made = _block_masks.setdefault(layout, {})
     if rule not in made:
         mask = dense(layout, rule, device)
-        length = len(layout)
         made[rule] = create_block_mask(
-            lambda batch, head, query, key: mask[query, key], None, None, length, length, device=str(device)
+            lambda batch, head, query, key: mask[query, key], None, None, *mask.shape, device=str(device)
         )
     return made[rule]
 
 
 def dense(layout: PackedLayout, rule: MaskRule | None, device: torch.device) -> torch.Tensor:
-    """Return which tokens of the row attend to which, boolean [T, T]."""
-    mask = torch.zeros(len(layout), len(layout), dtype=torch.bool, device=device)
+    """Return which tokens of the row attend to which, boolean [T, K]; the K keys are those held and the row's."""
+    mask = torch.zeros(len(layout), layout.before + len(layout), dtype=torch.bool, device=device)
     for span in _spans(layout, rule, device):
         size = span.stop - span.start, sum(stop - start for start, stop in span.keys)
         allowed = torch.ones(size, dtype=torch.bool, device=device).tril() if span.mask is None else span.mask
@@ -226,7 +225,7 @@ def _queries(query: torch.Tensor, spans: list[MaskedSpan]) -> list[tuple[MaskedS
     return list(zip(spans, query.split([span.stop - span.start for span in spans], dim=2), strict=True))
 
 
-def _along(states: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return states[1, H, T, D] at the ranges of positions, without a copy where there is one range."""
+def along(states: torch.Tensor, ranges: Sequence[tuple[int, int]], *, copy: bool = False) -> torch.Tensor:
+    """Return states[1, H, T, D] at the ranges of positions, without a copy where there is one range, unless asked."""
     pieces = [states[:, :, start:stop] for start, stop in ranges]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+    return pieces[0] if len(pieces) == 1 and not copy else torch.cat(pieces, dim=2)

@@ -35,7 +35,7 @@ MaskFunction = Callable[..., Any]
 class MaskedSpan(NamedTuple):
     """Queries `start` to `stop` of a row, and the ranges of keys that they attend to under `mask` [queries, keys].
 
-    Without a mask they are causal, aligned to the top left.
+    Keys are counted from the first that is held. Without a mask they are causal, aligned to the top left.
     """
 
     start: int
@@ -47,9 +47,16 @@ class MaskedSpan(NamedTuple):
 def plain_spans(layout: PackedLayout, device: torch.device) -> list[MaskedSpan]:
     """Return the spans of a layout under the causal mask."""
     return [
-        MaskedSpan(span.start, span.stop, span.keys, layout.mask(span, device) if span.before else None)
+        MaskedSpan(
+            span.start, span.stop, _from_held(span.keys, layout), layout.mask(span, device) if span.before else None
+        )
         for span in layout.spans
     ]
+
+
+def _from_held(ranges: Sequence[tuple[int, int]], layout: PackedLayout) -> list[tuple[int, int]]:
+    """Return ranges of places in the row, below zero where they are held, as ranges of the keys."""
+    return [(start + layout.before, stop + layout.before) for start, stop in ranges]
 
 
 def mask_rule(
@@ -92,7 +99,8 @@ class MaskRule(BlockMask):
     """A family's mask, by its own function of (batch, head, query, key): tensors of indices that broadcast.
 
     In arithmetic the indices of queries and keys are positions on their path. Where the function reads a tensor at
-    such an index, as it does with the number of each token's image, they are positions in the row.
+    such an index, as it does with the number of each token's image, they are positions in the row; once evaluated,
+    `reads_rows` says whether it does.
 
     By its type and `shape` the library takes it for a finished mask, where a family's outer model makes the mask and
     its language model would make another. It has nothing else of a `BlockMask`.
@@ -106,6 +114,7 @@ class MaskRule(BlockMask):
         self._spans: dict[torch.device, list[MaskedSpan]] = {}
         # Not the layout: caches that live as long as it does hold rules.
         self._segments: Sequence[PackedSegment] | None = None
+        self.reads_rows = False
 
     def __repr__(self) -> str:
         return f"MaskRule({self.function}, {self.length})"
@@ -146,7 +155,7 @@ class MaskRule(BlockMask):
         window = self.window
         if window is not None and window >= layout.longest:
             return plain_spans(layout, device)
-        positions = torch.as_tensor(layout.positions(), device=device)
+        positions = torch.as_tensor(layout.positions(held=True), device=device)
         if causal_mask_function not in _conjuncts(self.function):
             self._check_paths(layout, positions)
         masks: dict[tuple[int, int], torch.Tensor] = {}
@@ -155,7 +164,8 @@ class MaskRule(BlockMask):
             for start in range(span.start, span.stop, QUERIES):
                 stop = min(start + QUERIES, span.stop)
                 if window is None:
-                    spans.append(self._block(span, start, stop, positions))
+                    block = self._block(span, start, stop, positions)
+                    spans.append(block._replace(keys=_from_held(block.keys, layout)))
                     continue
                 # Windows of equal shapes are equal, and where they begin is known.
                 last = span.before + stop - span.start
@@ -165,7 +175,7 @@ class MaskRule(BlockMask):
                     masks[shape] = self.allowed(
                         torch.arange(start, stop, device=device), _rows(keys, device), positions
                     )
-                spans.append(MaskedSpan(start, stop, keys, masks[shape]))
+                spans.append(MaskedSpan(start, stop, _from_held(keys, layout), masks[shape]))
         return spans
 
     def _block(self, span: Span, start: int, stop: int, positions: torch.Tensor) -> MaskedSpan:
@@ -201,13 +211,16 @@ class MaskRule(BlockMask):
     def allowed(self, queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return which keys the queries attend to, boolean [Q, K], given as positions [Q] and [K] in the row.
 
-        `positions` [T] are those on the paths. Whether a key is on a query's path is not looked at.
+        `positions` are those on the paths: of the row's T tokens, then of those held. Whether a key is on a query's
+        path is not looked at.
         """
         query_rows, key_rows = queries[None, None, :, None], keys[None, None, None, :]
         query, key = positions[query_rows], positions[key_rows]
         first = query_rows.new_zeros(1, 1, 1, 1)  # of the batch, and of the heads, for which there is one mask
-        with _RowsOf([(query, query_rows), (key, key_rows), (first, first)]):
+        rows = _RowsOf([(query, query_rows), (key, key_rows), (first, first)], held=len(positions) > self.length)
+        with rows:
             allowed = self.function(first, first, query, key)
+        self.reads_rows |= rows.read
         return allowed.expand(1, 1, len(queries), len(keys))[0, 0]
 
 
@@ -225,11 +238,15 @@ POINTWISE = frozenset(
 
 
 class _RowsOf(TorchFunctionMode):
-    """Reads tensors at the rows of indices that are positions; refuses any function that is not pointwise."""
+    """Reads tensors at the rows of indices that are positions; refuses any function that is not pointwise.
 
-    def __init__(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor]]):
+    A row says nothing of tokens that are `held`: with them, no index of a query or key may be read at.
+    """
+
+    def __init__(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], *, held: bool):
         super().__init__()
-        self.rows = rows
+        self.rows, self.held = rows, held
+        self.read = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.strip("_")
@@ -246,6 +263,9 @@ class _RowsOf(TorchFunctionMode):
             return index
         for position, row in self.rows:
             if index is position:
+                self.read |= row is not position  # the batch's and the head's index is its own row
+                if self.read and self.held:
+                    raise ConfigError("batching: shared cannot read this model's mask at tokens of earlier rows.")
                 return row
         raise ConfigError(f"batching: shared cannot evaluate a computed index in the mask of this model: {REFERENCE}.")
 

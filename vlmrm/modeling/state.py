@@ -22,11 +22,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_recurrent_attention_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from vlmrm.batching.prefixes import Keep
 from vlmrm.batching.shared import PackedLayout, PackedSegment, on_device
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import relies_on
@@ -61,12 +62,14 @@ class StateTree:
 
     `taken` [M] are the row's tokens in that order, `padding` [M] tells which of them are padding (None: none), and
     `put_back` [T] is the place of each of the row's tokens. Both orders are None where they are the row's own.
+    `places` are those of segments among the ones of their depth, in the order of the levels after those held.
     """
 
     levels: Sequence[Level]
     taken: torch.Tensor | None
     padding: torch.Tensor | None
     put_back: torch.Tensor | None
+    places: dict[int, int]
 
     @classmethod
     def of(cls, layout: PackedLayout, device: torch.device) -> StateTree:
@@ -79,8 +82,9 @@ class StateTree:
         used = 0
         for depth in range(1 + max(segment.depth for segment in segments)):
             numbers = [i for i, segment in enumerate(segments) if segment.depth == depth]
-            groups = _by_length(numbers, segments)
-            places |= {i: place for place, i in enumerate(i for group in groups for i in group)}
+            groups = _by_length([i for i in numbers if not segments[i].held], segments)
+            in_order = [*(i for i in numbers if segments[i].held), *(i for group in groups for i in group)]
+            places |= {i: place for place, i in enumerate(in_order)}
             for group in groups:
                 length = max(len(segments[i]) for i in group)
                 above = [places[segments[i].parent] for i in group] if depth else []
@@ -95,9 +99,9 @@ class StateTree:
                     used += length
         order, padded = torch.cat(taken), torch.cat(padding)
         if torch.equal(order, put_back):
-            return cls(levels, None, None, None)
+            return cls(levels, None, None, None, places)
         mask = on_device(padded, device) if padded.any() else None
-        return cls(levels, on_device(order, device), mask, on_device(put_back, device))
+        return cls(levels, on_device(order, device), mask, on_device(put_back, device), places)
 
     def split(self, values: torch.Tensor, *, neutral: bool = False) -> list[torch.Tensor]:
         """Return values[1, T, ...] by level, [count, length, ...]; `neutral` puts zeros into padding."""
@@ -116,6 +120,7 @@ class StateTree:
 
     def scan(
         self,
+        layout: PackedLayout,
         step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
         values: Sequence[torch.Tensor],
         rates: Sequence[torch.Tensor],
@@ -124,11 +129,12 @@ class StateTree:
 
         `values` and `rates` [1, T, ...] are what it reads; a token with rates of zero leaves the state as it is.
         `step(level, states, *values, *rates)` computes a level from the states before its segments (None: from
-        nothing) and returns outputs and final states.
+        nothing) and returns outputs and final states. Held segments of the layout have had theirs.
         """
         inputs = [*map(self.split, values), *(self.split(rate, neutral=True) for rate in rates)]
         outputs: list[torch.Tensor] = []
         finals: list[list[torch.Tensor]] = [[] for _ in range(1 + self.levels[-1].depth)]
+        finals[0] += [state for [state] in layout.take()]
         for level, *pieces in zip(self.levels, *inputs, strict=True):
             states = None
             if level.parents is not None:
@@ -137,6 +143,12 @@ class StateTree:
             output, final = step(level, states, *pieces)
             outputs.append(output)
             finals[level.depth].append(final)
+
+        def final_state(keep: Keep) -> tuple[torch.Tensor]:
+            places = torch.tensor([self.places[keep.segment]], device=outputs[0].device)
+            return (torch.cat(finals[layout.segments[keep.segment].depth]).index_select(0, places),)
+
+        layout.put(final_state)
         return self.join(outputs)
 
 
@@ -157,7 +169,7 @@ class Windows:
 
     `taken` [S * 2W] are W tokens before each of the S starts and the first W of the segment; where there is no such
     token, `missing` [S * 2W] is true. `kept` [K] are the places in [S, W] that belong to a segment, and `put` [K]
-    their tokens in the row.
+    their tokens in the row. The last W tokens of each held segment are taken from behind the row.
     """
 
     width: int
@@ -170,10 +182,15 @@ class Windows:
     def of(cls, layout: PackedLayout, device: torch.device, width: int) -> Windows | None:
         """Return the windows of W = `width` tokens; None where every segment follows its parent."""
         taken: list[int] = []
-        for segment in layout.segments:
+        behind: dict[int, int] = {}
+        for number, segment in enumerate((s for s in layout.segments if s.held), 1):
+            last = len(layout) + number * width - 1
+            behind |= {segment.stop - 1 - i: last - i for i in range(min(width, len(segment)))}
+        for segment in (segment for segment in layout.segments if not segment.held):
             before = _path(layout.segments, segment.parent, width)
             if before != list(range(max(0, segment.start - width), segment.start)):
                 own = list(range(segment.start, min(segment.stop, segment.start + width)))
+                before = [behind.get(token, token) for token in before]
                 taken += [-1] * (width - len(before)) + before + own + [-1] * (width - len(own))
         if not taken:
             return None
@@ -192,6 +209,10 @@ def _path(segments: Sequence[PackedSegment], index: int, width: int) -> list[int
         tokens = [*range(max(start, stop - width + len(tokens)), stop), *tokens]
         index = segments[index].parent
     return tokens
+
+
+def _last_tokens(layout: PackedLayout, device: torch.device, segment: int, width: int) -> torch.Tensor:
+    return on_device(torch.tensor(_path(layout.segments, segment, width)), device)
 
 
 _MADE: WeakKeyDictionary[PackedLayout, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
@@ -222,10 +243,19 @@ def tree_convolution(
     One call for the row, and one for the starts of segments that follow another token than the one before them.
     """
     output = plain(hidden_states, weight, bias, activation=activation, **keywords)
-    windows = _once(Windows.of, layout, hidden_states.device, weight.shape[-1] - 1)
+    device, width = hidden_states.device, weight.shape[-1] - 1
+
+    def last_inputs(keep: Keep) -> tuple[torch.Tensor]:
+        inputs = hidden_states.index_select(2, _once(_last_tokens, layout, device, keep.segment, width))
+        return (pad(inputs, (width - inputs.shape[2], 0)),)
+
+    layout.put(last_inputs)
+    held = [inputs for [inputs] in layout.take()]
+    row = torch.cat([hidden_states, *held], dim=2) if held else hidden_states
+    windows = _once(Windows.of, layout, device, width)
     if windows is None:
         return output
-    tokens = hidden_states[0].index_select(1, windows.taken).masked_fill(windows.missing, 0)
+    tokens = row[0].index_select(1, windows.taken).masked_fill(windows.missing, 0)
     around = tokens.unflatten(1, (-1, 2 * windows.width)).transpose(0, 1).contiguous()
     starts = plain(around, weight, bias, activation=activation, **keywords)[..., windows.width :]
     starts = starts.transpose(0, 1).flatten(1).index_select(1, windows.kept)
@@ -255,7 +285,7 @@ def tree_delta_rule(
             query, key, value, g=g, beta=beta, initial_state=states, output_final_state=True, **size, **keywords
         )
 
-    return _once(StateTree.of, layout, query.device).scan(step, (query, key, value), (g, beta)), None
+    return _once(StateTree.of, layout, query.device).scan(layout, step, (query, key, value), (g, beta)), None
 
 
 def tree_mamba(
@@ -287,7 +317,7 @@ def tree_mamba(
             hidden_states, dt, A, B, C, chunk_size=size, initial_states=states, return_final_states=True, **keywords
         )
 
-    return _once(StateTree.of, layout, dt.device).scan(step, (hidden_states, B, C), (steps,))
+    return _once(StateTree.of, layout, dt.device).scan(layout, step, (hidden_states, B, C), (steps,))
 
 
 def no_fused_scan(plain: Function, layout: PackedLayout, *args: Any, **keywords: Any) -> None:

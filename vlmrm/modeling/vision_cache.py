@@ -16,9 +16,11 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +29,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from vlmrm.batching.caches import ByteCache
 from vlmrm.batching.media import DistinctMedia, parts_of, select
 from vlmrm.errors import ConfigError
 from vlmrm.files import make_folder, plain_write_errors, write_file
@@ -37,6 +40,46 @@ logger = logging.getLogger("vlmrm")
 # A full cache is emptied to KEEP of its limit. Each process looks at the folder's size whenever it has written CHECK
 # of the limit: ten processes that write at once stay within it.
 KEEP, CHECK = 0.9, 0.01
+
+
+class Cache(Protocol):
+    """Where features of images are kept."""
+
+    def identify(self, modules: Sequence[nn.Module], config: PreTrainedConfig) -> None:
+        """Look at what features depend on beside an image, before the first are asked for."""
+        ...
+
+    def features(self, media: DistinctMedia, run: Callable[[DistinctMedia], list[Features]]) -> list[Features]:
+        """Return the features of each distinct medium, with one `run` for those not kept."""
+        ...
+
+
+@dataclass
+class FeatureCache:
+    """Features in the memory of a scorer whose weights stay, before those on disk if there is a cache `behind`.
+
+    Media without keys of their content are not kept.
+    """
+
+    cache: ByteCache
+    behind: Cache | None = None
+
+    def identify(self, modules: Sequence[nn.Module], config: PreTrainedConfig) -> None:
+        if self.behind is not None:
+            self.behind.identify(modules, config)
+
+    def features(self, media: DistinctMedia, run: Callable[[DistinctMedia], list[Features]]) -> list[Features]:
+        run = run if self.behind is None else partial(self.behind.features, run=run)
+        if (keys := media.get("keys")) is None:
+            return run(media)
+        found: list[Features | None] = [self.cache.get(("features", key)) for key in keys]
+        missing = [index for index, features in enumerate(found) if features is None]
+        for index, features in zip(missing, run(select(media, missing)) if missing else (), strict=True):
+            found[index] = features
+            if not features.form.constants:  # what a tower also gives is not an image's
+                kept = Features([layer.clone() for layer in features.layers], features.form)  # no part of a larger one
+                self.cache.put(("features", keys[index]), kept, kept.layers)
+        return [features for features in found if features is not None]
 
 
 class VisionCache:

@@ -27,6 +27,7 @@ def load_scorer(
     trust_remote_code: bool = False,
     vision_cache_dir: str | Path | None = None,
     vision_cache_gb: float = 50.0,
+    cache_bytes: int = 0,
     check_sight: bool = True,
     check_files: bool = True,
     reward: str | None = None,
@@ -42,6 +43,8 @@ def load_scorer(
         batching: `shared`, or `reference` to compute every conversation in full.
         base_model_path: where the base model of an adapter checkpoint is now.
         vision_cache_dir: folder that keeps the vision tower's features of images.
+        cache_bytes: bound on what is kept in memory between calls, so that a later answer to the same prompt costs its
+            own tokens: processed media, features of images, and prompts. 0 keeps nothing.
         check_sight: verify that the model sees, and that shared batches give exact scores.
         check_files: hash every file that the checkpoint's `COMPLETE.json` lists.
         reward: name of one reward, of a service that has several.
@@ -60,6 +63,8 @@ def load_scorer(
     for name, value in switches.items():
         if not isinstance(value, bool):  # the text "false" would count as true
             raise ConfigError(f"{name} is {value!r}: write true or false.")
+    if not isinstance(cache_bytes, int) or isinstance(cache_bytes, bool) or cache_bytes < 0:
+        raise ConfigError(f"cache_bytes is {cache_bytes!r}: write a number of bytes, or 0 to keep nothing.")
     dtype = parse_dtype(dtype, auto=True)
     with needs("local", "scoring with a checkpoint"):
         from vlmrm.modeling import load_checkpoint
@@ -75,10 +80,10 @@ def load_scorer(
         check_sight=check_sight,
         check_files=check_files,
     )
-    scorer = LocalScorer(loaded, max_tokens_per_batch=max_tokens_per_batch, batching=batching)
+    loaded.model.requires_grad_(False)
     if vision_cache_dir is not None:
-        scorer.model.use_vision_cache(vision_cache_dir, vision_cache_gb)
-    return scorer
+        loaded.model.use_vision_cache(vision_cache_dir, vision_cache_gb)
+    return LocalScorer(loaded, max_tokens_per_batch=max_tokens_per_batch, batching=batching, cache_bytes=cache_bytes)
 
 
 def load_local_scorer(model: str | Path, **options: Any) -> LocalScorer:

@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import chain
 from typing import Any
 
 import torch
+from PIL import Image as Pillow
 
 from vlmrm.batching import ComparisonCollator
+from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache
+from vlmrm.batching.media import BLANK_SIDE
 from vlmrm.conversation import Conversation, Image, Message
-from vlmrm.engine import Engine
+from vlmrm.engine import Engine, rendered_each
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.rollouts import read_candidates
 from vlmrm.modeling import LoadedReward, batcher_for, sequence_limit
+from vlmrm.modeling.vision_cache import FeatureCache
 from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
 from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, regrouped
 
+GREY = Image(Pillow.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey"))
+PLACEHOLDER = Conversation((Message.of("user", GREY), Message.of("assistant", "-")))
+
 
 class LocalScorer:
-    """A `Scorer` of one loaded reward model. A score does not depend on what is scored with it."""
+    """A `Scorer` of one loaded reward model. A score does not depend on what is scored with it, or was before.
 
-    def __init__(self, loaded: LoadedReward, *, max_tokens_per_batch: int = 16384, batching: str = "shared"):
+    Args:
+        cache_bytes: bound on what is kept in memory between calls: processed media, features of images, and what the
+            model's layers made of prompts, so that a later answer to a prompt costs its own tokens. 0 keeps nothing.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedReward,
+        *,
+        max_tokens_per_batch: int = 16384,
+        batching: str = "shared",
+        cache_bytes: int = 0,
+    ):
         self.loaded = loaded
         self.model = loaded.model.eval().requires_grad_(False)
         limits = MediaLimits(loaded.info.get("min_pixels"), loaded.info.get("max_pixels"))
-        self.renderer = Renderer(loaded.processor, limits)
+        self.cache = ByteCache(cache_bytes)
+        store = MediaCache(self.cache) if cache_bytes else None
+        self.renderer = Renderer(loaded.processor, limits, store, by_content=store is not None)
         collator = ComparisonCollator(
             self.renderer,
             batcher_for(loaded.model, loaded.processor, batching),
@@ -36,11 +58,28 @@ class LocalScorer:
             bad_rows="skip",
         )
         self.engine = Engine(self.model, collator)
+        if cache_bytes:
+            self.engine.prefixes = PrefixCache(self.cache, collator.batcher)
+            self.model.vision_cache = FeatureCache(self.cache, self.model.vision_cache)
+            self.score_each([PLACEHOLDER])  # a model refuses in its first forward: `prompts_kept` is known from now on
+            self.clear_caches()
 
     @property
     def digest(self) -> str:
         """Return `checkpoint_digest`, which identifies the model by content."""
         return self.loaded.digest
+
+    @property
+    def prompts_kept(self) -> str:
+        """Whether prompts are computed once for all calls: `yes`, or one word of why each call computes its own.
+
+        They are `off`; or batches are `padded`; or the model's `mask` reads what a row says of each of its tokens.
+        """
+        return "off" if self.engine.prefixes is None else self.engine.prefixes.refused or "yes"
+
+    def clear_caches(self) -> None:
+        """Drop all that is kept between calls, as after a change of the model's weights."""
+        self.cache.clear()
 
     def score(self, conversations: Sequence[ConversationLike]) -> list[float]:
         """Return the raw logit of each conversation, in order.
@@ -54,13 +93,26 @@ class LocalScorer:
         self, conversations: Sequence[Any], read: Callable[[Any], Conversation] = read_conversation
     ) -> list[float | RowError]:
         """Return the raw logit of each item, read as a conversation by `read`, or the error of one that has none."""
+        return self.score_rendered(self.rendered(conversations, read))
+
+    def rendered(
+        self, conversations: Sequence[Any], read: Callable[[Any], Conversation] = read_conversation
+    ) -> list[Rendered | RowError]:
+        """Return each item as `score_rendered` takes it, without the model; another thread may score meanwhile."""
 
         def render(item: Any, cache: dict[str, ProcessedMedia]) -> Rendered:
             conversation = read(item)
             _ = conversation.answer  # raises where there is none
-            return self.engine.collator.fit(conversation, cache)
+            rendered = self.engine.collator.fit(conversation, cache)
+            if self.engine.prefixes is None:
+                return rendered
+            return replace(rendered, prompt=self.renderer.prompt_tokens(conversation, rendered))
 
-        return self.engine.score(conversations, render)
+        return rendered_each(conversations, render)
+
+    def score_rendered(self, items: Sequence[Rendered | RowError]) -> list[float | RowError]:
+        """Return the raw logit of each item that `rendered` made, or its error."""
+        return self.engine.score_rendered(items)
 
     def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """Return the raw logit of each candidate of each (prompt, candidates), in order."""

@@ -18,6 +18,7 @@ from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.worker.channel import pack
 
+AGING_S = 5.0  # at most, until a batch begins with the priority that has waited longest for a turn
 MAX_ATTEMPTS = 2  # workers that one job may kill
 GIVEN_UP = "for the second time with this request: it is not tried again"
 EXPIRED = "its deadline had passed before it was begun"
@@ -113,14 +114,15 @@ class Overloaded(QueueAway):
     """The queue is full."""
 
     @classmethod
-    def of(cls, items: int, size: int, pace: float) -> Overloaded:
-        """Return the error of a queue that holds so many items in `size` bytes.
+    def of(cls, reward: str, items: int, size: int, total: int, pace: float) -> Overloaded:
+        """Return the error of a reward whose queue holds so many items in `size` bytes, of all queues' `total`.
 
         Args:
-            pace: items a second, by which half the queue is gone after `retry_after`; 0 where it is unknown.
+            pace: the reward's items a second, by which half its queue is gone after `retry_after`; 0 where unknown.
         """
         retry_after = min(max(items / 2 / pace, 1.0), 60.0) if pace else 1.0
-        return cls(f"the queue is full, with {items} items in {size} bytes: try again later.", retry_after)
+        full = f"the queue of {reward} is full, with {items} items in {size} bytes, {total} in all queues"
+        return cls(f"{full}: try again later.", retry_after)
 
 
 def process_name() -> str:
@@ -129,7 +131,7 @@ def process_name() -> str:
 
 
 class Backend(Protocol):
-    """A queue for each reward, with the states and results of its jobs.
+    """A queue with bounds of its own for each reward, with the states and results of its jobs.
 
     A job that is accepted ends as done, failed or cancelled exactly once, whatever happens to the workers, and its
     status is readable until `result_ttl` after that.
@@ -151,15 +153,21 @@ class Backend(Protocol):
         be transient, and its result is of one of the job's `revisions`.
 
         Raises:
-            Overloaded: when the queue has no room for it.
+            Overloaded: when its reward's queue has no room for it, or all queues together.
             QueueAway: when the queue cannot be reached; so do `status`, `wait`, `cancel` and `depth`.
         """
 
     async def take(self, reward: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
         """Wait for jobs of a reward and take the first ones, up to `budget` tokens and at least one.
 
-        Higher priority goes first, then age. A job that a worker died with comes alone, so that it harms no other; a
-        job whose deadline has passed is failed instead.
+        The highest priority goes first; yet every `AGING_S` at most one batch begins with the priority that has waited
+        longest, so that none waits for ever. Within a priority clients have equal shares of tokens, however many jobs
+        they sent: next is the oldest job of the client that has had the least since it came. Behind it, jobs of its
+        priority that share a prefix with it come along as far as the budget goes, and those of the prefixes `cached`,
+        which the worker computed lately. So a job waits one batch at most for each job before it in this order.
+
+        Jobs that were given back come before all. One that a worker died with comes alone, so that it harms no other;
+        one whose deadline has passed is failed instead.
         """
 
     async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
@@ -172,7 +180,7 @@ class Backend(Protocol):
         """Queue jobs again, before others, that were taken and not scored.
 
         With `blame`, what happened to their worker, it counts as an attempt of each: the next time it comes alone, and
-        after the second attempt it is failed.
+        after the second attempt it is failed. One that was cancelled meanwhile is not queued.
         """
 
     async def status(self, job_id: str) -> Status | None:
@@ -182,10 +190,13 @@ class Backend(Protocol):
         """Return the status once the job is finished, or as it is after `timeout` seconds."""
 
     async def cancel(self, job_id: str) -> bool:
-        """Cancel a job that still waits, and return whether it did, and no other request shares it."""
+        """Cancel a job that still waits, and return whether it did, and no other request shares it.
 
-    async def count_unfetched(self) -> int:
-        """Return how many jobs have a request that has not got their result yet, which ends with this process."""
+        One that runs is not begun again should its worker die.
+        """
+
+    async def unfetched(self) -> Mapping[str, int]:
+        """Return by reward how many jobs have a request without their result yet, which ends with this process."""
 
     async def depth(self, reward: str) -> tuple[int, int]:
         """Return how many jobs wait for a reward, and their bytes."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 from vlmrm.conversation import FRAME_PIXELS
 from vlmrm.data.media import image_size, video_pixels
 from vlmrm.errors import MediaError
 from vlmrm.formats.openai import OPTIONS as VIDEO_OPTIONS
+from vlmrm.formats.wire import Item
 
 VIDEO_COLUMNS = ("video", "condition_videos")
 PATCH_PIXELS = 28 * 28  # of a token of an image
@@ -32,6 +34,47 @@ def estimate_tokens(item: Any, max_pixels: int | None = None) -> int:
             return len(item) // 100 + 1
         return min(pixels, max_pixels or pixels) // PATCH_PIXELS + 1
     return sum(estimate_tokens(part, max_pixels) for part in children(item))
+
+
+def count_prefixes(items: Sequence[Item], max_pixels: int | None = None) -> tuple[int, dict[str, int]]:
+    """Return the estimated tokens of items in which a prompt counts once, and those of each prompt by its digest.
+
+    Equal prompts have equal digests in all requests: media count by their content, and the order of keys not at all.
+    """
+    cost, prefixes = 0, {}
+    for item in items:
+        prompt, answer = _parts(item)
+        digest = sha256()
+        _feed(digest, prompt)
+        prefixes[digest.hexdigest()] = estimate_tokens(prompt, max_pixels)
+        cost += estimate_tokens(answer, max_pixels)
+    return cost + sum(prefixes.values()), prefixes
+
+
+def _parts(item: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return what of an item a model reads before the answer, and the answer."""
+    messages = item.get("messages")
+    if isinstance(messages, list):
+        return messages[:-1], messages[-1:]
+    # As in `sample_to_conversation`: without a response, the image or the video is the answer.
+    answers = ("response",) if item.get("response") is not None else ("image", "video")
+    prompt = {name: value for name, value in item.items() if name not in (*answers, "group")}
+    return prompt, [item.get(name) for name in answers]
+
+
+def _feed(digest: Any, part: Any) -> None:
+    """Add a tree to a digest such that different trees add different bytes."""
+    if isinstance(part, dict):
+        part = [value for pair in sorted(part.items()) for value in pair]
+        digest.update(b"d")
+    if isinstance(part, (list, tuple)):
+        digest.update(b"l%d:" % len(part))
+        for value in part:
+            _feed(digest, value)
+    else:
+        content = part if isinstance(part, bytes) else repr(part).encode("utf-8", "surrogatepass")
+        digest.update(b"%c%d:" % (b"b" if isinstance(part, bytes) else b"t", len(content)))
+        digest.update(content)
 
 
 def children(item: Any) -> Iterable[Any]:

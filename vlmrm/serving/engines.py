@@ -36,23 +36,44 @@ class ScorerEngine:
 
     Args:
         custom_prompt, system: of `PromptTemplate`, the text around the prompts of the training rows; for samples only.
+        cache_bytes: bound on what is kept for later answers to the same prompts; 0 keeps nothing.
         options: of `load_scorer`.
     """
 
-    def __init__(self, *, custom_prompt: str = PROMPT_SLOT, system: Any = None, **options: Any):
-        self.scorer = load_local_scorer(**options)
+    def __init__(
+        self, *, custom_prompt: str = PROMPT_SLOT, system: Any = None, cache_bytes: int = 2**30, **options: Any
+    ):
+        self.scorer = load_local_scorer(**options, cache_bytes=cache_bytes)
         self.template = PromptTemplate(custom_prompt, system)
+        self.computed = {"tokens": 0, "pictures": 0}  # since it was loaded
+        self._count_work(self.scorer.model)
         info = self.scorer.loaded.info
         self.info = {
             "kind": "conversations",
             "model": str(options["model"]),
             "checkpoint": self.scorer.loaded.digest,
+            "cache_bytes": cache_bytes,
+            "prompts_kept": self.scorer.prompts_kept,
             **{name: info.get(name) for name in ("reward_mean", "reward_std", "max_pixels", "chat_template_sha256")},
         }
 
     def __call__(self, items: Sequence[Item]) -> list[WireOutcome]:
         scores = self.scorer.score_each(items, self._read)
         return [{"error": score.reason} if isinstance(score, RowError) else {"score": score} for score in scores]
+
+    def _count_work(self, model: Any) -> None:
+        """Have `computed` count the tokens of a model's forward passes, and the pictures and videos of its tower's."""
+        run_tower = model.run_tower
+
+        def counted(kind: str, media: Any) -> Any:
+            self.computed["pictures"] += len(media["tokens"])
+            return run_tower(kind, media)
+
+        def count(model: Any, arguments: Any, inputs: Mapping[str, Any]) -> None:
+            self.computed["tokens"] += inputs["input_ids"].numel()
+
+        model.run_tower = counted
+        model.register_forward_pre_hook(count, with_kwargs=True)
 
     def _read(self, item: Item) -> Conversation:
         # No conversation can hold an array.

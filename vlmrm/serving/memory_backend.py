@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import time
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +24,7 @@ from vlmrm.serving.backend import (
     Status,
     has_errors,
 )
+from vlmrm.serving.fair_queue import FairQueue
 from vlmrm.serving.settings import Limits
 
 
@@ -38,20 +37,24 @@ class _Entry:
 
 
 class MemoryBackend:
-    """A `Backend` of one process. Above `max_results` results or records, the oldest is dropped before its time."""
+    """A `Backend` of one process. Above `max_results` results or records, the oldest is dropped before its time.
+
+    Args:
+        rewards: the items and bytes that may wait for each; for others, what `limits` allows in all.
+    """
 
     persistent = False
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: Limits, rewards: Mapping[str, tuple[int, int]] | None = None):
         self._limits = limits
+        self._capacity = rewards or {}
         self._entries: dict[str, _Entry] = {}
         self._by_key: dict[str, str] = {}
-        self._queues: dict[str, list[tuple[int, float, int, str]]] = defaultdict(list)
-        self._counter = itertools.count()
+        self._queues: dict[str, FairQueue] = defaultdict(FairQueue)
         self._queued: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._items = self._bytes = 0
         self._finished: OrderedDict[str, float] = OrderedDict()  # job id to when it finished, the oldest first
-        self._paces: deque[tuple[float, int]] = deque(maxlen=100)  # when, items done
+        # By reward, when items were done and how many.
+        self._paces: dict[str, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=100))
         self._announcements: dict[str, dict[str, Any]] = {}
         self._records: TLRUCache[str, tuple[float, dict[str, Any]]] = TLRUCache(  # ttl, record
             limits.max_results, ttu=lambda _, record, now: now + record[0], timer=lambda: time.monotonic()
@@ -75,9 +78,7 @@ class MemoryBackend:
                 self._finished[equal] = time.monotonic()
                 self._finished.move_to_end(equal)
             return equal
-        items, size = self._items + len(job.items), self._bytes + job.size
-        if items > self._limits.queue_items or size > self._limits.queue_bytes:
-            raise Overloaded.of(self._items, self._bytes, self._pace())
+        self._check_room(job)
         job.packed = b""  # only a queue outside this process needs it
         self._entries[job.id] = _Entry(job, Status(State.queued))
         self._by_key[job.key] = job.id
@@ -86,37 +87,19 @@ class MemoryBackend:
 
     async def take(self, reward: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
         while True:
-            if jobs := self._pop(reward, budget):
-                return jobs
-            # Nothing is awaited since `_pop`, so no job can have come unseen.
+            batch = self._queues[reward].take(budget, cached)
+            for job in batch.late:
+                self._finish(job, Status(State.failed, error=EXPIRED))
+            for job in batch.jobs:
+                self._entries[job.id].status = Status(State.running)
+            if batch.jobs:
+                return batch.jobs
+            # Nothing is awaited since `take`, so no job can have come unseen.
             self._queued[reward].clear()
             await self._queued[reward].wait()
 
-    def _pop(self, reward: str, budget: int) -> list[Job]:
-        taken: list[Job] = []
-        queue = self._queues[reward]
-        while queue:
-            entry = self._entries.get(queue[0][3])
-            if entry is None or entry.status.state is not State.queued:
-                heapq.heappop(queue)  # cancelled meanwhile
-                continue
-            job = entry.job
-            # A job that was attempted comes alone, so that it can harm no other.
-            if taken and (sum(candidate.cost for candidate in [*taken, job]) > budget or job.attempts):
-                break
-            heapq.heappop(queue)
-            self._count(job, -1)
-            if job.deadline is not None and job.deadline < time.time():
-                self._finish(job, Status(State.failed, error=EXPIRED))
-                continue
-            entry.status = Status(State.running)
-            taken.append(job)
-            if job.attempts:
-                break
-        return taken
-
     async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
-        self._paces.append((time.monotonic(), len(job.items)))
+        self._paces[job.reward].append((time.monotonic(), len(job.items)))
         self._finish(job, Status(State.done, outcomes=list(outcomes), seconds=seconds, revision=revision))
 
     async def fail(self, job: Job, error: str) -> None:
@@ -125,11 +108,14 @@ class MemoryBackend:
     async def requeue(self, jobs: Sequence[Job], blame: str | None) -> None:
         for job in jobs:
             job.attempts += blame is not None
-            if job.attempts >= MAX_ATTEMPTS:
+            entry = self._entries[job.id]
+            if not entry.waiters:  # it was cancelled while it ran
+                self._finish(job, Status(State.cancelled, error=CANCELLED))
+            elif job.attempts >= MAX_ATTEMPTS:
                 await self.fail(job, f"{blame}, {GIVEN_UP}")
             else:
-                self._entries[job.id].status = Status(State.queued)
-                self._queue(job)
+                entry.status = Status(State.queued)
+                self._queue(job, returned=True)
 
     async def status(self, job_id: str) -> Status | None:
         self._drop_old()
@@ -153,20 +139,17 @@ class MemoryBackend:
         entry.waiters = max(entry.waiters - 1, 0)
         if entry.waiters or entry.status.state is not State.queued:
             return False  # another request waits for it, or it runs
-        self._count(entry.job, -1)
+        self._queues[entry.job.reward].remove(entry.job)
         self._finish(entry.job, Status(State.cancelled, error=CANCELLED))
         return True
 
-    async def count_unfetched(self) -> int:
+    async def unfetched(self) -> Mapping[str, int]:
         self._drop_old()
-        return sum(entry.waiters > 0 for entry in self._entries.values())
+        return Counter(entry.job.reward for entry in self._entries.values() if entry.waiters)
 
     async def depth(self, reward: str) -> tuple[int, int]:
-        # By the queue, not the many results that are kept; a job that was queued again may be in it twice.
-        names = {name for *_, name in self._queues[reward]}
-        entries = [self._entries[name] for name in names if name in self._entries]
-        sizes = [entry.job.size for entry in entries if entry.status.state is State.queued]
-        return len(sizes), sum(sizes)
+        queue = self._queues[reward]
+        return len(queue), queue.bytes
 
     async def save_record(self, name: str, record: dict[str, Any], ttl: float) -> None:
         self._records[name] = ttl, record
@@ -180,14 +163,18 @@ class MemoryBackend:
     async def announcements(self) -> dict[str, dict[str, Any]]:
         return self._announcements
 
-    def _queue(self, job: Job) -> None:
-        self._count(job, 1)
-        heapq.heappush(self._queues[job.reward], (-job.priority, job.created, next(self._counter), job.id))
-        self._queued[job.reward].set()
+    def _check_room(self, job: Job) -> None:
+        queue = self._queues[job.reward]
+        whole = (self._limits.queue_items, self._limits.queue_bytes)
+        max_items, max_bytes = self._capacity.get(job.reward, whole)
+        total = sum(queue.bytes for queue in self._queues.values())
+        items, size = queue.items + len(job.items), queue.bytes + job.size
+        if items > max_items or size > max_bytes or total + job.size > self._limits.queue_bytes:
+            raise Overloaded.of(job.reward, queue.items, queue.bytes, total, self._pace(job.reward))
 
-    def _count(self, job: Job, sign: int) -> None:
-        self._items += sign * len(job.items)
-        self._bytes += sign * job.size
+    def _queue(self, job: Job, *, returned: bool = False) -> None:
+        self._queues[job.reward].push(job, returned=returned)
+        self._queued[job.reward].set()
 
     def _finish(self, job: Job, status: Status) -> None:
         entry = self._entries[job.id]
@@ -208,11 +195,12 @@ class MemoryBackend:
             if self._by_key.get(entry.job.key) == entry.job.id:
                 del self._by_key[entry.job.key]
 
-    def _pace(self) -> float:
-        """Return the items a second of the last jobs; 0 where there are none."""
-        if len(self._paces) < 2:
+    def _pace(self, reward: str) -> float:
+        """Return the items a second of the last jobs of a reward; 0 where there are none."""
+        paces = self._paces[reward]
+        if len(paces) < 2:
             return 0.0
-        return sum(items for _, items in self._paces) / max(self._paces[-1][0] - self._paces[0][0], 1e-3)
+        return sum(items for _, items in paces) / max(paces[-1][0] - paces[0][0], 1e-3)
 
 
 def _is_shared(status: Status, job: Job) -> bool:

@@ -5,22 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
-
-import redis.asyncio as redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from vlmrm.conversation import Outcome
 from vlmrm.formats.wire import read_outcome, write_outcome
+from vlmrm.serving import backend
 from vlmrm.serving.backend import (
     CANCELLED,
     EXPIRED,
@@ -32,9 +26,9 @@ from vlmrm.serving.backend import (
     State,
     Status,
     has_errors,
-    process_name,
 )
-from vlmrm.serving.settings import Limits, ServiceSettings
+from vlmrm.serving.redis_connection import RedisConnection
+from vlmrm.serving.settings import Limits
 from vlmrm.serving.worker.channel import pack, unpack
 
 T = TypeVar("T")
@@ -58,13 +52,13 @@ class RedisBackend:
 
     persistent = True
 
-    def __init__(self, connection: RedisConnection, limits: Limits):
-        self._capacity = (limits.queue_items, limits.queue_bytes)
+    def __init__(self, connection: RedisConnection, limits: Limits, rewards: Mapping[str, tuple[int, int]]):
+        self._limits, self._capacity = limits, rewards
         self._silence = limits.silence
-        self.name = process_name()
         self._connection = connection
         self._ttl = _milliseconds(limits.result_ttl)
-        self._held: set[str] = set()  # receipts of jobs that this process took and has not finished
+        self._ending = (MAX_ATTEMPTS, GIVEN_UP, CANCELLED, self._ttl)  # of jobs that are given back
+        self._held: dict[str, str] = {}  # jobs that this process took and has not finished, by receipt
         self._queued: dict[str, asyncio.Event] = {}  # by reward
         self._finished: dict[str, set[asyncio.Event]] = defaultdict(set)  # by job, an event for each waiting request
         self._rewards: set[str] = set()  # that workers of this process compute
@@ -92,12 +86,18 @@ class RedisBackend:
     async def put(self, job: Job) -> str:
         ttl = "" if job.deadline is None else job.deadline - time.time()  # Redis counts by its own clock
         content = (job.id, job.key, job.reward, job.packed, len(job.items), job.cost, job.priority, ttl)
-        origin = (json.dumps(job.prefixes), job.client, job.request_id, job.wanted)
-        limits = (*self._capacity, self._ttl, " ".join(job.revisions))
-        accepted, *reply = await self._connection.run("put", *content, *limits, *origin, patience=PATIENCE_S)
+        origin = (
+            " ".join(job.revisions),
+            json.dumps(list(job.prefixes.items())),
+            job.client,
+            job.request_id,
+            job.wanted,
+        )
+        bounds = (*self._capacity[job.reward], self._limits.queue_bytes)
+        accepted, *reply = await self._connection.accept(*content, *bounds, self._ttl, *origin, patience=PATIENCE_S)
         if not accepted:
-            items, size, pace = reply
-            raise Overloaded.of(items, size, float(pace))
+            items, size, total, pace = reply
+            raise Overloaded.of(job.reward, items, size, total, float(pace))
         return reply[0].decode()
 
     async def status(self, job_id: str) -> Status | None:
@@ -138,8 +138,8 @@ class RedisBackend:
     async def cancel(self, job_id: str) -> bool:
         return bool(await self._connection.run("cancel", job_id, CANCELLED, self._ttl, patience=PATIENCE_S))
 
-    async def count_unfetched(self) -> int:
-        return 0  # any other process can return what is in Redis
+    async def unfetched(self) -> Mapping[str, int]:
+        return {}  # any other process can return what is in Redis
 
     async def depth(self, reward: str) -> tuple[int, int]:
         jobs, size = await self._fields("waiting", f"jobs:{reward}", f"bytes:{reward}")
@@ -155,7 +155,7 @@ class RedisBackend:
         self._rewards.add(reward)
         while True:
             queued = self._queued.setdefault(reward, asyncio.Event())  # a new one after each message
-            taking = self._spawn(self._take(reward, budget))
+            taking = self._spawn(self._take(reward, budget, cached))
             try:
                 if jobs := await asyncio.shield(taking):
                     return jobs
@@ -165,18 +165,18 @@ class RedisBackend:
                 raise
             await _wait_event(queued, POLL_S)
 
-    async def _take(self, reward: str, budget: int) -> list[Job]:
+    async def _take(self, reward: str, budget: int, cached: Collection[str]) -> list[Job]:
         token = uuid.uuid4().hex  # with which a retry gets what the first try has taken
-        arguments = (reward, budget, self.name, token, self._ttl, EXPIRED)
+        arguments = (reward, budget, token, self._ttl, EXPIRED, backend.AGING_S, json.dumps(list(cached)))
         jobs = []
         for reply in await self._connection.run("take", *arguments, patience=None):
-            job_id, stream, entry, packed, cost, priority, attempts, created, *origin = reply
+            job_id, receipt, packed, cost, priority, attempts, created, *origin = reply
             prefixes, client, request_id, wanted = (text.decode() for text in origin)
             job = Job(
                 reward,
                 unpack(packed)["items"],
                 cost=int(cost),
-                prefixes=json.loads(prefixes),
+                prefixes=dict(json.loads(prefixes)),
                 priority=int(priority),
                 client=client,
                 request_id=request_id,
@@ -185,9 +185,9 @@ class RedisBackend:
                 created=float(created),
                 attempts=int(attempts),
                 packed=packed,
-                receipt=f"{stream.decode()} {entry.decode()}",
+                receipt=receipt.decode(),
             )
-            self._held.add(job.receipt)
+            self._held[job.receipt] = job.id
             jobs.append(job)
         return jobs
 
@@ -200,15 +200,15 @@ class RedisBackend:
         await self._release("finish", job, packed, seconds, revision, shared, self._ttl)
 
     async def fail(self, job: Job, error: str) -> None:
-        await self._release("fail", job, _entry_id(job), error, self._ttl)
+        await self._release("fail", job, job.receipt, error, self._ttl)
 
     async def requeue(self, jobs: Sequence[Job], blame: str | None) -> None:
         for job in jobs:
-            await self._release("give_back", job, _entry_id(job), blame or "", MAX_ATTEMPTS, GIVEN_UP, self._ttl)
+            await self._release("give_back", job, job.receipt, blame or "", *self._ending)
 
     async def _release(self, operation: str, job: Job, *arguments: str | bytes | float) -> None:
         await self._connection.run(operation, job.id, *arguments, patience=None)
-        self._held.discard(job.receipt)
+        self._held.pop(job.receipt, None)
 
     # All processes ---------------------------------------------------------------------------------------------------
 
@@ -243,18 +243,15 @@ class RedisBackend:
         """Renew the claims of this process on its jobs, and queue again those of processes that are silent."""
         while True:
             await asyncio.sleep(self._silence / 4)
-            for receipt in list(self._held):
-                await self._connection.run("renew", self.name, *receipt.rsplit(" ", 1), patience=None)
+            for receipt, job_id in list(self._held.items()):
+                await self._connection.run("renew", job_id, receipt, patience=None)
             # After an outage of Redis all processes seem silent: they are given time to come back.
             if time.monotonic() - self._connection.last_failure < self._silence:
                 continue
             blame = f"the host of its worker was silent for {self._silence:g} s"
             for reward in self._rewards:
-                silence = round(1000 * self._silence)
                 with suppress(QueueAway):  # until the next round
-                    await self._connection.run(
-                        *("reclaim", reward, self.name, silence, blame, MAX_ATTEMPTS, GIVEN_UP, self._ttl), patience=0
-                    )
+                    await self._connection.run("reclaim", reward, self._silence, blame, *self._ending, patience=0)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -265,10 +262,6 @@ class RedisBackend:
 
 def _milliseconds(ttl: float) -> int:
     return max(1000, round(1000 * ttl))  # at least a second, in which waiting requests read the result
-
-
-def _entry_id(job: Job) -> str:
-    return job.receipt.rpartition(" ")[2]
 
 
 def _log_failure(loop: asyncio.Task[None]) -> None:
@@ -284,145 +277,3 @@ async def _wait_event(event: asyncio.Event, seconds: float) -> None:
         await asyncio.wait({waiting}, timeout=seconds)
     finally:
         waiting.cancel()
-
-
-SCRIPT = Path(__file__).with_name("redis_queue.lua").read_text(encoding="utf-8")
-CONNECTIONS = 16
-RESPONSE_S = 10.0  # in which Redis responds, or counts as away
-BACKOFF_S = (0.05, 2.0)  # between two tries: the first, the longest
-# Errors that pass: the disk is full, a replica takes over, an administrator is not done yet.
-TRANSIENT = ("MISCONF", "LOADING", "MASTERDOWN", "NOREPLICAS")
-REASONS: dict[type[Exception], str] = {
-    AuthenticationError: "it refuses the password",
-    NoPermissionError: "it permits too little",
-    OutOfMemoryError: "its memory is full",
-    ReadOnlyError: "it is read only",
-}
-
-
-class RedisConnection:
-    """The script `redis_queue.lua` in one Redis (6.2 or newer, not a cluster), and its messages.
-
-    While Redis is away, calls are retried, and `listen` tells when it is back.
-
-    Args:
-        prefix: begins every key and channel.
-    """
-
-    def __init__(self, client: redis.Redis, prefix: str):
-        self.client, self.prefix = client, prefix
-        self.last_failure = time.monotonic()  # the start counts as one: this process has heard nothing yet
-        self._script = client.register_script(SCRIPT)
-
-    @classmethod
-    def of(cls, settings: ServiceSettings) -> RedisConnection:
-        """Return a connection to the Redis of the settings, which need not be up yet."""
-        pool = redis.BlockingConnectionPool(
-            max_connections=CONNECTIONS,
-            timeout=None,  # for a free connection
-            connection_class=redis.SSLConnection if settings.redis_tls else redis.Connection,
-            host=settings.redis_host,
-            port=settings.redis_port,
-            password=settings.redis_password.get_secret_value() or None,
-            socket_timeout=RESPONSE_S,
-            socket_connect_timeout=RESPONSE_S,
-            socket_keepalive=True,
-            retry=Retry(NoBackoff(), 0),  # `retry` below knows for how long
-        )
-        return cls(redis.Redis.from_pool(pool), settings.redis_prefix)
-
-    async def run(self, operation: str, *arguments: str | bytes | float, patience: float | None) -> Any:
-        """Run an operation of the script; each may safely run twice where a response is lost."""
-        return await self.retry(lambda: self._script([self.prefix], [operation, *arguments]), patience)
-
-    async def retry(self, call: Callable[[], Awaitable[T]], patience: float | None) -> T:
-        """Return the result of `call`, which is tried again while Redis is away.
-
-        Raises:
-            QueueAway: when Redis has been away for `patience` seconds; never with None.
-        """
-        end = None if patience is None else time.monotonic() + patience
-        for pause in backoff():
-            try:
-                return await call()
-            except Exception as error:
-                if not _is_transient(error):
-                    raise
-                self.last_failure = time.monotonic()
-                if end is not None and time.monotonic() + pause > end:
-                    raise QueueAway(f"the queue cannot be reached ({_reason(error)}): try again later.") from error
-            await asyncio.sleep(pause)
-        raise AssertionError("the backoff never ends")
-
-    async def listen(
-        self, on_message: Callable[[str, str], None], on_connect: Callable[[], None], *channels: str
-    ) -> None:
-        """Call `on_message` with the channel and text of each message, and `on_connect` after each connection.
-
-        Messages that were sent while there was no connection are lost.
-        """
-        logged = ""
-        pauses = backoff()
-
-        def connected() -> None:
-            nonlocal logged, pauses
-            logger.info("connected to Redis")
-            logged, pauses = "", backoff()
-            on_connect()
-
-        while True:
-            try:
-                await self._listen(on_message, connected, channels)
-            except Exception as error:
-                if not _is_transient(error):
-                    raise
-                self.last_failure = time.monotonic()
-                if logged != _reason(error):
-                    logged = _reason(error)
-                    logger.error("Redis cannot be used (%s): the service retries until it can", logged)
-            await asyncio.sleep(next(pauses))
-
-    async def _listen(
-        self, on_message: Callable[[str, str], None], connected: Callable[[], None], channels: Sequence[str]
-    ) -> None:
-        async with self.client.pubsub() as messages:
-            await messages.subscribe(*(f"{self.prefix}:{name}" for name in channels))
-            await self._warn()
-            connected()
-            while True:
-                message = await messages.get_message(ignore_subscribe_messages=True, timeout=POLL_S)
-                if message is None:
-                    await messages.ping()
-                elif message["type"] == "message":
-                    on_message(message["channel"].decode().removeprefix(f"{self.prefix}:"), message["data"].decode())
-
-    async def _warn(self) -> None:
-        """Warn of a Redis whose settings may lose accepted jobs."""
-        info = await self.client.info("persistence", "memory")
-        if not info.get("aof_enabled"):
-            logger.warning("Redis keeps no append-only file: what waits is lost with it; set appendonly yes.")
-        if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":
-            logger.warning("Redis drops keys when its memory is full: set maxmemory-policy noeviction.")
-
-
-def backoff() -> Iterator[float]:
-    """Yield the seconds to wait before each further try, without end."""
-    pause, longest = BACKOFF_S
-    while True:
-        yield pause * random.uniform(1, 1.5)
-        pause = min(2 * pause, longest)
-
-
-def _is_transient(error: Exception) -> bool:
-    if isinstance(error, ResponseError):
-        return isinstance(error, tuple(REASONS)) or str(error).startswith(TRANSIENT)
-    return isinstance(error, (redis.ConnectionError, redis.TimeoutError, OSError))
-
-
-def _reason(error: Exception) -> str:
-    """Return the reason without the address of Redis, which is not the clients' business."""
-    if type(error) in REASONS:
-        return REASONS[type(error)]
-    if isinstance(error, ResponseError):
-        return f"it answers {str(error).split()[0]}"
-    return "it does not answer"

@@ -1,22 +1,27 @@
 -- The queue of the reward service in Redis, as one script, so that each change of a job is atomic.
 --
 -- KEYS[1], P below, is the prefix of every key; ARGV[1] is the name of the operation, and its arguments follow.
---   P:job:ID           hash: the fields of a job
+--   P:job:ID           hash: the fields of a job; `receipt` names its delivery, and `line` where it waits
 --   P:key:SHA256       the id of the job with that content; equal jobs share its result while its revision is served
---   P:classes:REWARD   sorted set of the priorities of jobs that wait or run; each has a stream
---   P:queue:REWARD:N   the stream: undelivered entries are jobs that wait, pending ones run
---   P:waiting          hash: items and bytes that wait, of all rewards; jobs and bytes by reward
+--   P:returned:REWARD  sorted set: the jobs that were given back, by age, which come before others
+--   P:classes:REWARD   sorted set of the priorities of other jobs that wait; each has
+--     P:line:CLASS:CLIENT   sorted set: the jobs of a client, by age
+--     P:clients:CLASS       sorted set of clients by the virtual time at which they are served next
+--     P:shares:CLASS        the same of clients that have no job, as long as they are ahead of the others
+--     P:mates:CLASS:PREFIX  sorted set: the jobs with that prefix, by age
+--     P:turn:CLASS          hash: the virtual `clock`, and `since` when it waits for a turn
+--   P:running:REWARD   sorted set: jobs that run, by the last sign of life of who has them
+--   P:waiting          hash: items, bytes and jobs that wait by reward, and the bytes of all; a counter
 --   P:taken:TOKEN      the jobs that one `take` returned, for a retry after a lost response
---   P:pace:MINUTE      items done in that minute
+--   P:pace:REWARD:MINUTE  items done in that minute
 --   P:record:NAME      a protocol's record of a request
 --   P:hosts, P:beats   the health of each process's workers, and when it expires
--- A job that is queued again has its priority plus a half, so that it comes before others.
 -- Channels: P:come carries the name of a reward that has a new job, P:over the id of a finished job.
+-- `fair_queue.py` is the same order in the memory of a process.
 
 local P, operation = KEYS[1], ARGV[1]
-local GROUP = 'workers'
-local FIELDS = {'state', 'reward', 'stream', 'entry', 'items', 'bytes', 'cost', 'priority', 'attempts', 'deadline',
-  'key', 'asked', 'shared'}
+local FIELDS = {'state', 'reward', 'line', 'receipt', 'items', 'bytes', 'cost', 'prefixes', 'priority', 'client',
+  'attempts', 'deadline', 'key', 'asked', 'shared', 'created'}
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
@@ -43,37 +48,64 @@ local function is_shared(job, revisions)
 end
 
 local function count(job, sign)
-  redis.call('HINCRBY', P .. ':waiting', 'items', sign * job.items)
-  redis.call('HINCRBY', P .. ':waiting', 'bytes', sign * job.bytes)
-  redis.call('HINCRBY', P .. ':waiting', 'jobs:' .. job.reward, sign)
-  redis.call('HINCRBY', P .. ':waiting', 'bytes:' .. job.reward, sign * job.bytes)
+  local waiting = P .. ':waiting'
+  redis.call('HINCRBY', waiting, 'bytes', sign * job.bytes)
+  redis.call('HINCRBY', waiting, 'items:' .. job.reward, sign * job.items)
+  redis.call('HINCRBY', waiting, 'jobs:' .. job.reward, sign)
+  redis.call('HINCRBY', waiting, 'bytes:' .. job.reward, sign * job.bytes)
 end
 
-local function enqueue(job, class)
-  local stream = P .. ':queue:' .. job.reward .. ':' .. class
-  if redis.call('EXISTS', stream) == 0 then redis.call('XGROUP', 'CREATE', stream, GROUP, '0', 'MKSTREAM') end
-  redis.call('ZADD', P .. ':classes:' .. job.reward, class, class)
-  local entry = redis.call('XADD', stream, '*', 'job', job.id)
-  redis.call('HSET', job_key(job.id), 'state', 'queued', 'stream', stream, 'entry', entry)
+-- A reward's name may have colons, and a client's: its length makes keys differ.
+local function class_key(kind, job)
+  return table.concat({P, kind, job.priority, #job.reward, job.reward}, ':')
+end
+
+local function mates_key(job, prefix) return class_key('mates', job) .. ':' .. prefix end
+
+local function returned_key(reward) return P .. ':returned:' .. reward end
+
+-- Return the virtual time at which a client of the job's class is served next.
+local function tag_of(job)
+  local clock = tonumber(redis.call('HGET', class_key('turn', job), 'clock') or 0)
+  local tag = redis.call('ZSCORE', class_key('clients', job), job.client)
+    or redis.call('ZSCORE', class_key('shares', job), job.client) or 0
+  return math.max(clock, tonumber(tag))
+end
+
+local function enqueue(job, returned)
+  local order = redis.call('HINCRBY', P .. ':waiting', 'order', 1)
+  job.line = returned and returned_key(job.reward) or class_key('line', job) .. ':' .. job.client
+  if not returned then
+    if redis.call('ZADD', P .. ':classes:' .. job.reward, job.priority, job.priority) == 1 then
+      redis.call('HSET', class_key('turn', job), 'since', string.format('%.6f', now))
+    end
+    redis.call('ZADD', class_key('clients', job), 'NX', tag_of(job), job.client)
+    for _, pair in ipairs(cjson.decode(job.prefixes)) do redis.call('ZADD', mates_key(job, pair[1]), order, job.id) end
+  end
+  redis.call('ZADD', job.line, returned and job.created or order, job.id)
+  redis.call('HSET', job_key(job.id), 'state', 'queued', 'line', job.line)
   count(job, 1)
   redis.call('PUBLISH', P .. ':come', job.reward)
 end
 
--- Remove a job from its stream. Ending or returning a job begins with it: at its limit of memory Redis refuses a script
--- whose first write takes memory, and lets one finish that began with another.
+-- Remove a job from what waits or runs. Taking, ending and returning a job begins with it: at its limit of memory Redis
+-- refuses a script whose first write takes memory, and lets one finish that began with another.
 local function remove(job)
-  redis.call('XACK', job.stream, GROUP, job.entry)
-  redis.call('XDEL', job.stream, job.entry)
-  if redis.call('XLEN', job.stream) == 0 then
-    redis.call('DEL', job.stream)
-    local class = string.sub(job.stream, #(P .. ':queue:' .. job.reward .. ':') + 1)
-    redis.call('ZREM', P .. ':classes:' .. job.reward, class)
-  end
+  redis.call('ZREM', job.line, job.id)
+  if job.state ~= 'queued' then return end
+  count(job, -1)
+  if job.line == returned_key(job.reward) then return end
+  for _, pair in ipairs(cjson.decode(job.prefixes)) do redis.call('ZREM', mates_key(job, pair[1]), job.id) end
+  if redis.call('EXISTS', job.line) == 1 then return end
+  redis.call('ZADD', class_key('shares', job), redis.call('ZSCORE', class_key('clients', job), job.client), job.client)
+  redis.call('ZREM', class_key('clients', job), job.client)
+  if redis.call('EXISTS', class_key('clients', job)) == 1 then return end
+  redis.call('DEL', class_key('shares', job), class_key('turn', job))
+  redis.call('ZREM', P .. ':classes:' .. job.reward, job.priority)
 end
 
 local function close(job, ttl, state, ...)
   remove(job)
-  if job.state == 'queued' then count(job, -1) end
   redis.call('DEL', job_key(job.id))  -- only the result is kept
   redis.call('HSET', job_key(job.id), 'state', state, ...)
   redis.call('PEXPIRE', job_key(job.id), ttl)
@@ -84,51 +116,110 @@ local function close(job, ttl, state, ...)
   redis.call('PUBLISH', P .. ':over', job.id)
 end
 
-local function give_back(job, blame, most, again, ttl)
+local function give_back(job, blame, most, again, cancelled, ttl)
   if blame ~= '' then job.attempts = job.attempts + 1 end
-  if tonumber(job.attempts) >= tonumber(most) then
+  if tonumber(job.asked) <= 0 then
+    close(job, ttl, 'cancelled', 'error', cancelled)
+  elseif tonumber(job.attempts) >= tonumber(most) then
     close(job, ttl, 'failed', 'error', blame .. ', ' .. again)
   else
     remove(job)
     redis.call('HSET', job_key(job.id), 'attempts', job.attempts)
-    enqueue(job, tostring(job.priority + 0.5))
+    enqueue(job, true)
   end
 end
 
--- Deliver the next jobs within the budget to `consumer`, and return the id and the entry of each.
-local function due(reward, budget, consumer, ttl, expired)
-  local taken, total = {}, 0
-  for _, class in ipairs(redis.call('ZREVRANGE', P .. ':classes:' .. reward, 0, -1)) do
-    local stream = P .. ':queue:' .. reward .. ':' .. class
-    local group = redis.call('XINFO', 'GROUPS', stream)[1]
-    local last
-    for n = 1, #group, 2 do if group[n] == 'last-delivered-id' then last = group[n + 1] end end
-    while true do
-      local next = redis.call('XRANGE', stream, '(' .. last, '+', 'COUNT', 1)[1]
-      if not next then break end
-      local job = read(next[2][2])
-      local alone = tonumber(job.attempts) > 0
-      if #taken > 0 and (total + job.cost > budget or alone) then return taken end
-      redis.call('XREADGROUP', 'GROUP', GROUP, consumer, 'COUNT', 1, 'STREAMS', stream, '>')
-      last = next[1]
-      if job.deadline ~= '' and tonumber(job.deadline) < now then
-        close(job, ttl, 'failed', 'error', expired)
-      else
-        count(job, -1)
-        redis.call('HSET', job_key(job.id), 'state', 'running')
-        total = total + job.cost
-        taken[#taken + 1] = {job.id, job.entry}
-        if alone then return taken end
-      end
-    end
+-- Return the priority that a batch begins with: the highest, or now and then the one that waits longest.
+local function first_priority(reward, aging)
+  local classes = redis.call('ZREVRANGE', P .. ':classes:' .. reward, 0, -1)
+  if now - (redis.call('HGET', P .. ':waiting', 'aged:' .. reward) or 0) < aging then return classes[1] end
+  local longest, least
+  for _, class in ipairs(classes) do
+    local since = tonumber(redis.call('HGET', class_key('turn', {reward = reward, priority = class}), 'since'))
+    if not least or since < least then longest, least = class, since end
   end
-  return taken
+  if least and now - least >= aging then return longest, true end
+  return classes[1]
+end
+
+-- Return the job whose turn it is, of the priority `first` while that has any, and the virtual time of its client.
+local function next_job(reward, first)
+  local id = redis.call('ZRANGE', returned_key(reward), 0, 0)[1]
+  if id then return read(id) end
+  local classes = P .. ':classes:' .. reward
+  local priority = first and redis.call('ZSCORE', classes, first) and first or redis.call('ZREVRANGE', classes, 0, 0)[1]
+  if not priority then return nil end
+  local class = {reward = reward, priority = priority}
+  local head = redis.call('ZRANGE', class_key('clients', class), 0, 0, 'WITHSCORES')
+  id = redis.call('ZRANGE', class_key('line', class) .. ':' .. head[1], 0, 0)[1]
+  return read(id), tonumber(head[2])
+end
+
+-- Return the tokens by which a batch that holds these prefixes grows with a job.
+local function tokens_of(job, held)
+  local tokens = tonumber(job.cost)
+  for _, pair in ipairs(cjson.decode(job.prefixes)) do if held[pair[1]] then tokens = tokens - pair[2] end end
+  return tokens
+end
+
+-- Move a job into the batch, on its client's account; return false where it has no room there.
+local function move(job, batch, clock)
+  local tokens = tokens_of(job, batch.held)
+  local alone = tonumber(job.attempts) > 0
+  if #batch.jobs > 0 and (alone or tokens > batch.room) then return false end
+  local late = job.deadline ~= '' and tonumber(job.deadline) < now
+  local paid = job.line == returned_key(job.reward)
+  local tag = not paid and math.max(tag_of(job), clock or 0)
+  if late then
+    close(job, batch.ttl, 'failed', 'error', batch.expired)
+    return true
+  end
+  remove(job)
+  if not paid and redis.call('EXISTS', class_key('turn', job)) == 1 then
+    redis.call('HSET', class_key('turn', job), 'since', string.format('%.6f', now))
+    if clock then
+      redis.call('HSET', class_key('turn', job), 'clock', string.format('%.17g', clock))
+      redis.call('ZREMRANGEBYSCORE', class_key('shares', job), '-inf', clock)
+    end
+    local waits = redis.call('EXISTS', job.line) == 1
+    redis.call('ZADD', class_key(waits and 'clients' or 'shares', job), tag + tokens, job.client)
+  end
+  local receipt = redis.call('HINCRBY', P .. ':waiting', 'order', 1)
+  local running = P .. ':running:' .. job.reward
+  redis.call('ZADD', running, now, job.id)
+  redis.call('HSET', job_key(job.id), 'state', 'running', 'line', running, 'receipt', receipt)
+  batch.jobs[#batch.jobs + 1] = {job.id, tostring(receipt)}
+  batch.room = batch.room - tokens
+  batch.closed = alone
+  for _, pair in ipairs(cjson.decode(job.prefixes)) do batch.held[pair[1]] = true end
+  return true
+end
+
+local function take_batch(reward, budget, aging, cached, ttl, expired)
+  local batch = {jobs = {}, held = {}, room = budget, closed = false, ttl = ttl, expired = expired}
+  local first, aged = first_priority(reward, aging)
+  while not batch.closed do
+    local job, clock = next_job(reward, first)
+    if not job or not move(job, batch, clock) then break end
+    if aged then redis.call('HSET', P .. ':waiting', 'aged:' .. reward, string.format('%.6f', now)) end
+    local prefixes = {}
+    for _, pair in ipairs(cjson.decode(job.prefixes)) do prefixes[#prefixes + 1] = pair[1] end
+    for _, prefix in ipairs(cached) do prefixes[#prefixes + 1] = prefix end
+    for _, prefix in ipairs(batch.closed and {} or prefixes) do
+      local mate
+      repeat
+        mate = redis.call('ZRANGE', mates_key(job, prefix), 0, 0)[1]
+      until not mate or not move(read(mate), batch)
+    end
+    cached = {}  -- all of them have come along, or there is no room
+  end
+  return batch.jobs
 end
 
 local operations = {}
 
-function operations.put(id, key, reward, packed, items, cost, priority, remaining, max_items, max_bytes, ttl,
-    revisions, prefixes, client, request, wanted)
+function operations.put(id, key, reward, packed, items, cost, priority, remaining, max_items, max_bytes,
+    max_total, ttl, revisions, prefixes, client, request, wanted)
   if redis.call('EXISTS', job_key(id)) == 1 then return {1, id} end  -- a retry after a lost response
   local deadline = remaining ~= '' and string.format('%.6f', now + remaining) or ''
   local equal = redis.call('GET', P .. ':key:' .. key)
@@ -146,36 +237,37 @@ function operations.put(id, key, reward, packed, items, cost, priority, remainin
     end
     return {1, equal}
   end
-  local waiting = redis.call('HMGET', P .. ':waiting', 'items', 'bytes')
-  local has_items, has_bytes = tonumber(waiting[1] or 0), tonumber(waiting[2] or 0)
-  if has_items + items > tonumber(max_items) or has_bytes + #packed > tonumber(max_bytes) then
-    local done = redis.call('MGET', P .. ':pace:' .. minute, P .. ':pace:' .. minute - 1)
-    local pace = ((done[1] or 0) + (done[2] or 0)) / (60 + now - 60 * minute)
-    return {0, has_items, has_bytes, tostring(pace)}
+  local waiting = redis.call('HMGET', P .. ':waiting', 'items:' .. reward, 'bytes:' .. reward, 'bytes')
+  local has_items, has_bytes, total = tonumber(waiting[1] or 0), tonumber(waiting[2] or 0), tonumber(waiting[3] or 0)
+  if has_items + items > tonumber(max_items) or has_bytes + #packed > tonumber(max_bytes)
+      or total + #packed > tonumber(max_total) then
+    local pace = P .. ':pace:' .. reward .. ':'
+    local done = redis.call('MGET', pace .. minute, pace .. minute - 1)
+    return {0, has_items, has_bytes, total, tostring(((done[1] or 0) + (done[2] or 0)) / (60 + now - 60 * minute))}
   end
-  job = {id = id, reward = reward, items = items, bytes = #packed}
   redis.call('HSET', job_key(id), 'reward', reward, 'key', key, 'packed', packed, 'items', items, 'bytes', #packed,
     'cost', cost, 'priority', priority, 'deadline', deadline, 'attempts', 0, 'asked', 1,
-    'prefixes', prefixes, 'client', client, 'request', request, 'wanted', wanted, 'created', string.format('%.6f', now))
+    'prefixes', prefixes, 'client', client, 'request', request, 'wanted', wanted,
+    'created', string.format('%.6f', now))
   redis.call('SET', P .. ':key:' .. key, id)
-  enqueue(job, priority)
+  enqueue(read(id))
   return {1, id}
 end
 
-function operations.take(reward, budget, consumer, token, ttl, expired)
+function operations.take(reward, budget, token, ttl, expired, aging, cached)
   local receipt = P .. ':taken:' .. token
   local taken = {}
   for _, pair in ipairs(redis.call('LRANGE', receipt, 0, -1)) do taken[#taken + 1] = cjson.decode(pair) end
   if #taken == 0 then
-    taken = due(reward, tonumber(budget), consumer, ttl, expired)
+    taken = take_batch(reward, tonumber(budget), tonumber(aging), cjson.decode(cached), ttl, expired)
     for _, pair in ipairs(taken) do redis.call('RPUSH', receipt, cjson.encode(pair)) end
     redis.call('EXPIRE', receipt, 60)
   end
   local jobs = {}
   for _, pair in ipairs(taken) do
     local job = redis.call('HMGET', job_key(pair[1]),
-      'stream', 'entry', 'packed', 'cost', 'priority', 'attempts', 'created', 'prefixes', 'client', 'request', 'wanted')
-    if job[2] == pair[2] then jobs[#jobs + 1] = {pair[1], unpack(job)} end
+      'receipt', 'packed', 'cost', 'priority', 'attempts', 'created', 'prefixes', 'client', 'request', 'wanted')
+    if job[1] == pair[2] then jobs[#jobs + 1] = {pair[1], unpack(job)} end
   end
   return jobs
 end
@@ -186,49 +278,43 @@ function operations.finish(id, outcomes, seconds, revision, shared, ttl)
   local job = read(id)
   if is_over(job) then return 0 end
   close(job, ttl, 'done', 'outcomes', outcomes, 'seconds', seconds, 'revision', revision, 'shared', shared)
-  redis.call('INCRBY', P .. ':pace:' .. minute, job.items)
-  redis.call('EXPIRE', P .. ':pace:' .. minute, 180)
+  local pace = P .. ':pace:' .. job.reward .. ':' .. minute
+  redis.call('INCRBY', pace, job.items)
+  redis.call('EXPIRE', pace, 180)
   return 1
 end
 
-function operations.fail(id, entry, error, ttl)
+function operations.fail(id, receipt, error, ttl)
   local job = read(id)
-  if is_over(job) or job.entry ~= entry then return 0 end
+  if job.state ~= 'running' or job.receipt ~= receipt then return 0 end
   close(job, ttl, 'failed', 'error', error)
   return 1
 end
 
-function operations.give_back(id, entry, blame, most, again, ttl)
+function operations.give_back(id, receipt, blame, ...)
   local job = read(id)
-  if is_over(job) or job.entry ~= entry then return 0 end
-  give_back(job, blame, most, again, ttl)
+  if job.state ~= 'running' or job.receipt ~= receipt then return 0 end
+  give_back(job, blame, ...)
   return 1
 end
 
--- Renew the claim of a consumer on a job. A job that was given to another consumer has another entry.
-function operations.renew(consumer, stream, entry)
-  if redis.call('EXISTS', stream) == 1 then redis.call('XCLAIM', stream, GROUP, consumer, 0, entry, 'JUSTID') end
+-- Say that who was given a job is alive. A job that was given to another has another receipt.
+function operations.renew(id, receipt)
+  local job = read(id)
+  if job.state == 'running' and job.receipt == receipt then redis.call('ZADD', job.line, now, id) end
 end
 
--- Queue again the jobs of consumers that were silent for so many milliseconds, and return their number.
-function operations.reclaim(reward, consumer, silence, blame, most, again, ttl)
-  local claimed = 0
-  for _, class in ipairs(redis.call('ZREVRANGE', P .. ':classes:' .. reward, 0, -1)) do
-    local stream = P .. ':queue:' .. reward .. ':' .. class
-    local entries = redis.call('XAUTOCLAIM', stream, GROUP, consumer, silence, '0-0', 'COUNT', 100, 'JUSTID')[2]
-    for _, entry in ipairs(entries) do
-      local id = redis.call('XRANGE', stream, entry, entry)[1][2][2]
-      give_back(read(id), blame, most, again, ttl)
-      claimed = claimed + 1
-    end
-  end
-  return claimed
+-- Queue again the jobs of processes that were silent for so many seconds, and return their number.
+function operations.reclaim(reward, silence, ...)
+  local silent = redis.call('ZRANGEBYSCORE', P .. ':running:' .. reward, '-inf', now - silence, 'LIMIT', 0, 100)
+  for _, id in ipairs(silent) do give_back(read(id), ...) end
+  return #silent
 end
 
 function operations.cancel(id, cancelled, ttl)
   local job = read(id)
-  if job.state ~= 'queued' then return 0 end
-  if redis.call('HINCRBY', job_key(id), 'asked', -1) > 0 then return 0 end
+  if not job.state or is_over(job) then return 0 end
+  if redis.call('HINCRBY', job_key(id), 'asked', -1) > 0 or job.state == 'running' then return 0 end
   close(job, ttl, 'cancelled', 'error', cancelled)
   return 1
 end

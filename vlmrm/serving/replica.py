@@ -19,6 +19,7 @@ from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import Backend, Job
+from vlmrm.serving.fair_queue import RecentPrefixes, tokens_of
 from vlmrm.serving.revision import digest, revision_of
 from vlmrm.serving.telemetry import Metrics
 from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess, WorkerSpec
@@ -58,6 +59,7 @@ class Replica:
         self.info: dict[str, Any] = {}
         self._revision = ""
         self._sizes = deque([RECENT], maxlen=RECENT)  # jobs of the last batches
+        self._recent = RecentPrefixes()
         self.process_id: int | None = None
 
     @property
@@ -115,6 +117,7 @@ class Replica:
         except BaseException:
             await worker.stop()
             raise
+        self._recent.clear()
         self.info, self.error, self.ready, self.process_id = worker.info, None, True, worker.process.pid
         logger.info("the worker of %s is ready (process %d)", self.reward, self.process_id)
         return worker
@@ -125,6 +128,7 @@ class Replica:
         self.busy = True
         try:
             await self._gather(worker, jobs)
+            self._recent.add(jobs)
             self.metrics.record_waits(self.reward, [max(0.0, time.time() - job.created) for job in jobs])
             outcomes, seconds = await self._score(worker, _items(jobs))
             self.metrics.record_batch(self.reward, outcomes, seconds)
@@ -153,7 +157,7 @@ class Replica:
         Raises:
             WorkerDied: should the worker die meanwhile.
         """
-        taking = asyncio.ensure_future(self.backend.take(self.reward, budget))
+        taking = asyncio.ensure_future(self.backend.take(self.reward, budget, list(self._recent)))
         try:
             await asyncio.wait({taking, worker.died}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if worker.died.done():
@@ -176,7 +180,7 @@ class Replica:
         """
         end = time.monotonic() + GATHERING_S
         while max(self._sizes) > 1 and not jobs[0].attempts:
-            budget = self.spec.budget - sum(job.cost for job in jobs)
+            budget = self.spec.budget - tokens_of(jobs)
             quiet = max(0.0, time.time() - max(job.created for job in jobs))
             patience = min(QUIET_S - quiet, end - time.monotonic())
             if budget <= 0 or patience <= 0:
@@ -184,7 +188,8 @@ class Replica:
             more = await self._take(worker, budget, patience)
             if not more:
                 break
-            if more[0].attempts or more[0].cost > budget:  # it must come alone, or does not fit
+            # It must come alone, or does not fit.
+            if more[0].attempts or tokens_of([*jobs, *more]) > self.spec.budget:
                 await self.backend.requeue(more, None)
                 break
             jobs += more
@@ -195,8 +200,9 @@ class Replica:
         decoded = [] if self.decoder is None else await self.decoder.decode(items)
         if decoded:
             items = [result.item for result in decoded if not isinstance(result, RowError)]
-        started = time.monotonic()
+        started, before = time.monotonic(), worker.computed
         outcomes = await worker.score(items, self.spec.batch_timeout) if items else []
+        self.metrics.record_computed(self.reward, before, worker.computed)
         seconds = time.monotonic() - started
         if not decoded:
             return outcomes, seconds

@@ -58,8 +58,10 @@ def serve(config: Path | None, model: str | None, overrides: Mapping[str, Any], 
     else:
         reward = {"reward_type": "vlm_reward", "model_path": model}
         settings = validate_settings({**overrides, "reward_args": [reward]}, "the command line")
-    if role != "everything" and not settings.redis_host:
-        raise ConfigError(f"vlmrm serve {role} shares its queue with other processes: set redis_host.")
+    if role != "everything" and not settings.has_redis:
+        raise ConfigError(
+            f"vlmrm serve {role} shares its queue with other processes: set redis_host or redis_sentinels."
+        )
     app = create_app(Service(settings, workers=role != "api"), requests=role != "workers")
     with listen(settings.host, settings.port) as listener:
         start_log("serve")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +15,7 @@ from anyio.to_thread import run_sync
 from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import Backend, Job, QueueAway, State, Status
-from vlmrm.serving.cost import VIDEO_COLUMNS, children, count_pixels, estimate_tokens
+from vlmrm.serving.cost import VIDEO_COLUMNS, children, count_pixels, count_prefixes, estimate_tokens
 from vlmrm.serving.decoding import Decoder
 from vlmrm.serving.health import WorkerHealth, WorkerRegistry
 from vlmrm.serving.memory_backend import MemoryBackend
@@ -22,6 +23,8 @@ from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.telemetry import Metrics
 from vlmrm.serving.worker_process import WorkerSpec
+
+logger = logging.getLogger("vlmrm")
 
 SCORER = "vlmrm.serving.engines.ScorerEngine"
 REWARD = "vlmrm.serving.engines.RewardEngine"
@@ -151,25 +154,27 @@ class Service:
             NotServing: when the service is stopping, or no worker can load the reward.
         """
         self._check_serving(reward)
-        limits = self.settings.limits
+        max_items, max_bytes = self.settings.queue_limits[reward]
         make = partial(self._make_job, reward, list(items), priority, self.info(reward).get("max_pixels"))
         job = await run_sync(make) if _bytes(items) > LARGE_BYTES or _has_video(items) else make()
-        if len(items) > limits.queue_items or job.size > limits.queue_bytes:
+        if len(items) > max_items or job.size > max_bytes:
             raise TooLarge(
                 f"a request of {len(items)} items in {job.size} bytes is over what the queue can hold, "
-                f"{limits.queue_items} items in {limits.queue_bytes} bytes: send fewer at a time."
+                f"{max_items} items in {max_bytes} bytes: send fewer at a time."
             )
         return job
 
     def _make_job(self, reward: str, items: list[Item], priority: int, max_pixels: int | None) -> Job:
+        trained = is_trained(self.rewards[reward])  # whose scorer computes equal prompts and media once
         limit = self.settings.limits.max_total_pixels
-        pixels = count_pixels(items, once=is_trained(self.rewards[reward]))
+        pixels = count_pixels(items, once=trained)
         if pixels > limit:
             raise TooLarge(
                 f"the images and frames of a request are {pixels} pixels, over the limit max_total_pixels of {limit}: "
                 "send fewer at a time, or smaller ones."
             )
-        job = Job(reward, items, cost=estimate_tokens(items, max_pixels), priority=priority)
+        cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
+        job = Job(reward, items, cost=cost, prefixes=prefixes, priority=priority)
         _ = job.key  # computed in the thread, as many bytes take long to hash
         return job
 
@@ -237,8 +242,15 @@ class Service:
             for replica in replicas:
                 replica.closing = self.backend.persistent
         end = time.monotonic() + timeout
-        while time.monotonic() < end and (await self._busy() or (fetched and await self.backend.count_unfetched())):
+        while time.monotonic() < end and (await self._busy() or (fetched and await self.backend.unfetched())):
             await asyncio.sleep(0.05)
+        for name, count in (await self.backend.unfetched()).items() if fetched else ():
+            logger.warning(
+                "the results of %d requests to %s are lost, as nobody has asked for them in time: a queue in Redis "
+                "would keep them",
+                count,
+                name,
+            )
 
     async def _busy(self) -> bool:
         waiting = [] if self.backend.persistent else [(await self.backend.depth(name))[0] for name in self.rewards]
@@ -256,11 +268,12 @@ class Service:
 
 def make_backend(settings: ServiceSettings) -> Backend:
     """Return the queue of the settings: in Redis, or in this process."""
-    if not settings.redis_host:
-        return MemoryBackend(settings.limits)
-    from vlmrm.serving.redis_backend import RedisBackend, RedisConnection
+    if not settings.has_redis:
+        return MemoryBackend(settings.limits, settings.queue_limits)
+    from vlmrm.serving.redis_backend import RedisBackend
+    from vlmrm.serving.redis_connection import RedisConnection
 
-    return RedisBackend(RedisConnection.of(settings), settings.limits)
+    return RedisBackend(RedisConnection.of(settings), settings.limits, settings.queue_limits)
 
 
 def worker_spec(reward: RewardSettings, device: str, silence: float) -> WorkerSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,6 +64,8 @@ class RewardSettings(Strict):
     batch_timeout: Seconds = 600.0
     load_timeout: Seconds = 3600.0
     token: Token = SecretStr("")  # for this reward alone, besides the service's
+    queue_items: int = Field(0, ge=0)  # that wait for it; 0: limits.queue_items
+    queue_bytes: int = Field(0, ge=0)  # of these; 0: an equal part of limits.queue_bytes
 
     @model_validator(mode="after")
     def _normalize(self) -> RewardSettings:
@@ -88,8 +91,8 @@ class Limits(Strict):
     max_json_values: Count = 1_000_000
     body_timeout: Seconds = 120.0  # until the body of a request has come
     fetch_timeout: Seconds = 20.0  # for one image of an allowed host
-    queue_items: Count = 100_000
-    queue_bytes: Count = 4 * 2**30
+    queue_items: Count = 100_000  # that wait for one reward
+    queue_bytes: Count = 4 * 2**30  # of what waits for all rewards
     result_ttl: float = Field(3600.0, ge=0)
     max_results: Count = 100_000  # kept in the service's own memory; in Redis by `result_ttl` alone
     silence: Seconds = 30.0  # without a sign of life, after which a worker or its host counts as dead
@@ -118,14 +121,21 @@ class DecodeSettings(Strict):
 
 
 class ServiceSettings(Strict):
-    """The configuration file. Without `redis_host`, queue and results are in the service's process."""
+    """The configuration file. Without a Redis, queue and results are in the service's process."""
 
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65535)
     redis_host: str = ""
     redis_port: int = Field(6379, ge=1, le=65535)
+    redis_sentinels: list[str] = Field(default_factory=list)  # NAME:PORT, which know where redis_master is
+    redis_master: str = ""
+    redis_user: str = ""
     redis_password: SecretStr = SecretStr("")
+    redis_sentinel_password: SecretStr = SecretStr("")
     redis_tls: bool = False
+    redis_ca: Path | None = None  # that signed the certificate of Redis; default: the system's authorities
+    redis_certificate: Path | None = None  # of this client, with redis_key
+    redis_key: Path | None = None
     redis_prefix: str = "vlmrm"  # begins every key, so that several services can share one Redis
     long_poll: float = Field(4.0, ge=0, le=60)  # seconds that a pull waits for its result
     token: Token = SecretStr("")
@@ -136,6 +146,34 @@ class ServiceSettings(Strict):
     reward_args: list[RewardSettings] = Field(default_factory=list)
     decode_args: DecodeSettings | None = None
 
+    @property
+    def queue_limits(self) -> dict[str, tuple[int, int]]:
+        """The items and bytes that may wait for each reward."""
+        return {reward.name: (reward.queue_items, reward.queue_bytes) for reward in self.reward_args}
+
+    @property
+    def has_redis(self) -> bool:
+        """Whether queue and results are in Redis."""
+        return bool(self.redis_host or self.redis_sentinels)
+
+    @property
+    def sentinel_addresses(self) -> list[tuple[str, int]]:
+        parts = [address.rpartition(":") for address in self.redis_sentinels]
+        return [(host.strip("[]"), int(port)) for host, _, port in parts]
+
+    @model_validator(mode="after")
+    def _check_redis(self) -> ServiceSettings:
+        for address in self.redis_sentinels:
+            if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):\d{1,5}", address):
+                raise ValueError(f"redis_sentinels has {address}: give NAME:PORT of each")
+        if bool(self.redis_sentinels) != bool(self.redis_master) or (self.redis_sentinels and self.redis_host):
+            raise ValueError("give either redis_host, or redis_sentinels with redis_master, the name of their master")
+        if (self.redis_ca or self.redis_certificate or self.redis_key) and not self.redis_tls:
+            raise ValueError("redis_ca, redis_certificate and redis_key need redis_tls = true")
+        if bool(self.redis_certificate) != bool(self.redis_key):
+            raise ValueError("redis_certificate and redis_key belong together: give both")
+        return self
+
     @model_validator(mode="after")
     def _check_rewards(self) -> ServiceSettings:
         self.reward_args = [reward for reward in self.reward_args if reward.enable]
@@ -145,6 +183,13 @@ class ServiceSettings(Strict):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"{names.count(name)} rewards are called {name}: give each a name of its own")
+        for reward in self.reward_args:
+            reward.queue_items = reward.queue_items or self.limits.queue_items
+            reward.queue_bytes = reward.queue_bytes or max(1, self.limits.queue_bytes // len(names))
+            if reward.queue_bytes > self.limits.queue_bytes:
+                raise ValueError(
+                    f"queue_bytes of {reward.name} is more than those of [limits], which are of all rewards"
+                )
         return self
 
 
@@ -152,7 +197,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def load_settings(path: Path, environment: Mapping[str, str] = os.environ, **overrides: Any) -> ServiceSettings:
-    """Load settings from a TOML file; `overrides` take precedence, `VLMRM_TOKEN` and `VLMRM_REDIS_PASSWORD` over both.
+    """Load settings from a TOML file; `overrides` take precedence, `VLMRM_TOKEN` and the like over both.
 
     Raises:
         ConfigError: naming the key.
@@ -168,7 +213,8 @@ def validate_settings(
     Raises:
         ConfigError: naming the key; also for an address beyond this machine without a token.
     """
-    for key, variable in (("token", "VLMRM_TOKEN"), ("redis_password", "VLMRM_REDIS_PASSWORD")):
+    for key in ("token", "redis_password", "redis_sentinel_password"):
+        variable = f"VLMRM_{key.upper()}"
         if environment.get(variable):
             content = {**content, key: environment[variable]}
     settings = validate(ServiceSettings, content, source, secret=True)

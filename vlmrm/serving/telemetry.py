@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +51,7 @@ class Metrics:
         self.disconnects = counter("vlmrm_disconnects", "Requests whose client left before its answer")
         self.latency = seconds("vlmrm_stage_seconds", "Seconds by stage", ["reward", "stage"])
         self.batch_items = histogram("vlmrm_batch_items", "Items of a batch", ["reward"], buckets=SIZES)
+        self.computed = counter("vlmrm_computed", "What workers computed", ["reward", "what"])
         self.scores = histogram("vlmrm_score", "Scores", ["reward"], buckets=SCORES)
         self.failures = counter("vlmrm_failures", "Items without a score", ["reward", "reason"])
         self.restarts = counter("vlmrm_worker_restarts", "Workers that died", ["reward"])
@@ -83,6 +84,11 @@ class Metrics:
                 self.scores.labels(reward).observe(outcome.score)
             else:
                 self.record_failure(reward, "item", str(outcome.error))
+
+    def record_computed(self, reward: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """Record what a worker has computed between two of its counts, such as tokens."""
+        for what, count in after.items():
+            self.computed.labels(reward, what).inc(max(0.0, count - before.get(what, 0.0)))
 
     def record_failure(self, reward: str, reason: str, message: str) -> None:
         """Record what gets no score: an `item`, a `job`, a `refused` request, or one that came too late, `timeout`."""

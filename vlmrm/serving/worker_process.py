@@ -79,6 +79,7 @@ class WorkerProcess:
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
         self._number = 0
         self.info: dict[str, Any] = {}
+        self.computed: dict[str, float] = {}  # by its own count since it was loaded
 
     @classmethod
     async def start(cls, spec: WorkerSpec) -> WorkerProcess:
@@ -129,6 +130,7 @@ class WorkerProcess:
         response = await self._response(timeout, f"hung for {timeout:g} s")
         if response["kind"] == "failed":
             raise RewardRaised(response["error"])
+        self.computed = response["computed"]
         return list(map(read_outcome, response["outcomes"]))
 
     async def stop(self) -> None:

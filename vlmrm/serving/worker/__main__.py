@@ -76,7 +76,8 @@ def score(engine, message, secrets):
         outcomes = [validate(outcome, secrets) for outcome in outcomes]
     except Exception as error:
         return {"kind": "failed", "id": message["id"], "error": describe(error, secrets)}
-    return {"kind": "scored", "id": message["id"], "outcomes": outcomes}
+    counts = {str(name): float(count) for name, count in getattr(engine, "computed", {}).items()}
+    return {"kind": "scored", "id": message["id"], "outcomes": outcomes, "computed": counts}
 
 
 def validate(outcome, secrets):
