@@ -86,10 +86,12 @@ async def is_waiting(task: asyncio.Task[Any]) -> bool:
 async def test_a_job_goes_from_queued_over_running_to_done(backends):
     async with backends() as backend:
         given = Job("length", [{"prompt": "a", "image": {"bytes": b"\x00\xff"}}, {"prompt": "b"}], cost=7, priority=3)
+        given.prefixes, given.client, given.request_id, given.wanted = {"é": 5}, "one", "two", "r1"
         assert await backend.put(given) == given.id
         assert (await backend.status(given.id)).state is State.queued
         [taken] = await backend.take("length", 1000)
-        for name in ("id", "reward", "items", "cost", "priority", "attempts", "size", "key"):
+        origin = ("prefixes", "client", "request_id", "wanted")
+        for name in ("id", "reward", "items", "cost", "priority", "attempts", "size", "key", *origin):
             assert getattr(taken, name) == getattr(given, name), name
         assert (await backend.status(given.id)).state is State.running
         await backend.finish(taken, [Outcome(1.5, extra={"why": "ü"}), Outcome(error="no")], 0.25, "r1")

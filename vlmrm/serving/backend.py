@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -42,8 +42,12 @@ class Job:
     Args:
         reward: its name in the configuration.
         items: scored in this order; those of equal `group` prefixes share computation across jobs.
-        cost: estimated tokens, for the budget of a batch.
+        cost: estimated tokens, for the budget of a batch; a prefix that several items share counts once.
+        prefixes: the digest of each prompt prefix in it to its estimated tokens, which are part of `cost`.
         priority: higher goes first.
+        client: whose fair share of the reward it counts against.
+        request_id: of the request that sent it, for logs and traces.
+        wanted: the revision that must compute it; "" for any.
         deadline: seconds since the epoch after which nobody waits for the job, and it is not begun.
         attempts: how often a worker died or hung with it.
         packed: reward and items as one bytes object, of `size` bytes.
@@ -54,7 +58,11 @@ class Job:
     reward: str
     items: list[Item]
     cost: int = 1
+    prefixes: Mapping[str, int] = field(default_factory=dict)
     priority: int = 0
+    client: str = ""
+    request_id: str = ""
+    wanted: str = ""
     deadline: float | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
@@ -147,7 +155,7 @@ class Backend(Protocol):
             QueueAway: when the queue cannot be reached; so do `status`, `wait`, `cancel` and `depth`.
         """
 
-    async def take(self, reward: str, budget: int) -> list[Job]:
+    async def take(self, reward: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
         """Wait for jobs of a reward and take the first ones, up to `budget` tokens and at least one.
 
         Higher priority goes first, then age. A job that a worker died with comes alone, so that it harms no other; a

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,7 @@ class MemoryBackend:
         self._queue(job)
         return job.id
 
-    async def take(self, reward: str, budget: int) -> list[Job]:
+    async def take(self, reward: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
         while True:
             if jobs := self._pop(reward, budget):
                 return jobs

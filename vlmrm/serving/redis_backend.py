@@ -9,7 +9,7 @@ import random
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,8 +92,9 @@ class RedisBackend:
     async def put(self, job: Job) -> str:
         ttl = "" if job.deadline is None else job.deadline - time.time()  # Redis counts by its own clock
         content = (job.id, job.key, job.reward, job.packed, len(job.items), job.cost, job.priority, ttl)
+        origin = (json.dumps(job.prefixes), job.client, job.request_id, job.wanted)
         limits = (*self._capacity, self._ttl, " ".join(job.revisions))
-        accepted, *reply = await self._connection.run("put", *content, *limits, patience=PATIENCE_S)
+        accepted, *reply = await self._connection.run("put", *content, *limits, *origin, patience=PATIENCE_S)
         if not accepted:
             items, size, pace = reply
             raise Overloaded.of(items, size, float(pace))
@@ -150,7 +151,7 @@ class RedisBackend:
 
     # Workers ---------------------------------------------------------------------------------------------------------
 
-    async def take(self, reward: str, budget: int) -> list[Job]:
+    async def take(self, reward: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
         self._rewards.add(reward)
         while True:
             queued = self._queued.setdefault(reward, asyncio.Event())  # a new one after each message
@@ -168,14 +169,18 @@ class RedisBackend:
         token = uuid.uuid4().hex  # with which a retry gets what the first try has taken
         arguments = (reward, budget, self.name, token, self._ttl, EXPIRED)
         jobs = []
-        for job_id, stream, entry, packed, cost, priority, attempts, created in await self._connection.run(
-            "take", *arguments, patience=None
-        ):
+        for reply in await self._connection.run("take", *arguments, patience=None):
+            job_id, stream, entry, packed, cost, priority, attempts, created, *origin = reply
+            prefixes, client, request_id, wanted = (text.decode() for text in origin)
             job = Job(
                 reward,
                 unpack(packed)["items"],
                 cost=int(cost),
+                prefixes=json.loads(prefixes),
                 priority=int(priority),
+                client=client,
+                request_id=request_id,
+                wanted=wanted,
                 id=job_id.decode(),
                 created=float(created),
                 attempts=int(attempts),
