@@ -42,7 +42,13 @@ def create_app(service: Service, *, requests: bool = True) -> FastAPI:
 
     # FastAPI's own /docs and /openapi.json would need no token.
     app = FastAPI(
-        title="vlmrm reward service", version=vlmrm.__version__, lifespan=lifespan, docs_url=None, openapi_url=None
+        title="vlmrm reward service",
+        version=vlmrm.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        openapi_url=None,
+        # Spans alone: Prometheus has the metrics, and its logs would hold the texts of exceptions.
+        telemetry={"auto_configure": True, "metrics": False, "logs": False, "operation_spans": False},
     )
     app.state.gateway = Gateway(service)
     # The middleware that is added last is the outermost.

@@ -92,7 +92,7 @@ class RedisBackend:
     async def put(self, job: Job) -> str:
         ttl = "" if job.deadline is None else job.deadline - time.time()  # Redis counts by its own clock
         content = (job.id, job.key, job.reward, job.packed, len(job.items), job.cost, job.priority, ttl)
-        origin = (json.dumps(job.prefixes), job.client, job.request_id, job.wanted)
+        origin = (json.dumps(job.prefixes), job.client, job.request_id, job.wanted, job.trace)
         limits = (*self._capacity, self._ttl, " ".join(job.revisions))
         accepted, *reply = await self._connection.run("put", *content, *limits, *origin, patience=PATIENCE_S)
         if not accepted:
@@ -171,7 +171,7 @@ class RedisBackend:
         jobs = []
         for reply in await self._connection.run("take", *arguments, patience=None):
             job_id, stream, entry, packed, cost, priority, attempts, created, *origin = reply
-            prefixes, client, request_id, wanted = (text.decode() for text in origin)
+            prefixes, client, request_id, wanted, trace = (text.decode() for text in origin)
             job = Job(
                 reward,
                 unpack(packed)["items"],
@@ -181,6 +181,7 @@ class RedisBackend:
                 client=client,
                 request_id=request_id,
                 wanted=wanted,
+                trace=trace,
                 id=job_id.decode(),
                 created=float(created),
                 attempts=int(attempts),

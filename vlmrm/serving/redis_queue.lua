@@ -128,7 +128,7 @@ end
 local operations = {}
 
 function operations.put(id, key, reward, packed, items, cost, priority, remaining, max_items, max_bytes, ttl,
-    revisions, prefixes, client, request, wanted)
+    revisions, prefixes, client, request, wanted, trace)
   if redis.call('EXISTS', job_key(id)) == 1 then return {1, id} end  -- a retry after a lost response
   local deadline = remaining ~= '' and string.format('%.6f', now + remaining) or ''
   local equal = redis.call('GET', P .. ':key:' .. key)
@@ -156,7 +156,7 @@ function operations.put(id, key, reward, packed, items, cost, priority, remainin
   job = {id = id, reward = reward, items = items, bytes = #packed}
   redis.call('HSET', job_key(id), 'reward', reward, 'key', key, 'packed', packed, 'items', items, 'bytes', #packed,
     'cost', cost, 'priority', priority, 'deadline', deadline, 'attempts', 0, 'asked', 1,
-    'prefixes', prefixes, 'client', client, 'request', request, 'wanted', wanted, 'created', string.format('%.6f', now))
+    'prefixes', prefixes, 'client', client, 'request', request, 'wanted', wanted, 'trace', trace, 'created', string.format('%.6f', now))
   redis.call('SET', P .. ':key:' .. key, id)
   enqueue(job, priority)
   return {1, id}
@@ -174,7 +174,7 @@ function operations.take(reward, budget, consumer, token, ttl, expired)
   local jobs = {}
   for _, pair in ipairs(taken) do
     local job = redis.call('HMGET', job_key(pair[1]),
-      'stream', 'entry', 'packed', 'cost', 'priority', 'attempts', 'created', 'prefixes', 'client', 'request', 'wanted')
+      'stream', 'entry', 'packed', 'cost', 'priority', 'attempts', 'created', 'prefixes', 'client', 'request', 'wanted', 'trace')
     if job[2] == pair[2] then jobs[#jobs + 1] = {pair[1], unpack(job)} end
   end
   return jobs

@@ -20,7 +20,7 @@ from vlmrm.serving.health import WorkerHealth, WorkerRegistry
 from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
-from vlmrm.serving.telemetry import Metrics
+from vlmrm.serving.telemetry import REQUEST_ID, Metrics, current_trace
 from vlmrm.serving.worker_process import WorkerSpec
 
 SCORER = "vlmrm.serving.engines.ScorerEngine"
@@ -170,6 +170,7 @@ class Service:
                 "send fewer at a time, or smaller ones."
             )
         job = Job(reward, items, cost=estimate_tokens(items, max_pixels), priority=priority)
+        job.request_id, job.trace = REQUEST_ID.get() or "", current_trace()
         _ = job.key  # computed in the thread, as many bytes take long to hash
         return job
 

@@ -38,7 +38,9 @@ class RerankRequest(PoolingOptions):
     truncation_direction: str | None = None
     documents: Content | list[Content] | None = None
     top_n: int | None = Field(None, ge=0, description="0 for all.")
-    return_documents: bool | None = Field(None, description="Default false on /v2/rerank, as Cohere's; true elsewhere.")
+    return_documents: bool | None = Field(
+        None, description="Default false on /v2/rerank, as Cohere's; true elsewhere."
+    )
     rank_fields: list[str] | None = Field(None, description="The text alone is read.")
     max_tokens_per_doc: int | None = Field(None, description="Refused where a text may be longer: none is truncated.")
     max_chunks_per_doc: None = Field(None, description=UNTRUNCATED)
