@@ -75,13 +75,14 @@ def test_a_pickle_with_more_than_data_is_refused_and_nothing_of_it_is_run(conten
     assert not os.listdir(tmp_path)
 
 
+LEAVES = st.none() | st.booleans() | st.integers(-(2**31), 2**31 - 1) | st.floats(allow_nan=False) | st.binary()
+
+
 @given(
     tree=st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**31), 2**31 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-        max_leaves=10,
+        LEAVES | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10
     )
-)  # fmt: skip
+)
 def test_plain_data_is_read_as_it_was_pickled(tree):
     assert read_pickle(pickle.dumps(tree)) == tree
 
