@@ -7,6 +7,7 @@ import json
 
 import httpx2 as httpx
 import pytest
+from hosts import until
 from services import Gate, fake, in_loop, queued, rewards, running, served
 from test_fetch import png
 
@@ -135,7 +136,6 @@ def test_a_client_that_goes_ends_the_work(tmp_path):
             with client.stream("POST", "/v1/rewards", json=asked(), headers=STREAM) as waiting_one:
                 others = waiting_one.iter_lines()
                 assert "event: queued" in others and waiting() == 1
-            while waiting():  # it left the queue, with nobody to compute it
-                pass
+            until(lambda: not waiting())  # it left the queue, with nobody to compute it
             gate.open()
             assert "event: done" in lines
