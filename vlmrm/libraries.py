@@ -36,7 +36,11 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "qlora": ("bitsandbytes",),
     "ray": ("ray",),
     "rewards": ("rapidocr", "onnxruntime", "rapidfuzz", "ftfy"),
-    "serve": ("fastapi", "starlette", "anyio", "uvicorn", "python_multipart", "prometheus_client", "redis"),
+    "serve": (
+        *("fastapi", "starlette", "anyio", "uvicorn", "python_multipart", "opentelemetry", "prometheus_client"),
+        "redis",
+    ),
+    "otel": ("opentelemetry",),
     "latents": ("diffusers",),
     "frames": ("sklearn", "tqdm", "gymnasium", "pygame", "stable_baselines3", "minigrid"),
     "fetch": ("gymnasium_robotics", "mujoco"),

@@ -98,10 +98,11 @@ async def test_a_job_goes_from_queued_over_running_to_done(backends):
     async with backends() as backend:
         given = Job("length", [{"prompt": "a", "image": {"bytes": b"\x00\xff"}}, {"prompt": "b"}], cost=7, priority=3)
         given.prefixes, given.client, given.request_id, given.wanted = {"é": 5}, "one", "two", "r1"
+        given.trace = "00-1-2-01"
         assert await backend.put(given) == given.id
         assert (await backend.status(given.id)).state is State.queued
         [taken] = await backend.take("length", 1000)
-        origin = ("prefixes", "client", "request_id", "wanted")
+        origin = ("prefixes", "client", "request_id", "wanted", "trace")
         for name in ("id", "reward", "items", "cost", "priority", "attempts", "size", "key", *origin):
             assert getattr(taken, name) == getattr(given, name), name
         assert (await backend.status(given.id)).state is State.running

@@ -257,6 +257,12 @@ def served_scores(it: Conversation, url: str) -> dict[str, float | str]:
     if not it.answer.media and not re.search(r"(<\|\w+\|>|</s>)\s*$", it.answer.text):
         body = {"query": [f"?{it.answer.text}<|im_end|>"], "prompts": ["?"], "labels": [label]}
         scores["OpenRLHF"] = refused_or(posted(url, "/get_reward", body), lambda answer: answer["rewards"][0])
+        rollout = {**label, "response": f"{it.answer.text}<|im_end|>", "label": "the right answer"}
+        scores["slime"] = refused_or(posted(url, "/remote_rm", rollout), lambda answer: answer)
+    if [message["role"] for message in messages] == ["user", "assistant"]:
+        query, document = ({"content": message["content"]} for message in messages)
+        body = {"query": query, "documents": [document], "return_documents": False, **raw}
+        scores["rerank"] = refused_or(posted(url, "/v1/rerank", body), lambda a: a["results"][0]["relevance_score"])
     return scores
 
 

@@ -85,6 +85,11 @@ def write_sample(sample: Sample) -> dict[str, Any]:
     return columns
 
 
+def data_uri(text: str) -> str:
+    """Return base64 as the data URI of a file; a data URI as it is."""
+    return text if text.startswith("data:") else f"data:;base64,{text}"
+
+
 def sample_to_conversation(sample: Sample, template: PromptTemplate = PromptTemplate()) -> Conversation:
     """Return the conversation to score for a sample, built like that of a training row.
 

@@ -119,11 +119,7 @@ def read_openrlhf_query(prompt: str | None, query: str, label: Any) -> Conversat
     Raises:
         RowError: when it is neither, or its images do not match.
     """
-    try:
-        row = json.loads(label) if isinstance(label, str) and label.startswith("{") else label
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"its label looks like JSON but is not valid ({error})") from error
-    row = row if isinstance(row, dict) else {}
+    row = _read_label(label)
     images, videos = row.get("images"), row.get("videos")
     readable = "<|im_start|>" in query or (prompt is None and query.lstrip()[:1] in ("[", "{"))
     if "prompt" not in row and not readable:
@@ -140,6 +136,29 @@ def read_openrlhf_query(prompt: str | None, query: str, label: Any) -> Conversat
         before = read_text(f"{prompt}<|im_end|>", images or (), videos or ()).prompt
         return Conversation((*before, *read_messages(answer, "assistant")))
     return read_answer(row["prompt"], answer, images, videos)
+
+
+def read_slime_sample(prompt: str | Sequence[Any], response: str, label: Any) -> Conversation:
+    """Return the conversation of a sample of slime, whose prompt is a text, messages, or a rendered ChatML.
+
+    A label as of OpenRLHF says what was asked where the prompt does not, such as its images.
+
+    Raises:
+        RowError: when they do not match.
+    """
+    row = _read_label(label)
+    if isinstance(prompt, str) and "<|im_start|>" in prompt:
+        return read_openrlhf_query(prompt, prompt + response, row)
+    return read_answer(row.get("prompt", prompt), END.sub("", response), row.get("images"), row.get("videos"))
+
+
+def _read_label(label: Any) -> dict[str, Any]:
+    """Return a label that is an object, or the JSON of one; anything else, such as the right answer, is left out."""
+    try:
+        row = json.loads(label) if isinstance(label, str) and label.startswith("{") else label
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"its label looks like JSON but is not valid ({error})") from error
+    return row if isinstance(row, dict) else {}
 
 
 def read_verl_prompt(messages: Sequence[Mapping[str, Any]]) -> Messages:

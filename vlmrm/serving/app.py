@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 import vlmrm
 from vlmrm.serving.errors import add_error_handlers, error_responses
 from vlmrm.serving.gateway import Gateway, gateway_of
-from vlmrm.serving.middleware import DisconnectMiddleware, RequestMiddleware
+from vlmrm.serving.middleware import QUIET, DisconnectMiddleware, RequestMiddleware
 from vlmrm.serving.protocols import routers
 from vlmrm.serving.service import Service
 
@@ -42,7 +42,19 @@ def create_app(service: Service, *, requests: bool = True) -> FastAPI:
 
     # FastAPI's own /docs and /openapi.json would need no token.
     app = FastAPI(
-        title="vlmrm reward service", version=vlmrm.__version__, lifespan=lifespan, docs_url=None, openapi_url=None
+        title="vlmrm reward service",
+        version=vlmrm.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        openapi_url=None,
+        # Spans alone: Prometheus has the metrics, and its logs would hold the texts of exceptions.
+        telemetry={
+            "auto_configure": True,
+            "metrics": False,
+            "logs": False,
+            "operation_spans": False,
+            "exclude": lambda scope: scope["path"] in QUIET,
+        },
     )
     app.state.gateway = Gateway(service)
     # The middleware that is added last is the outermost.

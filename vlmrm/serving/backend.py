@@ -47,7 +47,8 @@ class Job:
         prefixes: the digest of each prompt prefix in it to its estimated tokens, which are part of `cost`.
         priority: higher goes first.
         client: whose fair share of the reward it counts against.
-        request_id: of the request that sent it, for logs and traces.
+        request_id: of the request that sent it, for logs.
+        trace: the W3C traceparent of that request; "" where it is not traced.
         wanted: the revision that must compute it; "" for any.
         deadline: seconds since the epoch after which nobody waits for the job, and it is not begun.
         attempts: how often a worker died or hung with it.
@@ -63,6 +64,7 @@ class Job:
     priority: int = 0
     client: str = ""
     request_id: str = ""
+    trace: str = ""
     wanted: str = ""
     deadline: float | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)

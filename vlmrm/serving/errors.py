@@ -96,6 +96,11 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(FormParserError, _form_error)  # before 1.8, Starlette lets it through
 
 
+def error_of(error: VlmrmError) -> ErrorDetail:
+    """Return an error as a part of an answer."""
+    return ErrorDetail(message=redact_paths(str(error)), type=type(error).__name__)
+
+
 def error_response(message: str, kind: str, status: int, headers: dict[str, str] | None = None) -> JSONResponse:
     return JSONResponse({"error": {"message": redact_paths(message), "type": kind}}, status, headers)
 

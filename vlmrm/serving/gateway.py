@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -85,47 +85,53 @@ class Gateway:
         if not 1 <= count <= self.settings.limits.max_items:
             raise InvalidRequest(f"there are {count} items: send between 1 and {self.settings.limits.max_items}.")
 
+    async def fetch(self, items: Sequence[Item | RowError]) -> list[Item | RowError]:
+        """Return the items with their images by URL; one whose image cannot be fetched becomes its error."""
+        if not self.fetcher.allowed:
+            return list(items)
+        fetched = await asyncio.gather(*map(self._fetch, items))
+        await self.scheduler.next_turn()
+        return fetched
+
     async def score(
         self,
         reward: str,
-        items: Sequence[Item],
+        items: Sequence[Item | RowError],
         *,
         priority: int = 0,
         timeout: float = 600.0,
         patience: float = 0.0,
+        accepted: Callable[[str], None] | None = None,
     ) -> ScoringResult:
-        """Return the outcomes of the items.
+        """Return the outcomes of the items; the outcome of one that is an error is that.
 
         Args:
             patience: seconds to wait for room in a full queue, for clients that do not retry later.
+            accepted: called with the id of the job once it is accepted.
 
         Raises:
             TooLarge, Overloaded, NotServing: when they are not accepted.
             RewardFailed, TimedOut: when they have no result, or not in time.
         """
-        if not self.fetcher.allowed:
-            return await self._score(reward, items, priority, timeout, patience)
-        # An image that cannot be fetched fails its item only.
-        fetched = await asyncio.gather(*(self._fetch(item) for item in items))
-        await self.scheduler.next_turn()
+        fetched = await self.fetch(items)
         complete = [item for item in fetched if not isinstance(item, RowError)]
         result = ScoringResult("", [], self.service.info(reward).get("revision"))
         if complete:
-            result = await self._score(reward, complete, priority, timeout, patience)
+            job_id = await self._submit(reward, complete, priority, timeout, patience)
+            if accepted is not None:
+                accepted(job_id)
+            result = await self._wait(reward, job_id, timeout)
         scored = iter(result.outcomes)
         outcomes = [Outcome(error=item.reason) if isinstance(item, RowError) else next(scored) for item in fetched]
         return replace(result, outcomes=outcomes)
 
-    async def _fetch(self, item: Item) -> Item | RowError:
+    async def _fetch(self, item: Item | RowError) -> Item | RowError:
         try:
-            return await fetch_images(item, self.fetcher)
+            return item if isinstance(item, RowError) else await fetch_images(item, self.fetcher)
         except RowError as error:
             return error
 
-    async def _score(
-        self, reward: str, items: Sequence[Item], priority: int, timeout: float, patience: float
-    ) -> ScoringResult:
-        job_id = await self._submit(reward, items, priority, timeout, patience)
+    async def _wait(self, reward: str, job_id: str, timeout: float) -> ScoringResult:
         try:
             status = await self.service.wait(reward, job_id, timeout)
             await self.scheduler.next_turn()

@@ -92,6 +92,7 @@ class RedisBackend:
             job.client,
             job.request_id,
             job.wanted,
+            job.trace,
         )
         bounds = (*self._capacity[job.reward], self._limits.queue_bytes)
         accepted, *reply = await self._connection.accept(*content, *bounds, self._ttl, *origin, patience=PATIENCE_S)
@@ -171,7 +172,7 @@ class RedisBackend:
         jobs = []
         for reply in await self._connection.run("take", *arguments, patience=None):
             job_id, receipt, packed, cost, priority, attempts, created, *origin = reply
-            prefixes, client, request_id, wanted = (text.decode() for text in origin)
+            prefixes, client, request_id, wanted, trace = (text.decode() for text in origin)
             job = Job(
                 reward,
                 unpack(packed)["items"],
@@ -181,6 +182,7 @@ class RedisBackend:
                 client=client,
                 request_id=request_id,
                 wanted=wanted,
+                trace=trace,
                 id=job_id.decode(),
                 created=float(created),
                 attempts=int(attempts),

@@ -21,7 +21,7 @@ from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import Backend, Job
 from vlmrm.serving.fair_queue import RecentPrefixes, tokens_of
 from vlmrm.serving.revision import digest, revision_of
-from vlmrm.serving.telemetry import Metrics
+from vlmrm.serving.telemetry import Metrics, trace_batch
 from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess, WorkerSpec
 
 if TYPE_CHECKING:
@@ -129,9 +129,11 @@ class Replica:
         try:
             await self._gather(worker, jobs)
             self._recent.add(jobs)
-            self.metrics.record_waits(self.reward, [max(0.0, time.time() - job.created) for job in jobs])
-            outcomes, seconds = await self._score(worker, _items(jobs))
+            taken = time.time()
+            self.metrics.record_waits(self.reward, [max(0.0, taken - job.created) for job in jobs])
+            outcomes, seconds = await self._score(worker, jobs)
             self.metrics.record_batch(self.reward, outcomes, seconds)
+            trace_batch(jobs, taken, time.time() - seconds, time.time())
             # One list of outcomes, in the order of the jobs.
             ends = itertools.accumulate(len(job.items) for job in jobs)
             parts = [(job, outcomes[end - len(job.items) : end]) for job, end in zip(jobs, ends, strict=True)]
@@ -195,13 +197,14 @@ class Replica:
             jobs += more
         self._sizes.append(len(jobs))
 
-    async def _score(self, worker: WorkerProcess, items: Sequence[Item]) -> tuple[list[Outcome], float]:
+    async def _score(self, worker: WorkerProcess, jobs: Sequence[Job]) -> tuple[list[Outcome], float]:
         """Return the outcome of each item, and the seconds that the worker took; those of decoding are in outcomes."""
+        items, requests = _items(jobs), [job.request_id for job in jobs if job.request_id]
         decoded = [] if self.decoder is None else await self.decoder.decode(items)
         if decoded:
             items = [result.item for result in decoded if not isinstance(result, RowError)]
         started, before = time.monotonic(), worker.computed
-        outcomes = await worker.score(items, self.spec.batch_timeout) if items else []
+        outcomes = await worker.score(items, self.spec.batch_timeout, requests) if items else []
         self.metrics.record_computed(self.reward, before, worker.computed)
         seconds = time.monotonic() - started
         if not decoded:

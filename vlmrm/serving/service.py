@@ -21,7 +21,7 @@ from vlmrm.serving.health import WorkerHealth, WorkerRegistry
 from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
-from vlmrm.serving.telemetry import Metrics
+from vlmrm.serving.telemetry import REQUEST_ID, Metrics, current_trace
 from vlmrm.serving.worker_process import WorkerSpec
 
 logger = logging.getLogger("vlmrm")
@@ -175,6 +175,7 @@ class Service:
             )
         cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
         job = Job(reward, items, cost=cost, prefixes=prefixes, priority=priority)
+        job.request_id, job.trace = REQUEST_ID.get() or "", current_trace()
         _ = job.key  # computed in the thread, as many bytes take long to hash
         return job
 

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus and the status page, and the format of the log: a line an event, with its request's id."""
+"""Metrics for Prometheus and the status page, spans for OpenTelemetry, and the format of the log's lines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from opentelemetry import propagate, trace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vlmrm.conversation import Outcome
+
+if TYPE_CHECKING:
+    from vlmrm.serving.backend import Job
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -99,6 +103,33 @@ class Metrics:
         counts = dict(self._scored)
         now = int(time.monotonic())
         return [counts.get(second, 0) for second in range(now - RECENT_S + 1, now + 1)]
+
+
+# Traces --------------------------------------------------------------------------------------------------------------
+
+
+def current_trace() -> str:
+    """Return the W3C traceparent of the request that is answered here; "" where it is not traced."""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier)
+    return carrier.get("traceparent", "")
+
+
+def trace_batch(jobs: Sequence[Job], taken: float, started: float, ended: float) -> None:
+    """Record in the trace of each job's request when it waited, was in a batch, and was computed there."""
+    tracer, items = trace.get_tracer("vlmrm"), sum(len(job.items) for job in jobs)
+    for job in jobs:
+        if not job.trace:
+            continue
+        parent = propagate.extract({"traceparent": job.trace})
+        named = {"vlmrm.reward": job.reward, "vlmrm.request_id": job.request_id}
+        of_batch = {"vlmrm.batch.jobs": len(jobs), "vlmrm.batch.items": items}
+        for name, begin, end in (("queue", job.created, taken), ("batch", taken, ended), ("compute", started, ended)):
+            attributes = named if name == "queue" else named | of_batch
+            span = tracer.start_span(name, parent, attributes=attributes, start_time=int(begin * 1e9))
+            span.end(int(end * 1e9))
+            if name == "batch":
+                parent = trace.set_span_in_context(span)
 
 
 class LineFormatter(logging.Formatter):

@@ -118,15 +118,18 @@ class WorkerProcess:
         worker.info = message["info"]
         return worker
 
-    async def score(self, items: Sequence[Item], timeout: float) -> list[Outcome]:
+    async def score(self, items: Sequence[Item], timeout: float, requests: Sequence[str] = ()) -> list[Outcome]:
         """Return the outcome of each item.
+
+        Args:
+            requests: ids of the requests that sent them, for the worker's log.
 
         Raises:
             RewardRaised: with what it raised.
             WorkerDied: when the process ends, or takes longer than `timeout` seconds and is killed.
         """
         self._number += 1
-        await self._send({"id": self._number, "items": list(items)})
+        await self._send({"id": self._number, "items": list(items), "requests": list(requests)})
         response = await self._response(timeout, f"hung for {timeout:g} s")
         if response["kind"] == "failed":
             raise RewardRaised(response["error"])

@@ -53,7 +53,7 @@ def test_a_request_is_one_group_to_a_reward_that_compares(server):
 
 def test_what_will_fail_again_is_told_once_and_what_may_pass_is_not_lost(server, tmp_path):
     client = FlowFactoryClient(f"{server}/broken")
-    for prompt, reason in ((["a", "refuse"], "item 1: it is refused"), (["raise"], "RuntimeError: out of memory")):
+    for prompt, reason in ((["a", "refuse"], "sample 1: it is refused"), (["raise"], "RuntimeError: out of memory")):
         with pytest.raises(RuntimeError, match=f"Server error: .*{reason}"):
             client(prompt)
     assert client.posts == 2

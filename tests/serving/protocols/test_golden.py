@@ -134,7 +134,7 @@ async def test_one_item_that_fails_fails_a_request_that_cannot_say_so_and_no_oth
             client.post("/compute", json={"prompt": ["a", "refuse"], **five}),
             client.post("/compute", json={"prompt": ["a"], **five}),
         )
-    assert (bad.status_code, bad.json()) == (200, {"error": "item 1: it is refused"})
+    assert (bad.status_code, bad.json()) == (200, {"error": "sample 1: it is refused"})
     assert good.json() == {"rewards": [1.0]}
 
 

@@ -46,6 +46,11 @@ def rendered(answer: str, image: bool = True) -> str:
     )
 
 
+def asked_for() -> str:
+    """The rendered prompt, up to where the policy begins."""
+    return rendered("").removesuffix("<|im_end|>\n")
+
+
 @pytest.fixture(scope="module")
 def local(tiny_reward_model):
     return load_scorer(tiny_reward_model, dtype="float32", device="cpu")
@@ -90,6 +95,12 @@ PICTURED = [
     ("/get_reward", lambda a: {"query": [rendered(a)], "labels": [{"images": [URI]}]}, ("rewards", 0)),
     ("/v1/score/evaluation", lambda a: {"messages": [as_json(a)]}, ("scores", 0)),
     ("/predict", lambda a: {"inputs": [[as_json(a)]], "raw_scores": True}, (0, 0, "score")),
+    (
+        "/rerank",
+        lambda a: {"query": {"content": chat(a)[0]["content"]}, "documents": [a], "use_activation": False},
+        ("results", 0, "relevance_score"),
+    ),
+    ("/remote_rm", lambda a: {"prompt": asked_for(), "response": a, "label": {"images": [URI]}}, ()),
 ]
 TEXTUAL = [
     ("/classify", lambda a: {"input": rendered(a, False), "use_activation": False}, ("data", 0, "probs", 0)),
@@ -97,6 +108,8 @@ TEXTUAL = [
     ("/v1/score", lambda a: {"text_1": QUESTION, "text_2": a, "use_activation": False}, ("data", 0, "score")),
     ("/v1/score/evaluation", lambda a: {"messages": [rendered(a, False)]}, ("scores", 0)),
     ("/predict", lambda a: {"inputs": [QUESTION, a], "raw_scores": True}, (0, "score")),
+    ("/rerank", lambda a: {"query": QUESTION, "texts": [a], "raw_scores": True}, (0, "score")),
+    ("/remote_rm", lambda a: {"prompt": QUESTION, "response": a}, ()),
 ]
 
 

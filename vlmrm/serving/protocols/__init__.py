@@ -1,4 +1,4 @@
-"""The protocols of the service, one file each; cosmos-rl's has a folder."""
+"""The protocols of the service: a file for each, or for several that ask alike; cosmos-rl's has a folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from fastapi import APIRouter
 
 def routers() -> list[APIRouter]:
     """Return the routes of every protocol."""
-    from vlmrm.serving.protocols import flow_factory, llama_factory, native, openrlhf, tei, vllm
+    from vlmrm.serving.protocols import flow_factory, native, pictures, rerank, texts, vllm
     from vlmrm.serving.protocols.cosmos import router as cosmos
 
-    return [protocol.router for protocol in (native, flow_factory, openrlhf, vllm, llama_factory, tei, cosmos)]
+    # Those of UniRL before Flow-Factory's: a reward's name may be any in `/{reward}/health`.
+    return [protocol.router for protocol in (native, pictures, flow_factory, texts, vllm, rerank, cosmos)]

@@ -1,24 +1,28 @@
-"""Scoring for protocols that have no room for the error of one item: raw scores of all items, or one error."""
+"""Scoring for several protocols: of all items or none, for those without room for an item's error, or by reward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
+from dataclasses import replace
 from typing import TypeVar
 
 from anyio.to_thread import run_sync
 from fastapi import Request
 
-from vlmrm.conversation import Conversation
-from vlmrm.errors import RowError
+from vlmrm.conversation import Conversation, Sample
+from vlmrm.errors import RowError, VlmrmError
 from vlmrm.formats.wire import Item, write_item
 from vlmrm.scoring.transforms import sigmoid
 from vlmrm.serving.gateway import Gateway, gateway_of
+from vlmrm.serving.media import MediaResolver
 from vlmrm.serving.settings import RewardSettings
 
 PATIENCE_S = 30.0  # that a request waits for room in the queue: these clients retry at once, or not at all
 TIMEOUT_S = 600.0
 
 Input = TypeVar("Input")
+Result = TypeVar("Result")
 
 
 async def score_conversations(
@@ -37,32 +41,78 @@ async def score_conversations(
     """
     gateway = gateway_of(request)
     settings = gateway.authorized_reward(request, reward)
-    gateway.check_count(len(inputs))
-
-    def items() -> list[Item]:
-        return [_item(gateway, index, content, read) for index, content in enumerate(inputs)]
-
-    return await score_items(gateway, settings, await run_sync(items), priority=priority)  # images decode slowly
+    return await score_inputs(
+        gateway, settings, inputs, lambda one: write_item(gateway.media.conversation(read(one))), priority=priority
+    )
 
 
-def _item(gateway: Gateway, index: int, content: Input, read: Callable[[Input], Conversation]) -> Item:
-    try:
-        return write_item(gateway.media.conversation(read(content)))
-    except RowError as error:
-        raise type(error)(f"item {index}: {error.reason}") from error
-
-
-async def score_items(
-    gateway: Gateway, reward: RewardSettings, items: Sequence[Item], *, priority: int = 0
+async def score_inputs(
+    gateway: Gateway,
+    reward: RewardSettings,
+    inputs: Sequence[Input],
+    write: Callable[[Input], Item],
+    *,
+    noun: str = "item",
+    priority: int = 0,
 ) -> list[float]:
-    """Return the raw score of each item; raises as `score_conversations` does."""
+    """Return the raw score of the item that `write` makes of each input; raises as `score_conversations` does."""
+    gateway.check_count(len(inputs))
+    items = await run_sync(write_each, inputs, write)  # images decode slowly
+    for index, item in enumerate(items):
+        if isinstance(item, RowError):
+            raise type(item)(f"{noun} {index}: {item.reason}") from item
     result = await gateway.score(reward.name, items, priority=priority, timeout=TIMEOUT_S, patience=PATIENCE_S)
     scores: list[float] = []
     for index, outcome in enumerate(result.outcomes):
         if outcome.score is None:
-            raise RowError(f"item {index}: {outcome.error}")
+            raise RowError(f"{noun} {index}: {outcome.error}")
         scores.append(outcome.score)
     return scores
+
+
+def write_each(inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
+    """Return the item of each input, or why there is none."""
+    items: list[Item | RowError] = []
+    for content in inputs:
+        try:
+            items.append(write(content))
+        except RowError as error:
+            items.append(error)
+    return items
+
+
+async def gather_rewards(
+    results: Mapping[str, Awaitable[Result]],
+) -> tuple[dict[str, Result], dict[str, VlmrmError]]:
+    """Return the results of rewards, and the errors of those that failed, which the others outlive.
+
+    Raises:
+        VlmrmError: the first one's, where all failed.
+    """
+    found: dict[str, Result] = {}
+    errors: dict[str, VlmrmError] = {}
+
+    async def attempt(name: str) -> None:
+        try:
+            found[name] = await results[name]
+        except VlmrmError as error:
+            errors[name] = error
+
+    await asyncio.gather(*map(attempt, results))
+    if errors and not found:
+        raise next(iter(errors.values()))
+    return found, errors
+
+
+def media_read(media: MediaResolver, sample: Sample) -> Sample:
+    """Return the sample with its media as bytes, their headers checked; raises RowError naming what is refused."""
+    return replace(
+        sample,
+        image=None if sample.image is None else media.image(sample.image),
+        video=None if sample.video is None else media.video(sample.video),
+        condition_images=tuple(map(media.image, sample.condition_images)),
+        condition_videos=tuple(map(media.video, sample.condition_videos)),
+    )
 
 
 def probability(score: float) -> float:

@@ -7,8 +7,7 @@ So an error that would repeat is a 200 with its text, and a full queue is waited
 
 from __future__ import annotations
 
-import base64
-import binascii
+from functools import partial
 from typing import Any
 
 from anyio.to_thread import run_sync
@@ -16,12 +15,13 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
 from vlmrm.conversation import Sample
-from vlmrm.errors import MediaError, RowError
+from vlmrm.errors import RowError
+from vlmrm.formats.flow_factory import data_uri
 from vlmrm.formats.wire import Item, write_item
 from vlmrm.serving.errors import InvalidRequest, RewardFailed
 from vlmrm.serving.gateway import gateway_of
-from vlmrm.serving.media import MediaResolver, read_data_uri
-from vlmrm.serving.protocols.common import check_lengths, score_items
+from vlmrm.serving.media import MediaResolver
+from vlmrm.serving.protocols.common import check_lengths, media_read, score_inputs
 from vlmrm.serving.service import NotServing, TooLarge, UnknownReward
 from vlmrm.serving.strict_json import parse_json
 from vlmrm.serving.worker.channel import redact_paths
@@ -82,41 +82,20 @@ async def compute(request: Request, reward: str | None = None) -> ComputeAnswer:
     try:
         settings = gateway.authorized_reward(request, reward)
         body = await run_sync(parse_json, ComputeRequest, await request.body(), gateway.settings.limits)
-        gateway.check_count(len(body.prompt))
-        items = await run_sync(_items, body, gateway.media)
-        return ComputeAnswer(rewards=await score_items(gateway, settings, items))
+        rows = range(len(body.prompt))
+        write = partial(_item, body, gateway.media)
+        return ComputeAnswer(rewards=await score_inputs(gateway, settings, rows, write, noun="sample"))
     except (UnknownReward, InvalidRequest, TooLarge, RowError, RewardFailed) as error:
         return ComputeAnswer(error=redact_paths(str(error)))
 
 
-def _items(body: ComputeRequest, media: MediaResolver) -> list[Item]:
-    """Return the samples in one group, in order; raises RowError naming a sample whose media cannot be read."""
-    items: list[Item] = []
-    for index, prompt in enumerate(body.prompt):
-        try:
-            # A sample without conditions has an empty list, which is left out.
-            columns = {
-                name: _media(name, column[index], media) for name, column in body.columns().items() if column[index]
-            }
-            items.append(write_item(Sample(prompt, **columns), "request"))
-        except RowError as error:
-            raise type(error)(f"sample {index}: {error.reason}") from error
-    return items
+def _item(body: ComputeRequest, media: MediaResolver, index: int) -> Item:
+    """Return a sample, in the one group of all; raises RowError where its media cannot be read."""
+    # A sample without conditions has an empty list, which is left out.
+    columns = {name: _reference(column[index]) for name, column in body.columns().items() if column[index]}
+    return write_item(media_read(media, Sample(body.prompt[index], **columns)), "request")
 
 
-def _media(name: str, value: Any, media: MediaResolver) -> Any:
-    """Return base64, however deep, as files with checked headers; a video is a list of frames."""
-    if isinstance(value, str):
-        return media.image(_decode(value))
-    if name in ("video", "condition_videos") and not (value and isinstance(value[0], list)):
-        return media.video(tuple(map(_decode, value)))
-    return tuple(_media(name, part, media) for part in value)
-
-
-def _decode(text: str) -> bytes:
-    if text.startswith("data:"):
-        return read_data_uri(text, "an image")
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise MediaError(f"an image is not the base64 of a file ({error})") from error
+def _reference(value: Any) -> Any:
+    """Return base64, however deep in lists, as data URIs."""
+    return data_uri(value) if isinstance(value, str) else tuple(map(_reference, value))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.types import Message
 
@@ -19,9 +20,11 @@ from vlmrm.errors import CheckpointError, RowError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.wire import Item, write_item
 from vlmrm.scoring.transforms import Transform, transform_named, win_rate
-from vlmrm.serving.errors import InvalidRequest
-from vlmrm.serving.gateway import ScoringResult, gateway_of
+from vlmrm.serving.errors import ErrorDetail, InvalidRequest, error_of
+from vlmrm.serving.gateway import Gateway, gateway_of
 from vlmrm.serving.media import MediaResolver
+from vlmrm.serving.protocols.common import gather_rewards, media_read, write_each
+from vlmrm.serving.protocols.events import EVENTS, EventResponse, Jobs
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.strict_json import StrictRoute
 from vlmrm.settings import Strict
@@ -45,13 +48,20 @@ class RewardItem(Strict):
 
 
 class RewardRequest(Strict):
-    """`model` may be left out where one reward is served."""
+    """`model` may be left out where one reward is served; `models` are several rewards of the same items."""
 
     model: str | None = None
+    models: list[str] | None = Field(None, min_length=1, max_length=64)
     items: list[RewardItem] = Field(min_length=1)
     transform: TransformName = "raw"
     priority: int = Field(0, ge=-100, le=100)
     timeout: float = Field(600.0, gt=0, le=3600, description="Seconds after which the request is cancelled.")
+
+    @model_validator(mode="after")
+    def _check_models(self) -> RewardRequest:
+        if self.models is not None and (self.model is not None or len(set(self.models)) < len(self.models)):
+            raise ValueError("models go without model, and each once")
+        return self
 
 
 class ItemReward(Strict):
@@ -77,6 +87,14 @@ class RewardAnswer(Strict):
     transform: TransformName
     data: list[ItemReward]
     timing_ms: dict[str, float]
+
+
+class RewardsAnswer(Strict):
+    """By name, the answer of each of `models`, or its error, which is not the others'."""
+
+    object: Literal["rewards"] = "rewards"
+    rewards: dict[str, RewardAnswer]
+    errors: dict[str, ErrorDetail]
 
 
 # Multipart forms -----------------------------------------------------------------------------------------------------
@@ -170,47 +188,56 @@ def _json_request(request: Request, body: bytes) -> Request:
 router = APIRouter(route_class=MultipartRoute)
 
 
-@router.post("/v1/rewards", response_model=RewardAnswer, openapi_extra=DESCRIPTION)
-async def rewards(body: RewardRequest, request: Request) -> RewardAnswer:
-    """Return scores of conversations or samples, in request order; an item that cannot be scored has its own error."""
-    started = time.perf_counter()
+@router.post("/v1/rewards", openapi_extra=DESCRIPTION, responses=EVENTS, response_model=RewardAnswer | RewardsAnswer)
+async def rewards(body: RewardRequest, request: Request) -> RewardAnswer | RewardsAnswer | Response:
+    """Return scores of conversations or samples, in request order; an item that cannot be scored has its own error.
+
+    With `models` they are those of each reward, or its error. With `Accept: text/event-stream` the answer is the last
+    of several events: `queued` with the position at most, `running`, and `done` with the answer or `failed`.
+    """
     gateway = gateway_of(request)
-    reward = gateway.authorized_reward(request, body.model)
+    names = [gateway.authorized_reward(request, name).name for name in body.models or [body.model]]
     gateway.check_count(len(body.items))
-    info = gateway.service.info(reward.name)
+    jobs: Jobs = []
+    answering = _answer(gateway, body, names, request.state.attachments, jobs)
+    if "text/event-stream" in request.headers.get("accept", ""):
+        return EventResponse(gateway.service.backend, answering, jobs)
+    return await answering
+
+
+async def _answer(
+    gateway: Gateway, body: RewardRequest, names: Sequence[str], attachments: Mapping[str, bytes], jobs: Jobs
+) -> RewardAnswer | RewardsAnswer:
+    media = gateway.media.with_attachments(attachments)
+    items = await gateway.fetch(await run_sync(write_each, body.items, partial(_item, media)))
+    answers, failed = await gather_rewards({name: _score(gateway, body, name, items, jobs) for name in names})
+    if body.models is None:
+        return answers[names[0]]
+    return RewardsAnswer(rewards=answers, errors={name: error_of(error) for name, error in failed.items()})
+
+
+async def _score(
+    gateway: Gateway, body: RewardRequest, name: str, items: Sequence[Item | RowError], jobs: Jobs
+) -> RewardAnswer:
+    """Return the answer of one reward."""
+    started = time.perf_counter()
     # A wrong transform is refused before anything is computed, where the worker's info is known.
-    if info:
+    if info := gateway.service.info(name):
         _transform(body, info)
-    outcomes, items = await run_sync(_read, body.items, gateway.media.with_attachments(request.state.attachments))
-    result = ScoringResult(uuid.uuid4().hex, [], info.get("revision"))  # where every item has an error
-    if items:
-        valid = list(items.values())
-        result = await gateway.score(reward.name, valid, priority=body.priority, timeout=body.timeout)
-        outcomes |= dict(zip(items, result.outcomes, strict=True))
-    ordered = [outcomes[index] for index in range(len(body.items))]
+    result = await gateway.score(
+        name, items, priority=body.priority, timeout=body.timeout, accepted=lambda job: jobs.append((name, job))
+    )
     return RewardAnswer(
-        id=f"rw-{result.job_id}",
-        model=reward.name,
+        id=f"rw-{result.job_id or uuid.uuid4().hex}",
+        model=name,
         revision=result.revision,
         transform=body.transform,
-        data=_data(body, ordered, gateway.service.info(reward.name)),
+        data=_data(body, result.outcomes, gateway.service.info(name)),
         timing_ms={"total": round(1000 * (time.perf_counter() - started), 3)},
     )
 
 
-def _read(items: Sequence[RewardItem], media: MediaResolver) -> tuple[dict[int, Outcome], dict[int, Item]]:
-    """Return, by index, the errors of invalid items, and the valid items as they are queued."""
-    errors: dict[int, Outcome] = {}
-    valid: dict[int, Item] = {}
-    for index, item in enumerate(items):
-        try:
-            valid[index] = _item(item, media)
-        except RowError as error:
-            errors[index] = Outcome(error=error.reason)
-    return errors, valid
-
-
-def _item(item: RewardItem, media: MediaResolver) -> Item:
+def _item(media: MediaResolver, item: RewardItem) -> Item:
     if item.messages is not None:
         beside = item.model_dump(exclude={"messages", "group", "id"}, exclude_none=True)
         if beside:
@@ -218,14 +245,8 @@ def _item(item: RewardItem, media: MediaResolver) -> Item:
         return write_item(media.conversation(read_conversation(item.messages)), item.group)
     if item.prompt is None:
         raise RowError("it has neither messages nor a prompt")
-    sample = Sample(
-        item.prompt,
-        item.response,
-        None if item.image is None else media.image(item.image),
-        None if item.video is None else media.video(item.video),
-        tuple(map(media.image, item.condition_images or ())),
-        tuple(map(media.video, item.condition_videos or ())),
-    )
+    conditions = (tuple(item.condition_images or ()), tuple(item.condition_videos or ()))
+    sample = media_read(media, Sample(item.prompt, item.response, item.image, item.video, *conditions))
     written = write_item(sample, item.group)
     return written if item.metadata is None else {**written, "metadata": item.metadata}
 

@@ -64,6 +64,10 @@ class PoolingOptions(BaseModel):
         activation = self.activation if self.use_activation is None else self.use_activation
         return activation is not False
 
+    def importance(self) -> int:
+        """Return the priority as it is here, where higher goes first."""
+        return max(-100, min(100, -self.priority))
+
 
 class TextAndImage(BaseModel):
     """SGLang's form of a rendered conversation with its image."""
@@ -195,7 +199,7 @@ async def embeddings(body: PoolingRequest, request: Request) -> ListAnswer:
 async def score(body: ScoreRequest, request: Request) -> ListAnswer:
     """Return the score of each answer to its prompt."""
     raw = await score_conversations(
-        request, body.model, body.pairs(), lambda pair: read_answer(*pair), priority=_priority(body)
+        request, body.model, body.pairs(), lambda pair: read_answer(*pair), priority=body.importance()
     )
     data = [ScoreData(index=n, score=score) for n, score in enumerate(_activate(body, raw))]
     return _answer("score", body, request, data)
@@ -204,7 +208,7 @@ async def score(body: ScoreRequest, request: Request) -> ListAnswer:
 async def _scores(body: ClassifyRequest, request: Request) -> list[float]:
     texts = body.input if isinstance(body.input, list) else [body.input]
     inputs: list[Any] = texts if body.messages is None else [body.messages]
-    return await score_conversations(request, body.model, inputs, _conversation, priority=_priority(body))
+    return await score_conversations(request, body.model, inputs, _conversation, priority=body.importance())
 
 
 def _conversation(content: str | TextAndImage | list[dict[str, Any]]) -> Conversation:
@@ -224,10 +228,6 @@ def _encode(body: PoolingRequest, score: float) -> list[float] | str:
     if body.encoding_format == "float":
         return [score]
     return base64.b64encode(np.array([score], "<f4").tobytes()).decode()
-
-
-def _priority(body: PoolingOptions) -> int:
-    return max(-100, min(100, -body.priority))  # in vLLM lower goes first, here higher
 
 
 def _answer(kind: str, body: PoolingOptions, request: Request, data: Any) -> ListAnswer:

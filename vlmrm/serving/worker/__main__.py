@@ -47,7 +47,8 @@ def main(descriptor):
         try:
             channel.send(response)
         except (TypeError, ValueError) as error:  # `extra` holds something that no message can carry
-            channel.send({"kind": "failed", "id": message["id"], "error": describe(error, secrets)})
+            described = describe(error, secrets, message.get("requests", ()))
+            channel.send({"kind": "failed", "id": message["id"], "error": described})
 
 
 def die_with_parent():
@@ -75,7 +76,7 @@ def score(engine, message, secrets):
             raise ValueError(f"the reward returned {len(outcomes)} outcomes for {len(items)} items")
         outcomes = [validate(outcome, secrets) for outcome in outcomes]
     except Exception as error:
-        return {"kind": "failed", "id": message["id"], "error": describe(error, secrets)}
+        return {"kind": "failed", "id": message["id"], "error": describe(error, secrets, message.get("requests", ()))}
     counts = {str(name): float(count) for name, count in getattr(engine, "computed", {}).items()}
     return {"kind": "scored", "id": message["id"], "outcomes": outcomes, "computed": counts}
 
@@ -104,11 +105,11 @@ def _finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def describe(error, secrets):
-    """Return an exception as a line for clients, and log it with its traceback; both without secrets."""
+def describe(error, secrets, requests=()):
+    """Return an exception as a line for clients, and log it with its traceback and requests; both without secrets."""
     explained = any(kind.__name__ == "VlmrmError" for kind in type(error).__mro__)  # its message needs no traceback
     trace = f"{type(error).__name__}: {error}\n" if explained else traceback.format_exc()
-    sys.stderr.write(redact_secrets(trace, secrets))
+    sys.stderr.write((f"request_id={','.join(requests)} " if requests else "") + redact_secrets(trace, secrets))
     return redact(f"{type(error).__name__}: {error}", secrets)
 
 

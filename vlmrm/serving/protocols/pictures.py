@@ -1,0 +1,149 @@
+"""Trainers of diffusion models: verl-omni's `POST /verl_omni`, and UniRL's reward service below `/unirl`.
+
+verl-omni      reward_functions.NAME.server_url=http://host:port/verl_omni, its http_scorer_client
+UniRL          base_url: http://host:port/unirl
+"""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from typing import Any
+
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from vlmrm.conversation import Sample
+from vlmrm.formats.pickles import read_pickle
+from vlmrm.formats.unirl import read_history
+from vlmrm.formats.wire import Item, write_item
+from vlmrm.serving.errors import InvalidRequest, error_of
+from vlmrm.serving.gateway import gateway_of
+from vlmrm.serving.media import MediaResolver
+from vlmrm.serving.protocols.common import (
+    PATIENCE_S,
+    TIMEOUT_S,
+    check_lengths,
+    gather_rewards,
+    media_read,
+    score_inputs,
+    write_each,
+)
+from vlmrm.serving.strict_json import StrictRoute
+from vlmrm.settings import describe_errors
+
+router = APIRouter(route_class=StrictRoute)
+
+# verl-omni -----------------------------------------------------------------------------------------------------------
+
+
+class Pickled(BaseModel):
+    """What verl-omni and flow_grpo post as a pickle, of which nothing but plain data is read."""
+
+    images: list[bytes] = Field(min_length=1)
+    prompts: list[str]
+    metadata: dict[str, Any] = Field({}, max_length=0, description="No reward here reads any: leave it empty.")
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Pickled:
+        check_lengths(self.images, "images", prompts=self.prompts)
+        return self
+
+
+PICKLE: dict[str, Any] = {"schema": {"type": "string", "format": "binary", "description": "A pickle of plain data."}}
+BODY: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/octet-stream": PICKLE}}}
+
+
+@router.post("/verl_omni", tags=["verl-omni"], openapi_extra=BODY, response_class=Response)
+@router.post("/{reward}/verl_omni", tags=["verl-omni"], openapi_extra=BODY, response_class=Response)
+async def verl_omni(request: Request, reward: str | None = None) -> Response:
+    """Return a pickle of `{"scores": [number]}`, in order."""
+    gateway = gateway_of(request)
+    settings = gateway.authorized_reward(request, reward)
+    body = await run_sync(_unpickle, await request.body())
+
+    def write(row: tuple[str, bytes]) -> Item:
+        return write_item(media_read(gateway.media, Sample(row[0], image=row[1])))
+
+    rows = list(zip(body.prompts, body.images, strict=True))
+    scores = await score_inputs(gateway, settings, rows, write, noun="image")
+    return Response(pickle.dumps({"scores": scores}), media_type="application/octet-stream")
+
+
+def _unpickle(data: bytes) -> Pickled:
+    try:
+        return Pickled.model_validate(read_pickle(data))
+    except ValidationError as error:
+        raise InvalidRequest(f"{describe_errors(error.errors(), Pickled)}.") from None
+
+
+# UniRL ---------------------------------------------------------------------------------------------------------------
+
+
+class Turn(BaseModel):
+    """A prompt with what was made of it; files in base64, or a path below the service's `media_root`."""
+
+    text: str
+    image_b64: str | None = None
+    video_b64: str | None = None
+    video_path: str | None = None
+
+
+class HistoryRequest(BaseModel):
+    """The last turn is scored; the images and videos of those before it, of the same text, are what it was made of."""
+
+    history: list[Turn] = Field(min_length=1)
+    required_rewards: list[str] = Field(min_length=1)
+    metadata: dict[str, Any] | None = None
+
+
+class UniRLRequest(BaseModel):
+    requests: list[HistoryRequest]
+
+
+class UniRLAnswer(BaseModel):
+    """For each request a score or an error of each of its rewards; the score is under the reward's name once more."""
+
+    results: list[dict[str, dict[str, float]]]
+    errors: list[dict[str, str]]
+
+
+@router.post("/unirl/score", tags=["UniRL"])
+async def unirl_score(body: UniRLRequest, request: Request) -> UniRLAnswer:
+    """Return the raw scores of each request; the failure of one reward is not that of the others."""
+    gateway = gateway_of(request)
+    gateway.check_count(len(body.requests))
+    indices: dict[str, list[int]] = {}
+    for index, one in enumerate(body.requests):
+        for name in dict.fromkeys(one.required_rewards):
+            indices.setdefault(gateway.authorized_reward(request, name).name, []).append(index)
+    written = await run_sync(write_each, body.requests, partial(_history, gateway.media))
+    answer = UniRLAnswer(results=[{} for _ in written], errors=[{} for _ in written])
+    score = partial(gateway.score, timeout=TIMEOUT_S, patience=PATIENCE_S)
+    results = {name: score(name, [written[index] for index in chosen]) for name, chosen in indices.items()}
+    found, failed = await gather_rewards(results)
+    for name, result in found.items():
+        for index, outcome in zip(indices[name], result.outcomes, strict=True):
+            if outcome.score is None:
+                answer.errors[index][name] = f"{outcome.error}"
+            else:
+                answer.results[index][name] = {name: outcome.score}
+    for name, error in failed.items():
+        for index in indices[name]:
+            answer.errors[index][name] = error_of(error).message
+    return answer
+
+
+@router.get("/unirl/health", tags=["UniRL"])
+async def unirl_health(request: Request) -> dict[str, Any]:
+    """Return the names of the rewards, which UniRL checks at its start, and whether each can be computed."""
+    gateway = gateway_of(request)
+    names = gateway.authorized_rewards(request)
+    return {"status": "ok", "rewards": {name: [gateway.service.health(name).ready] for name in names}}
+
+
+def _history(media: MediaResolver, request: HistoryRequest) -> Item:
+    """Return the item that a history is; raises RowError where it is none."""
+    item = write_item(media_read(media, read_history([turn.model_dump() for turn in request.history])))
+    return {**item, "metadata": request.metadata} if request.metadata else item
