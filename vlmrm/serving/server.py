@@ -6,7 +6,9 @@ import asyncio
 import errno
 import gc
 import logging
+import math
 import os
+import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,6 +25,7 @@ from vlmrm.errors import ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.logs import start_log
 from vlmrm.serving.app import create_app
+from vlmrm.serving.middleware import connection_limit
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import load_settings, validate_settings
 from vlmrm.serving.telemetry import set_log_format
@@ -36,6 +39,7 @@ KEEP_ALIVE_S = 75
 GC_THRESHOLDS = (700, 10, 10_000)  # Python's own, but full collections a thousand times rarer
 HEADER_BYTES = 64 * 2**10
 HEADER_S = 15.0
+WARNING_S = 10.0  # between two warnings of too many connections
 
 Role = Literal["everything", "api", "workers"]
 
@@ -62,11 +66,18 @@ def serve(config: Path | None, model: str | None, overrides: Mapping[str, Any], 
         raise ConfigError(
             f"vlmrm serve {role} shares its queue with other processes: set redis_host or redis_sentinels."
         )
+    raise_file_limit()  # before the application reads it
     app = create_app(Service(settings, workers=role != "api"), requests=role != "workers")
     with listen(settings.host, settings.port) as listener:
         start_log("serve")
         set_log_format(logger, as_json=settings.log_format == "json")
         run(app, listener, ", ".join(reward.name for reward in settings.reward_args))
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one: each connection is a file, and 1,024 are soon gone."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -102,6 +113,9 @@ def run(app: FastAPI, listener: socket.socket, names: str) -> None:
     config = uvicorn.Config(
         app,
         http=HeaderLimitProtocol,
+        # uvloop, where it is installed, accepts one connection in each round of the loop, and a request takes two
+        # rounds: under overload connections would wait for seconds, those of /health too.
+        loop="asyncio",
         ws="none",
         log_config=None,
         access_log=False,
@@ -112,7 +126,8 @@ def run(app: FastAPI, listener: socket.socket, names: str) -> None:
     )
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn").handlers = logger.handlers
+    for name in ("uvicorn", "asyncio"):  # the latter says that no connection can be accepted
+        logging.getLogger(name).handlers = logger.handlers
     drain = partial(app.state.gateway.service.drain, fetched=True)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -159,7 +174,7 @@ relies_on(
     HttpToolsProtocol,
     *("send_400_response", "connection_made", "connection_lost", "data_received"),
     *("on_message_begin", "on_headers_complete"),
-    attributes=("loop", "transport"),
+    attributes=("loop", "transport", "connections", "cycle"),
 )
 
 
@@ -169,12 +184,28 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     uvicorn itself would wait for headers without end and let them grow.
     """
 
+    warned = -math.inf  # when it was logged that connections are too many
     _timer: asyncio.TimerHandle | None = None
     _read = 0  # bytes of the headers so far
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._start_timer()
+        if len(self.connections) > connection_limit():
+            self._close_idle()
+
+    def _close_idle(self) -> None:
+        """Close a connection that waits for its next request, so that no new one is refused for want of files."""
+        others = (it for it in self.connections if isinstance(it, HttpToolsProtocol) and it is not self)
+        idle = next((it for it in others if it.cycle is None or it.cycle.response_complete), None)
+        if time.monotonic() > HeaderLimitProtocol.warned + WARNING_S:
+            HeaderLimitProtocol.warned = time.monotonic()
+            logger.warning(
+                "%d connections are open, as many as the limit of open files leaves: those that are idle are closed",
+                len(self.connections),
+            )
+        if idle is not None:
+            idle.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
