@@ -13,6 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -43,7 +44,7 @@ server.serve(Path(sys.argv[1]), None, {})
 
 @contextmanager
 def served(
-    folder: Path, *settings: str, engine: str = "fake_reward.Length"
+    folder: Path, *settings: str, engine: str = "fake_reward.Length", **options: Any
 ) -> Generator[tuple[subprocess.Popen[str], str, list[str]]]:
     """The process, its address, and the lines that it logged until it was ready."""
     lines = [*settings, "port = 0", "[[reward_args]]", 'reward_type = "length"', f'engine = "{engine}"']
@@ -52,7 +53,7 @@ def served(
     environment = {**os.environ, "PYTHONPATH": str(Path(HERE).parents[1])}
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "service.toml"],
-        cwd=folder, env=environment, stderr=subprocess.PIPE, text=True,
+        cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, **options,
     )  # fmt: skip
     try:
         logged = lines_until(process, "is ready", "Serving")

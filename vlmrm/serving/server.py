@@ -23,8 +23,9 @@ from vlmrm.errors import ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.logs import start_log
 from vlmrm.serving.app import create_app
+from vlmrm.serving.connections import Room, max_connections, raise_open_files, spare_files
 from vlmrm.serving.service import Service
-from vlmrm.serving.settings import load_settings, validate_settings
+from vlmrm.serving.settings import Limits, load_settings, validate_settings
 from vlmrm.serving.telemetry import set_log_format
 
 logger = logging.getLogger("vlmrm")
@@ -36,6 +37,8 @@ KEEP_ALIVE_S = 75
 GC_THRESHOLDS = (700, 10, 10_000)  # Python's own, but full collections a thousand times rarer
 HEADER_BYTES = 64 * 2**10
 HEADER_S = 15.0
+DISCARDED_BYTES = 16 * 2**20  # of a body that was refused, so that its sender reads the answer before it is cut off
+WRITE_S = 60.0  # for a client to take some of its answer
 
 Role = Literal["everything", "api", "workers"]
 
@@ -62,11 +65,25 @@ def serve(config: Path | None, model: str | None, overrides: Mapping[str, Any], 
         raise ConfigError(
             f"vlmrm serve {role} shares its queue with other processes: set redis_host or redis_sentinels."
         )
+    raise_open_files()
     app = create_app(Service(settings, workers=role != "api"), requests=role != "workers")
     with listen(settings.host, settings.port) as listener:
         start_log("serve")
         set_log_format(logger, as_json=settings.log_format == "json")
+        limit_requests(settings.limits)
         run(app, listener, ", ".join(reward.name for reward in settings.reward_args))
+
+
+def limit_requests(limits: Limits) -> None:
+    """Have fewer requests at a time than there may be connections, so that some are idle and can make room."""
+    most = max(1, max_connections() * 7 // 8)
+    if limits.max_requests > most:
+        logger.warning(
+            "max_requests is %d here and not %d: this process may not open more files (ulimit -n, or LimitNOFILE of "
+            "systemd)",
+            *(most, limits.max_requests),
+        )
+        limits.max_requests = most
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -101,12 +118,14 @@ def run(app: FastAPI, listener: socket.socket, names: str) -> None:
     # The service logs requests itself, and trusts no header of a proxy, as it needs no address of a client.
     config = uvicorn.Config(
         app,
-        http=HeaderLimitProtocol,
+        http=LimitedProtocol,
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        # All of it may be accepted in one round of the event loop, before any connection is closed to make room.
+        backlog=min(BACKLOG, spare_files() // 2),
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=DRAIN_S,
     )
@@ -158,26 +177,35 @@ class DrainingServer(uvicorn.Server):
 relies_on(
     HttpToolsProtocol,
     *("send_400_response", "connection_made", "connection_lost", "data_received"),
-    *("on_message_begin", "on_headers_complete"),
-    attributes=("loop", "transport"),
+    *("on_message_begin", "on_headers_complete", "on_body", "on_response_complete"),
+    *("pause_writing", "resume_writing"),
+    attributes=("loop", "transport", "connections", "cycle", "response_complete"),
 )
 
 
-class HeaderLimitProtocol(HttpToolsProtocol):
-    """A connection that is closed when a request's headers take longer than `HEADER_S`, or exceed `HEADER_BYTES`.
+class LimitedProtocol(HttpToolsProtocol):
+    """A connection within limits of time and bytes, which is closed where it dawdles or babbles.
 
-    uvicorn itself would wait for headers without end and let them grow.
+    Headers have `HEADER_S` seconds and `HEADER_BYTES`, a refused body `DISCARDED_BYTES`, a client that does not read
+    its answer `WRITE_S` seconds. uvicorn itself would wait without end.
     """
 
+    room = Room()
+    idle_since: float | None = None
     _timer: asyncio.TimerHandle | None = None
+    _writing: asyncio.TimerHandle | None = None
     _read = 0  # bytes of the headers so far
+    _discarded = 0  # bytes of a body that came after its answer
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.idle_since = self.loop.time()
         self._start_timer()
+        self.room.make(self.connections, len(self.connections))  # ty: ignore[invalid-argument-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -190,22 +218,46 @@ class HeaderLimitProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._discarded = 0
         if self._timer is None:  # a further request of a kept connection
             self._start_timer()
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        self.idle_since = None
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self.cycle.response_complete:
+            self._discarded += len(body)
+            if self._discarded > DISCARDED_BYTES:
+                self.close()
+
+    def on_response_complete(self) -> None:
+        self.idle_since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writing = self.loop.call_later(WRITE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+        super().resume_writing()
 
     def _start_timer(self) -> None:
         self._read = 0
-        self._timer = self.loop.call_later(HEADER_S, self._close)
+        self._timer = self.loop.call_later(HEADER_S, self.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the connection, unless it is being closed."""
         if not self.transport.is_closing():
             self.transport.close()
