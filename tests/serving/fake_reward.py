@@ -232,3 +232,13 @@ class Answers:
         if answer == "refuse":
             return {"error": "it is refused"}
         return {"score": -len(answer) if "<" in answer else len(answer)}
+
+
+class Counted(Length):
+    """Counts its items since it was loaded."""
+
+    computed: ClassVar = {"items": 0}
+
+    def __call__(self, items):
+        self.computed["items"] += len(items)
+        return super().__call__(items)

@@ -317,6 +317,14 @@ async def test_over_max_requests_one_is_told_to_come_again(tmp_path):
 
 
 @in_loop
+async def test_what_workers_say_that_they_computed_is_counted():
+    async with running(fake("counted", "fake_reward.Counted")) as (_, client):
+        for prompts in (("a", "b"), ("c",), ("d",)):
+            await rewards(client, *prompts)
+        assert 'vlmrm_computed_total{reward="counted",what="items"} 4.0' in (await client.get("/metrics")).text
+
+
+@in_loop
 async def test_results_that_nobody_fetched_before_the_end_are_told_of(caplog):
     async with running() as (service, _):
         job_id = await service.submit("length", [{"prompt": "aaa"}])

@@ -209,9 +209,11 @@ async def test_a_body_that_is_not_framed_and_a_pull_without_a_uuid_are_refused()
 @in_loop
 async def test_where_a_queue_is_full_none_of_a_requests_rewards_is_accepted():
     async with running(fake("one"), fake("two"), workers=False, limits={"queue_items": 3}) as (service, client):
+        waiting = await service.submit("two", [{"prompt": "a"}, {"prompt": "b"}])
         answer = await enqueued(client, {**LENGTH, "reward_fn": {"one": 1, "two": 1}})
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
         assert await service.backend.depth("one") == (0, 0)
+        await service.backend.cancel(waiting)
 
 
 @in_loop
