@@ -10,6 +10,7 @@ import argparse
 from benchmarks import harness, runs
 from benchmarks.harness import Row
 from benchmarks.servers import SERVE, server
+from benchmarks.serving.overload import overload
 from benchmarks.serving.shuffled import GROUPS as SHUFFLED
 from benchmarks.serving.shuffled import shuffled
 from benchmarks.serving.streamed import streamed
@@ -21,6 +22,7 @@ EACH = 2
 ALONE = 40
 GROUPS = 4
 ROUNDS = 3
+STORM_S = 20.0
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
@@ -32,13 +34,14 @@ def measure(options: argparse.Namespace) -> list[Row]:
             server(*SERVE, "--model", checkpoint, "--port", log=folder / "service.log") as (service, process),
             server("-m", "benchmarks.plain_server", checkpoint, log=folder / "plain.log") as (plain, _),
         ):
-            return [
+            rows = [
                 concurrent(scorer, service, 2 if options.quick else EACH, rounds),
                 low_load(scorer, service, 3 if options.quick else ALONE),
                 rl_load(service, plain, 1 if options.quick else GROUPS, rounds),
                 *shuffled(scorer, service, 4 if options.quick else SHUFFLED),
                 streamed(service, process, 1 if options.quick else GROUPS, rounds),
             ]
+        return [*rows, *overload(folder, 2 if options.quick else STORM_S)]
 
 
 if __name__ == "__main__":

@@ -11,16 +11,19 @@ import json
 import multiprocessing
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from benchmarks.harness import Row, row
-from benchmarks.protocols import post, questions
+from benchmarks.protocols import questions
 from benchmarks.servers import SERVE, in_turn, server
 from benchmarks.watching import watched
+
+T = TypeVar("T")
 
 LOAD = 2.0
 GOODPUT, REFUSED_MS, OTHER, HEALTH_MS = 0.9, 50.0, 1.5, 50.0
@@ -62,11 +65,12 @@ class Reply:
 
 
 def overload(folder: Path, seconds: float) -> list[Row]:
+    """Measure the service for so many seconds under each of its loads."""
     config = folder / "overload.toml"
     config.write_text(CONFIG.format(folder=Path(__file__).parent))
     with server(*SERVE, "--config", str(config), "--port", log=folder / "overload.log") as (url, process):
         port = int(url.rpartition(":")[2])
-        [rate] = _in_process(_capacity, port, seconds)
+        rate = _in_process(_capacity, port, seconds)
         [alone] = _in_process(_storm, port, [Load("other", OTHER_RATE, seconds)])
         with watched(port, process) as read_watch:
             loaded, other = _in_process(
@@ -108,58 +112,85 @@ def _p99_ms(seconds: Sequence[float]) -> float:
     return 1000 * float(np.percentile(seconds, 99)) if seconds else float("nan")
 
 
-def _in_process(work, *arguments):
+def _in_process(work: Callable[..., T], *arguments: Any) -> T:
     """Run the clients in a process of their own, whose event loop is not the benchmark's."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, arguments)
 
 
-def _bodies(reward: str) -> list[bytes]:
-    pictured = questions(BODIES, SIDE)
-    image = [f"data:image/png;base64,{question.file}" for question in pictured]
-    items = [{"prompt": question.prompt, "image": picture} for question, picture in zip(pictured, image, strict=True)]
-    return [json.dumps({"model": reward, "items": [item]}).encode() for item in items]
+def _requests(reward: str) -> list[bytes]:
+    """Return requests as bytes, so that sending one costs next to nothing."""
+    requests = []
+    for question in questions(BODIES, SIDE):
+        item = {"prompt": question.prompt, "image": f"data:image/png;base64,{question.file}"}
+        body = json.dumps({"model": reward, "items": [item]}).encode()
+        head = "POST /v1/rewards HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        requests.append(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    return requests
 
 
-def _capacity(port: int, seconds: float) -> list[float]:
-    """Return the requests that are answered a second, when each client waits for its last answer."""
-    bodies = _bodies("loaded")
+class _Client(asyncio.Protocol):
+    """One request by a connection of its own; `reply` is done once the service has closed it."""
 
-    async def ask() -> list[float]:
-        rates = []
-        for _ in range(2):  # the first warms up
-            began, count = time.perf_counter(), 0
-            while time.perf_counter() < began + seconds / 2:
-                await in_turn(CLIENTS, bodies[:128], lambda body: post(port, "/v1/rewards", body))
-                count += 128
-            rates.append(count / (time.perf_counter() - began))
-        return rates[1:]
+    def __init__(self, request: bytes):
+        self._request = request
+        self._status = b"0"
+        self._began = time.perf_counter()
+        self.reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
-    return asyncio.run(ask())
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if self._status == b"0":
+            self._status = data[9:12]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.reply.done():
+            self.reply.set_result(Reply(int(self._status), time.perf_counter() - self._began))
+
+
+async def _send(port: int, request: bytes) -> Reply:
+    client = _Client(request)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.get_running_loop().create_connection(lambda: client, "127.0.0.1", port)
+            return await client.reply
+    except (TimeoutError, OSError):
+        return Reply(0, PATIENCE_S)
+
+
+def _capacity(port: int, seconds: float) -> float:
+    """Return the requests that are answered a second, when each of the clients waits for its last answer."""
+    requests = _requests("loaded")
+
+    async def ask(duration: float) -> int:
+        end, count = time.perf_counter() + duration, 0
+        while time.perf_counter() < end:
+            replies = await in_turn(CLIENTS, requests, lambda request: _send(port, request))
+            count += sum(reply.status == 200 for reply in replies)
+        return count
+
+    asyncio.run(ask(seconds / 4))  # warms up
+    began = time.perf_counter()
+    return asyncio.run(ask(seconds)) / (time.perf_counter() - began)
 
 
 def _storm(port: int, loads: Sequence[Load]) -> list[list[Reply]]:
-    bodies = {load.reward: _bodies(load.reward) for load in loads}
+    """Return the replies to each load, whose requests come at random times and wait for no other."""
 
-    async def send(body: bytes) -> Reply:
-        began = time.perf_counter()
-        try:
-            status, _ = await asyncio.wait_for(post(port, "/v1/rewards", body), PATIENCE_S)
-        except (TimeoutError, OSError, IndexError):  # no answer, or not a whole one
-            status = 0
-        return Reply(status, time.perf_counter() - began)
-
-    async def run(load: Load) -> list[Reply]:
+    async def run(load: Load, requests: Sequence[bytes]) -> list[Reply]:
         sending = []
         due = time.perf_counter()
         end = due + load.seconds
         while due < end:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            sending.append(asyncio.create_task(send(random.choice(bodies[load.reward]))))
+            sending.append(asyncio.create_task(_send(port, random.choice(requests))))
             due += random.expovariate(load.rate)
         return await asyncio.gather(*sending)
 
     async def all_loads() -> list[list[Reply]]:
-        return await asyncio.gather(*map(run, loads))
+        return await asyncio.gather(*(run(load, requests[load.reward]) for load in loads))
 
+    requests = {load.reward: _requests(load.reward) for load in loads}
     return asyncio.run(all_loads())

@@ -51,15 +51,15 @@ def dropping(monkeypatch) -> None:
 @pytest.fixture
 def broken(monkeypatch) -> None:
     """A shared attention in which answers do not see the end of their prompt."""
-    along = kernels._along
+    along = kernels.along
 
-    def shortsighted(states, ranges):
-        keys = along(states, ranges).clone()
+    def shortsighted(states, ranges, **options):
+        keys = along(states, ranges, **options).clone()
         if len(ranges) > 1:
             keys[:, :, : ranges[0][1] - ranges[0][0]] = 0
         return keys
 
-    monkeypatch.setattr(kernels, "_along", shortsighted)
+    monkeypatch.setattr(kernels, "along", shortsighted)
 
 
 @pytest.mark.parametrize("build", ["blind", "dropping"])
