@@ -47,12 +47,13 @@ def watch(channel: Connection, port: int, process: int) -> None:
     watch_log = Watch()
     service = psutil.Process(process)
     processes = [service, *service.children(recursive=True)]
-    connection = http.client.HTTPConnection("127.0.0.1", port)
     while not watch_log.memory or not channel.poll(WATCH_S):
         started = time.perf_counter()
+        connection = http.client.HTTPConnection("127.0.0.1", port)  # a new one each time, as probes do
         connection.request("GET", "/health")
         answer = connection.getresponse()
         answer.read()
+        connection.close()
         watch_log.health.append(1000 * (time.perf_counter() - started))
         assert answer.status == 200, answer.status
         watch_log.memory.append([worker.memory_info().rss / 2**20 for worker in processes])

@@ -102,7 +102,7 @@ async def test_an_item_without_what_its_reward_needs_costs_no_other():
     wrong = "it has no response, which this reward needs"
     assert native.status_code == 200, native.text
     assert [(one["score"], one["error"]) for one in native.json()["data"]] == [(2, None), (None, wrong), (0, None)]
-    assert whole.status_code == 200 and whole.json() == {"error": f"item 0: {wrong}"}
+    assert whole.status_code == 200 and whole.json() == {"error": f"sample 0: {wrong}"}
 
 
 @in_loop

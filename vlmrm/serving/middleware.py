@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
 import time
 import uuid
 
@@ -32,6 +33,14 @@ HEADERS = [  # of every response
 ]
 
 
+RESERVED_FILES = 192  # of the process's open files, for workers, Redis and connections whose request is not read yet
+
+
+def connection_limit() -> int:
+    """Return how many connections this process may have: its limit of open files less `RESERVED_FILES`."""
+    return max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED_FILES, RESERVED_FILES)
+
+
 class RequestMiddleware:
     """The outermost middleware: the request's id, token, limits in bytes and time, log line, and answer in any case.
 
@@ -41,6 +50,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, service: Service):
         self.app, self.metrics = app, service.metrics
         self.limits = service.settings.limits
+        self.max_requests = min(self.limits.max_requests, connection_limit())
         self.host = service.settings.host
         self.rewards = {reward.name: reward.token for reward in service.settings.reward_args}
         rewards = list(self.rewards.values())
@@ -91,8 +101,8 @@ class RequestMiddleware:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self.limits.max_body_bytes:
             return response_to(too_large(self.limits))
-        if method == "POST" and self._posted > self.limits.max_requests:
-            message = f"the service is busy with {self.limits.max_requests} requests: try again later."
+        if method == "POST" and self._posted > self.max_requests:
+            message = f"the service is busy with {self.max_requests} requests: try again later."
             return error_response(message, "Overloaded", 503, {"Retry-After": "1"})
         if method == "POST" and headers.get(b"sec-fetch-site") == b"cross-site":
             message = "the request comes from a web page of another site: only the service's own page may send it."

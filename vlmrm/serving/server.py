@@ -6,7 +6,9 @@ import asyncio
 import errno
 import gc
 import logging
+import math
 import os
+import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,9 +25,9 @@ from vlmrm.errors import ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.logs import start_log
 from vlmrm.serving.app import create_app
-from vlmrm.serving.connections import Room, max_connections, raise_open_files, spare_files
+from vlmrm.serving.middleware import connection_limit
 from vlmrm.serving.service import Service
-from vlmrm.serving.settings import Limits, load_settings, validate_settings
+from vlmrm.serving.settings import load_settings, validate_settings
 from vlmrm.serving.telemetry import set_log_format
 
 logger = logging.getLogger("vlmrm")
@@ -37,8 +39,10 @@ KEEP_ALIVE_S = 75
 GC_THRESHOLDS = (700, 10, 10_000)  # Python's own, but full collections a thousand times rarer
 HEADER_BYTES = 64 * 2**10
 HEADER_S = 15.0
-DISCARDED_BYTES = 16 * 2**20  # of a body that was refused, so that its sender reads the answer before it is cut off
+OPEN_FILES = 65_536  # that are asked for: libraries that try all numbers of files stay quick
+DISCARDED_BYTES = 16 * 2**20  # of a refused body, so that its sender can read the answer before it is cut off
 WRITE_S = 60.0  # for a client to take some of its answer
+WARNING_S = 10.0  # between two warnings of too many connections
 
 Role = Literal["everything", "api", "workers"]
 
@@ -65,25 +69,20 @@ def serve(config: Path | None, model: str | None, overrides: Mapping[str, Any], 
         raise ConfigError(
             f"vlmrm serve {role} shares its queue with other processes: set redis_host or redis_sentinels."
         )
-    raise_open_files()
+    raise_file_limit()  # before the application reads it
     app = create_app(Service(settings, workers=role != "api"), requests=role != "workers")
     with listen(settings.host, settings.port) as listener:
         start_log("serve")
         set_log_format(logger, as_json=settings.log_format == "json")
-        limit_requests(settings.limits)
         run(app, listener, ", ".join(reward.name for reward in settings.reward_args))
 
 
-def limit_requests(limits: Limits) -> None:
-    """Have fewer requests at a time than there may be connections, so that some are idle and can make room."""
-    most = max(1, max_connections() * 7 // 8)
-    if limits.max_requests > most:
-        logger.warning(
-            "max_requests is %d here and not %d: this process may not open more files (ulimit -n, or LimitNOFILE of "
-            "systemd)",
-            *(most, limits.max_requests),
-        )
-        limits.max_requests = most
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files as far as it may be: each connection is a file, and 1,024 are soon gone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -118,20 +117,22 @@ def run(app: FastAPI, listener: socket.socket, names: str) -> None:
     # The service logs requests itself, and trusts no header of a proxy, as it needs no address of a client.
     config = uvicorn.Config(
         app,
-        http=LimitedProtocol,
+        http=HeaderLimitProtocol,
+        # uvloop, where it is installed, accepts one connection in each round of the loop, and a request takes two
+        # rounds: under overload connections would wait for seconds, those of /health too.
+        loop="asyncio",
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        # All of it may be accepted in one round of the event loop, before any connection is closed to make room.
-        backlog=min(BACKLOG, spare_files() // 2),
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=DRAIN_S,
     )
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn").handlers = logger.handlers
+    for name in ("uvicorn", "asyncio"):  # the latter says that no connection can be accepted
+        logging.getLogger(name).handlers = logger.handlers
     drain = partial(app.state.gateway.service.drain, fetched=True)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -177,31 +178,44 @@ class DrainingServer(uvicorn.Server):
 relies_on(
     HttpToolsProtocol,
     *("send_400_response", "connection_made", "connection_lost", "data_received"),
-    *("on_message_begin", "on_headers_complete", "on_body", "on_response_complete"),
-    *("pause_writing", "resume_writing"),
-    attributes=("loop", "transport", "connections", "cycle", "response_complete"),
+    *("on_message_begin", "on_headers_complete", "on_body", "on_response_complete", "pause_writing", "resume_writing"),
+    attributes=("loop", "transport", "connections", "cycle"),
 )
 
 
-class LimitedProtocol(HttpToolsProtocol):
-    """A connection within limits of time and bytes, which is closed where it dawdles or babbles.
+class HeaderLimitProtocol(HttpToolsProtocol):
+    """A connection that is closed when a request's headers take longer than `HEADER_S`, or exceed `HEADER_BYTES`.
 
-    Headers have `HEADER_S` seconds and `HEADER_BYTES`, a refused body `DISCARDED_BYTES`, a client that does not read
-    its answer `WRITE_S` seconds. uvicorn itself would wait without end.
+    So is one that goes on sending a refused body, or does not read its answer. uvicorn itself would wait without end.
     """
 
-    room = Room()
-    idle_since: float | None = None
+    warned = -math.inf  # when it was logged that connections are too many
     _timer: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
     _read = 0  # bytes of the headers so far
-    _discarded = 0  # bytes of a body that came after its answer
+    _discarded = 0  # bytes of the body that came after the answer
+    idle_since = math.inf  # inf while a request is answered
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.idle_since = self.loop.time()
         self._start_timer()
-        self.room.make(self.connections, len(self.connections))  # ty: ignore[invalid-argument-type]
+        if len(self.connections) > connection_limit():
+            self._close_idle()
+
+    def _close_idle(self) -> None:
+        """Close the connection that waits longest for a request, so that no new one is refused for want of files."""
+        others = [it for it in self.connections if isinstance(it, HeaderLimitProtocol) and it is not self]
+        idle = min(others, key=lambda it: it.idle_since, default=self)
+        if time.monotonic() > HeaderLimitProtocol.warned + WARNING_S:
+            HeaderLimitProtocol.warned = time.monotonic()
+            logger.warning(
+                "%d connections are open, as many as the limit of open files leaves: those that are idle are closed",
+                len(self.connections),
+            )
+        if idle.idle_since < math.inf:
+            idle.idle_since = math.inf  # it is closed in the next round: meanwhile others make room
+            idle.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -224,7 +238,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
-        self.idle_since = None
+        self.idle_since = math.inf
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -232,7 +246,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:
             self._discarded += len(body)
             if self._discarded > DISCARDED_BYTES:
-                self.close()
+                self._close()
 
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
@@ -250,14 +264,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_timer(self) -> None:
         self._read = 0
-        self._timer = self.loop.call_later(HEADER_S, self.close)
+        self._timer = self.loop.call_later(HEADER_S, self._close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def close(self) -> None:
-        """Close the connection, unless it is being closed."""
+    def _close(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
