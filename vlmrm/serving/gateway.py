@@ -138,7 +138,7 @@ class Gateway:
     async def _wait(self, reward: str, job_id: str, timeout: float) -> ScoringResult:
         try:
             status = await self.service.wait(reward, job_id, timeout)
-            await self.scheduler.next_turn()
+            await self.scheduler.next_turn(scored=True)
         except asyncio.CancelledError:
             await self.service.backend.cancel(job_id)  # the client has disconnected
             raise

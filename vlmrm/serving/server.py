@@ -33,6 +33,7 @@ from vlmrm.serving.telemetry import set_log_format
 logger = logging.getLogger("vlmrm")
 
 BACKLOG = 2048
+ACCEPTED = 32  # connections in one round of the event loop, which many would hold up
 DRAIN_S = 60  # for accepted jobs when the service is told to stop
 # Clients' pools keep connections for up to a minute; the client should be the one that closes first.
 KEEP_ALIVE_S = 75
@@ -121,6 +122,7 @@ def run(app: FastAPI, listener: socket.socket, names: str) -> None:
         # uvloop, where it is installed, accepts one connection in each round of the loop, and a request takes two
         # rounds: under overload connections would wait for seconds, those of /health too.
         loop="asyncio",
+        backlog=ACCEPTED,
         ws="none",
         log_config=None,
         access_log=False,
@@ -155,6 +157,8 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # those that wait to be accepted, which asyncio takes for those of a round
         # With thousands of requests a full collection stops the event loop for half a second, for nothing: nearly all
         # garbage of a request is freed by reference counts, or young. What was imported is never looked at again.
         gc.collect()
