@@ -97,6 +97,19 @@ def test_a_body_that_does_not_come_is_not_waited_for_without_a_token():
 
 
 @in_loop
+async def test_a_body_to_one_reward_is_not_read_for_the_token_of_another():
+    async def unread():
+        raise AssertionError("the body was read")
+        yield b""
+
+    async with running(fake("one", token="first"), fake("two", token="second"), workers=False) as (_, client):
+        for path in ("/two/compute", "/two/predict", "/two/get_reward"):
+            assert (await client.post(path, headers=bearer("first"), content=unread())).status_code == 401
+        absent = await client.post("/three/compute", headers=bearer("first"), json={"prompt": ["a"]})
+        assert "no reward three" in absent.json()["error"]
+
+
+@in_loop
 async def test_a_reward_s_own_token_opens_that_reward_alone():
     async with running(fake("one", token="first"), fake("two"), token=SECRET) as (_, client):
         client.headers = bearer("first")

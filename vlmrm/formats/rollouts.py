@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from vlmrm.formats.layout import (
     with_media,
 )
 from vlmrm.formats.openai import read_messages
-from vlmrm.formats.texts import fill, read_prompt, read_text
+from vlmrm.formats.texts import fill, load_json, read_prompt, read_text
 
 # In an OpenRLHF query: a run of placeholders, one for each token of an image; the end of the last turn, with padding.
 PADS = re.compile(r"(<\|?(?:image|video)(?:_pad)?\|?>)\1+")
@@ -155,7 +154,7 @@ def read_slime_sample(prompt: str | Sequence[Any], response: str, label: Any) ->
 def _read_label(label: Any) -> dict[str, Any]:
     """Return a label that is an object, or the JSON of one; anything else, such as the right answer, is left out."""
     try:
-        row = json.loads(label) if isinstance(label, str) and label.startswith("{") else label
+        row = load_json(label) if isinstance(label, str) and label.startswith("{") else label
     except (ValueError, RecursionError) as error:
         raise RowError(f"its label looks like JSON but is not valid ({error})") from error
     return row if isinstance(row, dict) else {}

@@ -18,6 +18,7 @@ from vlmrm.formats.openai import KINDS, read_messages, read_reference
 # Media in columns of their own, filled in at `<image>` and `<video>`, or in parts without a reference.
 
 
+JSON_VALUES = 200_000  # in one text
 PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
 
 
@@ -144,9 +145,20 @@ def _write_content(content: Sequence[Part]) -> str:
     return "".join(part.text if isinstance(part, Text) else pads[part.kind] for part in content)
 
 
+def load_json(text: str) -> Any:
+    """Return the JSON in a text of a row.
+
+    Raises:
+        ValueError: for what is none, or has over `JSON_VALUES` values, which would take far more memory than the text.
+    """
+    if text.count(",") + text.count("[") + text.count("{") > JSON_VALUES:
+        raise ValueError(f"over {JSON_VALUES} values")
+    return json.loads(text)
+
+
 def _from_json(text: str, images: Sequence[Any], videos: Sequence[Any]) -> tuple[Messages, Any, Any]:
     try:
-        row = json.loads(text)
+        row = load_json(text)
     except (ValueError, RecursionError) as error:
         raise RowError(f"it looks like JSON but is not valid ({error})") from error
     row = {"messages": row} if isinstance(row, list) else row

@@ -20,6 +20,7 @@ from vlmrm.serving.bodies import CLIENT, DEADLINE
 from vlmrm.serving.errors import InvalidRequest, RewardFailed, TimedOut
 from vlmrm.serving.fetch import Fetcher, fetch_images
 from vlmrm.serving.media import MediaResolver
+from vlmrm.serving.parsing import Parsers
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings
 from vlmrm.serving.tokens import is_allowed, require_token, token_of
@@ -46,6 +47,7 @@ class Gateway:
         self.fetcher = Fetcher(self.settings.allowed_hosts, self.settings.limits)
         self.media = MediaResolver(self.settings.limits, self.settings.media_root, self.fetcher)
         self.scheduler = TurnScheduler()
+        self.parsers = Parsers(self.settings.limits)
         self._lines: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by reward, of those that wait for room
         # Where only rewards have tokens, each of them also opens what concerns the whole service.
         rewards = [reward.token for reward in self.settings.reward_args]

@@ -52,7 +52,8 @@ class RequestMiddleware:
         self.limits = service.settings.limits
         self.max_requests = min(self.limits.max_requests, connection_limit())
         self.host = service.settings.host
-        rewards = [reward.token for reward in service.settings.reward_args]
+        self.rewards = {reward.name: reward.token for reward in service.settings.reward_args}
+        rewards = list(self.rewards.values())
         self._posted = 0  # POST requests that have no response yet
         self.tokens = [service.settings.token, *rewards]
         self.open = not service.settings.token.get_secret_value() and not all(map(SecretStr.get_secret_value, rewards))
@@ -92,9 +93,11 @@ class RequestMiddleware:
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp | None:
         """Return the response to a request that is refused before a byte of its body is read."""
         method = scope["method"]
-        # Any token will do here: the route checks that it opens the reward.
-        if not self.open and scope["path"] not in OPEN and not is_allowed(token_of(Request(scope)), self.tokens):
-            return response_to(unauthorized())
+        if not self.open and scope["path"] not in OPEN:
+            token = token_of(Request(scope))
+            # Any token will do where the reward is named in the body: the route checks that it opens the reward.
+            if not is_allowed(token, self.tokens) or not is_allowed(token, self._tokens_of(scope["path"])):
+                return response_to(unauthorized())
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self.limits.max_body_bytes:
             return response_to(too_large(self.limits))
@@ -115,6 +118,11 @@ class RequestMiddleware:
                 421,
             )
         return None
+
+    def _tokens_of(self, path: str) -> list[SecretStr]:
+        """Return the tokens of the reward that a path begins with, `/NAME/...`; none for any other path."""
+        name, slash, _ = path[1:].partition("/")
+        return [self.tokens[0], self.rewards[name]] if slash and name in self.rewards else []
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         # Not the path of the request: clients could fill metrics and logs with paths that do not exist.

@@ -40,6 +40,9 @@ KEEP_ALIVE_S = 75
 GC_THRESHOLDS = (700, 10, 10_000)  # Python's own, but full collections a thousand times rarer
 HEADER_BYTES = 64 * 2**10
 HEADER_S = 15.0
+OPEN_FILES = 65_536  # that are asked for: libraries that try all numbers of files stay quick
+DISCARDED_BYTES = 16 * 2**20  # of a refused body, so that its sender can read the answer before it is cut off
+WRITE_S = 60.0  # for a client to take some of its answer
 WARNING_S = 10.0  # between two warnings of too many connections
 
 Role = Literal["everything", "api", "workers"]
@@ -76,9 +79,11 @@ def serve(config: Path | None, model: str | None, overrides: Mapping[str, Any], 
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one: each connection is a file, and 1,024 are soon gone."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """Raise the soft limit of open files as far as it may be: each connection is a file, and 1,024 are soon gone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -177,7 +182,7 @@ class DrainingServer(uvicorn.Server):
 relies_on(
     HttpToolsProtocol,
     *("send_400_response", "connection_made", "connection_lost", "data_received"),
-    *("on_message_begin", "on_headers_complete"),
+    *("on_message_begin", "on_headers_complete", "on_body", "on_response_complete", "pause_writing", "resume_writing"),
     attributes=("loop", "transport", "connections", "cycle"),
 )
 
@@ -185,34 +190,40 @@ relies_on(
 class HeaderLimitProtocol(HttpToolsProtocol):
     """A connection that is closed when a request's headers take longer than `HEADER_S`, or exceed `HEADER_BYTES`.
 
-    uvicorn itself would wait for headers without end and let them grow.
+    So is one that goes on sending a refused body, or does not read its answer. uvicorn itself would wait without end.
     """
 
     warned = -math.inf  # when it was logged that connections are too many
     _timer: asyncio.TimerHandle | None = None
+    _writing: asyncio.TimerHandle | None = None
     _read = 0  # bytes of the headers so far
+    _discarded = 0  # bytes of the body that came after the answer
+    idle_since = math.inf  # inf while a request is answered
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.idle_since = self.loop.time()
         self._start_timer()
         if len(self.connections) > connection_limit():
             self._close_idle()
 
     def _close_idle(self) -> None:
-        """Close a connection that waits for its next request, so that no new one is refused for want of files."""
-        others = (it for it in self.connections if isinstance(it, HttpToolsProtocol) and it is not self)
-        idle = next((it for it in others if it.cycle is None or it.cycle.response_complete), None)
+        """Close the connection that waits longest for a request, so that no new one is refused for want of files."""
+        others = [it for it in self.connections if isinstance(it, HeaderLimitProtocol) and it is not self]
+        idle = min(others, key=lambda it: it.idle_since, default=self)
         if time.monotonic() > HeaderLimitProtocol.warned + WARNING_S:
             HeaderLimitProtocol.warned = time.monotonic()
             logger.warning(
                 "%d connections are open, as many as the limit of open files leaves: those that are idle are closed",
                 len(self.connections),
             )
-        if idle is not None:
+        if idle.idle_since < math.inf:
+            idle.idle_since = math.inf  # it is closed in the next round: meanwhile others make room
             idle.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -225,12 +236,35 @@ class HeaderLimitProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._discarded = 0
         if self._timer is None:  # a further request of a kept connection
             self._start_timer()
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        self.idle_since = math.inf
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self.cycle.response_complete:
+            self._discarded += len(body)
+            if self._discarded > DISCARDED_BYTES:
+                self._close()
+
+    def on_response_complete(self) -> None:
+        self.idle_since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._writing = self.loop.call_later(WRITE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+        super().resume_writing()
 
     def _start_timer(self) -> None:
         self._read = 0

@@ -88,7 +88,8 @@ class Limits(Strict):
     max_frames: Count = 1024  # of one video
     max_image_bytes: Count = 64 * 2**20  # of one image as a file
     max_json_depth: Count = 32
-    max_json_values: Count = 1_000_000
+    max_json_values: Count = 200_000
+    max_text_bytes: Count = 16 * 2**20  # of the JSON's texts that are no media
     body_timeout: Seconds = 120.0  # until the body of a request has come
     fetch_timeout: Seconds = 20.0  # for one image of an allowed host
     queue_items: Count = 100_000  # that wait for one reward

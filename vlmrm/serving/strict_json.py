@@ -6,20 +6,19 @@ import json
 import math
 import re
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
 
-from vlmrm.serving.errors import InvalidRequest
+from vlmrm.serving.errors import STATUS, InvalidRequest
+from vlmrm.serving.service import TooLarge
 from vlmrm.serving.settings import Limits
-from vlmrm.settings import describe_errors
-
-Model = TypeVar("Model", bound=BaseModel)
 
 # An unterminated string matches to the end of the text, so that not every quote in it is tried as a beginning.
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
+SHORT = 64  # characters, of which no image is made
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -36,6 +35,11 @@ def strict_json(body: bytes, limits: Limits) -> Any:
         )
         if SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
+        if len(body) > limits.max_text_bytes and count_text(value) > limits.max_text_bytes:
+            raise InvalidRequest(
+                f"the texts of the request are over the limit max_text_bytes of {limits.max_text_bytes}: send fewer "
+                "items at a time."
+            )
         return value
     except UnicodeDecodeError as error:
         raise InvalidRequest("the JSON is not UTF-8: encode it so.") from error
@@ -47,12 +51,12 @@ def strict_json(body: bytes, limits: Limits) -> Any:
         raise InvalidRequest("the JSON is nested too deep, or has a number that is too long.") from error
 
 
-def parse_json(kind: type[Model], body: bytes, limits: Limits) -> Model:
-    """Return `body` as a model, for routes whose body FastAPI does not read; raises InvalidRequest."""
-    try:
-        return kind.model_validate(strict_json(body, limits))
-    except ValidationError as error:
-        raise InvalidRequest(f"{describe_errors(error.errors(), kind)}.") from None
+def count_text(value: Any) -> int:
+    """Return the characters of all texts that are no media, in base64 or as data URIs."""
+    if isinstance(value, str):
+        return 0 if value[:5].lower() == "data:" or (len(value) > SHORT and BASE64.fullmatch(value)) else len(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(count_text, parts))
 
 
 def _check_structure(body: bytes, limits: Limits) -> None:
@@ -97,10 +101,10 @@ class _StrictRequest(Request):
         if not hasattr(self, "_json"):
             body = await self.body()
             try:
-                self._json = strict_json(body, self.app.state.gateway.settings.limits)
-            except InvalidRequest as error:
+                self._json = await self.app.state.gateway.parsers.parse(body)
+            except (InvalidRequest, TooLarge) as error:
                 # FastAPI replaces any other error that is raised while it reads a body by a sentence of its own.
-                raise HTTPException(400, str(error)) from error
+                raise HTTPException(STATUS[type(error)], str(error)) from error
         return self._json
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 
@@ -23,7 +22,6 @@ from vlmrm.serving.gateway import gateway_of
 from vlmrm.serving.media import MediaResolver
 from vlmrm.serving.protocols.common import check_lengths, media_read, score_inputs
 from vlmrm.serving.service import NotServing, TooLarge, UnknownReward
-from vlmrm.serving.strict_json import parse_json
 from vlmrm.serving.worker.channel import redact_paths
 
 
@@ -81,7 +79,7 @@ async def compute(request: Request, reward: str | None = None) -> ComputeAnswer:
     gateway = gateway_of(request)
     try:
         settings = gateway.authorized_reward(request, reward)
-        body = await run_sync(parse_json, ComputeRequest, await request.body(), gateway.settings.limits)
+        body = await gateway.parsers.parse_as(ComputeRequest, await request.body())
         rows = range(len(body.prompt))
         write = partial(_item, body, gateway.media)
         return ComputeAnswer(rewards=await score_inputs(gateway, settings, rows, write, noun="sample"))

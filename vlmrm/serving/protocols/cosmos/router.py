@@ -19,7 +19,6 @@ from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.gateway import gateway_of
 from vlmrm.serving.protocols.cosmos.payload import Pull
 from vlmrm.serving.protocols.cosmos.service import enqueue, pull, read_request
-from vlmrm.serving.strict_json import strict_json
 
 router = APIRouter(prefix="/api/reward", tags=["cosmos-rl"])
 
@@ -76,7 +75,7 @@ async def pull_scores(request: Request) -> JSONResponse:
 
 async def _read_pull(request: Request) -> Pull:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
-        content = strict_json(await request.body(), gateway_of(request).settings.limits)
+        content = await gateway_of(request).parsers.parse(await request.body())
     else:
         content = dict(await request.form(max_files=0, max_fields=10))
     try:

@@ -17,7 +17,6 @@ from vlmrm.serving.gateway import Gateway
 from vlmrm.serving.protocols.cosmos.payload import MediaBatch, Metadata, read_media
 from vlmrm.serving.service import NotServing
 from vlmrm.serving.settings import RewardSettings
-from vlmrm.serving.strict_json import parse_json
 from vlmrm.serving.worker.channel import redact_paths
 
 COLUMN = {"image": "image", "video": "video", "latent": "video"}  # what rewards see of each kind
@@ -51,7 +50,7 @@ async def read_request(gateway: Gateway, body: bytes) -> tuple[Metadata, MediaBa
     head, newline, data = body.partition(b"\n")
     if not newline:
         raise MediaError("the body has no line end after its JSON: send <JSON>, a line end, and the media")
-    metadata = parse_json(Metadata, head, gateway.settings.limits)
+    metadata = await gateway.parsers.parse_as(Metadata, head)
     if metadata.media_type == "latent":
         _check_decoder(gateway)
     media = await run_sync(read_media, data, metadata.media_type, gateway.settings.limits)

@@ -1,0 +1,103 @@
+"""Connections at the limit of open files, bodies that are refused, and answers that nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from contextlib import ExitStack
+from typing import Any
+
+import httpx2 as httpx
+from services import in_loop
+from test_server import post, served
+
+from vlmrm.serving import server
+from vlmrm.serving.server import HeaderLimitProtocol
+
+
+def test_the_soft_limit_of_open_files_becomes_the_hard_one(monkeypatch):
+    limits = {"now": (256, 3000)}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.update(now=new))
+    for before, after in (((256, 3000), 3000), ((256, 10**9), 65_536), ((256, -1), 65_536), ((-1, -1), -1)):
+        limits["now"] = before
+        server.raise_file_limit()
+        assert limits["now"] == (after, before[1])
+
+
+def test_silent_connections_take_no_room_either(tmp_path):
+    with served(tmp_path, files=400) as (_, url, _), ExitStack() as opened:
+        address = (httpx.URL(url).host, httpx.URL(url).port or 80)
+        waiting = post(url, "aaa")
+        for _ in range(500):
+            opened.enter_context(socket.create_connection(address, timeout=300))
+        for _ in range(3):
+            assert httpx.get(f"{url}/health", timeout=300).status_code == 200
+        assert post(url, "aaaa").recv(12) == waiting.recv(12) == b"HTTP/1.1 200"
+
+
+class Sink(asyncio.Transport):
+    """A connection without a network: what was written, and whether it is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written, self.closing, self.aborted = b"", False, False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+def connected(app: Any) -> tuple[HeaderLimitProtocol, Sink]:
+    config = server.uvicorn.Config(app, log_config=None)
+    protocol, sink = HeaderLimitProtocol(config, server.uvicorn.server.ServerState(), {}), Sink()
+    protocol.connection_made(sink)
+    return protocol, sink
+
+
+@in_loop
+async def test_a_body_that_is_refused_is_not_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(server, "DISCARDED_BYTES", 1000)
+
+    async def refuse(scope, receive, send):
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    protocol, sink = connected(refuse)
+    protocol.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 200000000\r\n\r\n")
+    while b"401" not in sink.written:
+        await asyncio.sleep(0)
+    protocol.data_received(b"x" * 1000)
+    assert not sink.closing  # its sender can still read the answer
+    protocol.data_received(b"x")
+    assert sink.closing
+    protocol.connection_lost(None)
+
+
+@in_loop
+async def test_a_client_that_does_not_read_its_answer_is_cut_off(monkeypatch):
+    monkeypatch.setattr(server, "WRITE_S", 0.01)
+    protocol, sink = connected(None)
+    protocol.pause_writing()
+    protocol.resume_writing()
+    await asyncio.sleep(0.1)
+    assert not sink.aborted  # it read in time
+    protocol.pause_writing()
+    while not sink.aborted:
+        await asyncio.sleep(0.01)
+    protocol.connection_lost(None)
