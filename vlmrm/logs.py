@@ -99,7 +99,7 @@ class Pace:
         left = ""
         if self._since < done < self._total:
             seconds = (time.monotonic() - self._started) / (done - self._since) * (self._total - done)
-            left = f", {duration(seconds)} left"
+            left = f", {duration(round(seconds))} left"
         return f"{done:,}/{self._total:,} ({100 * done // self._total} %{left})"
 
 
