@@ -8,7 +8,6 @@ import re
 import time
 from contextvars import ContextVar
 
-from anyio import fail_after
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlmrm.errors import VlmrmError
@@ -22,9 +21,11 @@ from vlmrm.serving.turns import LANE, TurnScheduler
 
 METHODS = ("POST", "PUT", "PATCH", "DELETE")
 IDLE_S = 15.0  # between two pieces of a body
+LASTING = 1 / 2  # of `max_wait`, once the queue has lasted so long: a burst ends, while overload would keep it full
 ENDS = 512  # bytes at both ends of a body in which its reward is looked for
 MODEL = re.compile(rb'"(?:model|reward)"\s*:\s*"([^"\\]{1,100})"')
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # of the request that is being handled
+BODY_BYTES: ContextVar[float] = ContextVar("body_bytes", default=math.inf)  # of the request that is being handled
 DEADLINE: ContextVar[float] = ContextVar("deadline", default=math.inf)  # of `time.monotonic`
 
 
@@ -80,7 +81,7 @@ class BodyMiddleware:
         end = min(time.monotonic() + self.limits.body_timeout, DEADLINE.get())
         while True:
             try:
-                with fail_after(min(max(end - time.monotonic(), 0.001), IDLE_S)):
+                async with asyncio.timeout(min(max(end - time.monotonic(), 0.001), IDLE_S)):
                     message = await receive()
             except TimeoutError:
                 raise SlowBody(
@@ -99,9 +100,9 @@ class BodyMiddleware:
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def admit(self, lane: str) -> None:
-        """Raise Busy where a request of this lane would wait too long for its turn."""
-        wait = self.scheduler.wait(lane)
-        if wait > self.limits.max_wait:
+        """Raise Busy where a request of this lane would wait too long: in a burst, or while a queue lasts."""
+        wait, limit = self.scheduler.wait(lane), self.limits.max_wait
+        if wait > (limit if self.scheduler.standing() < limit else limit * LASTING):
             raise Busy(f"the service is busy for the next {wait:.1f} s: try again later.", wait)
 
 
@@ -139,6 +140,7 @@ class _Handling:
         self._body = body
         lane = f"{CLIENT.get()} {self._scope['path']} {_reward_in(body)}"
         LANE.set(lane)
+        BODY_BYTES.set(len(body))
         self._middleware.admit(lane)
         handler = asyncio.current_task()
         assert handler is not None

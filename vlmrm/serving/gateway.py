@@ -8,15 +8,17 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from anyio import move_on_after
+from anyio.to_thread import run_sync
 from fastapi import Request
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import EXPIRED, QueueAway, State
-from vlmrm.serving.bodies import CLIENT, DEADLINE
+from vlmrm.serving.bodies import BODY_BYTES, CLIENT, DEADLINE
 from vlmrm.serving.errors import InvalidRequest, RewardFailed, TimedOut
 from vlmrm.serving.fetch import Fetcher, fetch_images
 from vlmrm.serving.media import MediaResolver
@@ -26,7 +28,10 @@ from vlmrm.serving.settings import RewardSettings
 from vlmrm.serving.tokens import is_allowed, require_token, token_of
 from vlmrm.serving.turns import TurnScheduler
 
+SMALL_BYTES = 64 * 2**10  # of a body whose media are read in a millisecond
 RETRY_S = 0.02  # between two tries to put a job into a full queue
+
+Input = TypeVar("Input")
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,13 @@ class Gateway:
         """Raise InvalidRequest unless a request may have so many items."""
         if not 1 <= count <= self.settings.limits.max_items:
             raise InvalidRequest(f"there are {count} items: send between 1 and {self.settings.limits.max_items}.")
+
+    async def written(self, inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
+        """Return the item that `write` makes of each input, or why there is none."""
+        # A thread would take longer than small bodies do, but files may be large.
+        if BODY_BYTES.get() < SMALL_BYTES and self.media.root is None:
+            return _write_each(inputs, write)
+        return await run_sync(_write_each, inputs, write)
 
     async def fetch(self, items: Sequence[Item | RowError]) -> list[Item | RowError]:
         """Return the items with their images by URL; one whose image cannot be fetched becomes its error."""
@@ -175,6 +187,16 @@ class Gateway:
         except QueueAway as error:
             self.service.metrics.record_failure(reward, "refused", str(error))
             raise
+
+
+def _write_each(inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
+    items: list[Item | RowError] = []
+    for content in inputs:
+        try:
+            items.append(write(content))
+        except RowError as error:
+            items.append(error)
+    return items
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import resource
 import time
@@ -31,8 +32,7 @@ HEADERS = [  # of every response
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 ]
-
-
+REFUSALS_S = 1.0  # between two lines of the log about requests with a 503
 RESERVED_FILES = 192  # of the process's open files, for workers, Redis and connections whose request is not read yet
 
 
@@ -55,6 +55,10 @@ class RequestMiddleware:
         self.rewards = {reward.name: reward.token for reward in service.settings.reward_args}
         rewards = list(self.rewards.values())
         self._posted = 0  # POST requests that have no response yet
+        self._refused, self._logged = (
+            0,
+            -math.inf,
+        )  # requests with a 503 that have no line in the log, and the last's time
         self.tokens = [service.settings.token, *rewards]
         self.open = not service.settings.token.get_secret_value() and not all(map(SecretStr.get_secret_value, rewards))
 
@@ -129,6 +133,13 @@ class RequestMiddleware:
         route = getattr(scope.get("route"), "path", "other")
         self.metrics.record_request(route, status, seconds)
         level = logging.DEBUG if route in QUIET and status < 400 else logging.INFO
-        if logger.isEnabledFor(level):
-            fields = {"method": scope["method"][:16], "route": route, "status": status, "ms": round(1000 * seconds, 1)}
-            logger.log(level, "request", extra={"fields": fields})
+        if not logger.isEnabledFor(level):
+            return
+        fields = {"method": scope["method"][:16], "route": route, "status": status, "ms": round(1000 * seconds, 1)}
+        if status == 503:  # a flood of them would cost more to log than to refuse
+            self._refused += 1
+            if (now := time.monotonic()) - self._logged < REFUSALS_S:
+                return
+            fields["refused"] = self._refused  # since the last such line
+            self._refused, self._logged = 0, now
+        logger.log(level, "request", extra={"fields": fields})

@@ -33,7 +33,7 @@ from vlmrm.serving.telemetry import set_log_format
 logger = logging.getLogger("vlmrm")
 
 BACKLOG = 2048
-ACCEPTED = 32  # connections in one round of the event loop, which many would hold up
+ACCEPTED = 16  # connections in one round of the event loop, which many would hold up
 DRAIN_S = 60  # for accepted jobs when the service is told to stop
 # Clients' pools keep connections for up to a minute; the client should be the one that closes first.
 KEEP_ALIVE_S = 75

@@ -27,6 +27,7 @@ class TurnScheduler:
         self._waiting = 0
         self._turn_s = 0.0  # seconds between two turns while requests wait
         self._last: tuple[float, int] | None = None  # when the last round began, and its turns; None after none waited
+        self._since = 0.0  # when a request began to wait while no other did
 
     async def next_turn(self, *, scored: bool = False) -> None:
         """Wait for a turn; `scored` requests, which are nearly done, do not wait behind those that have just come."""
@@ -35,6 +36,7 @@ class TurnScheduler:
         self._lanes.setdefault(f"{LANE.get()}{' scored' if scored else ''}", deque()).append(turn)
         self._waiting += 1
         if self._waiting == 1:
+            self._since = time.perf_counter()
             loop.call_soon(self._run_next)
         await turn
 
@@ -42,6 +44,10 @@ class TurnScheduler:
         """Return about how many seconds a request of this lane would wait for its turn."""
         before = len(self._lanes.get(lane, ())) + 1
         return self._turn_s * min(before * max(len(self._lanes), 1), self._waiting + 1)
+
+    def standing(self) -> float:
+        """Return for how many seconds requests have waited without a pause."""
+        return time.perf_counter() - self._since if self._waiting else 0.0
 
     def _run_next(self) -> None:
         now = time.perf_counter()

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import TypeVar
 
-from anyio.to_thread import run_sync
 from fastapi import Request
 
 from vlmrm.conversation import Conversation, Sample
@@ -57,7 +56,7 @@ async def score_inputs(
 ) -> list[float]:
     """Return the raw score of the item that `write` makes of each input; raises as `score_conversations` does."""
     gateway.check_count(len(inputs))
-    items = await run_sync(write_each, inputs, write)  # images decode slowly
+    items = await gateway.written(inputs, write)
     for index, item in enumerate(items):
         if isinstance(item, RowError):
             raise type(item)(f"{noun} {index}: {item.reason}") from item
@@ -68,17 +67,6 @@ async def score_inputs(
             raise RowError(f"{noun} {index}: {outcome.error}")
         scores.append(outcome.score)
     return scores
-
-
-def write_each(inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
-    """Return the item of each input, or why there is none."""
-    items: list[Item | RowError] = []
-    for content in inputs:
-        try:
-            items.append(write(content))
-        except RowError as error:
-            items.append(error)
-    return items
 
 
 async def gather_rewards(

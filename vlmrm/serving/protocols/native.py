@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, model_validator
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -23,7 +22,7 @@ from vlmrm.scoring.transforms import Transform, transform_named, win_rate
 from vlmrm.serving.errors import ErrorDetail, InvalidRequest, error_of
 from vlmrm.serving.gateway import Gateway, gateway_of
 from vlmrm.serving.media import MediaResolver
-from vlmrm.serving.protocols.common import gather_rewards, media_read, write_each
+from vlmrm.serving.protocols.common import gather_rewards, media_read
 from vlmrm.serving.protocols.events import EVENTS, EventResponse, Jobs
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.strict_json import StrictRoute
@@ -209,7 +208,7 @@ async def _answer(
     gateway: Gateway, body: RewardRequest, names: Sequence[str], attachments: Mapping[str, bytes], jobs: Jobs
 ) -> RewardAnswer | RewardsAnswer:
     media = gateway.media.with_attachments(attachments)
-    items = await gateway.fetch(await run_sync(write_each, body.items, partial(_item, media)))
+    items = await gateway.fetch(await gateway.written(body.items, partial(_item, media)))
     answers, failed = await gather_rewards({name: _score(gateway, body, name, items, jobs) for name in names})
     if body.models is None:
         return answers[names[0]]

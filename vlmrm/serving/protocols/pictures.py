@@ -28,7 +28,6 @@ from vlmrm.serving.protocols.common import (
     gather_rewards,
     media_read,
     score_inputs,
-    write_each,
 )
 from vlmrm.serving.strict_json import StrictRoute
 from vlmrm.settings import describe_errors
@@ -118,7 +117,7 @@ async def unirl_score(body: UniRLRequest, request: Request) -> UniRLAnswer:
     for index, one in enumerate(body.requests):
         for name in dict.fromkeys(one.required_rewards):
             indices.setdefault(gateway.authorized_reward(request, name).name, []).append(index)
-    written = await run_sync(write_each, body.requests, partial(_history, gateway.media))
+    written = await gateway.written(body.requests, partial(_history, gateway.media))
     answer = UniRLAnswer(results=[{} for _ in written], errors=[{} for _ in written])
     score = partial(gateway.score, timeout=TIMEOUT_S, patience=PATIENCE_S)
     results = {name: score(name, [written[index] for index in chosen]) for name, chosen in indices.items()}
