@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def swap(folder: Path, swaps: int) -> Row:
     with server(*SERVE, "--config", str(config), "--port", log=folder / "swap.log") as (url, _):
         answers, scores = asyncio.run(_swap(url, [str(path) for path in models], swaps))
     moments = [moment for moment, _, _ in answers]
-    gap = max(later - earlier for earlier, later in zip(moments, moments[1:], strict=False))
+    gap = max(later - earlier for earlier, later in itertools.pairwise(moments))
     lost = sum(status != 200 for _, status, _ in answers)
     wrong = sum(body["data"][0]["score"] != scores[body["revision"]] for _, status, body in answers if status == 200)
     measured = gap if not lost and not wrong else float("inf")
