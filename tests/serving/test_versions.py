@@ -26,14 +26,14 @@ def model(folder: Path, name: str, score: float) -> str:
 
 
 @asynccontextmanager
-async def serving(folder: Path, **settings: Any):
+async def serving(folder: Path, replicas: int = 1, **settings: Any):
     """A service of a model with the score 1, and clients of its users and its operator."""
     first = model(folder / "models", "one", 1.0)
-    reward = fake("weights", "fake_reward.Weights", model_path=first)
+    reward = fake("weights", "fake_reward.Weights", model_path=first, replicas=replicas)
     roots = [str(folder / "models"), "org/*"]
     async with running(reward, admin_token="operator", model_roots=roots, **settings) as (service, client):
         if service.replicas["weights"]:
-            while not service.health("weights").ready:
+            while service.health("weights").ready < replicas:
                 await asyncio.sleep(0.01)
         yield service, client
 
@@ -84,6 +84,50 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_old_one(tmp_path, beside
         assert refused.status_code == 409 and "could not convert string" in refused.text
         assert score_of(await ask(client)) == 1
         assert (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()["previous"] is None
+
+
+@in_loop
+async def test_all_replicas_are_changed_or_none(tmp_path):
+    async with serving(tmp_path, replicas=2) as (service, client):
+        before = service.health("weights").revisions
+        two = model(tmp_path / "models", "two", 2.0)
+        first, second = service.replicas["weights"]
+        reload = first.reload
+
+        async def reload_and_break(*arguments):
+            await reload(*arguments)
+            (Path(two) / "model.safetensors").write_text("no number")
+
+        first.reload = reload_and_break
+        refused = await put(client, two, beside=False)
+        assert refused.status_code == 409 and "could not convert string" in refused.text
+        assert service.health("weights").revisions == before and first.ready and second.ready
+
+
+@in_loop
+async def test_a_rollback_to_files_that_have_changed_is_refused(tmp_path):
+    async with serving(tmp_path) as (_, client):
+        changed = await put(client, model(tmp_path / "models", "two", 2.0), beside=False)
+        (tmp_path / "models" / "one" / "model.safetensors").write_text("3")
+        refused = await client.post("/v1/rewards/weights/rollback", headers=ADMIN)
+        assert refused.status_code == 409 and "have changed" in refused.text
+        answer = await ask(client)
+        assert score_of(answer) == 2 and [answer.json()["revision"]] == changed.json()["revisions"]
+
+
+@in_loop
+async def test_a_model_whose_predecessor_cannot_be_loaded_is_refused_at_once(tmp_path):
+    broken = model(tmp_path / "models", "broken", 0.0)
+    (Path(broken) / "model.safetensors").write_text("no number")
+    two = model(tmp_path / "models", "two", 2.0)
+    reward = fake("weights", "fake_reward.Weights", model_path=broken)
+    async with running(reward, admin_token="operator", model_roots=[str(tmp_path)]) as (service, client):
+        [replica] = service.replicas["weights"]
+        waiting = asyncio.create_task(put(client, two))
+        while replica.error is None:
+            await asyncio.sleep(0.01)
+        for answer in (await waiting, await put(client, two), await put(client, two, beside=False)):
+            assert answer.status_code == 409 and "cannot load its reward" in answer.text
 
 
 @in_loop

@@ -88,7 +88,7 @@ class Replica:
         self.error: str | None = None
         self.info: dict[str, Any] = {}
         self._worker: WorkerProcess | None = None
-        self._revision = ""
+        self.model_revision = ""  # without the decoder's
         self._turns: deque[tuple[Callable[[], Awaitable[None]], asyncio.Future[None]]] = deque()
         self._turn_comes = asyncio.Event()
         self._sample: list[tuple[Item, Outcome]] | None = None  # of live traffic, while `sample` collects it
@@ -101,9 +101,9 @@ class Replica:
     @property
     def revision(self) -> str:
         """Return the digest of all that its scores depend on, the decoder included; "" before it has loaded."""
-        if not self._revision or self.decoder is None:
-            return self._revision
-        return digest(self._revision, self.decoder.replica.revision)
+        if not self.model_revision or self.decoder is None:
+            return self.model_revision
+        return digest(self.model_revision, self.decoder.replica.revision)
 
     @property
     def busy(self) -> bool:
@@ -115,10 +115,7 @@ class Replica:
         try:
             await self._keep_running()
         finally:
-            for _, done in self._turns:
-                if not done.done():
-                    done.set_exception(WorkerDied("has ended"))
-            self._turns.clear()
+            self._refuse_turns("has ended")
 
     async def _keep_running(self) -> None:
         pause = BACKOFF_S[0]
@@ -137,6 +134,8 @@ class Replica:
                 message = f"the worker of {self.reward} {error}"
                 # While a worker that had loaded restarts, requests wait; while one cannot load, they are refused.
                 self.error = message if self._worker is None else None
+                if self.error is not None:
+                    self._refuse_turns(str(error))
                 self.metrics.restarts.labels(self.reward).inc()
                 logger.error("%s; another is started in %.1f s", message.rstrip("."), pause)
             finally:
@@ -160,17 +159,18 @@ class Replica:
         """Have `candidate` compute all further batches, and end the worker that did; returns once it does.
 
         Raises:
-            WorkerDied: when this replica has no worker and never will.
+            WorkerDied: when this replica's own worker cannot be loaded.
         """
         await self._take_turn(partial(self._put_in_place, candidate))
 
-    async def reload(self, spec: WorkerSpec) -> None:
-        """End the worker, and start one of `spec`; where that cannot be, one as before.
+    async def reload(self, spec: WorkerSpec, prove: Callable[[Candidate], Awaitable[None]] | None = None) -> None:
+        """End the worker, and start one of `spec`; where that cannot be, or `prove` raises, one as before.
 
         Raises:
-            WorkerDied: saying why; also as `switch`.
+            CannotSwitch: saying why.
+            WorkerDied: as `switch`.
         """
-        await self._take_turn(partial(self._reload, spec))
+        await self._take_turn(partial(self._reload, spec, prove))
 
     async def sleep(self) -> None:
         """Have the worker free its accelerator's memory, and begin no batch until `wake`; jobs wait.
@@ -196,12 +196,18 @@ class Replica:
 
     async def _take_turn(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run `work` while no batch runs."""
-        if self.lost:
-            raise WorkerDied(f"is lost: {self.error}")
+        if self.error is not None:  # no turn would come
+            raise WorkerDied(f"has no place: {self.error}")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turns.append((work, done))
         self._turn_comes.set()
         await done
+
+    def _refuse_turns(self, reason: str) -> None:
+        for _, done in self._turns:
+            if not done.done():
+                done.set_exception(WorkerDied(reason))
+        self._turns.clear()
 
     async def _run_turns(self) -> None:
         """Do what waits until no batch runs; while asleep, wait for more of it."""
@@ -230,16 +236,24 @@ class Replica:
         if old is not None:
             await old.stop()
 
-    async def _reload(self, spec: WorkerSpec) -> None:
+    async def _reload(self, spec: WorkerSpec, prove: Callable[[Candidate], Awaitable[None]] | None) -> None:
         assert self._worker is not None
         self.ready = False
         await self._worker.stop()
         self._worker = None
+        candidate = None
         try:
-            self._use(await Candidate.load(spec))
-        except WorkerDied as error:
+            candidate = await Candidate.load(spec)
+            if prove is not None:
+                await prove(candidate)
+        except BaseException as error:
+            if candidate is not None:
+                await candidate.worker.stop()
+            if not isinstance(error, (WorkerDied, RewardRaised, CannotSwitch)):
+                raise
             self._use(await Candidate.load(self.spec))
-            raise CannotSwitch(str(error)) from error
+            raise error if isinstance(error, CannotSwitch) else CannotSwitch(f"the new model {error}") from error
+        self._use(candidate)
 
     async def _sleep(self) -> None:
         if not self.asleep:
@@ -256,7 +270,7 @@ class Replica:
 
     def _use(self, candidate: Candidate) -> None:
         """Have the worker of `candidate` compute what comes next."""
-        self.spec, self._worker, self._revision = candidate.spec, candidate.worker, candidate.revision
+        self.spec, self._worker, self.model_revision = candidate.spec, candidate.worker, candidate.revision
         self._recent.clear()
         self._counted = {}
         self.info, self.error, self.ready, self.asleep = candidate.worker.info, None, True, False

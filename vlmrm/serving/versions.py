@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from vlmrm.serving.backend import Backend, QueueAway
 from vlmrm.serving.replica import Candidate, CannotSwitch, Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.worker_process import RewardRaised, WorkerDied
-from vlmrm.serving.worker_spec import is_trained, worker_spec
+from vlmrm.serving.worker_spec import WorkerSpec, is_trained, worker_spec
 from vlmrm.settings import Strict
 
 T = TypeVar("T")
@@ -73,10 +74,11 @@ class ModelState(Strict):
 
 @dataclass(frozen=True)
 class Version:
-    """A model, and the revision that it was served as."""
+    """A model, the revision that it was served as, and whether its successor had room beside it."""
 
     model: str
     revision: str
+    beside: bool
 
 
 class Versions:
@@ -145,7 +147,7 @@ class Versions:
         if name not in self._previous:
             raise CannotSwitch(f"{name} has had no other model since this service started.")
         previous = self._previous[name]
-        await self.change(name, ModelRequest(model=previous.model), previous.revision)
+        await self.change(name, ModelRequest(model=previous.model, beside=previous.beside), previous.revision)
 
     async def sleep(self, name: str, asleep: bool) -> None:
         """Free the accelerator's memory of the reward's workers, or fill it again; raises CannotSwitch."""
@@ -188,51 +190,63 @@ class Versions:
         reward = before.model_copy(update={"model_path": wanted.model})
         silence = self._settings.limits.silence
         specs = [worker_spec(reward, device, silence) for device in devices_of(reward)] if replicas else []
-        old = next((replica.revision for replica in replicas), "")
+        old = next((replica.model_revision for replica in replicas), "")
         self._differences.pop(name, None)
         try:
-            if wanted.beside and replicas:
-                candidates = await _all(map(Candidate.load, specs), _stop)
-                try:
-                    await self._prove(reward, wanted, candidates, expected)
-                except BaseException:
-                    await asyncio.gather(*map(_stop, candidates))
-                    raise
-                await _all(replica.switch(new) for replica, new in zip(replicas, candidates, strict=True))
-            else:
-                for replica, spec in zip(replicas, specs, strict=True):
-                    await replica.reload(spec)
+            for replica in replicas:
+                if replica.error is not None:
+                    raise CannotSwitch(f"its place cannot be taken: {replica.error}")
+            await (self._put_beside if wanted.beside else self._put_instead)(reward, wanted, specs, expected)
         except (WorkerDied, RewardRaised) as error:
             raise CannotSwitch(f"the model {Path(wanted.model).name} is not put in place: it {error}") from error
         self._rewards[name] = reward
-        self._previous[name] = Version(before.model_path, old)
+        self._previous[name] = Version(before.model_path, old, wanted.beside)
         logger.info("%s is computed by the model %s now", name, Path(wanted.model).name)
         with suppress(QueueAway):
             await self._announce()
 
-    async def _prove(
-        self, reward: RewardSettings, wanted: ModelRequest, candidates: Sequence[Candidate], expected: str
+    async def _put_beside(
+        self, reward: RewardSettings, wanted: ModelRequest, specs: Sequence[WorkerSpec], expected: str
     ) -> None:
-        """Raise CannotSwitch unless the candidates agree with themselves, and with live traffic as far as is asked."""
-        for candidate in candidates:
-            if expected not in ("", candidate.revision):
-                raise CannotSwitch(f"the files of {Path(wanted.model).name} have changed since it was served.")
-        first = candidates[0].worker
-        timeout = reward.batch_timeout
-        if is_trained(reward):
-            workers = [*(candidate.worker for candidate in candidates), first]
-            scores = [(await worker.score(PROBE, timeout))[0] for worker in workers]
-            bad = next((outcome.error for outcome in scores[0] if outcome.error is not None), None)
-            if bad is not None or not np.allclose([_scores(one) for one in scores], _scores(scores[0]), atol=1e-3):
-                raise CannotSwitch(f"the model does not score a probe of {len(PROBE)} texts twice alike: {bad or ''}")
-        if wanted.shadow:
-            pairs = await self._replicas[reward.name][0].sample(wanted.shadow, SHADOW_S)
-            outcomes, _ = await first.score([item for item, _ in pairs], timeout) if pairs else ([], 0.0)
-            difference = _difference([outcome for _, outcome in pairs], outcomes)
-            self._differences[reward.name] = difference
-            limit = wanted.max_difference
-            if limit is not None and (difference.mean is None or difference.mean > limit):
-                raise CannotSwitch(f"its scores of {difference.items} items differ by {difference.mean} on average.")
+        """Load the new model in workers of its own, prove it, and switch all replicas to them."""
+        replicas = self._replicas[reward.name]
+        candidates = await _all(map(Candidate.load, specs), _stop)
+        try:
+            await _all(_prove(reward, expected, candidate) for candidate in candidates)
+            if wanted.shadow:
+                await self._shadow(reward, wanted, candidates[0])
+            await _all(replica.switch(new) for replica, new in zip(replicas, candidates, strict=True))
+        except BaseException:
+            used = {replica.process_id for replica in replicas}
+            await asyncio.gather(*(_stop(new) for new in candidates if new.worker.process.pid not in used))
+            raise
+
+    async def _put_instead(
+        self, reward: RewardSettings, wanted: ModelRequest, specs: Sequence[WorkerSpec], expected: str
+    ) -> None:
+        """Load the new model in place of the old one, a replica after the other; where one fails, undo the others."""
+        changed: list[tuple[Replica, WorkerSpec]] = []
+        try:
+            for replica, spec in zip(self._replicas[reward.name], specs, strict=True):
+                old = replica.spec
+                await replica.reload(spec, partial(_prove, reward, expected))
+                changed.append((replica, old))
+        except BaseException:
+            for replica, old in changed:
+                with suppress(CannotSwitch, WorkerDied):  # it is as it was, or says in its health what it lacks
+                    await replica.reload(old)
+            raise
+
+    async def _shadow(self, reward: RewardSettings, wanted: ModelRequest, candidate: Candidate) -> None:
+        """Score live traffic by `candidate` as well; raise CannotSwitch above the difference that is allowed."""
+        pairs = await self._replicas[reward.name][0].sample(wanted.shadow, SHADOW_S)
+        items = [item for item, _ in pairs]
+        outcomes, _ = await candidate.worker.score(items, reward.batch_timeout) if pairs else ([], 0.0)
+        difference = _difference([outcome for _, outcome in pairs], outcomes)
+        self._differences[reward.name] = difference
+        limit = wanted.max_difference
+        if limit is not None and (difference.mean is None or difference.mean > limit):
+            raise CannotSwitch(f"its scores of {difference.items} items differ by {difference.mean} on average.")
 
     # Processes that share a queue ------------------------------------------------------------------------------------
 
@@ -245,6 +259,8 @@ class Versions:
                 self._rewards[name] = reward
                 for replica, device in zip(replicas, devices_of(reward), strict=True):
                     replica.spec = worker_spec(reward, device, self._settings.limits.silence)
+                if record["asleep"]:  # which `run` sees to once it has loaded
+                    self._followed.pop(name)
 
     async def run(self) -> None:
         """Follow what other processes are asked for, until cancelled."""
@@ -286,6 +302,19 @@ class Versions:
         self._followed[name] = uuid.uuid4().hex
         record = {"id": self._followed[name], "model": wanted.model, "beside": wanted.beside, "asleep": asleep}
         await self._backend.save_record(_key(name), {**record, "configured": self._configured[name]}, RECORD_S)
+
+
+async def _prove(reward: RewardSettings, expected: str, candidate: Candidate) -> None:
+    """Raise CannotSwitch unless a model is the expected one, where one is, and scores a probe twice alike."""
+    name = Path(reward.model_path).name
+    if expected not in ("", candidate.revision):
+        raise CannotSwitch(f"the files of {name} have changed since it was served.")
+    if not is_trained(reward):
+        return
+    first, second = [(await candidate.worker.score(PROBE, reward.batch_timeout))[0] for _ in range(2)]
+    bad = next((outcome.error for outcome in first if outcome.error is not None), None)
+    if bad is not None or not np.allclose(_scores(first), _scores(second), atol=1e-3):
+        raise CannotSwitch(f"the model {name} does not score a probe of {len(PROBE)} texts twice alike: {bad or ''}")
 
 
 def devices_of(reward: RewardSettings) -> list[str]:
