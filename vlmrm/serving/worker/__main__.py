@@ -11,12 +11,10 @@ A class may have two methods in place of that call: `prepare(items)`, in a threa
 """
 
 import contextlib
-import ctypes
 import importlib
 import math
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -24,7 +22,7 @@ import traceback
 
 # The service runs this folder, not a module of vlmrm, which this environment need not have.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from channel import Channel, find_secrets, redact, redact_secrets
+from channel import Channel, die_with_parent, find_secrets, redact, redact_secrets
 
 HEARTBEAT_S = 1.0
 
@@ -76,12 +74,6 @@ def prepare_batches(engine, channel, batches):
     except OSError:  # the service has gone
         pass
     batches.put(None)
-
-
-def die_with_parent():
-    """Have Linux kill this process when its parent ends in whatever way, so that no orphan keeps the GPU."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def send_heartbeats(channel):
