@@ -50,10 +50,10 @@ def main(descriptor):
     batches = queue.Queue(1)
     threading.Thread(target=prepare_batches, args=[engine, channel, batches], daemon=True).start()
     while (batch := batches.get()) is not None:
-        message, prepared = batch
+        message, prepared, preparing = batch
         if hasattr(engine, "prepare"):  # otherwise the service had better wait for more to compute together
             channel.send({"kind": "begun", "id": message["id"]})
-        response = score(engine, message, prepared, secrets)
+        response = {**score(engine, message, prepared, secrets), "id": message["id"], "preparing": preparing}
         try:
             channel.send(response)
         except (TypeError, ValueError) as error:  # `extra` holds something that no message can carry
@@ -66,11 +66,12 @@ def prepare_batches(engine, channel, batches):
     prepare = getattr(engine, "prepare", None)
     try:
         while (message := channel.receive()) is not None:
+            started = time.monotonic()
             try:
                 prepared = message["items"] if prepare is None else prepare(message["items"])
             except Exception as error:
                 prepared = error
-            batches.put((message, prepared))
+            batches.put((message, prepared, time.monotonic() - started))
     except OSError:  # the service has gone
         pass
     batches.put(None)
@@ -97,10 +98,10 @@ def score(engine, message, prepared, secrets):
             raise ValueError(f"the reward returned {len(outcomes)} outcomes for {len(message['items'])} items")
         outcomes = [validate(outcome, secrets) for outcome in outcomes]
     except Exception as error:
-        return {"kind": "failed", "id": message["id"], "error": describe(error, secrets, message.get("requests", ()))}
+        return {"kind": "failed", "error": describe(error, secrets, message.get("requests", ()))}
     seconds = time.monotonic() - started
     counts = {str(name): float(count) for name, count in getattr(engine, "computed", {}).items()}
-    return {"kind": "scored", "id": message["id"], "outcomes": outcomes, "computed": counts, "seconds": seconds}
+    return {"kind": "scored", "outcomes": outcomes, "computed": counts, "seconds": seconds}
 
 
 def validate(outcome, secrets):
