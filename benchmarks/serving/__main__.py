@@ -15,6 +15,7 @@ from benchmarks.serving.overload import overload
 from benchmarks.serving.shuffled import GROUPS as SHUFFLED
 from benchmarks.serving.shuffled import shuffled
 from benchmarks.serving.streamed import streamed
+from benchmarks.serving.swap import swap
 from benchmarks.serving.throughput import concurrent, low_load, rl_load
 from benchmarks.shapes import configuration, reward_checkpoint
 from vlmrm.scoring.loading import load_local_scorer
@@ -23,6 +24,7 @@ EACH = 2
 ALONE = 40
 GROUPS = 4
 ROUNDS = 3
+SWAPS = 20
 STORM_S = 20.0
 
 
@@ -43,6 +45,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
                 worker_busy(scorer, service, 1 if options.quick else EACH, rounds),
                 streamed(service, process, 1 if options.quick else GROUPS, rounds),
             ]
+        rows.append(swap(folder, 2 if options.quick else SWAPS))
         return [*rows, *overload(folder, 2 if options.quick else STORM_S)]
 
 

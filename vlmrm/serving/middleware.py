@@ -59,7 +59,7 @@ class RequestMiddleware:
             0,
             -math.inf,
         )  # requests with a 503 that have no line in the log, and the last's time
-        self.tokens = [service.settings.token, *rewards]
+        self.tokens = [service.settings.token, service.settings.admin_token, *rewards]
         self.open = not service.settings.token.get_secret_value() and not all(map(SecretStr.get_secret_value, rewards))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

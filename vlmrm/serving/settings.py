@@ -140,6 +140,8 @@ class ServiceSettings(Strict):
     redis_prefix: str = "vlmrm"  # begins every key, so that several services can share one Redis
     long_poll: float = Field(4.0, ge=0, le=60)  # seconds that a pull waits for its result
     token: Token = SecretStr("")
+    admin_token: Token = SecretStr("")  # for the routes that change models; without one, nobody may
+    model_roots: list[str] = Field(default_factory=list)  # folders, or patterns of repositories, of such models
     media_root: Path | None = None
     allowed_hosts: list[str] = Field(default_factory=list)  # that image URLs may name: NAME[:PORT][@NETWORK]
     log_format: Literal["text", "json"] = "text"
@@ -214,7 +216,7 @@ def validate_settings(
     Raises:
         ConfigError: naming the key; also for an address beyond this machine without a token.
     """
-    for key in ("token", "redis_password", "redis_sentinel_password"):
+    for key in ("token", "admin_token", "redis_password", "redis_sentinel_password"):
         variable = f"VLMRM_{key.upper()}"
         if environment.get(variable):
             content = {**content, key: environment[variable]}

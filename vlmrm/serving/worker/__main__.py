@@ -51,9 +51,10 @@ def main(descriptor):
     threading.Thread(target=prepare_batches, args=[engine, channel, batches], daemon=True).start()
     while (batch := batches.get()) is not None:
         message, prepared, preparing = batch
-        if hasattr(engine, "prepare"):  # otherwise the service had better wait for more to compute together
+        if hasattr(engine, "prepare") and "items" in message:  # else the service had better wait for more to compute
             channel.send({"kind": "begun", "id": message["id"]})
-        response = {**score(engine, message, prepared, secrets), "id": message["id"], "preparing": preparing}
+        done = control(engine, message, secrets) if "control" in message else score(engine, message, prepared, secrets)
+        response = {**done, "id": message["id"], "preparing": preparing}
         try:
             channel.send(response)
         except (TypeError, ValueError) as error:  # `extra` holds something that no message can carry
@@ -68,7 +69,8 @@ def prepare_batches(engine, channel, batches):
         while (message := channel.receive()) is not None:
             started = time.monotonic()
             try:
-                prepared = message["items"] if prepare is None else prepare(message["items"])
+                items = message.get("items")
+                prepared = items if prepare is None or items is None else prepare(items)
             except Exception as error:
                 prepared = error
             batches.put((message, prepared, time.monotonic() - started))
@@ -85,6 +87,15 @@ def send_heartbeats(channel):
             channel.send({"kind": "beat"})
         except OSError:
             return
+
+
+def control(engine, message, secrets):
+    """Run the method of the engine that a message names, such as `sleep`."""
+    try:
+        getattr(engine, message["control"])()
+    except Exception as error:
+        return {"kind": "failed", "error": describe(error, secrets)}
+    return {"kind": "done"}
 
 
 def score(engine, message, prepared, secrets):
