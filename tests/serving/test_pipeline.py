@@ -25,6 +25,9 @@ from vlmrm.serving.preparing import MediaProcesses
 from vlmrm.serving.service import Service
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads: pytest's
+
+
 @asynccontextmanager
 async def two_batches(
     folder: Path, second: str, **settings: Any
@@ -160,6 +163,13 @@ def test_a_picture_that_crashes_its_process_fails_alone_and_as_often_as_it_comes
         assert [checked[0], checked[2], checked[5]] == good and len(media) == 3
         assert "the process that decoded its image ended" in str(checked[1]) and checked[1] is checked[4]
         assert isinstance(checked[3], MediaError) and "process" not in str(checked[3])
+
+
+def test_a_processor_of_code_of_its_own_stays_in_the_worker(renderer):
+    class Own(Renderer):
+        """Of a module that the processes have not loaded."""
+
+    assert not MediaProcesses(1).start(Own(renderer.processor))
 
 
 def test_a_picture_that_needs_too_much_memory_fails_alone(renderer, monkeypatch):

@@ -57,8 +57,9 @@ class ScorerEngine:
     ):
         self.processes = MediaProcesses(processes) if processes and sys.platform == "linux" else None
         self.scorer = load_local_scorer(**options, cache_bytes=cache_bytes)
-        if self.processes is not None:
-            self.processes.start(self.scorer.renderer)
+        if self.processes is not None and not self.processes.start(self.scorer.renderer):
+            sys.stderr.write("images and videos are prepared in a thread: the processor has code of its own\n")
+            self.processes = None
         self.template = PromptTemplate(custom_prompt, system)
         self.computed = {"tokens": 0, "pictures": 0}  # since it was loaded
         self._count_work(self.scorer.model)

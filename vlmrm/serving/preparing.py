@@ -15,8 +15,9 @@ import socket
 import struct
 import sys
 import threading
+import traceback
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -46,19 +47,25 @@ class MediaProcesses:
     def __init__(self, count: int):
         self._forker, remote = socket.socketpair()
         if os.fork() == 0:
-            try:
-                _fork_processes(remote)
-            finally:
-                os._exit(1)
+            _run(_fork_processes, remote)
         remote.close()
         self._asking = threading.Lock()
         self._threads = ThreadPoolExecutor(count)
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
 
-    def start(self, renderer: Renderer) -> None:
-        """Have the processes work as `renderer` does, whose store stays here."""
+    def start(self, renderer: Renderer) -> bool:
+        """Have the processes work as `renderer` does, whose store stays here.
+
+        Returns:
+            False where they cannot, as its processor is of code of its own, which was loaded since they were made.
+        """
         self._renderer = renderer
-        Channel(os.dup(self._forker.fileno())).send(pickle.dumps(replace(renderer, store=None)))
+        channel = Channel(os.dup(self._forker.fileno()))
+        try:
+            channel.send(pickle.dumps(replace(renderer, store=None)))
+            return channel.receive() is not None
+        except (pickle.PicklingError, AttributeError, TypeError, OSError):
+            return False
 
     def process(self, rows: Iterable[Row]) -> tuple[list[Row], dict[str, ProcessedMedia]]:
         """Return the rows, with an error for each whose image or video has one, and the media by key.
@@ -157,7 +164,18 @@ def _is_sent(medium: Medium) -> bool:
 # In the processes ----------------------------------------------------------------------------------------------------
 
 
-def _fork_processes(remote: socket.socket) -> NoReturn:
+def _run(work: Callable[..., None], *arguments: Any) -> NoReturn:
+    """End this process after `work`, with nothing of what the process that was forked would do."""
+    try:
+        work(*arguments)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _fork_processes(remote: socket.socket) -> None:
     """Fork a process for each socket that is sent, until the worker ends."""
     die_with_parent()
     for number in map(int, os.listdir("/proc/self/fd")):  # those of the worker, its channel to the service among them
@@ -165,21 +183,22 @@ def _fork_processes(remote: socket.socket) -> NoReturn:
             with suppress(OSError):
                 os.close(number)
     torch.set_num_threads(1)
-    renderer = None
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    given = Channel(os.dup(remote.fileno())).receive()
+    channel = Channel(os.dup(remote.fileno()))
+    if (given := channel.receive()) is None:
+        return
+    renderer = pickle.loads(given)  # by the worker itself, of which this is a part
+    channel.send("ready")
     while True:
         asked, ends, _, _ = socket.recv_fds(remote, 1, 1)
-        if not asked or given is None:
-            os._exit(0)
-        renderer = renderer or pickle.loads(given)  # by the worker itself, of which this is a part
+        if not asked:
+            return
         if os.fork() == 0:
-            remote.close()
-            _process_media(ends[0], renderer)
+            _run(_process_media, ends[0], renderer)
         os.close(ends[0])
 
 
-def _process_media(descriptor: int, renderer: Renderer) -> NoReturn:
+def _process_media(descriptor: int, renderer: Renderer) -> None:
     """Process what comes over a socket until it is closed."""
     die_with_parent()
     end, channel = socket.socket(fileno=descriptor), Channel(os.dup(descriptor))
@@ -198,7 +217,6 @@ def _process_media(descriptor: int, renderer: Renderer) -> NoReturn:
                 answer = {"error": str(error)}
             socket.send_fds(end, [b"m"], [file.fileno()])
             channel.send(answer)
-    os._exit(0)
 
 
 def _medium(kind: str, reference: Any, options: dict[str, Any]) -> Medium:
