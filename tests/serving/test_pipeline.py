@@ -24,7 +24,6 @@ from vlmrm.serving import preparing
 from vlmrm.serving.preparing import MediaProcesses
 from vlmrm.serving.service import Service
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads: pytest's
 
 
