@@ -95,16 +95,16 @@ async def test_what_is_prepared_for_ever_is_failed_and_the_batch_before_is_not(t
 
 
 @in_loop
-async def test_what_kills_a_worker_as_it_is_prepared_takes_no_other_request_along(tmp_path):
-    gate = Gate(tmp_path)
-    async with running(fake(engine="fake_reward.Prepared", options={"log": str(tmp_path / "log")})) as (_, client):
-        first = asyncio.create_task(rewards(client, gate.prompt))
-        await gate.reached()
-        guilty = asyncio.create_task(rewards(client, "prepare: die"))
-        gate.open()
-        answers = [await rewards(client, "x" * length) for length in range(1, 5)]
-        assert [score_of(answer) for answer in (await first, *answers)] == [len(gate.prompt), 1, 2, 3, 4]
-        assert "ended by SIGKILL, for the second time" in (await guilty).json()["error"]["message"]
+async def test_what_killed_a_worker_comes_without_another_batch_beside_it(tmp_path):
+    async with two_batches(tmp_path, "prepare: die") as (_, gate, answers):
+        dead = gate.worker
+        while gate.worker == dead:  # the first batch, again
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)  # in which the second would be taken
+        assert (tmp_path / "log").read_text().count("die") == 1
+        good, bad = await answers()
+        assert score_of(good) == len(gate.prompt)
+        assert "ended by SIGKILL, for the second time" in bad.json()["error"]["message"]
 
 
 # The processes that decode and resize media -------------------------------------------------------------------------
