@@ -83,7 +83,10 @@ async def page(request: Request) -> HTMLResponse:
 
 @router.get("/v1/status", responses=error_responses(401))
 async def status(request: Request) -> dict[str, Any]:
-    """Return workers, queue and recent failures of the rewards that the token opens, and this process's throughput."""
+    """Return workers, queue, last hour and recent failures of the rewards that the token opens.
+
+    Requests, latencies (in seconds) and failures are those of this process.
+    """
     gateway = gateway_of(request)
     service, names = gateway.service, gateway.authorized_rewards(request)
     rewards = []
@@ -92,6 +95,7 @@ async def status(request: Request) -> dict[str, Any]:
         rewards.append(
             {"name": name, "ready": health.ready, "workers": health.workers, "jobs": jobs, "bytes": size}
             | {"errors": health.errors, "kind": health.info.get("kind"), "model": health.info.get("model")}
+            | {"restarts": health.restarts, "hour": service.metrics.history.hour(name)}
         )
     decoder = service.decoder_health()
     failures = reversed(service.metrics.recent_failures)
@@ -101,7 +105,6 @@ async def status(request: Request) -> dict[str, Any]:
         "draining": service.draining,
         "rewards": rewards,
         "decoder": None if decoder is None else asdict(decoder),
-        "items_by_second": service.metrics.items_by_second(),
         "failures": [asdict(failure) for failure in failures if failure.reward in names],
     }
 

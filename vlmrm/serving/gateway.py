@@ -25,6 +25,7 @@ from vlmrm.serving.media import MediaResolver
 from vlmrm.serving.parsing import Parsers
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings
+from vlmrm.serving.telemetry import ARRIVED
 from vlmrm.serving.tokens import is_allowed, require_token, token_of
 from vlmrm.serving.turns import TurnScheduler
 
@@ -137,6 +138,10 @@ class Gateway:
             if accepted is not None:
                 accepted(job_id)
             result = await self._wait(reward, job_id, timeout)
+            history = self.service.metrics.history
+            history.record_request(reward, time.perf_counter() - ARRIVED.get())
+            if not self.service.replicas[reward]:  # this process has no batches that would be counted
+                history.record_items(reward, len(complete))
         scored = iter(result.outcomes)
         outcomes = [Outcome(error=item.reason) if isinstance(item, RowError) else next(scored) for item in fetched]
         return replace(result, outcomes=outcomes)

@@ -56,6 +56,7 @@ class Replica:
         self.busy = False
         self.closing = False  # set it to end after the current batch
         self.error: str | None = None
+        self.restarts = 0
         self.info: dict[str, Any] = {}
         self._revision = ""
         self._sizes = deque([RECENT], maxlen=RECENT)  # jobs of the last batches
@@ -90,6 +91,7 @@ class Replica:
                 # While a worker that had loaded restarts, requests wait; while one cannot load, they are refused.
                 self.error = message if worker is None else None
                 self.metrics.restarts.labels(self.reward).inc()
+                self.restarts += 1
                 logger.error("%s; another is started in %.1f s", message.rstrip("."), pause)
             finally:
                 self.ready = self.busy = False

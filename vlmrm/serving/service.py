@@ -30,6 +30,7 @@ SCORER = "vlmrm.serving.engines.ScorerEngine"
 REWARD = "vlmrm.serving.engines.RewardEngine"
 DECODER = "[decode_args]"  # among the names of rewards in the registry, none of which is called so
 LARGE_BYTES = 2**20  # of a request, above which a thread makes the job, so that the event loop stays free
+WATCHED_S = 2.0  # between two looks at the depth of the queues
 POLL_S = 1.0  # between two looks whether any worker will load what a request waits for
 STOPPING_S = 10.0  # for workers to end, and to return their jobs to a queue that may be away
 
@@ -78,7 +79,11 @@ class Service:
     async def start(self) -> None:
         """Start the workers, without waiting until they have loaded."""
         await self.backend.start()
-        runs = [self.registry.run(), *(self._run(replicas) for replicas in self.replicas.values() if replicas)]
+        runs = [
+            self.registry.run(),
+            self._watch_queues(),
+            *(self._run(replicas) for replicas in self.replicas.values() if replicas),
+        ]
         if self.decoder is not None:
             runs.append(self.decoder.run())
         self._loops = [asyncio.create_task(run) for run in runs]
@@ -139,6 +144,14 @@ class Service:
         for name, (jobs, size) in depths.items():
             self.metrics.waiting.labels(name).set(jobs)
             self.metrics.waiting_bytes.labels(name).set(size)
+
+    async def _watch_queues(self) -> None:
+        """Keep how many jobs wait, for the status page."""
+        while True:
+            for name in self.rewards:
+                with suppress(QueueAway):
+                    self.metrics.history.record_waiting(name, (await self.backend.depth(name))[0])
+            await asyncio.sleep(WATCHED_S)
 
     # Jobs ------------------------------------------------------------------------------------------------------------
 
