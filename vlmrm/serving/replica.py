@@ -109,7 +109,12 @@ class Replica:
 
     async def _start_worker(self) -> WorkerProcess:
         spec = self.spec
-        worker = await WorkerProcess.start(spec)
+        if spec.ray is None:
+            worker = await WorkerProcess.start(spec)
+        else:
+            from vlmrm.serving.ray_worker import RayWorker
+
+            worker = await RayWorker.start(spec)
         try:
             content = (spec.path, spec.options, spec.weights, worker.info)
             self._revision = await run_sync(partial(revision_of, *content), abandon_on_cancel=True)

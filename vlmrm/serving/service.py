@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from anyio.to_thread import run_sync
 
 from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
+from vlmrm.libraries import needs
 from vlmrm.serving.backend import Backend, Job, QueueAway, State, Status
 from vlmrm.serving.cost import VIDEO_COLUMNS, children, count_pixels, count_prefixes, estimate_tokens
 from vlmrm.serving.decoding import Decoder
@@ -22,7 +24,7 @@ from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.telemetry import REQUEST_ID, Metrics, current_trace
-from vlmrm.serving.worker_process import WorkerSpec
+from vlmrm.serving.worker_process import RayPlacement, WorkerSpec
 
 logger = logging.getLogger("vlmrm")
 
@@ -74,6 +76,11 @@ class Service:
         devices = reward.devices or [reward.device]
         silence = self.settings.limits.silence
         specs = [worker_spec(reward, devices[number % len(devices)], silence) for number in range(reward.replicas)]
+        if self.settings.engine == "ray":
+            with needs("ray", "workers in a Ray cluster"):
+                import ray  # noqa: F401
+            place = (self.settings.ray_address, reward.num_cpus, reward.num_gpus, reward.runtime_env)
+            specs = [replace(spec, ray=RayPlacement(*place)) for spec in specs]
         return [Replica(reward.name, spec, self.backend, self.metrics, self.decoder) for spec in specs]
 
     async def start(self) -> None:

@@ -20,6 +20,16 @@ from vlmrm.serving.worker.channel import LENGTHS, pack, unpack
 
 
 @dataclass
+class RayPlacement:
+    """What a worker needs of the node of a Ray cluster that its process is to run on."""
+
+    address: str
+    num_cpus: float
+    num_gpus: float
+    runtime_env: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold keys
+
+
+@dataclass
 class WorkerSpec:
     """The specification of a worker: the class `path`, made with `options` by `python`.
 
@@ -29,6 +39,7 @@ class WorkerSpec:
         batch_timeout: seconds that a batch may take before the worker counts as hung.
         load_timeout: seconds that loading may take.
         silence: seconds without a heartbeat after which the worker counts as dead.
+        ray: where Ray is to place it; None for this machine.
     """
 
     path: str
@@ -40,6 +51,7 @@ class WorkerSpec:
     batch_timeout: float = 600.0
     load_timeout: float = 3600.0
     silence: float = 30.0
+    ray: RayPlacement | None = None
 
 
 WORKER = Path(__file__).parent / "worker"
@@ -57,6 +69,30 @@ class CannotLoad(WorkerDied):
 
 class RewardRaised(Exception):
     """The reward raised an error; the process goes on."""
+
+
+async def open_process(python: str) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """Return a worker's process, started by `python`, and the service's end of its channel.
+
+    Raises:
+        WorkerDied: when it cannot be started.
+    """
+    local, remote = socket.socketpair()
+    # Only this process and its child have the channel, so that nobody else can forge a result; options, which may
+    # hold secrets, go through it and not through the command line.
+    with remote:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(python, str(WORKER), str(remote.fileno())),
+                pass_fds=[remote.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                env={name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES},
+                start_new_session=True,  # Ctrl-C is the service's to handle
+            )
+        except OSError as error:
+            local.close()
+            raise WorkerDied(f"cannot be started: {python}: {error.strerror}") from error
+    return process, local
 
 
 class WorkerProcess:
@@ -89,21 +125,7 @@ class WorkerProcess:
             WorkerDied: when it cannot be started, or has not loaded in `load_timeout` seconds.
             CannotLoad: when its configuration is wrong.
         """
-        local, remote = socket.socketpair()
-        # Only this process and its child have the channel, so that nobody else can forge a result; options, which may
-        # hold secrets, go through it and not through the command line.
-        with remote:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *(spec.python, str(WORKER), str(remote.fileno())),
-                    pass_fds=[remote.fileno()],
-                    stdin=asyncio.subprocess.DEVNULL,
-                    env={name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES},
-                    start_new_session=True,  # Ctrl-C is the service's to handle
-                )
-            except OSError as error:
-                local.close()
-                raise WorkerDied(f"cannot be started: {spec.python}: {error.strerror}") from error
+        process, local = await cls._open(spec)
         reader, writer = await asyncio.open_connection(sock=local)
         worker = cls(process, reader, writer, spec.silence)
         try:
@@ -167,6 +189,11 @@ class WorkerProcess:
             self._kill()
             raise WorkerDied(late)
         raise WorkerDied(self.died.result())
+
+    @classmethod
+    async def _open(cls, spec: WorkerSpec) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        """Return a process that has started, and this end of its channel."""
+        return await open_process(spec.python)
 
     async def _listen(self) -> None:
         try:
