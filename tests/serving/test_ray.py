@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Generator
 from typing import Any
 
@@ -13,6 +12,7 @@ from services import fake, in_loop, rewards, running
 from vlmrm.errors import ConfigError
 from vlmrm.serving.settings import validate_settings
 
+STORE = {"object_store_memory": 80 * 2**20}
 PLACE = {"engine": "ray", "limits": {"silence": 20.0}}
 
 
@@ -22,13 +22,13 @@ def cluster() -> Generator[Any]:
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    args = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
-    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # this machine may be full of others' memory
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **args})
-    made.nodes = [made.add_node(num_cpus=1, object_store_memory=80 * 2**20) for _ in range(2)]
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # this machine may be full of others' memory
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **STORE})
+        made.nodes = [made.add_node(num_cpus=1, **STORE) for _ in range(2)]
+        yield made
+        ray.shutdown()
+        made.shutdown()
 
 
 async def ready(service: Any, count: int) -> None:
@@ -58,7 +58,7 @@ async def test_a_node_that_dies_under_load_loses_no_request(cluster, tmp_path):
         scores = [answer.json()["data"][0]["score"] for answer in answers]
         assert scores == [float(len(prompt)) for prompt in prompts]
         assert service.health("length").restarts >= 1
-        cluster.nodes.append(cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20))
+        cluster.nodes.append(cluster.add_node(num_cpus=1, **STORE))
         await ready(service, 2)  # where Ray has a place again
 
 
