@@ -14,6 +14,7 @@ from benchmarks.serving.overload import overload
 from benchmarks.serving.shuffled import GROUPS as SHUFFLED
 from benchmarks.serving.shuffled import shuffled
 from benchmarks.serving.streamed import streamed
+from benchmarks.serving.swap import swap
 from benchmarks.serving.throughput import concurrent, low_load, rl_load
 from benchmarks.shapes import configuration, reward_checkpoint
 from vlmrm.scoring.loading import load_local_scorer
@@ -22,6 +23,7 @@ EACH = 2
 ALONE = 40
 GROUPS = 4
 ROUNDS = 3
+SWAPS = 20
 STORM_S = 20.0
 
 
@@ -41,6 +43,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
                 *shuffled(scorer, service, 4 if options.quick else SHUFFLED),
                 streamed(service, process, 1 if options.quick else GROUPS, rounds),
             ]
+        rows.append(swap(folder, 2 if options.quick else SWAPS))
         return [*rows, *overload(folder, 2 if options.quick else STORM_S)]
 
 

@@ -8,3 +8,14 @@ class Trivial:
 
     def __call__(self, items):
         return [{"score": float(len(item["prompt"]))} for item in items]
+
+
+class Constant:
+    """Answers the number in `score.txt` of its model."""
+
+    def __init__(self, model_path):
+        with open(f"{model_path}/score.txt") as file:
+            self.score = float(file.read())
+
+    def __call__(self, items):
+        return [{"score": self.score} for _ in items]

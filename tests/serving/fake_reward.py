@@ -54,11 +54,20 @@ class Weights:
     """Scores the number that its weights are."""
 
     def __init__(self, model_path):
+        self.info = {"model": model_path}
         with open(model_path + "/model.safetensors") as file:
             self.number = float(file.read())
 
     def __call__(self, items):
+        for item in items:
+            wait_at(item["prompt"])
         return [{"score": self.number} for _ in items]
+
+    def sleep(self):
+        self.number = -self.number
+
+    def wake(self):
+        self.number = -self.number
 
 
 class Settings(Length):

@@ -17,7 +17,7 @@ from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.telemetry import Metrics
-from vlmrm.serving.worker_process import WorkerSpec
+from vlmrm.serving.worker_spec import WorkerSpec
 
 
 class Worker:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from vlmrm.errors import ConfigError
-from vlmrm.serving.service import worker_spec
 from vlmrm.serving.settings import DecodeSettings, Limits, RewardSettings, ServiceSettings, load_settings
+from vlmrm.serving.worker_spec import worker_spec
 
 REWARD = '[[reward_args]]\nreward_type = "vlm_reward"\n'
 

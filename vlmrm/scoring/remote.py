@@ -43,6 +43,7 @@ from vlmrm.http import (
 from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, regrouped
 
 ROUTE = "/v1/rewards"
+REVISION_HEADER = "X-Vlmrm-Revision"
 UNREACHABLE_S = 30.0  # seconds of retries while no connection is made
 LONGEST_S = 3600.0  # the longest timeout that a service accepts
 # A request is sent once it reaches any of these.
@@ -66,6 +67,8 @@ class AsyncRemoteScorer:
         model: the name of the reward; may be left out where the service has one.
         token: default: the environment's VLMRM_TOKEN, where it is set.
         timeout: seconds for each request, retries included.
+        revision: of the model that must have made the scores, as `digest` says it; where another is served, or is put
+            in its place meanwhile, that is a RewardError. None takes any.
         concurrency: requests at a time; a long list of conversations becomes many requests.
         transport: of httpx2, for tests.
 
@@ -80,11 +83,13 @@ class AsyncRemoteScorer:
         model: str | None = None,
         token: str | None = None,
         timeout: float = 600.0,
+        revision: str | None = None,
         concurrency: int = 8,
         transport: Any = None,
     ):
         self.server = ServerAddress(base_url, "base_url", os.environ.get("VLMRM_TOKEN") if token is None else token)
         self.model, self.timeout, self.concurrency = model, timeout, concurrency
+        self._headers = {} if revision is None else {REVISION_HEADER: revision}
         self.digest: str | None = None  # the service's revision of the model, from its last answer
         self._client = self.server.async_client(timeout, concurrency, transport)
 
@@ -166,6 +171,9 @@ class AsyncRemoteScorer:
                     answer = await self._post(chunk, started + self.timeout - time.monotonic())
         except Unavailable as error:
             raise RewardError(f"{error} (retried for {time.monotonic() - started:.0f} s)") from None
+        demanded = self._headers.get(REVISION_HEADER)
+        if demanded is not None and answer.get("revision") != demanded:  # a server that does not know the header
+            raise RewardError(f"{self.server.name} answered by revision {answer.get('revision')}, not {demanded}")
         scores = dict(zip(chunk.indices, _read_scores(answer, len(chunk.indices)), strict=True))
         self.digest = answer.get("revision")
         return scores
@@ -176,6 +184,7 @@ class AsyncRemoteScorer:
         if seconds <= 0:
             raise late
         content = chunk.content(self.model, seconds)
+        content["headers"] = {**content.get("headers", {}), **self._headers}
         with translate_http_errors(where, late):
             answer = await self._client.post(ROUTE, **content, timeout=timeouts(seconds))
         _check_service(answer, where)

@@ -13,6 +13,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import vlmrm
+from vlmrm.serving.admin import router as operators
 from vlmrm.serving.bodies import BodyMiddleware
 from vlmrm.serving.errors import add_error_handlers, error_responses
 from vlmrm.serving.gateway import Gateway, gateway_of
@@ -67,6 +68,7 @@ def create_app(service: Service, *, requests: bool = True) -> FastAPI:
     app.add_middleware(RequestMiddleware, service=service)
     add_error_handlers(app)
     app.include_router(router)
+    app.include_router(operators)
     for protocol in routers() if requests else ():
         app.include_router(protocol, responses=error_responses())
     return app

@@ -22,6 +22,7 @@ AGING_S = 5.0  # at most, until a batch begins with the priority that has waited
 MAX_ATTEMPTS = 2  # workers that one job may kill
 GIVEN_UP = "for the second time with this request: it is not tried again"
 EXPIRED = "its deadline had passed before it was begun"
+NOT_SERVED = "the revision that it demands was no longer served when its turn came"
 CANCELLED = "it was cancelled"
 
 
@@ -82,7 +83,9 @@ class Job:
     @cached_property
     def key(self) -> str:
         """Return the digest of the content: equal jobs have equal results while their reward has the same revision."""
-        return hashlib.sha256(self.packed).hexdigest()
+        digest = hashlib.sha256(self.packed)
+        digest.update(self.wanted.encode())  # what demands a revision is not computed by another
+        return digest.hexdigest()
 
 
 @dataclass

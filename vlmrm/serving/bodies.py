@@ -6,27 +6,26 @@ import asyncio
 import math
 import re
 import time
-from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlmrm.errors import VlmrmError
 from vlmrm.serving.backend import QueueAway
+from vlmrm.serving.context import RequestContext, begin_request, current_request
 from vlmrm.serving.errors import InvalidRequest, SlowBody, TimedOut, response_to
+from vlmrm.serving.revision import DIGITS
 from vlmrm.serving.service import TooLarge
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.telemetry import Metrics
 from vlmrm.serving.tokens import client_of
 from vlmrm.serving.turns import LANE, TurnScheduler
 
+REVISION_HEADER = b"x-vlmrm-revision"  # in a request the one that it demands, in an answer those that computed it
 METHODS = ("POST", "PUT", "PATCH", "DELETE")
 IDLE_S = 15.0  # between two pieces of a body
 LASTING = 1 / 2  # of `max_wait`, once the queue has lasted so long: a burst ends, while overload would keep it full
 ENDS = 512  # bytes at both ends of a body in which its reward is looked for
 MODEL = re.compile(rb'"(?:model|reward)"\s*:\s*"([^"\\]{1,100})"')
-CLIENT: ContextVar[str] = ContextVar("client", default="")  # of the request that is being handled
-BODY_BYTES: ContextVar[float] = ContextVar("body_bytes", default=math.inf)  # of the request that is being handled
-DEADLINE: ContextVar[float] = ContextVar("deadline", default=math.inf)  # of `time.monotonic`
 
 
 class Busy(QueueAway):
@@ -54,14 +53,14 @@ class BodyMiddleware:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        CLIENT.set(client_of(scope))
         declared = int(headers.get(b"content-length", b"0"))  # digits: RequestMiddleware refuses others
         held = _Held(self)
         try:
-            DEADLINE.set(_deadline(headers))
+            context = RequestContext(client_of(scope), _deadline(headers), wanted=_wanted(headers))
+            begin_request(context)
             held.grow(declared)
             body = await self._read(receive, held)
-            await _Handling(self, scope, receive, send).run(body)
+            await _Handling(self, context, scope, receive, send).run(body)
         except ClientGone:
             self.metrics.disconnects.inc()
         except VlmrmError as error:
@@ -78,7 +77,7 @@ class BodyMiddleware:
         """
         pieces: list[bytes] = []
         size = 0
-        end = min(time.monotonic() + self.limits.body_timeout, DEADLINE.get())
+        end = min(time.monotonic() + self.limits.body_timeout, current_request().deadline)
         while True:
             try:
                 async with asyncio.timeout(min(max(end - time.monotonic(), 0.001), IDLE_S)):
@@ -131,23 +130,26 @@ class _Held:
 class _Handling:
     """One request whose body has come: its turn, and its handler, which ends with its client."""
 
-    def __init__(self, middleware: BodyMiddleware, scope: Scope, receive: Receive, send: Send):
+    def __init__(
+        self, middleware: BodyMiddleware, context: RequestContext, scope: Scope, receive: Receive, send: Send
+    ):
+        self._context = context
         self._middleware, self._scope, self._receive, self._send = middleware, scope, receive, send
         self._answered = self._disconnected = False
         self._body: bytes | None = None
 
     async def run(self, body: bytes) -> None:
         self._body = body
-        lane = f"{CLIENT.get()} {self._scope['path']} {_reward_in(body)}"
+        lane = f"{self._context.client} {self._scope['path']} {_reward_in(body)}"
         LANE.set(lane)
-        BODY_BYTES.set(len(body))
+        self._context.body_bytes = len(body)
         self._middleware.admit(lane)
         handler = asyncio.current_task()
         assert handler is not None
         watching = asyncio.create_task(self._watch(handler))
         try:
             await self._middleware.scheduler.next_turn()
-            if time.monotonic() > DEADLINE.get():
+            if time.monotonic() > self._context.deadline:
                 raise TimedOut(
                     "the deadline of the request had passed before its turn came: ask again, with more time."
                 )
@@ -178,6 +180,9 @@ class _Handling:
 
     async def _note(self, message: Message) -> None:
         self._answered = self._answered or not message.get("more_body", message["type"] == "http.response.start")
+        if message["type"] == "http.response.start" and self._context.revisions:
+            header = (REVISION_HEADER, ", ".join(sorted(set(self._context.revisions.values()))).encode())
+            message = {**message, "headers": [*message.get("headers", ()), header]}
         await self._send(message)
 
 
@@ -197,6 +202,17 @@ def _deadline(headers: dict[bytes, bytes]) -> float:
     if not 0 < seconds < math.inf:
         raise InvalidRequest("the header X-Request-Timeout is no number of seconds above 0: send 30, say.")
     return time.monotonic() + seconds
+
+
+def _wanted(headers: dict[bytes, bytes]) -> str:
+    """Return the revision that a request demands, "" for none; raises InvalidRequest for a text that is none."""
+    text = headers.get(REVISION_HEADER, b"").decode("latin-1")
+    if text and not re.fullmatch(rf"[0-9a-f]{{{DIGITS}}}", text):
+        raise InvalidRequest(
+            f"the header X-Vlmrm-Revision is no revision, {DIGITS} hexadecimal digits: GET /v1/models has those that "
+            "are served."
+        )
+    return text
 
 
 def _reward_in(body: bytes) -> str:

@@ -20,7 +20,7 @@ from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import DecodeSettings, Limits
 from vlmrm.serving.telemetry import Metrics
-from vlmrm.serving.worker_process import WorkerSpec
+from vlmrm.serving.worker_spec import WorkerSpec
 
 WAN = "vlmrm.serving.engines.WanDecoder"
 NAME = "decoder"  # in metrics and logs, in place of a reward's name

@@ -61,6 +61,18 @@ class ScorerEngine:
         scores = self.scorer.score_each(items, self._read)
         return [{"error": score.reason} if isinstance(score, RowError) else {"score": score} for score in scores]
 
+    def sleep(self) -> None:
+        """Free the memory of the accelerator until `wake`: the weights wait in that of the machine."""
+        self.scorer.clear_caches()
+        self._device = next(self.scorer.model.parameters()).device
+        self.scorer.model.to("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring the weights back to where they were."""
+        self.scorer.model.to(self._device)
+
     def _count_work(self, model: Any) -> None:
         """Have `computed` count the tokens of a model's forward passes, and the pictures and videos of its tower's."""
         run_tower = model.run_tower

@@ -4,8 +4,11 @@ VlmrmError
 ├── InvalidRequest   400   a request that is wrong however often it is sent
 ├── RowError         400   one item of it
 ├── Unauthorized     401   no token, or a wrong one
+├── Forbidden        403   a token that does not open this, or a thing that the operator has not allowed
 ├── UnknownReward    404   in service.py
 ├── SlowBody         408   the body did not come in time
+├── NotServed        409   in service.py: the demanded revision
+├── CannotSwitch     409   in replica.py: the model stays as it was
 ├── TooLarge         413   in service.py
 ├── RewardFailed     500   the job was accepted and has no result
 ├── QueueAway        503   in backend.py, and Overloaded, with Retry-After
@@ -28,7 +31,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from vlmrm.errors import RowError, VlmrmError
 from vlmrm.serving.backend import QueueAway
-from vlmrm.serving.service import NotServing, TooLarge, UnknownReward
+from vlmrm.serving.replica import CannotSwitch
+from vlmrm.serving.service import NotServed, NotServing, TooLarge, UnknownReward
 from vlmrm.serving.worker.channel import redact_paths
 from vlmrm.settings import describe_errors, model_in
 
@@ -39,6 +43,10 @@ class InvalidRequest(VlmrmError):
 
 class Unauthorized(VlmrmError):
     """No token, or a wrong one."""
+
+
+class Forbidden(VlmrmError):
+    """The operator has not allowed it."""
 
 
 class SlowBody(VlmrmError):
@@ -57,8 +65,11 @@ STATUS: dict[type[VlmrmError], int] = {
     InvalidRequest: 400,
     RowError: 400,
     Unauthorized: 401,
+    Forbidden: 403,
     UnknownReward: 404,
     SlowBody: 408,
+    NotServed: 409,
+    CannotSwitch: 409,
     TooLarge: 413,
     RewardFailed: 500,
     QueueAway: 503,

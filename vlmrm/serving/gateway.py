@@ -17,15 +17,14 @@ from fastapi import Request
 from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
-from vlmrm.serving.backend import EXPIRED, QueueAway, State
-from vlmrm.serving.bodies import BODY_BYTES, CLIENT, DEADLINE
-from vlmrm.serving.errors import InvalidRequest, RewardFailed, TimedOut
+from vlmrm.serving.backend import EXPIRED, NOT_SERVED, QueueAway, State, Status
+from vlmrm.serving.context import current_request
+from vlmrm.serving.errors import Forbidden, InvalidRequest, RewardFailed, TimedOut
 from vlmrm.serving.fetch import Fetcher, fetch_images
 from vlmrm.serving.media import MediaResolver
 from vlmrm.serving.parsing import Parsers
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings
-from vlmrm.serving.telemetry import ARRIVED
 from vlmrm.serving.tokens import is_allowed, require_token, token_of
 from vlmrm.serving.turns import TurnScheduler
 
@@ -77,6 +76,13 @@ class Gateway:
         """Raise Unauthorized unless the request's token is the service's."""
         require_token(token_of(request), self._tokens)
 
+    def require_admin(self, request: Request) -> None:
+        """Raise Unauthorized unless the request's token is the operator's, Forbidden where there is none."""
+        token = self.settings.admin_token
+        if not token.get_secret_value():
+            raise Forbidden("this service lets nobody change its models: set VLMRM_ADMIN_TOKEN, and send that token.")
+        require_token(token_of(request), [token])
+
     def is_authorized(self, request: Request) -> bool:
         """Return whether the request's token is the service's."""
         return is_allowed(token_of(request), self._tokens)
@@ -97,7 +103,7 @@ class Gateway:
     async def written(self, inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
         """Return the item that `write` makes of each input, or why there is none."""
         # A thread would take longer than small bodies do, but files may be large.
-        if BODY_BYTES.get() < SMALL_BYTES and self.media.root is None:
+        if current_request().body_bytes < SMALL_BYTES and self.media.root is None:
             return _write_each(inputs, write)
         return await run_sync(_write_each, inputs, write)
 
@@ -128,8 +134,10 @@ class Gateway:
         Raises:
             TooLarge, Overloaded, NotServing: when they are not accepted.
             RewardFailed, TimedOut: when they have no result, or not in time.
+            NotServed: when the request demands a revision that is not served, or no longer when its turn comes.
         """
-        timeout = min(timeout, DEADLINE.get() - time.monotonic())
+        context = current_request()
+        timeout = min(timeout, context.deadline - time.monotonic())
         fetched = await self.fetch(items)
         complete = [item for item in fetched if not isinstance(item, RowError)]
         result = ScoringResult("", [], self.service.info(reward).get("revision"))
@@ -139,7 +147,7 @@ class Gateway:
                 accepted(job_id)
             result = await self._wait(reward, job_id, timeout)
             history = self.service.metrics.history
-            history.record_request(reward, time.perf_counter() - ARRIVED.get())
+            history.record_request(reward, time.monotonic() - context.arrived)
             if not self.service.replicas[reward]:  # this process has no batches that would be counted
                 history.record_items(reward, len(complete))
         scored = iter(result.outcomes)
@@ -163,15 +171,22 @@ class Gateway:
             await self.service.backend.cancel(job_id)
             self.service.metrics.record_failure(reward, "timeout", f"not computed in {timeout:g} s")
             raise TimedOut(f"the reward {reward} was not computed in {timeout:g} s: ask again, with a longer timeout.")
+        if status.error == NOT_SERVED:
+            raise self.service.not_served(reward)
         if status.state is not State.done or status.outcomes is None:
             self.service.metrics.record_failure(reward, "job", f"{status.error}")
             raise RewardFailed(f"the reward {reward} could not be computed: {status.error}.")
+        self.note_revision(reward, status)
         return ScoringResult(job_id, status.outcomes, status.revision)
+
+    def note_revision(self, reward: str, status: Status) -> None:
+        """Have the answer's header name the revision that computed a result."""
+        if status.revision:
+            current_request().revisions[reward] = status.revision
 
     async def _submit(self, reward: str, items: Sequence[Item], priority: int, timeout: float, patience: float) -> str:
         """Return the id of the items' job; of the requests that wait for room in the queue only the first retries."""
         job = await self.service.job(reward, items, priority)
-        job.client = CLIENT.get()
 
         async def accept() -> str:
             return await self.service.accept(job, time.time() + timeout)

@@ -15,14 +15,15 @@ from vlmrm.serving.worker.channel import redact_paths
 
 @dataclass
 class WorkerHealth:
-    """The health of one reward's workers: how many there are, are ready, and are failing to load.
+    """The health of one reward's workers: how many there are, are ready, asleep, and failing to load.
 
     Of those that fail, `lost` will not try again. `info` is what one of them says about its reward; `revisions` are
-    those of ready workers, several during a rolling update.
+    those of loaded workers, several during a rolling update.
     """
 
     workers: int = 0
     ready: int = 0
+    asleep: int = 0
     failing: int = 0
     lost: int = 0
     restarts: int = 0  # since their processes started
@@ -35,7 +36,8 @@ class WorkerHealth:
         """Return the health of one worker of this process."""
         return cls(
             workers=1,
-            ready=int(replica.ready),
+            ready=int(replica.ready and not replica.asleep),
+            asleep=int(replica.asleep),
             failing=int(replica.error is not None and not replica.ready),
             lost=int(replica.lost),
             restarts=replica.restarts,
@@ -51,6 +53,7 @@ class WorkerHealth:
         return cls(
             workers=sum(part.workers for part in parts),
             ready=sum(part.ready for part in parts),
+            asleep=sum(part.asleep for part in parts),
             failing=sum(part.failing for part in parts),
             lost=sum(part.lost for part in parts),
             restarts=sum(part.restarts for part in parts),
@@ -88,18 +91,22 @@ class WorkerRegistry:
         """Announce and refresh ten times in `silence`, so that one lost announcement does no harm."""
         while True:
             try:
-                rewards = {
-                    name: asdict(WorkerHealth.merge(map(WorkerHealth.of, replicas)))
-                    for name, replicas in self._replicas.items()
-                    if replicas
-                }
-                if rewards:
-                    await self._backend.announce(self._name, rewards, self._silence)
+                await self.announce()
                 await self.refresh()
                 self.error = None
             except QueueAway as error:  # what was announced last stays valid meanwhile
                 self.error = str(error)
             await asyncio.sleep(self._silence / 10)
+
+    async def announce(self) -> None:
+        """Tell other processes of this one's workers; raises QueueAway."""
+        rewards = {
+            name: asdict(WorkerHealth.merge(map(WorkerHealth.of, replicas)))
+            for name, replicas in self._replicas.items()
+            if replicas
+        }
+        if rewards:
+            await self._backend.announce(self._name, rewards, self._silence)
 
     async def refresh(self) -> None:
         """Read what other processes announced; raises QueueAway."""

@@ -17,7 +17,7 @@ from vlmrm.serving.bodies import too_large
 from vlmrm.serving.errors import error_response, response_to
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import LOOPBACK
-from vlmrm.serving.telemetry import ARRIVED, REQUEST_ID
+from vlmrm.serving.telemetry import REQUEST_ID
 from vlmrm.serving.tokens import is_allowed, token_of, unauthorized
 
 logger = logging.getLogger("vlmrm")
@@ -59,7 +59,7 @@ class RequestMiddleware:
             0,
             -math.inf,
         )  # requests with a 503 that have no line in the log, and the last's time
-        self.tokens = [service.settings.token, *rewards]
+        self.tokens = [service.settings.token, service.settings.admin_token, *rewards]
         self.open = not service.settings.token.get_secret_value() and not all(map(SecretStr.get_secret_value, rewards))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +71,6 @@ class RequestMiddleware:
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = client_id if CLIENT_ID.fullmatch(client_id) else uuid.uuid4().hex
         REQUEST_ID.set(request_id)
-        ARRIVED.set(started)
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ EXAMPLES: dict[str, Any] = {
     "/predict": {"inputs": [["2 + 2?", "4"]], "raw_scores": True},
     "/unirl/score": {"requests": [{"history": [{"text": "2 + 2?"}, {"text": "4"}], "required_rewards": ["NAME"]}]},
     "/verl_omni": "--data-binary @request.pickle --output answer.pickle",
+    "/model": {"model": "/models/next"},
+    "/sleep": "",
+    "/wake": "",
     "/api/reward/ping": "",
     "/api/reward/pin": "",
     "/api/reward/enqueue": "--data-binary @request.bin  # JSON, a line end, the tensor as .npy",
@@ -65,7 +69,8 @@ def api_page(document: dict[str, Any], url: str, reward: str, *, guarded: bool) 
             route["paths"].append(path)
     for (method, _, tag), route in routes.items():
         path = min(route["paths"], key=lambda it: ("{" in it, len(it)))
-        command = example_call(method, path.replace("{reward}", reward), url, reward, guarded=guarded)
+        token = "VLMRM_ADMIN_TOKEN" if tag == "operators" else "VLMRM_TOKEN" if guarded else ""
+        command = example_call(method, re.sub(r"{\w+}", reward, path), url, reward, token)
         route |= {"method": method.upper(), "tag": tag, "example": command}
     return _page("api.html.jinja", routes=routes.values(), schemas=document["components"]["schemas"])
 
@@ -76,12 +81,14 @@ def example_body(path: str, reward: str) -> Any:
     return None if found is None else json.loads(json.dumps(EXAMPLES[found]).replace('"NAME"', json.dumps(reward)))
 
 
-def example_call(method: str, path: str, url: str, reward: str, *, guarded: bool) -> str:
-    """Return a curl command that calls a route."""
+def example_call(method: str, path: str, url: str, reward: str, token: str) -> str:
+    """Return a curl command that calls a route; `token` is the variable with what it needs, or ""."""
     words = [f"curl {url}{path}"]
-    if guarded:
-        words.append('-H "Authorization: Bearer $VLMRM_TOKEN"')
-    body = example_body(path, reward) if method == "post" else None
+    if token:
+        words.append(f'-H "Authorization: Bearer ${token}"')
+    if method not in ("get", "post"):
+        words.append(f"-X {method.upper()}")
+    body = example_body(path, reward) if method != "get" else None
     if isinstance(body, str):
         words.append(body.replace("NAME", reward) or "-X POST")
     elif body is not None:

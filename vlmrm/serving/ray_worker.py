@@ -20,14 +20,8 @@ from ray.exceptions import RayError
 
 import vlmrm
 from vlmrm.errors import ConfigError
-from vlmrm.serving.worker_process import (
-    CannotLoad,
-    RayPlacement,
-    WorkerDied,
-    WorkerProcess,
-    WorkerSpec,
-    open_process,
-)
+from vlmrm.serving.worker_process import CannotLoad, WorkerDied, WorkerProcess, open_process
+from vlmrm.serving.worker_spec import RayPlacement, WorkerSpec
 
 logger = logging.getLogger("vlmrm")
 

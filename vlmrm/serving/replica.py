@@ -8,21 +8,22 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from anyio.to_thread import run_sync
 
 from vlmrm.conversation import Outcome
-from vlmrm.errors import RowError
+from vlmrm.errors import RowError, VlmrmError
 from vlmrm.formats.wire import Item
-from vlmrm.serving.backend import Backend, Job
+from vlmrm.serving.backend import NOT_SERVED, Backend, Job
 from vlmrm.serving.fair_queue import RecentPrefixes, tokens_of
 from vlmrm.serving.revision import digest, revision_of
 from vlmrm.serving.telemetry import Metrics, trace_batch
-from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess, WorkerSpec
+from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess
+from vlmrm.serving.worker_spec import WorkerSpec
 
 if TYPE_CHECKING:
     from vlmrm.serving.decoding import Decoder
@@ -34,6 +35,43 @@ BACKOFF_S = (0.5, 60.0)  # before another process is started: the first time, at
 QUIET_S = 0.01  # without a further job, after which those that came together are begun
 GATHERING_S = 0.1  # for which a batch waits for further jobs, at most
 RECENT = 8  # batches; while one of them had several jobs, the next waits for further jobs
+SAMPLING_S = 0.05  # between two looks at how much live traffic has been collected
+
+
+class CannotSwitch(VlmrmError):
+    """Another model cannot take a reward's place; the one that is served stays."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A worker that has loaded its reward, and does not serve yet."""
+
+    spec: WorkerSpec
+    worker: WorkerProcess
+    revision: str
+
+    @classmethod
+    async def load(cls, spec: WorkerSpec) -> Candidate:
+        """Return a worker of `spec`; raises as `WorkerProcess.start`."""
+        worker = await _worker_class(spec).start(spec)
+        try:
+            content = (spec.path, spec.options, spec.weights, worker.info)
+            revision = await run_sync(partial(revision_of, *content), abandon_on_cancel=True)
+        except OSError as error:
+            await worker.stop()
+            raise WorkerDied(f"cannot load its reward: its weights cannot be read ({error.strerror})") from error
+        except BaseException:
+            await worker.stop()
+            raise
+        return cls(spec, worker, revision)
+
+
+def _worker_class(spec: WorkerSpec) -> type[WorkerProcess]:
+    if spec.ray is None:
+        return WorkerProcess
+    from vlmrm.serving.ray_worker import RayWorker
+
+    return RayWorker
 
 
 class Replica:
@@ -52,13 +90,18 @@ class Replica:
         self.reward, self.spec, self.backend, self.metrics = reward, spec, backend, metrics
         self.decoder = decoder
         self.ready = False
+        self.asleep = False
         self.lost = False
         self.busy = False
         self.closing = False  # set it to end after the current batch
         self.error: str | None = None
         self.restarts = 0
         self.info: dict[str, Any] = {}
+        self._worker: WorkerProcess | None = None
         self._revision = ""
+        self._turns: deque[tuple[Callable[[], Awaitable[None]], asyncio.Future[None]]] = deque()
+        self._turn_comes = asyncio.Event()
+        self._sample: list[tuple[Item, Outcome]] | None = None  # of live traffic, while `sample` collects it
         self._sizes = deque([RECENT], maxlen=RECENT)  # jobs of the last batches
         self._recent = RecentPrefixes()
         self.process_id: int | None = None
@@ -72,14 +115,23 @@ class Replica:
 
     async def run(self) -> None:
         """Keep a worker running and fed, until cancelled, `closing`, or `lost`."""
+        try:
+            await self._keep_running()
+        finally:
+            for _, done in self._turns:
+                if not done.done():
+                    done.set_exception(WorkerDied("has ended"))
+            self._turns.clear()
+
+    async def _keep_running(self) -> None:
         pause = BACKOFF_S[0]
         while True:
-            worker = None
             try:
-                worker = await self._start_worker()
+                self._use(await Candidate.load(self.spec))
                 pause = BACKOFF_S[0]
                 while not self.closing:
-                    await self._run_batch(worker)
+                    await self._run_turns()
+                    await self._run_batch(self._worker)
                 return
             except CannotLoad as error:
                 self.lost = True
@@ -89,14 +141,15 @@ class Replica:
             except WorkerDied as error:
                 message = f"the worker of {self.reward} {error}"
                 # While a worker that had loaded restarts, requests wait; while one cannot load, they are refused.
-                self.error = message if worker is None else None
+                self.error = message if self._worker is None else None
                 self.metrics.restarts.labels(self.reward).inc()
                 self.restarts += 1
                 logger.error("%s; another is started in %.1f s", message.rstrip("."), pause)
             finally:
-                self.ready = self.busy = False
-                if worker is not None:
-                    await worker.stop()
+                self.ready = self.busy = self.asleep = False
+                if self._worker is not None:
+                    await self._worker.stop()
+                    self._worker = None
             # With jitter, so that replicas that died of the same cause do not load in step.
             await asyncio.sleep(pause * random.uniform(1, 1.5))
             pause = min(2 * pause, BACKOFF_S[1])
@@ -107,31 +160,122 @@ class Replica:
             for job in await self.backend.take(self.reward, self.spec.budget):
                 await self.backend.fail(job, f"{self.error}".rstrip("."))
 
-    async def _start_worker(self) -> WorkerProcess:
-        spec = self.spec
-        if spec.ray is None:
-            worker = await WorkerProcess.start(spec)
-        else:
-            from vlmrm.serving.ray_worker import RayWorker
+    # Between batches -------------------------------------------------------------------------------------------------
 
-            worker = await RayWorker.start(spec)
+    async def switch(self, candidate: Candidate) -> None:
+        """Have `candidate` compute all further batches, and end the worker that did; returns once it does.
+
+        Raises:
+            WorkerDied: when this replica has no worker and never will.
+        """
+        await self._take_turn(partial(self._put_in_place, candidate))
+
+    async def reload(self, spec: WorkerSpec) -> None:
+        """End the worker, and start one of `spec`; where that cannot be, one as before.
+
+        Raises:
+            WorkerDied: saying why; also as `switch`.
+        """
+        await self._take_turn(partial(self._reload, spec))
+
+    async def sleep(self) -> None:
+        """Have the worker free its accelerator's memory, and begin no batch until `wake`; jobs wait.
+
+        Raises:
+            RewardRaised: when it cannot.
+            WorkerDied: as `switch`.
+        """
+        await self._take_turn(self._sleep)
+
+    async def wake(self) -> None:
+        """End a `sleep`; raises as it does."""
+        await self._take_turn(self._wake)
+
+    async def sample(self, count: int, seconds: float) -> list[tuple[Item, Outcome]]:
+        """Return up to `count` items with a score that are computed in the next `seconds`."""
+        self._sample = sample = []
+        end = time.monotonic() + seconds
+        while len(sample) < count and time.monotonic() < end:
+            await asyncio.sleep(SAMPLING_S)
+        self._sample = None
+        return sample[:count]
+
+    async def _take_turn(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work` while no batch runs."""
+        if self.lost:
+            raise WorkerDied(f"is lost: {self.error}")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turns.append((work, done))
+        self._turn_comes.set()
+        await done
+
+    async def _run_turns(self) -> None:
+        """Do what waits until no batch runs; while asleep, wait for more of it."""
+        assert self._worker is not None
+        while self._turns or self.asleep:
+            if not self._turns:
+                self._turn_comes.clear()
+                await self._wait(self._worker)
+                continue
+            work, done = self._turns.popleft()
+            try:
+                await work()
+            except BaseException as error:
+                if not done.done():
+                    done.set_exception(error if isinstance(error, Exception) else WorkerDied("is being stopped"))
+                if not isinstance(error, (RewardRaised, CannotSwitch)):
+                    raise
+            else:
+                if not done.done():
+                    done.set_result(None)
+        self._turn_comes.clear()
+
+    async def _put_in_place(self, candidate: Candidate) -> None:
+        old = self._worker
+        self._use(candidate)
+        if old is not None:
+            await old.stop()
+
+    async def _reload(self, spec: WorkerSpec) -> None:
+        assert self._worker is not None
+        self.ready = False
+        await self._worker.stop()
+        self._worker = None
         try:
-            content = (spec.path, spec.options, spec.weights, worker.info)
-            self._revision = await run_sync(partial(revision_of, *content), abandon_on_cancel=True)
-        except OSError as error:
-            await worker.stop()
-            raise WorkerDied(f"cannot load its reward: its weights cannot be read ({error.strerror})") from error
-        except BaseException:
-            await worker.stop()
-            raise
-        self._recent.clear()
-        self.info, self.error, self.ready, self.process_id = worker.info, None, True, worker.process.pid
-        logger.info("the worker of %s is ready (process %d)", self.reward, self.process_id)
-        return worker
+            self._use(await Candidate.load(spec))
+        except WorkerDied as error:
+            self._use(await Candidate.load(self.spec))
+            raise CannotSwitch(str(error)) from error
 
-    async def _run_batch(self, worker: WorkerProcess) -> None:
-        """Take one batch from the queue, score it and store its results."""
+    async def _sleep(self) -> None:
+        if not self.asleep:
+            assert self._worker is not None
+            await self._worker.control("sleep", self.spec.load_timeout)
+            self._recent.clear()
+            self.asleep = True
+
+    async def _wake(self) -> None:
+        if self.asleep:
+            assert self._worker is not None
+            await self._worker.control("wake", self.spec.load_timeout)
+            self.asleep = False
+
+    def _use(self, candidate: Candidate) -> None:
+        """Have the worker of `candidate` compute what comes next."""
+        self.spec, self._worker, self._revision = candidate.spec, candidate.worker, candidate.revision
+        self._recent.clear()
+        self.info, self.error, self.ready, self.asleep = candidate.worker.info, None, True, False
+        self.process_id = candidate.worker.process.pid
+        logger.info("the worker of %s is ready (process %d)", self.reward, self.process_id)
+
+    # Batches ---------------------------------------------------------------------------------------------------------
+
+    async def _run_batch(self, worker: WorkerProcess | None) -> None:
+        """Take one batch from the queue, score it and store its results; none where something else has its turn."""
+        assert worker is not None
         jobs = await self._take(worker, self.spec.budget)
+        if not jobs:
+            return
         self.busy = True
         try:
             await self._gather(worker, jobs)
@@ -141,6 +285,9 @@ class Replica:
             outcomes, seconds = await self._score(worker, jobs)
             self.metrics.record_batch(self.reward, outcomes, seconds)
             trace_batch(jobs, taken, time.time() - seconds, time.time())
+            if self._sample is not None:  # before a queue drops the items
+                pairs = zip((item for job in jobs for item in job.items), outcomes, strict=True)
+                self._sample += [pair for pair in pairs if pair[1].error is None]
             # One list of outcomes, in the order of the jobs.
             ends = itertools.accumulate(len(job.items) for job in jobs)
             parts = [(job, outcomes[end - len(job.items) : end]) for job, end in zip(jobs, ends, strict=True)]
@@ -161,18 +308,16 @@ class Replica:
             self.busy = False
 
     async def _take(self, worker: WorkerProcess, budget: int, patience: float | None = None) -> list[Job]:
-        """Return the next jobs, of `budget` tokens; none where none come in `patience` seconds.
+        """Return the next jobs, of `budget` tokens; none where a turn, or the end of `patience`, comes before.
 
         Raises:
             WorkerDied: should the worker die meanwhile.
         """
         taking = asyncio.ensure_future(self.backend.take(self.reward, budget, list(self._recent)))
         try:
-            await asyncio.wait({taking, worker.died}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            if worker.died.done():
-                raise WorkerDied(worker.died.result())
+            await self._wait(worker, taking, patience=patience)
             if taking.done():
-                return taking.result()
+                return await self._served(taking.result())
             taking.cancel()
             return []
         except BaseException:
@@ -181,6 +326,27 @@ class Replica:
                 await self.backend.requeue(taking.result(), None)
             taking.cancel()
             raise
+
+    async def _served(self, jobs: list[Job]) -> list[Job]:
+        """Return the jobs that this revision may compute, and fail the others."""
+        refused = [job for job in jobs if job.wanted not in ("", self.revision)]
+        for job in refused:
+            await self.backend.fail(job, NOT_SERVED)
+        return [job for job in jobs if job not in refused] if refused else jobs
+
+    async def _wait(self, worker: WorkerProcess, *others: asyncio.Future[Any], patience: float | None = None) -> None:
+        """Wait until one of `others` is done, a turn comes, or so many seconds are over.
+
+        Raises:
+            WorkerDied: should the worker die meanwhile.
+        """
+        turn = asyncio.ensure_future(self._turn_comes.wait())
+        try:
+            await asyncio.wait({*others, worker.died, turn}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            turn.cancel()
+        if worker.died.done():
+            raise WorkerDied(worker.died.result())
 
     async def _gather(self, worker: WorkerProcess, jobs: list[Job]) -> None:
         """Add jobs that come right after `jobs`, such as the other candidates of a group, which share computation.

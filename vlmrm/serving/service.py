@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.libraries import needs
 from vlmrm.serving.backend import Backend, Job, QueueAway, State, Status
+from vlmrm.serving.context import current_request
 from vlmrm.serving.cost import VIDEO_COLUMNS, children, count_pixels, count_prefixes, estimate_tokens
 from vlmrm.serving.decoding import Decoder
 from vlmrm.serving.health import WorkerHealth, WorkerRegistry
@@ -24,12 +24,11 @@ from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.telemetry import REQUEST_ID, Metrics, current_trace
-from vlmrm.serving.worker_process import RayPlacement, WorkerSpec
+from vlmrm.serving.versions import Versions, devices_of
+from vlmrm.serving.worker_spec import is_trained, worker_spec
 
 logger = logging.getLogger("vlmrm")
 
-SCORER = "vlmrm.serving.engines.ScorerEngine"
-REWARD = "vlmrm.serving.engines.RewardEngine"
 DECODER = "[decode_args]"  # among the names of rewards in the registry, none of which is called so
 LARGE_BYTES = 2**20  # of a request, above which a thread makes the job, so that the event loop stays free
 WATCHED_S = 2.0  # between two looks at the depth of the queues
@@ -51,6 +50,10 @@ class NotServing(VlmrmError):
     retry_after = 5.0
 
 
+class NotServed(VlmrmError):
+    """The revision that a request demands is not served."""
+
+
 class Service:
     """The rewards of `settings`. Use `start`, then `submit` and `wait`, then `drain` and `stop`.
 
@@ -68,29 +71,24 @@ class Service:
         self.replicas = {name: self._replicas(reward) if workers else [] for name, reward in self.rewards.items()}
         decoders = {DECODER: [self.decoder.replica]} if self.decoder is not None else {}
         self.registry = WorkerRegistry(self.backend, {**self.replicas, **decoders}, silence)
+        self.versions = Versions(settings, self.replicas, self.backend, self.registry.announce)
         self.draining = False
         self.started = time.time()
         self._loops: list[asyncio.Task[None]] = []
 
     def _replicas(self, reward: RewardSettings) -> list[Replica]:
-        devices = reward.devices or [reward.device]
-        silence = self.settings.limits.silence
-        specs = [worker_spec(reward, devices[number % len(devices)], silence) for number in range(reward.replicas)]
-        if self.settings.engine == "ray":
+        if reward.ray_address:
             with needs("ray", "workers in a Ray cluster"):
                 import ray  # noqa: F401
-            place = (self.settings.ray_address, reward.num_cpus, reward.num_gpus, reward.runtime_env)
-            specs = [replace(spec, ray=RayPlacement(*place)) for spec in specs]
+        specs = [worker_spec(reward, device, self.settings.limits.silence) for device in devices_of(reward)]
         return [Replica(reward.name, spec, self.backend, self.metrics, self.decoder) for spec in specs]
 
     async def start(self) -> None:
         """Start the workers, without waiting until they have loaded."""
         await self.backend.start()
-        runs = [
-            self.registry.run(),
-            self._watch_queues(),
-            *(self._run(replicas) for replicas in self.replicas.values() if replicas),
-        ]
+        await self.versions.start()
+        runs = [self.registry.run(), self.versions.run(), self._watch_queues()]
+        runs += [self._run(replicas) for replicas in self.replicas.values() if replicas]
         if self.decoder is not None:
             runs.append(self.decoder.run())
         self._loops = [asyncio.create_task(run) for run in runs]
@@ -195,6 +193,8 @@ class Service:
             )
         cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
         job = Job(reward, items, cost=cost, prefixes=prefixes, priority=priority)
+        request = current_request()
+        job.client, job.wanted = request.client, request.wanted
         job.request_id, job.trace = REQUEST_ID.get() or "", current_trace()
         _ = job.key  # computed in the thread, as many bytes take long to hash
         return job
@@ -207,6 +207,7 @@ class Service:
         Raises:
             Overloaded: when the queue is full.
             NotServing: as `job`.
+            NotServed: when it demands a revision that no worker has.
         """
         self._check_serving(job.reward)
         job.created, job.deadline = time.time(), deadline
@@ -214,8 +215,16 @@ class Service:
             with suppress(QueueAway):  # `put` below is patient with a queue that is away
                 await self.registry.refresh()
         health = self.health(job.reward)
-        job.revisions = health.revisions if health.info.get("deterministic", True) else ()
+        if job.wanted and health.revisions and job.wanted not in health.revisions:
+            raise self.not_served(job.reward)
+        revisions = [job.wanted] if job.wanted else health.revisions
+        job.revisions = revisions if health.info.get("deterministic", True) else ()
         return await self.backend.put(job)
+
+    def not_served(self, reward: str) -> NotServed:
+        """Return the error of a request that demands another revision than those that are served."""
+        served = ", ".join(self.health(reward).revisions) or "no revision"
+        return NotServed(f"the revision that the request demands is not served: {reward} is served by {served} now.")
 
     def _check_serving(self, reward: str) -> None:
         if self.draining:
@@ -295,46 +304,6 @@ def make_backend(settings: ServiceSettings) -> Backend:
     from vlmrm.serving.redis_connection import RedisConnection
 
     return RedisBackend(RedisConnection.of(settings), settings.limits, settings.queue_limits)
-
-
-def worker_spec(reward: RewardSettings, device: str, silence: float) -> WorkerSpec:
-    """Return what a worker of this reward runs on a device."""
-    if is_trained(reward):
-        path = SCORER
-        options = {"model": reward.model_path, "dtype": reward.dtype, "device": device or None}
-    else:
-        path = reward.engine
-        options = {
-            "model_path": reward.model_path,
-            "download_path": reward.download_path,
-            "endpoint_url": reward.endpoint_url,
-            "endpoint_api_key": reward.endpoint_api_key.get_secret_value(),
-            "dtype": "" if reward.dtype == "auto" else reward.dtype,
-            "device": device,
-        }
-        options = {name: value for name, value in options.items() if value}
-        if not reward.engine:
-            path = REWARD
-            options.pop("download_path", None)
-            names = {"model_path": "model_name_or_path", "endpoint_url": "api_base_url", "endpoint_api_key": "api_key"}
-            options = {names.get(name, name): value for name, value in options.items()}
-            options |= {"name": reward.name, "reward_model": reward.reward_type}
-    return WorkerSpec(
-        path,
-        {**options, **reward.options},
-        python=reward.venv_python,
-        import_from=reward.import_from,
-        weights="" if path == SCORER else reward.model_path,
-        budget=reward.batch_tokens,
-        batch_timeout=reward.batch_timeout,
-        load_timeout=reward.load_timeout,
-        silence=silence,
-    )
-
-
-def is_trained(reward: RewardSettings) -> bool:
-    """Return whether the reward is a model trained here, whose scorer decodes equal media of a request once."""
-    return reward.reward_type == "vlm_reward" and not reward.engine
 
 
 def _bytes(item: Any) -> int:

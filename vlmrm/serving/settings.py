@@ -66,6 +66,7 @@ class RewardSettings(Strict):
     token: Token = SecretStr("")  # for this reward alone, besides the service's
     queue_items: int = Field(0, ge=0)  # that wait for it; 0: limits.queue_items
     queue_bytes: int = Field(0, ge=0)  # of these; 0: an equal part of limits.queue_bytes
+    ray_address: str = ""  # for engine = "ray": the service's
     num_cpus: float = Field(1.0, ge=0)  # of a replica, for engine = "ray"
     num_gpus: float = Field(0.0, ge=0)
     runtime_env: dict[str, Any] = Field(default_factory=dict, repr=False)  # Ray's, in which a replica runs
@@ -143,6 +144,8 @@ class ServiceSettings(Strict):
     redis_prefix: str = "vlmrm"  # begins every key, so that several services can share one Redis
     long_poll: float = Field(4.0, ge=0, le=60)  # seconds that a pull waits for its result
     token: Token = SecretStr("")
+    admin_token: Token = SecretStr("")  # for the routes that change models; without one, nobody may
+    model_roots: list[str] = Field(default_factory=list)  # folders, or patterns of repositories, of such models
     media_root: Path | None = None
     allowed_hosts: list[str] = Field(default_factory=list)  # that image URLs may name: NAME[:PORT][@NETWORK]
     log_format: Literal["text", "json"] = "text"
@@ -200,12 +203,15 @@ class ServiceSettings(Strict):
 
     @model_validator(mode="after")
     def _check_engine(self) -> ServiceSettings:
-        refused = ("device", "devices") if self.engine == "ray" else ("num_cpus", "num_gpus", "runtime_env")
+        of_ray = ("ray_address", "num_cpus", "num_gpus", "runtime_env")
+        refused = ("device", "devices") if self.engine == "ray" else of_ray
         for reward in self.reward_args:
             for key in refused:
                 if getattr(reward, key) != type(reward).model_fields[key].get_default(call_default_factory=True):
                     why = "Ray chooses the devices" if self.engine == "ray" else 'it is for engine = "ray"'
                     raise ValueError(f"reward {reward.name} has {key}: leave it out, {why}")
+            if self.engine == "ray":
+                reward.ray_address = reward.ray_address or self.ray_address
         return self
 
 
@@ -229,7 +235,7 @@ def validate_settings(
     Raises:
         ConfigError: naming the key; also for an address beyond this machine without a token.
     """
-    for key in ("token", "redis_password", "redis_sentinel_password"):
+    for key in ("token", "admin_token", "redis_password", "redis_sentinel_password"):
         variable = f"VLMRM_{key.upper()}"
         if environment.get(variable):
             content = {**content, key: environment[variable]}

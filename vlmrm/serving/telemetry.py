@@ -26,7 +26,6 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SCORES = (-20, -10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20)
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
-ARRIVED: ContextVar[float] = ContextVar("arrived")  # time.perf_counter() when the request came
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The process of a worker: its specification, its start, its messages and its end."""
+"""The process of a worker: its start, its messages and its end."""
 
 from __future__ import annotations
 
@@ -6,56 +6,22 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vlmrm.conversation import Outcome
 from vlmrm.formats.wire import Item, read_outcome
 from vlmrm.serving.worker.channel import LENGTHS, pack, unpack
-
-
-@dataclass
-class RayPlacement:
-    """What a worker needs of the node of a Ray cluster that its process is to run on."""
-
-    address: str
-    num_cpus: float
-    num_gpus: float
-    runtime_env: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold keys
-
-
-@dataclass
-class WorkerSpec:
-    """The specification of a worker: the class `path`, made with `options` by `python`.
-
-    Args:
-        weights: folder, file or repository of the model, whose content is a part of the revision.
-        budget: estimated tokens of one batch.
-        batch_timeout: seconds that a batch may take before the worker counts as hung.
-        load_timeout: seconds that loading may take.
-        silence: seconds without a heartbeat after which the worker counts as dead.
-        ray: where Ray is to place it; None for this machine.
-    """
-
-    path: str
-    options: dict[str, Any] = field(default_factory=dict, repr=False)
-    python: str = sys.executable
-    import_from: list[str] = field(default_factory=list)
-    weights: str = ""
-    budget: int = 65536
-    batch_timeout: float = 600.0
-    load_timeout: float = 3600.0
-    silence: float = 30.0
-    ray: RayPlacement | None = None
-
+from vlmrm.serving.worker_spec import WorkerSpec
 
 WORKER = Path(__file__).parent / "worker"
-SERVICE_VARIABLES = ("VLMRM_TOKEN", "VLMRM_REDIS_PASSWORD")  # secrets of the environment that workers do not get
+SERVICE_VARIABLES = (  # secrets of the environment that workers do not get
+    *("VLMRM_TOKEN", "VLMRM_ADMIN_TOKEN"),
+    *("VLMRM_REDIS_PASSWORD", "VLMRM_REDIS_SENTINEL_PASSWORD"),
+)
 ENDING_S = 5.0  # to end by itself before it is killed
 
 
@@ -157,6 +123,19 @@ class WorkerProcess:
             raise RewardRaised(response["error"])
         self.computed = response["computed"]
         return list(map(read_outcome, response["outcomes"]))
+
+    async def control(self, action: str, timeout: float) -> None:
+        """Have the reward's method `action` run, between two batches.
+
+        Raises:
+            RewardRaised: with what it raised, also where there is no such method.
+            WorkerDied: as `score`.
+        """
+        self._number += 1
+        await self._send({"id": self._number, "control": action})
+        response = await self._response(timeout, f"hung for {timeout:g} s")
+        if response["kind"] == "failed":
+            raise RewardRaised(response["error"])
 
     async def stop(self) -> None:
         """End the process, by force where it does not end by itself."""

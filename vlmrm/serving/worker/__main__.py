@@ -43,7 +43,7 @@ def main(descriptor):
     channel.send({"kind": "ready", "info": redact(getattr(engine, "info", {}), secrets), "pid": os.getpid()})
     threading.Thread(target=send_heartbeats, args=[channel], daemon=True).start()
     while (message := channel.receive()) is not None:
-        response = score(engine, message, secrets)
+        response = (control if "control" in message else score)(engine, message, secrets)
         try:
             channel.send(response)
         except (TypeError, ValueError) as error:  # `extra` holds something that no message can carry
@@ -65,6 +65,15 @@ def send_heartbeats(channel):
             channel.send({"kind": "beat"})
         except OSError:
             return
+
+
+def control(engine, message, secrets):
+    """Run the method of the engine that a message names, such as `sleep`."""
+    try:
+        getattr(engine, message["control"])()
+    except Exception as error:
+        return {"kind": "failed", "id": message["id"], "error": describe(error, secrets)}
+    return {"kind": "done", "id": message["id"]}
 
 
 def score(engine, message, secrets):

@@ -148,6 +148,8 @@ async def pull(gateway: Gateway, request_id: str, name: str | None, patience: fl
     await gateway.scheduler.next_turn()
     if status is not None and not status.finished:
         return 425, _missing(request_id, status.state.value)
+    if status is not None:
+        gateway.note_revision(name, status)
     return 200, _answer(gateway.service.reward(name), status, record)
 
 

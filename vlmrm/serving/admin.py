@@ -1,0 +1,64 @@
+"""The routes of an operator: which model computes a reward, and whether it holds an accelerator's memory."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from vlmrm.serving.errors import error_responses
+from vlmrm.serving.gateway import Gateway, gateway_of
+from vlmrm.serving.versions import ModelRequest, ModelState
+
+router = APIRouter(prefix="/v1/rewards/{name}", tags=["operators"], responses=error_responses(401, 403, 404, 409, 503))
+
+
+@router.get("/model")
+async def model(name: str, request: Request) -> ModelState:
+    """Return which model computes the reward, and which one did before."""
+    return _state(_gateway(request, name), name)
+
+
+@router.put("/model")
+async def change_model(name: str, body: ModelRequest, request: Request) -> ModelState:
+    """Load another model, prove it, and have it compute the reward; on any failure the old one goes on.
+
+    It answers once the workers of this process have it; others that share its queue follow within seconds.
+    """
+    gateway = _gateway(request, name)
+    await gateway.service.versions.change(name, body)
+    return _state(gateway, name)
+
+
+@router.post("/rollback")
+async def roll_back(name: str, request: Request) -> ModelState:
+    """Have the previous model compute the reward again, if its files are as they were."""
+    gateway = _gateway(request, name)
+    await gateway.service.versions.roll_back(name)
+    return _state(gateway, name)
+
+
+@router.post("/sleep")
+async def sleep(name: str, request: Request) -> ModelState:
+    """Free the accelerator's memory of the reward's workers; requests wait until it is woken."""
+    gateway = _gateway(request, name)
+    await gateway.service.versions.sleep(name, asleep=True)
+    return _state(gateway, name)
+
+
+@router.post("/wake")
+async def wake(name: str, request: Request) -> ModelState:
+    """Bring the weights back, and go on."""
+    gateway = _gateway(request, name)
+    await gateway.service.versions.sleep(name, asleep=False)
+    return _state(gateway, name)
+
+
+def _gateway(request: Request, name: str) -> Gateway:
+    gateway = gateway_of(request)
+    gateway.require_admin(request)
+    gateway.service.reward(name)
+    return gateway
+
+
+def _state(gateway: Gateway, name: str) -> ModelState:
+    health = gateway.service.health(name)
+    return gateway.service.versions.state(name, health.revisions, bool(health.asleep))

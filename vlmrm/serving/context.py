@@ -1,0 +1,42 @@
+"""The request that is being handled, as its headers describe it: whose it is, how long it waits, what it demands."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RequestContext:
+    """What every step of a request may ask for.
+
+    Args:
+        client: whose fair share it counts against.
+        arrived: of `time.monotonic`.
+        deadline: of `time.monotonic`, after which its client waits no longer.
+        body_bytes: of the whole body.
+        wanted: the revision that must compute its scores; "" for any.
+        revisions: those that did, by reward, for a header of the answer.
+    """
+
+    client: str = ""
+    deadline: float = math.inf
+    body_bytes: float = math.inf
+    wanted: str = ""
+    revisions: dict[str, str] = field(default_factory=dict)
+    arrived: float = field(default_factory=time.monotonic)
+
+
+_CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
+
+
+def begin_request(context: RequestContext) -> None:
+    """Make `context` that of the request which this task handles."""
+    _CURRENT.set(context)
+
+
+def current_request() -> RequestContext:
+    """Return the context of the request that is being handled; outside of one, an empty one."""
+    return _CURRENT.get() or RequestContext()
