@@ -10,6 +10,7 @@ import argparse
 from benchmarks import harness, runs
 from benchmarks.harness import Row
 from benchmarks.servers import SERVE, server
+from benchmarks.serving.busy import worker_busy
 from benchmarks.serving.overload import overload
 from benchmarks.serving.shuffled import GROUPS as SHUFFLED
 from benchmarks.serving.shuffled import shuffled
@@ -41,6 +42,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
                 low_load(scorer, service, 3 if options.quick else ALONE),
                 rl_load(service, plain, 1 if options.quick else GROUPS, rounds),
                 *shuffled(scorer, service, 4 if options.quick else SHUFFLED),
+                worker_busy(scorer, service, 1 if options.quick else EACH, rounds),
                 streamed(service, process, 1 if options.quick else GROUPS, rounds),
             ]
         rows.append(swap(folder, 2 if options.quick else SWAPS))

@@ -46,12 +46,12 @@ def offline(scorer: LocalScorer, items: Sequence[Item]) -> list[float]:
     return scorer.score([question.conversation({"bytes": question.picture}) for question in items])
 
 
-def together(url: str, items: Sequence[Item], ask: Callable[..., Any]) -> list[float]:
-    """Return the score of each item, a request per item, 64 at a time."""
+def together(url: str, items: Sequence[Item], ask: Callable[..., Any], clients: int = CLIENTS) -> list[float]:
+    """Return the score of each item, a request per item, as many at a time as there are clients."""
 
     async def scores() -> list[float]:
         async with client(url) as asker:
-            return await in_turn(CLIENTS, items, lambda question: ask(asker, question))
+            return await in_turn(clients, items, lambda question: ask(asker, question))
 
     return asyncio.run(scores())
 

@@ -27,9 +27,9 @@ class Worker:
         self.died = asyncio.get_running_loop().create_future()
         self.batches, self.computed = [], {}
 
-    async def score(self, items, timeout, requests):
+    async def score(self, items, timeout, requests, begun):
         self.batches.append([item["prompt"] for item in items])
-        return [Outcome(1.0) for _ in items]
+        return [Outcome(1.0) for _ in items], 0.0
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from vlmrm.serving.errors import error_responses
 from vlmrm.serving.gateway import Gateway, gateway_of
 from vlmrm.serving.versions import ModelRequest, ModelState
 
-router = APIRouter(prefix="/v1/rewards/{name}", tags=["operators"], responses=error_responses(401, 403, 404, 409, 503))
+router = APIRouter(prefix="/v1/rewards/{name}", tags=["operators"], responses=error_responses())
 
 
 @router.get("/model")

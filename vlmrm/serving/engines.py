@@ -21,6 +21,7 @@ from vlmrm.formats.flow_factory import (
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.wire import Item, WireOutcome, read_item, write_outcome
 from vlmrm.libraries import needs, parse_dtype
+from vlmrm.rendering import Rendered
 from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import reward_arguments
 from vlmrm.rewards.reward_set import Models
@@ -57,8 +58,13 @@ class ScorerEngine:
             **{name: info.get(name) for name in ("reward_mean", "reward_std", "max_pixels", "chat_template_sha256")},
         }
 
-    def __call__(self, items: Sequence[Item]) -> list[WireOutcome]:
-        scores = self.scorer.score_each(items, self._read)
+    def prepare(self, items: Sequence[Item]) -> list[Rendered | RowError]:
+        """Return the items as tokens and pixels, or their errors; another thread may `compute` meanwhile."""
+        return self.scorer.rendered(items, self._read)
+
+    def compute(self, prepared: Sequence[Rendered | RowError]) -> list[WireOutcome]:
+        """Return the outcome of each prepared item."""
+        scores = self.scorer.score_rendered(prepared)
         return [{"error": score.reason} if isinstance(score, RowError) else {"score": score} for score in scores]
 
     def sleep(self) -> None:

@@ -78,7 +78,7 @@ class Replica:
     """One worker of `reward`, kept running and fed by `run`.
 
     `ready` is set while it is loaded, `error` says why it cannot be, and `lost` that no restart will help, because its
-    configuration is wrong. `busy` is set during a batch.
+    configuration is wrong.
 
     Args:
         decoder: of items with latents; without one, latents go to the worker.
@@ -92,8 +92,7 @@ class Replica:
         self.ready = False
         self.asleep = False
         self.lost = False
-        self.busy = False
-        self.closing = False  # set it to end after the current batch
+        self.closing = False  # set it to end after what the worker has been given
         self.error: str | None = None
         self.restarts = 0
         self.info: dict[str, Any] = {}
@@ -102,6 +101,8 @@ class Replica:
         self._turns: deque[tuple[Callable[[], Awaitable[None]], asyncio.Future[None]]] = deque()
         self._turn_comes = asyncio.Event()
         self._sample: list[tuple[Item, Outcome]] | None = None  # of live traffic, while `sample` collects it
+        self._taken = 0  # batches that are not finished
+        self._counted: dict[str, float] = {}  # of what the worker computed, what the metrics have
         self._sizes = deque([RECENT], maxlen=RECENT)  # jobs of the last batches
         self._recent = RecentPrefixes()
         self.process_id: int | None = None
@@ -112,6 +113,11 @@ class Replica:
         if not self._revision or self.decoder is None:
             return self._revision
         return digest(self._revision, self.decoder.replica.revision)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has a batch that is not finished."""
+        return self._taken > 0
 
     async def run(self) -> None:
         """Keep a worker running and fed, until cancelled, `closing`, or `lost`."""
@@ -129,9 +135,7 @@ class Replica:
             try:
                 self._use(await Candidate.load(self.spec))
                 pause = BACKOFF_S[0]
-                while not self.closing:
-                    await self._run_turns()
-                    await self._run_batch(self._worker)
+                await self._feed()
                 return
             except CannotLoad as error:
                 self.lost = True
@@ -146,7 +150,7 @@ class Replica:
                 self.restarts += 1
                 logger.error("%s; another is started in %.1f s", message.rstrip("."), pause)
             finally:
-                self.ready = self.busy = self.asleep = False
+                self.ready = self.asleep = False
                 if self._worker is not None:
                     await self._worker.stop()
                     self._worker = None
@@ -264,25 +268,73 @@ class Replica:
         """Have the worker of `candidate` compute what comes next."""
         self.spec, self._worker, self._revision = candidate.spec, candidate.worker, candidate.revision
         self._recent.clear()
+        self._counted = {}
         self.info, self.error, self.ready, self.asleep = candidate.worker.info, None, True, False
         self.process_id = candidate.worker.process.pid
         logger.info("the worker of %s is ready (process %d)", self.reward, self.process_id)
 
     # Batches ---------------------------------------------------------------------------------------------------------
 
-    async def _run_batch(self, worker: WorkerProcess | None) -> None:
-        """Take one batch from the queue, score it and store its results; none where something else has its turn."""
-        assert worker is not None
+    async def _feed(self) -> None:
+        """Run batches until `closing`. While a worker that prepares computes one, the next is taken, and no other.
+
+        Raises:
+            WorkerDied: once all that the worker had is queued again.
+        """
+        batches: list[asyncio.Task[None]] = []
+        try:
+            while not self.closing:
+                if self._turns or self.asleep:
+                    while batches:
+                        await batches.pop(0)
+                    await self._run_turns()
+                assert self._worker is not None
+                begun = asyncio.get_running_loop().create_future()
+                batches.append(asyncio.create_task(self._run_batch(self._worker, begun, *batches)))
+                await asyncio.wait({batches[-1], begun}, return_when=asyncio.FIRST_COMPLETED)
+                for batch in batches[:-1]:
+                    await batch
+                del batches[:-1]
+            for batch in batches:
+                await batch
+        except WorkerDied:
+            raise  # all of them learn of it
+        except BaseException:
+            for batch in batches:
+                batch.cancel()
+            raise
+        finally:
+            await asyncio.gather(*batches, return_exceptions=True)
+
+    async def _run_batch(
+        self, worker: WorkerProcess, begun: asyncio.Future[None] | None = None, *before: asyncio.Task[None]
+    ) -> None:
+        """Take one batch from the queue, score it and store its results; none where something else has its turn.
+
+        Args:
+            begun: is done once the next batch may be taken.
+            before: the batches that the worker still has.
+        """
         jobs = await self._take(worker, self.spec.budget)
         if not jobs:
             return
-        self.busy = True
+        self._taken += 1
+        sent = False
         try:
+            if jobs[0].attempts:  # it may harm those that the worker has as well
+                begun = None
+                await asyncio.gather(*before, return_exceptions=True)
             await self._gather(worker, jobs)
+            if worker.died.done():
+                raise WorkerDied(worker.died.result())
+            if self.closing and before:  # they were taken beside the last batch
+                await self.backend.requeue(jobs, None)
+                return
+            sent = True
             self._recent.add(jobs)
             taken = time.time()
             self.metrics.record_waits(self.reward, [max(0.0, taken - job.created) for job in jobs])
-            outcomes, seconds = await self._score(worker, jobs)
+            outcomes, seconds = await self._score(worker, jobs, begun)
             self.metrics.record_batch(self.reward, outcomes, seconds)
             trace_batch(jobs, taken, time.time() - seconds, time.time())
             if self._sample is not None:  # before a queue drops the items
@@ -299,13 +351,13 @@ class Replica:
             else:
                 await self.backend.requeue(jobs, f"the reward {self.reward} failed ({error})")
         except WorkerDied as error:
-            await self.backend.requeue(jobs, f"the worker of {self.reward} {error}")
+            await self.backend.requeue(jobs, f"the worker of {self.reward} {error}" if sent else None)
             raise
         except asyncio.CancelledError:
             await self.backend.requeue(jobs, None)
             raise
         finally:
-            self.busy = False
+            self._taken -= 1
 
     async def _take(self, worker: WorkerProcess, budget: int, patience: float | None = None) -> list[Job]:
         """Return the next jobs, of `budget` tokens; none where a turn, or the end of `patience`, comes before.
@@ -370,16 +422,20 @@ class Replica:
             jobs += more
         self._sizes.append(len(jobs))
 
-    async def _score(self, worker: WorkerProcess, jobs: Sequence[Job]) -> tuple[list[Outcome], float]:
-        """Return the outcome of each item, and the seconds that the worker took; those of decoding are in outcomes."""
+    async def _score(
+        self, worker: WorkerProcess, jobs: Sequence[Job], begun: asyncio.Future[None] | None
+    ) -> tuple[list[Outcome], float]:
+        """Return the outcome of each item, and the seconds of computing; those of decoding are in outcomes."""
         items, requests = _items(jobs), [job.request_id for job in jobs if job.request_id]
         decoded = [] if self.decoder is None else await self.decoder.decode(items)
         if decoded:
             items = [result.item for result in decoded if not isinstance(result, RowError)]
-        started, before = time.monotonic(), worker.computed
-        outcomes = await worker.score(items, self.spec.batch_timeout, requests) if items else []
-        self.metrics.record_computed(self.reward, before, worker.computed)
-        seconds = time.monotonic() - started
+        outcomes, seconds = [], 0.0
+        if items:
+            outcomes, seconds = await worker.score(items, self.spec.batch_timeout, requests, begun)
+            self.metrics.compute_seconds.labels(self.reward).inc(seconds)
+            self.metrics.record_computed(self.reward, self._counted, worker.computed)
+            self._counted = worker.computed
         if not decoded:
             return outcomes, seconds
         scored = iter(outcomes)

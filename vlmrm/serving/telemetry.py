@@ -54,6 +54,7 @@ class Metrics:
         self.disconnects = counter("vlmrm_disconnects", "Requests whose client left before its answer")
         self.latency = seconds("vlmrm_stage_seconds", "Seconds by stage", ["reward", "stage"])
         self.batch_items = histogram("vlmrm_batch_items", "Items of a batch", ["reward"], buckets=SIZES)
+        self.compute_seconds = counter("vlmrm_compute_seconds", "Seconds in which workers computed", ["reward"])
         self.computed = counter("vlmrm_computed", "What workers computed", ["reward", "what"])
         self.scores = histogram("vlmrm_score", "Scores", ["reward"], buckets=SCORES)
         self.failures = counter("vlmrm_failures", "Items without a score", ["reward", "reason"])

@@ -220,14 +220,14 @@ class Versions:
         first = candidates[0].worker
         timeout = reward.batch_timeout
         if is_trained(reward):
-            scores = [await candidate.worker.score(PROBE, timeout) for candidate in candidates]
-            scores.append(await first.score(PROBE, timeout))
+            workers = [*(candidate.worker for candidate in candidates), first]
+            scores = [(await worker.score(PROBE, timeout))[0] for worker in workers]
             bad = next((outcome.error for outcome in scores[0] if outcome.error is not None), None)
             if bad is not None or not np.allclose([_scores(one) for one in scores], _scores(scores[0]), atol=1e-3):
                 raise CannotSwitch(f"the model does not score a probe of {len(PROBE)} texts twice alike: {bad or ''}")
         if wanted.shadow:
             pairs = await self._replicas[reward.name][0].sample(wanted.shadow, SHADOW_S)
-            outcomes = await first.score([item for item, _ in pairs], timeout) if pairs else []
+            outcomes, _ = await first.score([item for item, _ in pairs], timeout) if pairs else ([], 0.0)
             difference = _difference([outcome for _, outcome in pairs], outcomes)
             self._differences[reward.name] = difference
             limit = wanted.max_difference

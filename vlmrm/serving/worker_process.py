@@ -10,13 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vlmrm.conversation import Outcome
 from vlmrm.formats.wire import Item, read_outcome
 from vlmrm.serving.worker.channel import LENGTHS, pack, unpack
 from vlmrm.serving.worker_spec import WorkerSpec
 
+T = TypeVar("T")
 WORKER = Path(__file__).parent / "worker"
 SERVICE_VARIABLES = (  # secrets of the environment that workers do not get
     *("VLMRM_TOKEN", "VLMRM_ADMIN_TOKEN"),
@@ -62,9 +63,10 @@ async def open_process(python: str) -> tuple[asyncio.subprocess.Process, socket.
 
 
 class WorkerProcess:
-    """A worker's process. Use `start`, any number of `score` one after another, then `stop`.
+    """A worker's process. Use `start`, any number of `score`, then `stop`.
 
-    `died` is done once the process is gone.
+    It computes batches in the order in which they were sent, and prepares the next one meanwhile. `died` is done once
+    the process is gone, or no longer of use, and whenever WorkerDied is raised.
     """
 
     def __init__(
@@ -76,7 +78,8 @@ class WorkerProcess:
     ):
         self.process, self._reader, self._writer, self._silence = process, reader, writer, silence
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._responses: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._responses: dict[int, asyncio.Future[dict[str, Any]]] = {}  # by the number of what was sent, in order
+        self._begun: dict[int, asyncio.Future[None]] = {}
         self._last_message: float | None = None  # when it came; None until the reward is loaded
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
         self._number = 0
@@ -95,8 +98,8 @@ class WorkerProcess:
         reader, writer = await asyncio.open_connection(sock=local)
         worker = cls(process, reader, writer, spec.silence)
         try:
-            await worker._send({"engine": spec.path, "options": dict(spec.options), "path": list(spec.import_from)})
-            message = await worker._response(spec.load_timeout, "did not load in time")
+            start = {"engine": spec.path, "options": dict(spec.options), "path": list(spec.import_from)}
+            message = await worker._ask(start, spec.load_timeout, "did not load in time")
             if message["kind"] != "ready":
                 kind = CannotLoad if message["permanent"] else WorkerDied
                 raise kind(f"cannot load its reward: {message['error']}")
@@ -106,23 +109,30 @@ class WorkerProcess:
         worker.info = message["info"]
         return worker
 
-    async def score(self, items: Sequence[Item], timeout: float, requests: Sequence[str] = ()) -> list[Outcome]:
-        """Return the outcome of each item.
+    async def score(
+        self,
+        items: Sequence[Item],
+        timeout: float,
+        requests: Sequence[str] = (),
+        begun: asyncio.Future[None] | None = None,
+    ) -> tuple[list[Outcome], float]:
+        """Return the outcome of each item, and the seconds of computing them.
 
         Args:
             requests: ids of the requests that sent them, for the worker's log.
+            begun: is done once their computation begins, where the reward prepares the next items meanwhile.
 
         Raises:
             RewardRaised: with what it raised.
-            WorkerDied: when the process ends, or takes longer than `timeout` seconds and is killed.
+            WorkerDied: when the process ends, or takes longer than `timeout` seconds and is killed; they count from
+                when all that was sent before is answered.
         """
-        self._number += 1
-        await self._send({"id": self._number, "items": list(items), "requests": list(requests)})
-        response = await self._response(timeout, f"hung for {timeout:g} s")
+        message = {"items": list(items), "requests": list(requests)}
+        response = await self._ask(message, timeout, f"hung for {timeout:g} s", begun)
         if response["kind"] == "failed":
             raise RewardRaised(response["error"])
         self.computed = response["computed"]
-        return list(map(read_outcome, response["outcomes"]))
+        return list(map(read_outcome, response["outcomes"])), response["seconds"]
 
     async def control(self, action: str, timeout: float) -> None:
         """Have the reward's method `action` run, between two batches.
@@ -131,9 +141,7 @@ class WorkerProcess:
             RewardRaised: with what it raised, also where there is no such method.
             WorkerDied: as `score`.
         """
-        self._number += 1
-        await self._send({"id": self._number, "control": action})
-        response = await self._response(timeout, f"hung for {timeout:g} s")
+        response = await self._ask({"control": action}, timeout, f"hung for {timeout:g} s")
         if response["kind"] == "failed":
             raise RewardRaised(response["error"])
 
@@ -150,24 +158,32 @@ class WorkerProcess:
             self._kill()
             await self.process.wait()
 
-    async def _send(self, message: Mapping[str, Any]) -> None:
+    async def _ask(
+        self, message: Mapping[str, Any], timeout: float, late: str, begun: asyncio.Future[None] | None = None
+    ) -> dict[str, Any]:
+        """Return the response; kill the process and raise `late` `timeout` seconds after the message's turn came."""
+        number, earlier = self._number, list(self._responses.values())
+        self._number += 1
+        response = self._responses[number] = asyncio.get_running_loop().create_future()
+        if begun is not None:
+            self._begun[number] = begun
         try:
-            self._writer.write(pack(message))
-            await self._writer.drain()
-        except OSError as error:
-            raise WorkerDied(f"closed its channel ({error.strerror})") from error
-
-    async def _response(self, timeout: float, late: str) -> dict[str, Any]:
-        """Return the next message that is no heartbeat; after `timeout` seconds kill the process and raise `late`."""
-        response = asyncio.ensure_future(self._responses.get())
-        done, _ = await asyncio.wait({response, self.died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if response in done:
-            return response.result()
-        response.cancel()
-        if self.died not in done:
-            self._kill()
-            raise WorkerDied(late)
-        raise WorkerDied(self.died.result())
+            try:
+                self._writer.write(pack({**message, "id": number}))
+                await self._writer.drain()
+            except OSError as error:
+                self._end(f"closed its channel ({error.strerror})")
+            for one in earlier:
+                await asyncio.wait({one, self.died}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({response, self.died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if response.done():
+                return response.result()
+            self._end(late)
+            raise WorkerDied(self.died.result())
+        finally:
+            self._begun.pop(number, None)
+            if response.done() or self.died.done():
+                del self._responses[number]
 
     @classmethod
     async def _open(cls, spec: WorkerSpec) -> tuple[asyncio.subprocess.Process, socket.socket]:
@@ -180,11 +196,13 @@ class WorkerProcess:
                 lengths = await self._reader.readexactly(LENGTHS.size)
                 message = unpack(lengths + await self._reader.readexactly(sum(LENGTHS.unpack(lengths))))
                 self._last_message = time.monotonic()
-                if message["kind"] != "beat":
-                    self._responses.put_nowait(message)
+                if message["kind"] == "begun":
+                    _settle(self._begun.get(message["id"]), None)
+                elif message["kind"] != "beat":
+                    _settle(self._responses.get(message["id"]), message)
         except (asyncio.IncompleteReadError, OSError):
             code = await self.process.wait()
-            self._set_died(f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}")
+            _settle(self.died, f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}")
 
     async def _watch(self) -> None:
         """Kill the process once it is silent: one that is stopped or swapped out does not close its channel."""
@@ -194,13 +212,20 @@ class WorkerProcess:
             if time.monotonic() - before > self._silence / 2:  # this process was stopped itself: heartbeats wait
                 continue
             if self._last_message is not None and time.monotonic() - self._last_message > self._silence:
-                self._kill()
-                self._set_died(f"was silent for {self._silence:g} s")
+                self._end(f"was silent for {self._silence:g} s")
 
-    def _set_died(self, reason: str) -> None:
+    def _end(self, reason: str) -> None:
+        """Kill the process for that reason, unless it has died of another."""
         if not self.died.done():
+            self._kill()
             self.died.set_result(reason)
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):  # it has just ended
             os.killpg(self.process.pid, signal.SIGKILL)  # with the processes that it started
+
+
+def _settle(future: asyncio.Future[T] | None, result: T) -> None:
+    """Set the result of a future that anybody still waits for."""
+    if future is not None and not future.done():
+        future.set_result(result)

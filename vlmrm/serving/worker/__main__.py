@@ -5,6 +5,9 @@
 It runs in any Python environment, without vlmrm: the reward's class is imported by its dotted path. It is made with
 the options of the configuration and called with a list of items; it returns a dictionary for each, with `score`, or
 with `error` where this item cannot be scored, and anything else about the item in a dictionary `extra`.
+
+A class may have two methods in place of that call: `prepare(items)`, in a thread beside the one that computes, and
+`compute(prepared)` of what it returned, which gives the outcomes.
 """
 
 import contextlib
@@ -12,9 +15,11 @@ import ctypes
 import importlib
 import math
 import os
+import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 
 # The service runs this folder, not a module of vlmrm, which this environment need not have.
@@ -38,17 +43,42 @@ def main(descriptor):
     except Exception as error:
         # By name, as vlmrm's own class may not be importable here. A wrong configuration stays wrong: no restart.
         permanent = any(kind.__name__ == "ConfigError" for kind in type(error).__mro__)
-        channel.send({"kind": "broken", "error": describe(error, secrets), "permanent": permanent})
+        channel.send({"kind": "broken", "id": start["id"], "error": describe(error, secrets), "permanent": permanent})
         return
-    channel.send({"kind": "ready", "info": redact(getattr(engine, "info", {}), secrets), "pid": os.getpid()})
+    info = redact(getattr(engine, "info", {}), secrets)
+    channel.send({"kind": "ready", "id": start["id"], "info": info, "pid": os.getpid()})
     threading.Thread(target=send_heartbeats, args=[channel], daemon=True).start()
-    while (message := channel.receive()) is not None:
-        response = (control if "control" in message else score)(engine, message, secrets)
+    # The main thread computes, as some libraries ask for it; one batch waits here at most, prepared.
+    batches = queue.Queue(1)
+    threading.Thread(target=prepare_batches, args=[engine, channel, batches], daemon=True).start()
+    while (batch := batches.get()) is not None:
+        message, _ = batch
+        if (
+            hasattr(engine, "prepare") and "items" in message
+        ):  # otherwise the service had better wait for more to compute together
+            channel.send({"kind": "begun", "id": message["id"]})
+        response = control(engine, message, secrets) if "control" in message else score(engine, *batch, secrets)
         try:
             channel.send(response)
         except (TypeError, ValueError) as error:  # `extra` holds something that no message can carry
             described = describe(error, secrets, message.get("requests", ()))
             channel.send({"kind": "failed", "id": message["id"], "error": described})
+
+
+def prepare_batches(engine, channel, batches):
+    """Receive batches and prepare them, while the main thread computes those before."""
+    prepare = getattr(engine, "prepare", None)
+    try:
+        while (message := channel.receive()) is not None:
+            try:
+                items = message.get("items")
+                prepared = items if prepare is None or items is None else prepare(items)
+            except Exception as error:
+                prepared = error
+            batches.put((message, prepared))
+    except OSError:  # the service has gone
+        pass
+    batches.put(None)
 
 
 def die_with_parent():
@@ -76,18 +106,21 @@ def control(engine, message, secrets):
     return {"kind": "done", "id": message["id"]}
 
 
-def score(engine, message, secrets):
+def score(engine, message, prepared, secrets):
     """Return the outcome of each item, or one error for all where the engine raises."""
-    items = message["items"]
+    started = time.monotonic()
     try:
-        outcomes = list(engine(items))
-        if len(outcomes) != len(items):
-            raise ValueError(f"the reward returned {len(outcomes)} outcomes for {len(items)} items")
+        if isinstance(prepared, Exception):
+            raise prepared
+        outcomes = list(engine.compute(prepared) if hasattr(engine, "prepare") else engine(prepared))
+        if len(outcomes) != len(message["items"]):
+            raise ValueError(f"the reward returned {len(outcomes)} outcomes for {len(message['items'])} items")
         outcomes = [validate(outcome, secrets) for outcome in outcomes]
     except Exception as error:
         return {"kind": "failed", "id": message["id"], "error": describe(error, secrets, message.get("requests", ()))}
+    seconds = time.monotonic() - started
     counts = {str(name): float(count) for name, count in getattr(engine, "computed", {}).items()}
-    return {"kind": "scored", "id": message["id"], "outcomes": outcomes, "computed": counts}
+    return {"kind": "scored", "id": message["id"], "outcomes": outcomes, "computed": counts, "seconds": seconds}
 
 
 def validate(outcome, secrets):
