@@ -153,10 +153,10 @@ class Service:
     async def _watch_queues(self) -> None:
         """Keep how many jobs wait, for the status page."""
         while True:
+            await asyncio.sleep(WATCHED_S)
             for name in self.rewards:
                 with suppress(QueueAway):
                     self.metrics.history.record_waiting(name, (await self.backend.depth(name))[0])
-            await asyncio.sleep(WATCHED_S)
 
     # Jobs ------------------------------------------------------------------------------------------------------------
 
