@@ -137,7 +137,8 @@ class Gateway:
             RewardFailed, TimedOut: when they have no result, or not in time.
             NotServed: when the request demands a revision that is not served, or no longer when its turn comes.
         """
-        timeout = min(timeout, current_request().deadline - time.monotonic())
+        context = current_request()
+        timeout = min(timeout, context.deadline - time.monotonic())
         fetched = await self.fetch(items)
         complete = [item for item in fetched if not isinstance(item, RowError)]
         result = ScoringResult("", [], self.service.info(reward).get("revision"))
@@ -146,6 +147,10 @@ class Gateway:
             if accepted is not None:
                 accepted(job_id)
             result = await self._wait(reward, job_id, timeout)
+            history = self.service.metrics.history
+            history.record_request(reward, time.monotonic() - context.arrived)
+            if not self.service.replicas[reward]:  # this process has no batches that would be counted
+                history.record_items(reward, len(complete))
         scored = iter(result.outcomes)
         outcomes = [Outcome(error=item.reason) if isinstance(item, RowError) else next(scored) for item in fetched]
         return replace(result, outcomes=outcomes)
