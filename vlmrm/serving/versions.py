@@ -217,8 +217,8 @@ class Versions:
                 await self._shadow(reward, wanted, candidates[0])
             await _all(replica.switch(new) for replica, new in zip(replicas, candidates, strict=True))
         except BaseException:
-            used = {replica.process_id for replica in replicas}
-            await asyncio.gather(*(_stop(new) for new in candidates if new.worker.process.pid not in used))
+            pairs = zip(replicas, candidates, strict=True)
+            await asyncio.gather(*(_stop(new) for replica, new in pairs if replica.spec is not new.spec))
             raise
 
     async def _put_instead(
@@ -241,7 +241,7 @@ class Versions:
         """Score live traffic by `candidate` as well; raise CannotSwitch above the difference that is allowed."""
         pairs = await self._replicas[reward.name][0].sample(wanted.shadow, SHADOW_S)
         items = [item for item, _ in pairs]
-        outcomes, _ = await candidate.worker.score(items, reward.batch_timeout) if pairs else ([], 0.0)
+        outcomes = (await candidate.worker.score(items, reward.batch_timeout))[0] if pairs else []
         difference = _difference([outcome for _, outcome in pairs], outcomes)
         self._differences[reward.name] = difference
         limit = wanted.max_difference
