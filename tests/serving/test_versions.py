@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,17 @@ async def test_a_rollback_to_files_that_have_changed_is_refused(tmp_path):
 
 
 @in_loop
+async def test_a_rollback_is_to_the_model_whatever_decodes_latents(tmp_path):
+    async with serving(tmp_path) as (service, client):
+        [replica] = service.replicas["weights"]
+        replica.decoder = SimpleNamespace(replica=SimpleNamespace(revision="of the decoder"))
+        before = service.health("weights").revisions
+        assert (await put(client, model(tmp_path / "models", "two", 2.0))).status_code == 200
+        back = await client.post("/v1/rewards/weights/rollback", headers=ADMIN)
+        assert back.status_code == 200 and back.json()["revisions"] == before
+
+
+@in_loop
 async def test_a_model_whose_predecessor_cannot_be_loaded_is_refused_at_once(tmp_path):
     broken = model(tmp_path / "models", "broken", 0.0)
     (Path(broken) / "model.safetensors").write_text("no number")
@@ -123,7 +135,7 @@ async def test_a_model_whose_predecessor_cannot_be_loaded_is_refused_at_once(tmp
     reward = fake("weights", "fake_reward.Weights", model_path=broken)
     async with running(reward, admin_token="operator", model_roots=[str(tmp_path)]) as (service, client):
         [replica] = service.replicas["weights"]
-        waiting = asyncio.create_task(put(client, two))
+        waiting = asyncio.create_task(put(client, two, beside=False))  # before the other is given up
         while replica.error is None:
             await asyncio.sleep(0.01)
         for answer in (await waiting, await put(client, two), await put(client, two, beside=False)):
