@@ -1,8 +1,9 @@
-"""The files under examples/serving are what systemd, Kubernetes and `vlmrm serve` read, and fit each other."""
+"""The files under examples are what systemd, Kubernetes and `vlmrm serve` read, and fit each other."""
 
 from __future__ import annotations
 
 import configparser
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,60 +12,120 @@ import yaml
 
 from vlmrm import cli
 from vlmrm.serving.settings import load_settings
+from vlmrm.serving.telemetry import Metrics
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "serving"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FOLDER = EXAMPLES / "kubernetes"
+CONFIGURATION = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+ROLES = ("vlmrm-api", "vlmrm-workers")
+STOPPING_S = 5 + 60 + 41  # preStop, accepted requests, the rest
 
 
-def objects() -> dict[tuple[str, str], dict[str, Any]]:
-    """What the manifest describes, by kind and name."""
-    found = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
+def objects(*files: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """What manifests describe, by kind and name."""
+    found = [one for file in files for one in yaml.safe_load_all((FOLDER / file).read_text())]
     return {(one["kind"], one["metadata"]["name"]): one for one in found}
 
 
+APPLIED = objects(*CONFIGURATION["resources"])
+
+
+def pod(kind: str, name: str) -> dict[str, Any]:
+    return APPLIED[kind, name]["spec"]["template"]["spec"]
+
+
 def container(kind: str, name: str) -> dict[str, Any]:
-    [one] = objects()[kind, name]["spec"]["template"]["spec"]["containers"]
+    [one] = pod(kind, name)["containers"]
     return one
+
+
+def arguments_exist(program: str, *words: str) -> None:
+    assert Path(program).name == "vlmrm"
+    cli.app.parse_args(words, exit_on_error=False, print_error=False)
 
 
 def test_the_unit_starts_a_command_that_there_is():
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # ty: ignore
-    unit.read(FOLDER / "vlmrm-serve.service")
+    unit.read(EXAMPLES / "serving" / "vlmrm-serve.service")
     assert {"Unit", "Service", "Install"} == set(unit.sections())
-    program, *words = unit["Service"]["ExecStart"].split()
-    assert Path(program).name == "vlmrm"
-    cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    arguments_exist(*unit["Service"]["ExecStart"].split())
     assert int(unit["Service"]["TimeoutStopSec"]) > 100  # requests, batches and workers are waited for
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+def test_the_manifests_are_what_kubernetes_reads(version):
+    validator = pytest.importorskip("kubernetes_validate")
+    for one in APPLIED.values():
+        validator.validate(one, version, strict=True)
 
 
 def test_the_configuration_loads_with_its_secrets():
     settings = load_settings(FOLDER / "service.toml", {"VLMRM_TOKEN": "t", "VLMRM_REDIS_PASSWORD": "p"})
-    assert ("Service", settings.redis_host) in objects()
+    assert ("Service", settings.redis_host) in APPLIED
     assert settings.redis_password.get_secret_value() == "p"
     arguments = " ".join(container("StatefulSet", "vlmrm-redis")["args"])
     assert "--appendonly yes" in arguments and "--maxmemory-policy noeviction" in arguments
     assert settings.limits.queue_bytes * 2 <= 4 * 2**30 and "--maxmemory 4gb" in arguments
 
 
-@pytest.mark.parametrize("name", ["vlmrm-api", "vlmrm-workers"])
+def test_the_files_of_the_folder_are_those_that_are_applied():
+    [config], [secret] = CONFIGURATION["configMapGenerator"], CONFIGURATION["secretGenerator"]
+    named = {*CONFIGURATION["resources"], *config["files"], "kustomization.yaml", "prometheus.yaml"}
+    assert {path.name for path in FOLDER.iterdir() if not path.name.startswith(".")} - {"secrets.env"} == named
+    assert secret["envs"] == (FOLDER / ".gitignore").read_text().split()
+    for role in ROLES:
+        assert {
+            volume["configMap"]["name"] for volume in pod("Deployment", role)["volumes"] if "configMap" in volume
+        } == {config["name"]}
+        assert container("Deployment", role)["envFrom"] == [{"secretRef": {"name": secret["name"]}}]
+
+
+@pytest.mark.parametrize("name", ROLES)
 def test_the_manifest_s_commands_and_ports_are_the_service_s(name):
-    one = container("Deployment", name)
-    program, *words = one["args"]
-    assert program == "vlmrm"
-    cli.app.parse_args(words, exit_on_error=False, print_error=False)
-    settings = load_settings(FOLDER / "service.toml", {"VLMRM_TOKEN": "t"})
+    one, settings = container("Deployment", name), load_settings(FOLDER / "service.toml", {"VLMRM_TOKEN": "t"})
+    arguments_exist(*one["args"])
+    assert one["args"][-1] == "/etc/vlmrm/service.toml" and one["volumeMounts"][0]["mountPath"] == "/etc/vlmrm"
     assert one["ports"] == [{"name": "http", "containerPort": settings.port}]
-    spec = objects()["Deployment", name]["spec"]
-    assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
-    assert {mount["name"] for mount in one["volumeMounts"]} == {
-        volume["name"] for volume in spec["template"]["spec"]["volumes"]
+    assert {one[f"{probe}Probe"]["httpGet"]["path"] for probe in ("startup", "readiness", "liveness")} <= {
+        "/health",
+        "/ready",
     }
+    assert one["livenessProbe"]["httpGet"]["path"] == "/health"  # a worker that loads is no reason to kill it
 
 
-def test_services_select_what_there_is():
-    labels = [
-        one["spec"]["template"]["metadata"]["labels"] for (kind, _), one in objects().items() if kind != "Service"
-    ]
-    for (kind, _), one in objects().items():
-        if kind == "Service":
-            assert one["spec"]["selector"] in labels
+@pytest.mark.parametrize("kind, name", [key for key in APPLIED if "template" in APPLIED[key]["spec"]])
+def test_pods_have_their_labels_volumes_and_no_rights(kind, name):
+    one, spec = container(kind, name), APPLIED[kind, name]["spec"]
+    assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
+    claims = [claim["metadata"] for claim in spec.get("volumeClaimTemplates", ())]
+    volumes = {volume["name"] for volume in [*pod(kind, name)["volumes"], *claims]}
+    assert {mount["name"] for mount in one["volumeMounts"]} == volumes
+    assert pod(kind, name)["securityContext"]["runAsNonRoot"] and not pod(kind, name)["automountServiceAccountToken"]
+    rights = one["securityContext"]
+    assert rights["readOnlyRootFilesystem"] and not rights["allowPrivilegeEscalation"]
+    assert rights["capabilities"] == {"drop": ["ALL"]}
+    if kind == "Deployment":
+        assert pod(kind, name)["terminationGracePeriodSeconds"] > STOPPING_S
+
+
+def test_what_selects_pods_selects_what_there_is():
+    labels = [one["spec"]["template"]["metadata"]["labels"] for one in APPLIED.values() if "template" in one["spec"]]
+    for (kind, _), one in {**APPLIED, **objects("prometheus.yaml")}.items():
+        if kind in ("Service", "PodDisruptionBudget", "PodMonitor"):
+            selector = one["spec"]["selector"]
+            assert selector.get("matchLabels", selector) in labels
+
+
+def test_workers_scale_by_a_metric_that_there_is_of_a_reward_that_is_served():
+    scaler = APPLIED["HorizontalPodAutoscaler", "vlmrm-workers"]["spec"]
+    assert (scaler["scaleTargetRef"]["kind"], scaler["scaleTargetRef"]["name"]) in APPLIED
+    [metric] = [one["external"]["metric"] for one in scaler["metrics"]]
+    [gauge] = [one for one in Metrics().registry.collect() if one.name == metric["name"]]
+    assert gauge.type == "gauge"
+    settings = load_settings(FOLDER / "service.toml", {"VLMRM_TOKEN": "t"})
+    assert metric["selector"]["matchLabels"]["reward"] in [reward.name for reward in settings.reward_args]
+    prometheus = (FOLDER / "prometheus.yaml").read_text()
+    assert re.findall(r"(?:seriesQuery: |max\()(\w+)", prometheus) == [metric["name"]] * 2
+    [endpoint] = objects("prometheus.yaml")["PodMonitor", "vlmrm"]["spec"]["podMetricsEndpoints"]
+    assert endpoint["authorization"]["credentials"]["key"] == "VLMRM_TOKEN"

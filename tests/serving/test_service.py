@@ -353,6 +353,7 @@ async def test_a_request_that_no_queue_would_hold_is_not_told_to_come_again():
 
 @in_loop
 async def test_figures_that_are_asked_for_twice_at_once_are_whole(monkeypatch):
+    monkeypatch.setattr("vlmrm.serving.service.WATCHED_S", 3600)  # nobody else asks for depths
     async with running(fake("one"), fake("two")) as (service, client):
         depth, asked, second, answered = service.backend.depth, [], asyncio.Event(), asyncio.Event()
 

@@ -47,7 +47,11 @@ async def test_status_shows_what_the_token_opens():
         part = (await client.get("/v1/status")).json()
         assert "two" not in (await client.get("/")).text.partition("<script")[0]
     assert [(one["name"], one["ready"], one["jobs"]) for one in whole["rewards"]] == [("one", 1, 0), ("two", 1, 0)]
-    assert sum(whole["items_by_second"]) == 2 and len(whole["items_by_second"]) == 300
+    assert [one["restarts"] for one in whole["rewards"]] == [0, 0]
+    one, two = (reward["hour"] for reward in whole["rewards"])
+    assert {len(two[name]) for name in ("requests", "items", "waiting", "p50", "p95", "p99")} == {60}
+    assert (sum(two["items"]), sum(two["requests"]), sum(one["requests"])) == (2, 1, 0)
+    assert 0 < two["latency"]["p50"] == two["latency"]["p99"] and one["latency"]["p50"] is None
     found = [(one["reward"], one["reason"], one["message"]) for one in whole["failures"]]
     assert found == [("one", "job", "RuntimeError: out of memory"), ("two", "item", "it is refused")]
     assert [one["name"] for one in part["rewards"]] == ["one"]
@@ -154,8 +158,8 @@ def test_the_form_scores_answers_in_a_browser(tmp_path):
     assert "it is refused" in page.texts["scores"] and "it is refused" in page.texts["failures"]
     assert [kind for kind, _ in page.bars] == ["bar", "bar negative"]
     assert f"width: {100 * 6 / (6 + len(EVIL)):.4f}"[:14] in page.bars[0][1]
-    assert page.texts["pace-text"].startswith("3 items in the last 5 min")
-    assert sum(scored["items_by_second"]) == 3
+    assert "Items: 3, at most 3 a minute; requests: 1" in page.texts["hour"]
+    assert sum(scored["rewards"][0]["hour"]["items"]) == 3
     assert "<title>vlmrm reward service</title>" in html
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
-from jinja2 import Environment
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import vlmrm
@@ -22,8 +18,10 @@ from vlmrm.serving.bodies import BodyMiddleware
 from vlmrm.serving.errors import add_error_handlers, error_responses
 from vlmrm.serving.gateway import Gateway, gateway_of
 from vlmrm.serving.middleware import QUIET, RequestMiddleware
+from vlmrm.serving.pages import api_page, status_page
 from vlmrm.serving.protocols import routers
 from vlmrm.serving.service import Service
+from vlmrm.serving.tokens import token_of
 
 DRAIN_S = 30.0  # for accepted jobs, under a server that has not drained the service itself
 
@@ -78,28 +76,19 @@ def create_app(service: Service, *, requests: bool = True) -> FastAPI:
 
 router = APIRouter()
 
-PAGE = Environment(autoescape=True, trim_blocks=True).from_string(
-    (Path(__file__).parent / "status.html.jinja").read_text(encoding="utf-8")
-)
-# Only the page's own scripts and styles run, and they may connect to the service only.
-POLICY = (
-    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-
 
 @router.get("/", include_in_schema=False)
 async def page(request: Request) -> HTMLResponse:
     """Show `GET /v1/status` as a page, with a form to try a reward."""
-    names = gateway_of(request).authorized_rewards(request)
-    nonce = secrets.token_urlsafe(16)
-    html = PAGE.render(nonce=nonce, rewards=names, version=vlmrm.__version__)
-    return HTMLResponse(html, headers={"Content-Security-Policy": POLICY.format(nonce=nonce)})
+    return status_page(gateway_of(request).authorized_rewards(request))
 
 
 @router.get("/v1/status", responses=error_responses(401))
 async def status(request: Request) -> dict[str, Any]:
-    """Return workers, queue and recent failures of the rewards that the token opens, and this process's throughput."""
+    """Return workers, queue, last hour and recent failures of the rewards that the token opens.
+
+    Requests, latencies (in seconds) and failures are those of this process.
+    """
     gateway = gateway_of(request)
     service, names = gateway.service, gateway.authorized_rewards(request)
     rewards = []
@@ -108,6 +97,7 @@ async def status(request: Request) -> dict[str, Any]:
         rewards.append(
             {"name": name, "ready": health.ready, "workers": health.workers, "jobs": jobs, "bytes": size}
             | {"errors": health.errors, "kind": health.info.get("kind"), "model": health.info.get("model")}
+            | {"restarts": health.restarts, "hour": service.metrics.history.hour(name)}
         )
     decoder = service.decoder_health()
     failures = reversed(service.metrics.recent_failures)
@@ -117,7 +107,6 @@ async def status(request: Request) -> dict[str, Any]:
         "draining": service.draining,
         "rewards": rewards,
         "decoder": None if decoder is None else asdict(decoder),
-        "items_by_second": service.metrics.items_by_second(),
         "failures": [asdict(failure) for failure in failures if failure.reward in names],
     }
 
@@ -175,5 +164,7 @@ async def openapi(request: Request) -> JSONResponse:
 
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> HTMLResponse:
-    gateway_of(request).authorized_rewards(request)
-    return get_swagger_ui_html(openapi_url="openapi.json", title=request.app.title)
+    """Show the OpenAPI document as a page."""
+    [reward, *_] = gateway_of(request).authorized_rewards(request)
+    url = str(request.base_url.replace(username=None, password=None)).rstrip("/")
+    return api_page(request.app.openapi(), url, reward, guarded=bool(token_of(request)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ class RequestContext:
 
     Args:
         client: whose fair share it counts against.
+        arrived: of `time.monotonic`.
         deadline: of `time.monotonic`, after which its client waits no longer.
         body_bytes: of the whole body.
         wanted: the revision that must compute its scores; "" for any.
@@ -24,6 +26,7 @@ class RequestContext:
     body_bytes: float = math.inf
     wanted: str = ""
     revisions: dict[str, str] = field(default_factory=dict)
+    arrived: float = field(default_factory=time.monotonic)
 
 
 _CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)

@@ -26,6 +26,7 @@ class WorkerHealth:
     asleep: int = 0
     failing: int = 0
     lost: int = 0
+    restarts: int = 0  # since their processes started
     errors: list[str] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
     revisions: list[str] = field(default_factory=list)
@@ -39,6 +40,7 @@ class WorkerHealth:
             asleep=int(replica.asleep),
             failing=int(replica.error is not None and not replica.ready),
             lost=int(replica.lost),
+            restarts=replica.restarts,
             errors=[redact_paths(replica.error)] if replica.error else [],
             info={**replica.info, "revision": replica.revision} if replica.revision else {},
             revisions=[replica.revision] if replica.ready else [],
@@ -54,6 +56,7 @@ class WorkerHealth:
             asleep=sum(part.asleep for part in parts),
             failing=sum(part.failing for part in parts),
             lost=sum(part.lost for part in parts),
+            restarts=sum(part.restarts for part in parts),
             errors=sorted({error for part in parts for error in part.errors}),
             info=next((part.info for part in parts if part.info), {}),
             revisions=sorted({revision for part in parts for revision in part.revisions}),

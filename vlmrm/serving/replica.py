@@ -53,7 +53,7 @@ class Candidate:
     @classmethod
     async def load(cls, spec: WorkerSpec) -> Candidate:
         """Return a worker of `spec`; raises as `WorkerProcess.start`."""
-        worker = await WorkerProcess.start(spec)
+        worker = await _worker_class(spec).start(spec)
         try:
             content = (spec.path, spec.options, spec.weights, worker.info)
             revision = await run_sync(partial(revision_of, *content), abandon_on_cancel=True)
@@ -64,6 +64,14 @@ class Candidate:
             await worker.stop()
             raise
         return cls(spec, worker, revision)
+
+
+def _worker_class(spec: WorkerSpec) -> type[WorkerProcess]:
+    if spec.ray is None:
+        return WorkerProcess
+    from vlmrm.serving.ray_worker import RayWorker
+
+    return RayWorker
 
 
 class Replica:
@@ -86,6 +94,7 @@ class Replica:
         self.lost = False
         self.closing = False  # set it to end after what the worker has been given
         self.error: str | None = None
+        self.restarts = 0
         self.info: dict[str, Any] = {}
         self._worker: WorkerProcess | None = None
         self._revision = ""
@@ -140,6 +149,7 @@ class Replica:
                 # While a worker that had loaded restarts, requests wait; while one cannot load, they are refused.
                 self.error = message if self._worker is None else None
                 self.metrics.restarts.labels(self.reward).inc()
+                self.restarts += 1
                 logger.error("%s; another is started in %.1f s", message.rstrip("."), pause)
             finally:
                 self.ready = self.asleep = False

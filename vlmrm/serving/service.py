@@ -14,6 +14,7 @@ from anyio.to_thread import run_sync
 
 from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
+from vlmrm.libraries import needs
 from vlmrm.serving.backend import Backend, Job, QueueAway, State, Status
 from vlmrm.serving.context import current_request
 from vlmrm.serving.cost import VIDEO_COLUMNS, children, count_pixels, count_prefixes, estimate_tokens
@@ -30,6 +31,7 @@ logger = logging.getLogger("vlmrm")
 
 DECODER = "[decode_args]"  # among the names of rewards in the registry, none of which is called so
 LARGE_BYTES = 2**20  # of a request, above which a thread makes the job, so that the event loop stays free
+WATCHED_S = 2.0  # between two looks at the depth of the queues
 POLL_S = 1.0  # between two looks whether any worker will load what a request waits for
 STOPPING_S = 10.0  # for workers to end, and to return their jobs to a queue that may be away
 
@@ -75,6 +77,9 @@ class Service:
         self._loops: list[asyncio.Task[None]] = []
 
     def _replicas(self, reward: RewardSettings) -> list[Replica]:
+        if reward.ray_address:
+            with needs("ray", "workers in a Ray cluster"):
+                import ray  # noqa: F401
         specs = [worker_spec(reward, device, self.settings.limits.silence) for device in devices_of(reward)]
         return [Replica(reward.name, spec, self.backend, self.metrics, self.decoder) for spec in specs]
 
@@ -82,7 +87,7 @@ class Service:
         """Start the workers, without waiting until they have loaded."""
         await self.backend.start()
         await self.versions.start()
-        runs = [self.registry.run(), self.versions.run()]
+        runs = [self.registry.run(), self.versions.run(), self._watch_queues()]
         runs += [self._run(replicas) for replicas in self.replicas.values() if replicas]
         if self.decoder is not None:
             runs.append(self.decoder.run())
@@ -144,6 +149,14 @@ class Service:
         for name, (jobs, size) in depths.items():
             self.metrics.waiting.labels(name).set(jobs)
             self.metrics.waiting_bytes.labels(name).set(size)
+
+    async def _watch_queues(self) -> None:
+        """Keep how many jobs wait, for the status page."""
+        while True:
+            await asyncio.sleep(WATCHED_S)
+            for name in self.rewards:
+                with suppress(QueueAway):
+                    self.metrics.history.record_waiting(name, (await self.backend.depth(name))[0])
 
     # Jobs ------------------------------------------------------------------------------------------------------------
 

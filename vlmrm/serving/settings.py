@@ -66,6 +66,10 @@ class RewardSettings(Strict):
     token: Token = SecretStr("")  # for this reward alone, besides the service's
     queue_items: int = Field(0, ge=0)  # that wait for it; 0: limits.queue_items
     queue_bytes: int = Field(0, ge=0)  # of these; 0: an equal part of limits.queue_bytes
+    ray_address: str = ""  # for engine = "ray": the service's
+    num_cpus: float = Field(1.0, ge=0)  # of a replica, for engine = "ray"
+    num_gpus: float = Field(0.0, ge=0)
+    runtime_env: dict[str, Any] = Field(default_factory=dict, repr=False)  # Ray's, in which a replica runs
 
     @model_validator(mode="after")
     def _normalize(self) -> RewardSettings:
@@ -145,6 +149,8 @@ class ServiceSettings(Strict):
     media_root: Path | None = None
     allowed_hosts: list[str] = Field(default_factory=list)  # that image URLs may name: NAME[:PORT][@NETWORK]
     log_format: Literal["text", "json"] = "text"
+    engine: Literal["processes", "ray"] = "processes"  # of workers: of this machine, or on nodes of a Ray cluster
+    ray_address: str = "auto"  # of the cluster; auto: RAY_ADDRESS, or the one of this machine
     limits: Limits = Field(default_factory=Limits)
     reward_args: list[RewardSettings] = Field(default_factory=list)
     decode_args: DecodeSettings | None = None
@@ -193,6 +199,19 @@ class ServiceSettings(Strict):
                 raise ValueError(
                     f"queue_bytes of {reward.name} is more than those of [limits], which are of all rewards"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> ServiceSettings:
+        of_ray = ("ray_address", "num_cpus", "num_gpus", "runtime_env")
+        refused = ("device", "devices") if self.engine == "ray" else of_ray
+        for reward in self.reward_args:
+            for key in refused:
+                if getattr(reward, key) != type(reward).model_fields[key].get_default(call_default_factory=True):
+                    why = "Ray chooses the devices" if self.engine == "ray" else 'it is for engine = "ray"'
+                    raise ValueError(f"reward {reward.name} has {key}: leave it out, {why}")
+            if self.engine == "ray":
+                reward.ray_address = reward.ray_address or self.ray_address
         return self
 
 

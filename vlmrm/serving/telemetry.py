@@ -16,6 +16,7 @@ from opentelemetry import propagate, trace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vlmrm.conversation import Outcome
+from vlmrm.serving.history import History
 
 if TYPE_CHECKING:
     from vlmrm.serving.backend import Job
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SCORES = (-20, -10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20)
-
-RECENT_S = 300  # of throughput on the status page
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 
@@ -65,7 +64,7 @@ class Metrics:
         self.ready = gauge("vlmrm_workers_ready", "Workers that are ready", ["reward"])
 
         self.recent_failures: deque[Failure] = deque(maxlen=50)
-        self._scored: deque[tuple[int, int]] = deque(maxlen=RECENT_S)  # second, items scored in it
+        self.history = History()
 
     def record_request(self, route: str, status: int, seconds: float) -> None:
         """Record a request; status 0 where the client had disconnected."""
@@ -80,9 +79,7 @@ class Metrics:
     def record_batch(self, reward: str, outcomes: Sequence[Outcome], seconds: float) -> None:
         """Record a batch that was scored."""
         self.batch_items.labels(reward).observe(len(outcomes))
-        second = int(time.monotonic())
-        count = self._scored.pop()[1] if self._scored and self._scored[-1][0] == second else 0
-        self._scored.append((second, count + len(outcomes)))
+        self.history.record_items(reward, len(outcomes))
         self.latency.labels(reward, "scoring").observe(seconds)
         for outcome in outcomes:
             if outcome.score is not None:
@@ -99,12 +96,6 @@ class Metrics:
         """Record what gets no score: an `item`, a `job`, a `refused` request, or one that came too late, `timeout`."""
         self.failures.labels(reward, reason).inc()
         self.recent_failures.append(Failure(time.time(), reward, reason, message, REQUEST_ID.get()))
-
-    def items_by_second(self) -> list[int]:
-        """Return the items scored in each of the last `RECENT_S` seconds, the current one last."""
-        counts = dict(self._scored)
-        now = int(time.monotonic())
-        return [counts.get(second, 0) for second in range(now - RECENT_S + 1, now + 1)]
 
 
 # Traces --------------------------------------------------------------------------------------------------------------

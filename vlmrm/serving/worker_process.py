@@ -38,6 +38,30 @@ class RewardRaised(Exception):
     """The reward raised an error; the process goes on."""
 
 
+async def open_process(python: str) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """Return a worker's process, started by `python`, and the service's end of its channel.
+
+    Raises:
+        WorkerDied: when it cannot be started.
+    """
+    local, remote = socket.socketpair()
+    # Only this process and its child have the channel, so that nobody else can forge a result; options, which may
+    # hold secrets, go through it and not through the command line.
+    with remote:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(python, str(WORKER), str(remote.fileno())),
+                pass_fds=[remote.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                env={name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES},
+                start_new_session=True,  # Ctrl-C is the service's to handle
+            )
+        except OSError as error:
+            local.close()
+            raise WorkerDied(f"cannot be started: {python}: {error.strerror}") from error
+    return process, local
+
+
 class WorkerProcess:
     """A worker's process. Use `start`, any number of `score`, then `stop`.
 
@@ -70,21 +94,7 @@ class WorkerProcess:
             WorkerDied: when it cannot be started, or has not loaded in `load_timeout` seconds.
             CannotLoad: when its configuration is wrong.
         """
-        local, remote = socket.socketpair()
-        # Only this process and its child have the channel, so that nobody else can forge a result; options, which may
-        # hold secrets, go through it and not through the command line.
-        with remote:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *(spec.python, str(WORKER), str(remote.fileno())),
-                    pass_fds=[remote.fileno()],
-                    stdin=asyncio.subprocess.DEVNULL,
-                    env={name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES},
-                    start_new_session=True,  # Ctrl-C is the service's to handle
-                )
-            except OSError as error:
-                local.close()
-                raise WorkerDied(f"cannot be started: {spec.python}: {error.strerror}") from error
+        process, local = await cls._open(spec)
         reader, writer = await asyncio.open_connection(sock=local)
         worker = cls(process, reader, writer, spec.silence)
         try:
@@ -174,6 +184,11 @@ class WorkerProcess:
             self._begun.pop(number, None)
             if response.done() or self.died.done():
                 del self._responses[number]
+
+    @classmethod
+    async def _open(cls, spec: WorkerSpec) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        """Return a process that has started, and this end of its channel."""
+        return await open_process(spec.python)
 
     async def _listen(self) -> None:
         try:

@@ -13,6 +13,16 @@ REWARD = "vlmrm.serving.engines.RewardEngine"
 
 
 @dataclass
+class RayPlacement:
+    """What a worker needs of the node of a Ray cluster that its process is to run on."""
+
+    address: str
+    num_cpus: float
+    num_gpus: float
+    runtime_env: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold keys
+
+
+@dataclass
 class WorkerSpec:
     """The specification of a worker: the class `path`, made with `options` by `python`.
 
@@ -22,6 +32,7 @@ class WorkerSpec:
         batch_timeout: seconds that a batch may take before the worker counts as hung.
         load_timeout: seconds that loading may take.
         silence: seconds without a heartbeat after which the worker counts as dead.
+        ray: where Ray is to place it; None for this machine.
     """
 
     path: str
@@ -33,6 +44,7 @@ class WorkerSpec:
     batch_timeout: float = 600.0
     load_timeout: float = 3600.0
     silence: float = 30.0
+    ray: RayPlacement | None = None
 
 
 def worker_spec(reward: RewardSettings, device: str, silence: float) -> WorkerSpec:
@@ -57,6 +69,7 @@ def worker_spec(reward: RewardSettings, device: str, silence: float) -> WorkerSp
             names = {"model_path": "model_name_or_path", "endpoint_url": "api_base_url", "endpoint_api_key": "api_key"}
             options = {names.get(name, name): value for name, value in options.items()}
             options |= {"name": reward.name, "reward_model": reward.reward_type}
+    place = RayPlacement(reward.ray_address, reward.num_cpus, reward.num_gpus, reward.runtime_env)
     return WorkerSpec(
         path,
         {**options, **reward.options},
@@ -67,6 +80,7 @@ def worker_spec(reward: RewardSettings, device: str, silence: float) -> WorkerSp
         batch_timeout=reward.batch_timeout,
         load_timeout=reward.load_timeout,
         silence=silence,
+        ray=place if reward.ray_address else None,
     )
 
 

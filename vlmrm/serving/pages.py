@@ -1,0 +1,102 @@
+"""The pages of the service, which load nothing from elsewhere: its status, and its API with examples."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, FileSystemLoader
+
+import vlmrm
+
+TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+# Only the page's own scripts and styles run, and they may connect to the service only.
+POLICY = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+RENDERED = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+RANKED = {"query": "2 + 2?", "documents": ["4", "5"]}
+# Bodies of requests by the end of their route; of those that are no JSON, curl's words.
+EXAMPLES: dict[str, Any] = {
+    "/v1/rewards": {"transform": "zscore", "items": [{"group": 1, "prompt": "2 + 2?", "response": "4"}]},
+    "/compute": {"prompt": ["2 + 2?"], "response": ["4"]},
+    "/get_reward": {"query": ["2 + 2?4"], "prompts": ["2 + 2?"], "labels": [{"prompt": "2 + 2?"}]},
+    "/v1/score/evaluation": {"messages": [RENDERED]},
+    "/remote_rm": {"prompt": "2 + 2?", "response": "4", "label": None},
+    "/classify": {"messages": TALK},
+    "/pooling": {"messages": TALK, "use_activation": False},
+    "/v1/embeddings": {"messages": TALK},
+    "/score": {"queries": "2 + 2?", "documents": ["4", "5"]},
+    "/rerank": RANKED,
+    "/predict": {"inputs": [["2 + 2?", "4"]], "raw_scores": True},
+    "/unirl/score": {"requests": [{"history": [{"text": "2 + 2?"}, {"text": "4"}], "required_rewards": ["NAME"]}]},
+    "/verl_omni": "--data-binary @request.pickle --output answer.pickle",
+    "/model": {"model": "/models/next"},
+    "/sleep": "",
+    "/wake": "",
+    "/api/reward/ping": "",
+    "/api/reward/pin": "",
+    "/api/reward/enqueue": "--data-binary @request.bin  # JSON, a line end, the tensor as .npy",
+    "/api/reward/pull": "-d uuid=UUID -d type=NAME",
+}
+
+
+def status_page(rewards: list[str]) -> HTMLResponse:
+    """Return the page that shows `GET /v1/status`, with a form to try each of `rewards`."""
+    return _page("status.html.jinja", rewards=rewards)
+
+
+def api_page(document: dict[str, Any], url: str, reward: str, *, guarded: bool) -> HTMLResponse:
+    """Return the routes and schemas of an OpenAPI document as a page without scripts.
+
+    Args:
+        url: the address of the service, in the examples.
+        reward: the name of a reward, in the examples.
+        guarded: whether the examples send a token.
+    """
+    routes: dict[tuple[str, str, str], dict[str, Any]] = {}  # one for all paths of a function
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            tag = (operation.get("tags") or ["The service"])[0]
+            route = routes.setdefault((method, operation["summary"], tag), {"paths": [], "operation": operation})
+            route["paths"].append(path)
+    for (method, _, tag), route in routes.items():
+        path = min(route["paths"], key=lambda it: ("{" in it, len(it)))
+        token = "VLMRM_ADMIN_TOKEN" if tag == "operators" else "VLMRM_TOKEN" if guarded else ""
+        command = example_call(method, re.sub(r"{\w+}", reward, path), url, reward, token)
+        route |= {"method": method.upper(), "tag": tag, "example": command}
+    return _page("api.html.jinja", routes=routes.values(), schemas=document["components"]["schemas"])
+
+
+def example_body(path: str, reward: str) -> Any:
+    """Return the body of an example request to a path: a JSON tree, or the words of curl; None where there is none."""
+    found = next((end for end in sorted(EXAMPLES, key=len, reverse=True) if path.endswith(end)), None)
+    return None if found is None else json.loads(json.dumps(EXAMPLES[found]).replace('"NAME"', json.dumps(reward)))
+
+
+def example_call(method: str, path: str, url: str, reward: str, token: str) -> str:
+    """Return a curl command that calls a route; `token` is the variable with what it needs, or ""."""
+    words = [f"curl {url}{path}"]
+    if token:
+        words.append(f'-H "Authorization: Bearer ${token}"')
+    if method not in ("get", "post"):
+        words.append(f"-X {method.upper()}")
+    body = example_body(path, reward) if method != "get" else None
+    if isinstance(body, str):
+        words.append(body.replace("NAME", reward) or "-X POST")
+    elif body is not None:
+        words.append(f"-H 'Content-Type: application/json' -d '{json.dumps(body, ensure_ascii=False)}'")
+    return " \\\n  ".join(words)
+
+
+def _page(template: str, **content: Any) -> HTMLResponse:
+    nonce = secrets.token_urlsafe(16)
+    html = TEMPLATES.get_template(template).render(nonce=nonce, version=vlmrm.__version__, **content)
+    return HTMLResponse(html, headers={"Content-Security-Policy": POLICY.format(nonce=nonce)})
