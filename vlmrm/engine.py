@@ -140,9 +140,11 @@ class Engine:
         return [checked(row) for row in rows.values()]
 
 
-def rendered_each(items: Sequence[Item], render: Render[Item]) -> list[Rendered | RowError]:
-    """Return each item as tokens, or its error; `render` is that of `Engine.score`."""
-    cache: dict[str, ProcessedMedia] = {}
+def rendered_each(
+    items: Sequence[Item], render: Render[Item], media: Mapping[str, ProcessedMedia] | None = None
+) -> list[Rendered | RowError]:
+    """Return each item as tokens, or its error; `render` is that of `Engine.score`, `media` what is processed."""
+    cache = dict(media or {})
     rendered: list[Rendered | RowError] = []
     for item in items:
         try:

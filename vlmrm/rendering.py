@@ -147,13 +147,13 @@ class Renderer:
         cache = {} if cache is None else cache
         processed = []
         for medium in media_of(messages):
-            key = self._key(medium)
+            key = self.key(medium)
             if key not in cache:
                 cache[key] = self._load_or_process(medium, key)
             processed.append(cache[key])
         return processed
 
-    def _key(self, medium: Medium) -> str:
+    def key(self, medium: Medium) -> str:
         """Return the cache key of a medium: media with equal keys have equal pixels."""
         options = medium.options.as_dict() if isinstance(medium, Video) else {}
         key = media_key(medium.reference, by_content=self.by_content)
@@ -403,21 +403,14 @@ class MediaStore:
 
     def get(self, key: str) -> ProcessedMedia | None:
         path = self._path(key)
-        if not path.exists():
-            return None
-        with safe_open(path, framework="pt") as file:
-            about = json.loads(file.metadata()["about"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        return ProcessedMedia(about["key"], about["kind"], tensors, about["replacement"], about["ids"])
+        return read_media(path) if path.exists() else None
 
     def put(self, key: str, media: ProcessedMedia) -> None:
         size = sum(tensor.nbytes for tensor in media.tensors.values())
         if self.used + size > self.limit:
             return
-        about = {"key": media.key, "kind": media.kind, "replacement": media.replacement, "ids": media.ids}
-        tensors = {name: tensor.contiguous() for name, tensor in media.tensors.items()}
         try:
-            write_file(self._path(key), save(tensors, {"about": json.dumps(about)}), durable=False)
+            write_file(self._path(key), pack_media(media), durable=False)
         except ConfigError as error:
             self.limit = 0
             logger.warning("no more processed images are stored: %s", error)
@@ -426,3 +419,18 @@ class MediaStore:
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{sha256(f'{self.name} {key}'.encode()).hexdigest()}.safetensors"
+
+
+def pack_media(media: ProcessedMedia) -> bytes:
+    """Return processed media as a safetensors file, which `read_media` reads."""
+    about = {"key": media.key, "kind": media.kind, "replacement": media.replacement, "ids": media.ids}
+    tensors = {name: tensor.contiguous() for name, tensor in media.tensors.items()}
+    return save(tensors, {"about": json.dumps(about)})
+
+
+def read_media(path: str | Path) -> ProcessedMedia:
+    """Return the processed media of a file, whose memory they share."""
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["about"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    return ProcessedMedia(about["key"], about["kind"], tensors, about["replacement"], about["ids"])

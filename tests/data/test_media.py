@@ -42,6 +42,19 @@ def test_every_kind_of_reference_opens_to_the_same_pixels(picture, tmp_path):
         assert np.array_equal(np.asarray(open_image(reference)), np.asarray(picture))
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_a_tall_transparent_image_is_put_on_white_as_a_whole_would_be(mode):
+    cells = np.random.default_rng(0).integers(0, 256, (1300, 7, 4), dtype=np.uint8)
+    image = Image.fromarray(cells, "RGBA") if mode == "RGBA" else Image.fromarray(cells[..., :2].copy(), "LA")
+    if mode == "P":
+        image = Image.fromarray(cells[..., 0].copy())
+        image = image.convert("P")
+        image.info["transparency"] = cells[0, :, 1].tobytes()
+    layer = image.convert("RGBA")
+    whole = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    assert np.array_equal(np.asarray(open_image(encode(image))), np.asarray(whole))
+
+
 def test_transparent_images_are_put_on_white(tmp_path):
     image = Image.new("RGBA", (30, 30), (255, 0, 0, 0))
     assert open_image(image).getpixel((5, 5)) == (255, 255, 255)

@@ -251,3 +251,30 @@ class Counted(Length):
     def __call__(self, items):
         self.computed["items"] += len(items)
         return super().__call__(items)
+
+
+class Prepared(Length):
+    """`Length` with two steps. Its prompts say in which one they mean what they say: "prepare: PROMPT" in the first.
+
+    `log` has the prompts of each batch that is prepared, and "computed" for each that is computed.
+    """
+
+    def __call__(self, items):
+        raise AssertionError("it is not called")
+
+    def prepare(self, items):
+        self.note("|".join(item["prompt"] for item in items))
+        for item in items:
+            what, _, prompt = item["prompt"].partition("prepare: ")
+            if not what:
+                self.outcome(prompt)
+        return [item["prompt"] for item in items]
+
+    def compute(self, prepared):
+        outcomes = [self.outcome(prompt) for prompt in prepared]
+        self.note("computed")
+        return outcomes
+
+    def note(self, line):
+        with open(self.log, "a") as file:
+            file.write(line + "\n")

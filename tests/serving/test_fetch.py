@@ -17,7 +17,7 @@ from PIL import Image
 from services import fake, in_loop, running
 
 from vlmrm.errors import ConfigError, MediaError
-from vlmrm.serving.fetch import AllowedHost, Fetcher, fetch_images, is_public
+from vlmrm.serving.fetch import AllowedHost, FetchBudget, Fetcher, fetch_images, is_public
 from vlmrm.serving.settings import Limits
 
 
@@ -206,6 +206,15 @@ def test_each_image_of_an_item_is_fetched_once(server):
         "metadata": {"url": "http://evil.test"},
     }
     assert len(server.asked) == before + 2
+
+
+def test_images_by_url_are_together_no_larger_than_a_body(server):
+    one = fetcher(server)
+    images = [one.remote(url(server, f"/{name}.png")) for name in ("cat", "dog", "cow")]
+    limits = Limits(max_body_bytes=2 * len(png()) + 1)
+    assert len(asyncio.run(fetch_images(images[:2], one, FetchBudget(limits)))) == 2
+    with pytest.raises(MediaError, match="request's URLs are over"):
+        asyncio.run(fetch_images(images, one, FetchBudget(limits)))
 
 
 @in_loop

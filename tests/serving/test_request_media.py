@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import av
+import numpy as np
 import pytest
 from PIL import Image
 from services import fake, in_loop, running, settings_of
@@ -250,6 +251,13 @@ def test_one_picture_of_many_candidates_is_counted_once_where_it_is_decoded_once
 def test_all_media_of_an_item_are_counted():
     item = {"prompt": "a", "image": {"bytes": bitmap(8192)}, "video": {"bytes": CLIP}, "metadata": {"type": "video"}}
     assert count_pixels(item) > 8192**2 and count_pixels({**item, "metadata": {"npy": 5}}) > 8192**2
+
+
+@pytest.mark.parametrize(("shape", "frames", "scale"), [((16, 3, 4, 5), 9, 8), ((48, 3, 4, 5), 9, 16)])
+def test_latents_count_as_the_frames_that_they_are_decoded_to(shape, frames, scale):
+    file = io.BytesIO()
+    np.save(file, np.zeros(shape, np.float16))
+    assert count_pixels({"prompt": "a", "latents": {"npy": file.getvalue()}}) == frames * (4 * scale) * (5 * scale)
 
 
 def test_videos_are_demuxed_beside_the_event_loop(monkeypatch):

@@ -157,7 +157,7 @@ def test_a_worker_whose_service_goes_while_it_loads_ends_quietly():
         worker = subprocess.Popen(
             [sys.executable, str(WORKER), str(theirs.fileno())], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE
         )
-    ours.sendall(pack({"engine": "fake_reward.Length", "options": {}, "path": [HERE]}))
+    ours.sendall(pack({"id": 0, "engine": "fake_reward.Length", "options": {}, "path": [HERE]}))
     ours.close()
     _, said = worker.communicate(timeout=300)
     assert (worker.returncode, said) == (0, b"")

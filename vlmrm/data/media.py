@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vlmrm")
 
 MIN_SIDE = 28  # one merged patch of the Qwen-VL family, to whose multiples processors enlarge smaller sides
+STRIP_ROWS = 512  # of an image with transparency, that are put on white at a time
 MAX_RATIO = 200  # of the sides, accepted by its image processor
 # Pillow reads more formats, some by starting other programs (EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
@@ -111,7 +112,8 @@ def open_image(reference: Any) -> Image.Image:
         else:  # in place, as we opened it: a copy of 64 megapixels would waste memory
             upright = image
             ImageOps.exif_transpose(upright, in_place=True)
-        return _to_rgb(upright, name)
+        rgb = _to_rgb(upright, name)
+        return rgb.copy() if rgb is reference else rgb
 
 
 def image_size(reference: Any) -> tuple[int, int]:
@@ -155,9 +157,18 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode in ("I", "F"):
         raise MediaError(f"{name} has {image.mode}-mode pixels without a defined white: save it as 8-bit RGB")
     if image.has_transparency_data:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+        return _on_white(image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Return an image with transparency as RGB on white, strip by strip, as whole copies would fill the memory."""
+    rgb = Image.new("RGB", image.size)
+    for top in range(0, image.height, STRIP_ROWS):
+        box = (0, top, image.width, min(top + STRIP_ROWS, image.height))
+        strip = image.crop(box).convert("RGBA")
+        rgb.paste(Image.alpha_composite(Image.new("RGBA", strip.size, "white"), strip).convert("RGB"), box)
+    return rgb
 
 
 def open_video(video: Video, fps: float, max_frames: int) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from itertools import chain
@@ -96,9 +96,16 @@ class LocalScorer:
         return self.score_rendered(self.rendered(conversations, read))
 
     def rendered(
-        self, conversations: Sequence[Any], read: Callable[[Any], Conversation] = read_conversation
+        self,
+        conversations: Sequence[Any],
+        read: Callable[[Any], Conversation] = read_conversation,
+        media: Mapping[str, ProcessedMedia] | None = None,
     ) -> list[Rendered | RowError]:
-        """Return each item as `score_rendered` takes it, without the model; another thread may score meanwhile."""
+        """Return each item as `score_rendered` takes it, without the model; another thread may score meanwhile.
+
+        Args:
+            media: those that are processed already, by the renderer's keys.
+        """
 
         def render(item: Any, cache: dict[str, ProcessedMedia]) -> Rendered:
             conversation = read(item)
@@ -108,7 +115,7 @@ class LocalScorer:
                 return rendered
             return replace(rendered, prompt=self.renderer.prompt_tokens(conversation, rendered))
 
-        return rendered_each(conversations, render)
+        return rendered_each(conversations, render, media)
 
     def score_rendered(self, items: Sequence[Rendered | RowError]) -> list[float | RowError]:
         """Return the raw logit of each item that `rendered` made, or its error."""

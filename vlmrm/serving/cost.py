@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -12,6 +13,7 @@ from vlmrm.data.media import image_size, video_pixels
 from vlmrm.errors import MediaError
 from vlmrm.formats.openai import OPTIONS as VIDEO_OPTIONS
 from vlmrm.formats.wire import Item
+from vlmrm.serving.media import view_npy
 
 VIDEO_COLUMNS = ("video", "condition_videos")
 PATCH_PIXELS = 28 * 28  # of a token of an image
@@ -129,7 +131,28 @@ class _ArrayFile:
         return len(self.npy) // 3
 
 
-def _media(item: Any, resized: bool) -> Iterator[_MediaFile | _ArrayFile]:
+@dataclass(frozen=True)
+class _Latents:
+    """Latents of a video, [C, T, H, W], which are decoded to frames before they are scored."""
+
+    npy: bytes
+
+    @property
+    def pixels(self) -> int:
+        try:
+            return math.prod(decoded_size(view_npy(self.npy).shape))
+        except (MediaError, ValueError):  # the decoder refuses it by name
+            return len(self.npy)
+
+
+def decoded_size(latents: Sequence[int]) -> tuple[int, int, int]:
+    """Return frames, height and width of latents [C, T, H, W] decoded by Wan 2.1, or, with 48 channels, Wan 2.2."""
+    channels, times, height, width = latents
+    scale = 16 if channels == 48 else 8
+    return 4 * (times - 1) + 1, scale * height, scale * width
+
+
+def _media(item: Any, resized: bool) -> Iterator[_MediaFile | _ArrayFile | _Latents]:
     """Yield the media of an item; with `resized`, videos of its columns are brought to the model's size as well."""
     if isinstance(item, bytes):
         yield _MediaFile((item,))
@@ -139,7 +162,9 @@ def _media(item: Any, resized: bool) -> Iterator[_MediaFile | _ArrayFile]:
         yield from _video(item.get("video"), item, True)
     elif isinstance(item, dict):
         for name, value in item.items():
-            if name == "video":
+            if name == "latents" and isinstance(value, dict) and isinstance(value.get("npy"), bytes):
+                yield _Latents(value["npy"])
+            elif name == "video":
                 yield from _video(value, {}, resized)
             elif name == "condition_videos" and isinstance(value, list):
                 for video in value:
@@ -151,7 +176,7 @@ def _media(item: Any, resized: bool) -> Iterator[_MediaFile | _ArrayFile]:
             yield from _media(part, resized)
 
 
-def _video(video: Any, part: Mapping[str, Any], resized: bool) -> Iterator[_MediaFile | _ArrayFile]:
+def _video(video: Any, part: Mapping[str, Any], resized: bool) -> Iterator[_MediaFile | _ArrayFile | _Latents]:
     """Yield one video: a file, a list of image files, or an array."""
     files = video if isinstance(video, list) else [video]
     if not files or not all(isinstance(file, dict) and isinstance(file.get("bytes"), bytes) for file in files):

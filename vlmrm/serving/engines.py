@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +30,7 @@ from vlmrm.rewards.reward_set import Models
 from vlmrm.rewards.samples import CallResult, as_pil, required_columns
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.serving.media import read_npy, with_arrays
+from vlmrm.serving.preparing import MediaProcesses
 
 
 class ScorerEngine:
@@ -38,13 +41,25 @@ class ScorerEngine:
     Args:
         custom_prompt, system: of `PromptTemplate`, the text around the prompts of the training rows; for samples only.
         cache_bytes: bound on what is kept for later answers to the same prompts; 0 keeps nothing.
+        processes: in which images and videos are decoded and resized; with 0 a thread does it, whose crash by a file
+            is the worker's.
         options: of `load_scorer`.
     """
 
     def __init__(
-        self, *, custom_prompt: str = PROMPT_SLOT, system: Any = None, cache_bytes: int = 2**30, **options: Any
+        self,
+        *,
+        custom_prompt: str = PROMPT_SLOT,
+        system: Any = None,
+        cache_bytes: int = 2**30,
+        processes: int = min(4, os.cpu_count() or 1),
+        **options: Any,
     ):
+        self.processes = MediaProcesses(processes) if processes and sys.platform == "linux" else None
         self.scorer = load_local_scorer(**options, cache_bytes=cache_bytes)
+        if self.processes is not None and not self.processes.start(self.scorer.renderer):
+            sys.stderr.write("images and videos are prepared in a thread: the processor has code of its own\n")
+            self.processes = None
         self.template = PromptTemplate(custom_prompt, system)
         self.computed = {"tokens": 0, "pictures": 0}  # since it was loaded
         self._count_work(self.scorer.model)
@@ -60,7 +75,10 @@ class ScorerEngine:
 
     def prepare(self, items: Sequence[Item]) -> list[Rendered | RowError]:
         """Return the items as tokens and pixels, or their errors; another thread may `compute` meanwhile."""
-        return self.scorer.rendered(items, self._read)
+        if self.processes is None:
+            return self.scorer.rendered(items, self._read)
+        rows, media = self.processes.process(map(self._row, items))
+        return self.scorer.rendered(rows, _raise_error, media)
 
     def compute(self, prepared: Sequence[Rendered | RowError]) -> list[WireOutcome]:
         """Return the outcome of each prepared item."""
@@ -93,11 +111,23 @@ class ScorerEngine:
         model.run_tower = counted
         model.register_forward_pre_hook(count, with_kwargs=True)
 
+    def _row(self, item: Item) -> Conversation | RowError:
+        try:
+            return self._read(item)
+        except RowError as error:
+            return error
+
     def _read(self, item: Item) -> Conversation:
         # No conversation can hold an array.
         columns: Any = {name: as_pil(name, value) for name, value in with_arrays(item).items()}
         content = read_item(columns)
         return content if isinstance(content, Conversation) else sample_to_conversation(content, self.template)
+
+
+def _raise_error(row: Conversation | RowError) -> Conversation:
+    if isinstance(row, RowError):
+        raise row
+    return row
 
 
 class RewardEngine:

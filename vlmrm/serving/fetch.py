@@ -84,6 +84,19 @@ def is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
+class FetchBudget:
+    """The bytes that the images of one request may have together, as many as if they were in its body."""
+
+    def __init__(self, limits: Limits):
+        self._limit = self._left = limits.max_body_bytes
+
+    def spend(self, count: int) -> None:
+        """Count bytes that have come; raise MediaError where they are too many."""
+        self._left -= count
+        if self._left < 0:
+            raise MediaError(f"the images at the request's URLs are over {self._limit} bytes: send fewer at a time")
+
+
 class Fetcher:
     """Fetches images in the event loop.
 
@@ -101,15 +114,18 @@ class Fetcher:
         self._host(_parse(url))
         return RemoteImage(url)
 
-    async def image(self, remote: RemoteImage) -> dict[str, bytes]:
+    async def image(self, remote: RemoteImage, budget: FetchBudget | None = None) -> dict[str, bytes]:
         """Return the image's file as `{"bytes"}`, with its header checked.
+
+        Args:
+            budget: of all images of the request.
 
         Raises:
             MediaError: with the reason, but nothing that a network which is not the client's answered.
         """
         try:
             async with self._slots:
-                data = await asyncio.wait_for(self._get(_parse(remote)), self.limits.fetch_timeout)
+                data = await asyncio.wait_for(self._get(_parse(remote), budget), self.limits.fetch_timeout)
         except TimeoutError:
             raise MediaError(f"the image at its URL did not come in {self.limits.fetch_timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
@@ -123,19 +139,21 @@ class Fetcher:
                 return host
         raise MediaError("the URL of an image is of a host that is not in allowed_hosts: send a data URI")
 
-    async def _get(self, url: httpx.URL) -> bytes:
+    async def _get(self, url: httpx.URL, budget: FetchBudget | None) -> bytes:
         # No proxy of the environment, which would resolve the name again; no cookies and no connection kept, which
         # might lead to another address than the one that was checked. `image` sets the timeout.
         async with httpx.AsyncClient(trust_env=False, timeout=None) as client:
             for _ in range(1 + REDIRECTS):
                 client.cookies.clear()
-                response = await self._request(client, url)
+                response = await self._request(client, url, budget)
                 if isinstance(response, bytes):
                     return response
                 url = response
         raise MediaError(f"the URL of an image redirects more than {REDIRECTS} times")
 
-    async def _request(self, client: httpx.AsyncClient, url: httpx.URL) -> bytes | httpx.URL:
+    async def _request(
+        self, client: httpx.AsyncClient, url: httpx.URL, budget: FetchBudget | None
+    ) -> bytes | httpx.URL:
         """Return the body, or the URL of a redirect."""
         address = await self._resolve(self._host(url), url)
         request = client.build_request(
@@ -152,7 +170,7 @@ class Fetcher:
                 raise MediaError(f"the URL of an image answers with status {response.status_code}")
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise MediaError("the URL of an image answers with a compressed body")
-            return await self._read(response)
+            return await self._read(response, budget)
         finally:
             await response.aclose()
 
@@ -164,19 +182,21 @@ class Fetcher:
             raise MediaError("the URL of an image leads to an address that is not allowed")
         return addresses[0]
 
-    async def _read(self, response: httpx.Response) -> bytes:
+    async def _read(self, response: httpx.Response, budget: FetchBudget | None) -> bytes:
         data = bytearray()
         async for chunk in response.aiter_raw():
             data += chunk
+            if budget is not None:
+                budget.spend(len(chunk))
             if len(data) > self.limits.max_image_bytes:
                 raise MediaError(f"the image at its URL is over the limit of {self.limits.max_image_bytes} bytes")
         return bytes(data)
 
 
-async def fetch_images(tree: Any, fetcher: Fetcher) -> Any:
+async def fetch_images(tree: Any, fetcher: Fetcher, budget: FetchBudget | None = None) -> Any:
     """Return an item with each `RemoteImage` in it fetched, all concurrently; raises MediaError as `image` does."""
     remotes = list(dict.fromkeys(_remotes(tree)))
-    tasks = [asyncio.ensure_future(fetcher.image(remote)) for remote in remotes]
+    tasks = [asyncio.ensure_future(fetcher.image(remote, budget)) for remote in remotes]
     try:
         images = dict(zip(remotes, await asyncio.gather(*tasks), strict=True))
     finally:

@@ -20,7 +20,7 @@ from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import EXPIRED, NOT_SERVED, QueueAway, State, Status
 from vlmrm.serving.context import current_request
 from vlmrm.serving.errors import Forbidden, InvalidRequest, RewardFailed, TimedOut
-from vlmrm.serving.fetch import Fetcher, fetch_images
+from vlmrm.serving.fetch import FetchBudget, Fetcher, fetch_images
 from vlmrm.serving.media import MediaResolver
 from vlmrm.serving.parsing import Parsers
 from vlmrm.serving.service import Service, UnknownReward
@@ -111,7 +111,8 @@ class Gateway:
         """Return the items with their images by URL; one whose image cannot be fetched becomes its error."""
         if not self.fetcher.allowed:
             return list(items)
-        fetched = await asyncio.gather(*map(self._fetch, items))
+        budget = FetchBudget(self.settings.limits)
+        fetched = await asyncio.gather(*(self._fetch(item, budget) for item in items))
         await self.scheduler.next_turn()
         return fetched
 
@@ -154,9 +155,9 @@ class Gateway:
         outcomes = [Outcome(error=item.reason) if isinstance(item, RowError) else next(scored) for item in fetched]
         return replace(result, outcomes=outcomes)
 
-    async def _fetch(self, item: Item | RowError) -> Item | RowError:
+    async def _fetch(self, item: Item | RowError, budget: FetchBudget) -> Item | RowError:
         try:
-            return item if isinstance(item, RowError) else await fetch_images(item, self.fetcher)
+            return item if isinstance(item, RowError) else await fetch_images(item, self.fetcher, budget)
         except RowError as error:
             return error
 

@@ -154,7 +154,12 @@ READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.re
 
 
 def read_npy(data: bytes) -> np.ndarray:
-    """Return the array in a .npy file of numbers from an untrusted sender.
+    """Return the array in a .npy file, writable as torch needs it; raises as `view_npy`."""
+    return view_npy(data).copy()
+
+
+def view_npy(data: bytes) -> np.ndarray:
+    """Return a view of the array in a .npy file of numbers from an untrusted sender.
 
     numpy's own `load` also opens zip files, and allocates whatever size a header claims.
 
@@ -175,7 +180,7 @@ def read_npy(data: bytes) -> np.ndarray:
     if size != actual:
         raise MediaError(f"an array of shape {list(shape)} takes {size} bytes, but its file has {actual}")
     flat = np.frombuffer(data, kind, offset=file.tell())
-    return flat.reshape(shape, order="F" if by_columns else "C").copy()  # writable, as torch needs it
+    return flat.reshape(shape, order="F" if by_columns else "C")
 
 
 def with_arrays(item: Item) -> Item:

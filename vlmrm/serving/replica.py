@@ -103,6 +103,8 @@ class Replica:
         self._sample: list[tuple[Item, Outcome]] | None = None  # of live traffic, while `sample` collects it
         self._taken = 0  # batches that are not finished
         self._counted: dict[str, float] = {}  # of what the worker computed, what the metrics have
+        self._spare = 0.0  # seconds of computing the current batch in which the next need not be prepared
+        self._spares: deque[float] = deque(maxlen=RECENT)  # of the last batches, a token
         self._sizes = deque([RECENT], maxlen=RECENT)  # jobs of the last batches
         self._recent = RecentPrefixes()
         self.process_id: int | None = None
@@ -268,6 +270,7 @@ class Replica:
         """Have the worker of `candidate` compute what comes next."""
         self.spec, self._worker, self._revision = candidate.spec, candidate.worker, candidate.revision
         self._recent.clear()
+        self._spares.clear()
         self._counted = {}
         self.info, self.error, self.ready, self.asleep = candidate.worker.info, None, True, False
         self.process_id = candidate.worker.process.pid
@@ -277,6 +280,8 @@ class Replica:
 
     async def _feed(self) -> None:
         """Run batches until `closing`. While a worker that prepares computes one, the next is taken, and no other.
+
+        It is taken just in time to be prepared: until then more may come that share computation, or go first.
 
         Raises:
             WorkerDied: once all that the worker had is queued again.
@@ -295,6 +300,7 @@ class Replica:
                 for batch in batches[:-1]:
                     await batch
                 del batches[:-1]
+                await asyncio.wait(batches, timeout=self._spare)
             for batch in batches:
                 await batch
         except WorkerDied:
@@ -432,10 +438,13 @@ class Replica:
             items = [result.item for result in decoded if not isinstance(result, RowError)]
         outcomes, seconds = [], 0.0
         if items:
-            outcomes, seconds = await worker.score(items, self.spec.batch_timeout, requests, begun)
+            tokens = max(1, tokens_of(jobs))
+            self._spare = max(0.0, tokens * min(self._spares, default=0.0) - GATHERING_S)
+            outcomes, seconds, preparing = await worker.score(items, self.spec.batch_timeout, requests, begun)
             self.metrics.compute_seconds.labels(self.reward).inc(seconds)
             self.metrics.record_computed(self.reward, self._counted, worker.computed)
             self._counted = worker.computed
+            self._spares.append((seconds - 2 * preparing) / tokens)
         if not decoded:
             return outcomes, seconds
         scored = iter(outcomes)

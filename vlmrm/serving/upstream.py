@@ -158,8 +158,8 @@ class VLLM:
             raise ConfigError(f"{error}: give a server of a reward model with one label.") from None
         if not math.isclose(activated, sigmoid([raw])[0], abs_tol=1e-2):
             raise ConfigError(
-                f"{self.server.name} returns {raw:g} as the raw score and {activated:g} with use_activation, which is not "
-                "its sigmoid: use a vLLM that knows use_activation, and a model with one label."
+                f"{self.server.name} returns {raw:g} as the raw score and {activated:g} with use_activation, which is "
+                "not its sigmoid: use a vLLM that knows use_activation, and a model with one label."
             )
 
 

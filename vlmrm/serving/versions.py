@@ -227,7 +227,7 @@ class Versions:
                 raise CannotSwitch(f"the model does not score a probe of {len(PROBE)} texts twice alike: {bad or ''}")
         if wanted.shadow:
             pairs = await self._replicas[reward.name][0].sample(wanted.shadow, SHADOW_S)
-            outcomes, _ = await first.score([item for item, _ in pairs], timeout) if pairs else ([], 0.0)
+            outcomes = (await first.score([item for item, _ in pairs], timeout))[0] if pairs else []
             difference = _difference([outcome for _, outcome in pairs], outcomes)
             self._differences[reward.name] = difference
             limit = wanted.max_difference

@@ -115,8 +115,8 @@ class WorkerProcess:
         timeout: float,
         requests: Sequence[str] = (),
         begun: asyncio.Future[None] | None = None,
-    ) -> tuple[list[Outcome], float]:
-        """Return the outcome of each item, and the seconds of computing them.
+    ) -> tuple[list[Outcome], float, float]:
+        """Return the outcome of each item, and the seconds of computing and of preparing them.
 
         Args:
             requests: ids of the requests that sent them, for the worker's log.
@@ -132,7 +132,7 @@ class WorkerProcess:
         if response["kind"] == "failed":
             raise RewardRaised(response["error"])
         self.computed = response["computed"]
-        return list(map(read_outcome, response["outcomes"])), response["seconds"]
+        return list(map(read_outcome, response["outcomes"])), response["seconds"], response["preparing"]
 
     async def control(self, action: str, timeout: float) -> None:
         """Have the reward's method `action` run, between two batches.

@@ -138,6 +138,20 @@ def test_flow_factory_s_pictures_are_answers_to_their_prompts(local, url):
     assert found == pytest.approx(local.score(conversations), abs=1e-4)
 
 
+def test_many_requests_at_once_are_scored_as_one_by_one(local, url):
+    """Their pictures are prepared together, and beside a batch that is computed."""
+    pictures = [PICTURE.rotate(angle) for angle in range(0, 360, 30)] + [Image.new("RGB", (3, 900))]
+    conversations = [asked(answer, picture) for picture in pictures for answer in ANSWERS]
+
+    async def ask() -> list[list[float | RowError]]:
+        async with AsyncRemoteScorer(url, token=TOKEN) as scorer:
+            return await asyncio.gather(*(scorer.score_each([one]) for one in conversations))
+
+    found = [score for [score] in asyncio.run(ask())]
+    assert [isinstance(score, RowError) for score in found] == [False] * (len(found) - 2) + [True] * 2
+    assert found[:-2] == pytest.approx(local.score(conversations[:-2]), abs=1e-5)
+
+
 def test_the_clients_are_the_scorer(local, url, monkeypatch, tmp_path):
     monkeypatch.setenv("VLMRM_TOKEN", TOKEN)
     PICTURE.save(tmp_path / "noise.png")

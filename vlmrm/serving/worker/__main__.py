@@ -11,12 +11,10 @@ A class may have two methods in place of that call: `prepare(items)`, in a threa
 """
 
 import contextlib
-import ctypes
 import importlib
 import math
 import os
 import queue
-import signal
 import sys
 import threading
 import time
@@ -24,7 +22,7 @@ import traceback
 
 # The service runs this folder, not a module of vlmrm, which this environment need not have.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from channel import Channel, find_secrets, redact, redact_secrets
+from channel import Channel, die_with_parent, find_secrets, redact, redact_secrets
 
 HEARTBEAT_S = 1.0
 
@@ -52,12 +50,11 @@ def main(descriptor):
     batches = queue.Queue(1)
     threading.Thread(target=prepare_batches, args=[engine, channel, batches], daemon=True).start()
     while (batch := batches.get()) is not None:
-        message, _ = batch
-        if (
-            hasattr(engine, "prepare") and "items" in message
-        ):  # otherwise the service had better wait for more to compute together
+        message, prepared, preparing = batch
+        if hasattr(engine, "prepare") and "items" in message:  # else the service had better wait for more to compute
             channel.send({"kind": "begun", "id": message["id"]})
-        response = control(engine, message, secrets) if "control" in message else score(engine, *batch, secrets)
+        done = control(engine, message, secrets) if "control" in message else score(engine, message, prepared, secrets)
+        response = {**done, "id": message["id"], "preparing": preparing}
         try:
             channel.send(response)
         except (TypeError, ValueError) as error:  # `extra` holds something that no message can carry
@@ -70,21 +67,16 @@ def prepare_batches(engine, channel, batches):
     prepare = getattr(engine, "prepare", None)
     try:
         while (message := channel.receive()) is not None:
+            started = time.monotonic()
             try:
                 items = message.get("items")
                 prepared = items if prepare is None or items is None else prepare(items)
             except Exception as error:
                 prepared = error
-            batches.put((message, prepared))
+            batches.put((message, prepared, time.monotonic() - started))
     except OSError:  # the service has gone
         pass
     batches.put(None)
-
-
-def die_with_parent():
-    """Have Linux kill this process when its parent ends in whatever way, so that no orphan keeps the GPU."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def send_heartbeats(channel):
@@ -102,8 +94,8 @@ def control(engine, message, secrets):
     try:
         getattr(engine, message["control"])()
     except Exception as error:
-        return {"kind": "failed", "id": message["id"], "error": describe(error, secrets)}
-    return {"kind": "done", "id": message["id"]}
+        return {"kind": "failed", "error": describe(error, secrets)}
+    return {"kind": "done"}
 
 
 def score(engine, message, prepared, secrets):
@@ -117,10 +109,10 @@ def score(engine, message, prepared, secrets):
             raise ValueError(f"the reward returned {len(outcomes)} outcomes for {len(message['items'])} items")
         outcomes = [validate(outcome, secrets) for outcome in outcomes]
     except Exception as error:
-        return {"kind": "failed", "id": message["id"], "error": describe(error, secrets, message.get("requests", ()))}
+        return {"kind": "failed", "error": describe(error, secrets, message.get("requests", ()))}
     seconds = time.monotonic() - started
     counts = {str(name): float(count) for name, count in getattr(engine, "computed", {}).items()}
-    return {"kind": "scored", "id": message["id"], "outcomes": outcomes, "computed": counts, "seconds": seconds}
+    return {"kind": "scored", "outcomes": outcomes, "computed": counts, "seconds": seconds}
 
 
 def validate(outcome, secrets):

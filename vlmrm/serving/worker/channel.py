@@ -5,8 +5,11 @@ A message on the wire is two lengths (8 bytes each, big endian), JSON, and the b
 standard library is used, as a worker may run in any environment.
 """
 
+import contextlib
+import ctypes
 import json
 import re
+import signal
 import socket
 import struct
 import threading
@@ -95,6 +98,12 @@ class Channel:
                 return None
             view = view[read:]
         return data
+
+
+def die_with_parent():
+    """Have Linux kill this process when its parent ends in whatever way, so that no orphan keeps the GPU."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 # Redaction -----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from pydantic import (
 from safetensors import SafetensorError, deserialize
 
 from vlmrm.errors import MediaError
+from vlmrm.serving.cost import decoded_size
 from vlmrm.serving.media import read_npy
 from vlmrm.serving.protocols.common import check_lengths
 from vlmrm.serving.settings import Limits
@@ -135,7 +136,7 @@ def read_media(data: bytes, kind: MediaType, limits: Limits) -> MediaBatch:
         samples, (frames, height, width) = _videos(values, dtype)
     else:
         values = _latents(values, dtype)
-        frames, height, width = _decoded_size(values)
+        frames, height, width = decoded_size(values.shape[1:])
         samples = values.astype(np.float32) if dtype == "float64" else values
         dtype = "bfloat16"  # to which cosmos-rl's service converts latents before it describes them
     limits.check_image(width, height)
@@ -204,13 +205,6 @@ def _latents(values: np.ndarray, dtype: str) -> np.ndarray:
     if not np.isfinite(values).all():
         raise MediaError("latents have values that are not finite")
     return values
-
-
-def _decoded_size(latents: np.ndarray) -> Size:
-    """Return the size of latents after decoding by Wan 2.1, or, with 48 channels, Wan 2.2."""
-    _, channels, times, height, width = latents.shape
-    scale = 16 if channels == 48 else 8
-    return 4 * (times - 1) + 1, scale * height, scale * width
 
 
 def _widen(halves: np.ndarray) -> np.ndarray:

@@ -1,0 +1,209 @@
+"""A worker that computes one batch and has prepared the next: what goes wrong with one costs the other nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from PIL import Image as Pillow
+from services import Gate, fake, in_loop, rewards, running
+
+from vlmrm.conversation import Conversation, Image, Message
+from vlmrm.errors import MediaError
+from vlmrm.modeling import load_processor
+from vlmrm.rendering import MediaLimits, Renderer
+from vlmrm.serving import preparing
+from vlmrm.serving.preparing import MediaProcesses
+from vlmrm.serving.service import Service
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads: pytest's
+
+
+@asynccontextmanager
+async def two_batches(
+    folder: Path, second: str, **settings: Any
+) -> AsyncGenerator[tuple[Service, Gate, Callable[[], Awaitable[list[httpx.Response]]]]]:
+    """A worker that computes a batch, at the gate, and prepares that of the prompt `second` meanwhile."""
+    log, gate = folder / "log", Gate(folder)
+    async with running(fake(engine="fake_reward.Prepared", options={"log": str(log)}, **settings)) as (
+        service,
+        client,
+    ):
+        first = asyncio.create_task(rewards(client, gate.prompt))
+        await gate.reached()
+        asked = asyncio.create_task(rewards(client, second))
+        while second not in log.read_text():
+            await asyncio.sleep(0.01)
+        assert "computed" not in log.read_text()
+
+        async def answers() -> list[httpx.Response]:
+            gate.open()
+            return [await first, await asked]
+
+        yield service, gate, answers
+
+
+def score_of(response: httpx.Response) -> float:
+    return response.json()["data"][0]["score"]
+
+
+@in_loop
+async def test_a_batch_is_prepared_while_the_one_before_is_computed(tmp_path):
+    async with two_batches(tmp_path, "second") as (service, gate, answers):
+        assert service.replicas["length"][0].busy
+        assert [score_of(answer) for answer in await answers()] == [len(gate.prompt), 6]
+        while service.replicas["length"][0].busy:
+            await asyncio.sleep(0)
+
+
+@in_loop
+async def test_both_batches_of_a_worker_that_is_killed_are_computed_by_the_next(tmp_path):
+    async with two_batches(tmp_path, "second") as (_, gate, answers):
+        assert gate.worker is not None
+        os.kill(gate.worker, signal.SIGKILL)
+        assert [score_of(answer) for answer in await answers()] == [len(gate.prompt), 6]
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert sorted(lines[2::2]) == sorted([gate.prompt, "second"]) and lines[3::2] == ["computed"] * 2, (
+        "each came alone, as either may have been to blame"
+    )
+
+
+@pytest.mark.parametrize("what", ["raise", "prepare: raise"])
+@in_loop
+async def test_a_batch_that_raises_does_not_disturb_the_one_before(tmp_path, what):
+    async with two_batches(tmp_path, what) as (service, gate, answers):
+        good, bad = await answers()
+        assert score_of(good) == len(gate.prompt)
+        assert bad.status_code == 500 and "RuntimeError: out of memory" in bad.json()["error"]["message"]
+        assert service.replicas["length"][0].process_id == gate.worker  # the process went on
+
+
+@in_loop
+async def test_what_is_prepared_for_ever_is_failed_and_the_batch_before_is_not(tmp_path):
+    async with two_batches(tmp_path, "prepare: hang", batch_timeout=2) as (_, gate, answers):
+        good, bad = await answers()
+        assert score_of(good) == len(gate.prompt)
+        assert "hung for 2 s, for the second time" in bad.json()["error"]["message"]
+
+
+@in_loop
+async def test_what_killed_a_worker_comes_without_another_batch_beside_it(tmp_path):
+    async with two_batches(tmp_path, "prepare: die") as (_, gate, answers):
+        dead = gate.worker
+        while gate.worker == dead:  # the first batch, again
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)  # in which the second would be taken
+        assert (tmp_path / "log").read_text().count("die") == 1
+        good, bad = await answers()
+        assert score_of(good) == len(gate.prompt)
+        assert "ended by SIGKILL, for the second time" in bad.json()["error"]["message"]
+
+
+# The processes that decode and resize media -------------------------------------------------------------------------
+
+
+class Fragile(Renderer):
+    """A renderer whose decoder crashes at files that end with "crash"."""
+
+    def process(self, messages, cache=None):
+        [picture] = messages[0].content
+        if picture.reference.endswith(b"crash"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().process(messages, cache)
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_checkpoint):
+    return Fragile(load_processor(tiny_checkpoint), MediaLimits())
+
+
+@pytest.fixture
+def processes(renderer):
+    made = MediaProcesses(2)
+    made.start(renderer)
+    return made
+
+
+def shown(colour: str, side: int = 56, more: bytes = b"") -> Conversation:
+    file = io.BytesIO()
+    Pillow.new("RGB", (side, side), colour).save(file, "PNG")
+    return of_file(file.getvalue() + more)
+
+
+def of_file(content: bytes) -> Conversation:
+    return Conversation((Message.of("user", Image(content)), Message.of("assistant", "-")))
+
+
+def test_media_are_those_of_the_renderer(processes, renderer):
+    rows = [shown(colour) for colour in ("red", "green", "blue", "red")]
+    checked, media = processes.process(rows)
+    assert checked == rows and len(media) == 3
+    for row in rows:
+        [expected] = renderer.process(row.messages)
+        found = media[expected.key]
+        assert (found.kind, found.replacement, found.ids) == (expected.kind, expected.replacement, expected.ids)
+        assert found.tensors.keys() == expected.tensors.keys()
+        assert all(tensor.equal(expected.tensors[name]) for name, tensor in found.tensors.items())
+
+
+def test_a_picture_that_crashes_its_process_fails_alone_and_as_often_as_it_comes(processes):
+    crashing, broken = shown("red", more=b"crash"), of_file(b"no picture")
+    for _ in range(2):
+        good = [shown(colour) for colour in ("red", "green", "blue")]
+        checked, media = processes.process([good[0], crashing, good[1], broken, crashing, good[2]])
+        assert [checked[0], checked[2], checked[5]] == good and len(media) == 3
+        assert "the process that decoded its image ended" in str(checked[1]) and checked[1] is checked[4]
+        assert isinstance(checked[3], MediaError) and "process" not in str(checked[3])
+
+
+def test_a_processor_of_code_of_its_own_stays_in_the_worker(renderer):
+    class Own(Renderer):
+        """Of a module that the processes have not loaded."""
+
+    assert not MediaProcesses(1).start(Own(renderer.processor))
+
+
+def test_a_picture_that_needs_too_much_memory_fails_alone(renderer, monkeypatch):
+    monkeypatch.setattr(preparing, "MEMORY", 2**26)
+    processes = MediaProcesses(1)
+    processes.start(renderer)
+    checked, media = processes.process([shown("red", 6000), shown("red")])
+    assert isinstance(checked[0], MediaError) and "send a smaller one" in str(checked[0])
+    assert isinstance(checked[1], Conversation) and len(media) == 1
+
+
+def test_no_process_survives_its_worker(renderer):
+    received, sent = os.pipe()
+    worker = os.fork()
+    if not worker:
+        processes = MediaProcesses(1)
+        processes.start(renderer)
+        processes.process([shown("red")])
+        process = processes._idle.get()
+        with open(f"/proc/{process._number}/stat", encoding="ascii") as file:
+            forker = file.read().rpartition(")")[2].split()[1]
+        os.write(sent, f"{process._number} {forker}\n".encode())
+        signal.pause()
+    with open(received, encoding="ascii") as file:
+        numbers = file.readline().split()
+    assert len(set(numbers)) == 2
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    while any(alive(number) for number in numbers):
+        pass
+
+
+def alive(number: str) -> bool:
+    try:
+        with open(f"/proc/{number}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"  # that nobody has waited for it is no matter
+    except OSError:
+        return False
