@@ -27,9 +27,9 @@ from vlmrm.rendering import Rendered
 from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import reward_arguments
 from vlmrm.rewards.reward_set import Models
-from vlmrm.rewards.samples import MEDIA, CallResult, as_pil, required_columns
+from vlmrm.rewards.samples import CallResult, as_pil, required_columns
 from vlmrm.scoring.loading import load_local_scorer
-from vlmrm.serving.media import read_npy
+from vlmrm.serving.media import read_npy, with_arrays
 from vlmrm.serving.preparing import MediaProcesses
 
 
@@ -119,7 +119,7 @@ class ScorerEngine:
 
     def _read(self, item: Item) -> Conversation:
         # No conversation can hold an array.
-        columns: Any = {name: as_pil(name, value) for name, value in _with_arrays(item).items()}
+        columns: Any = {name: as_pil(name, value) for name, value in with_arrays(item).items()}
         content = read_item(columns)
         return content if isinstance(content, Conversation) else sample_to_conversation(content, self.template)
 
@@ -154,7 +154,7 @@ class RewardEngine:
 
 def _content(item: Item) -> Conversation | Mapping[str, Any] | RowError:
     try:
-        return read_conversation(item["messages"]) if "messages" in item else _with_arrays(item)
+        return read_conversation(item["messages"]) if "messages" in item else with_arrays(item)
     except RowError as error:
         return error
 
@@ -164,18 +164,6 @@ def _outcome(result: CallResult, index: int) -> WireOutcome:
     if index in result.failures:
         return write_outcome(Outcome(error=result.failures[index], extra=extra))
     return write_outcome(Outcome(result.rewards[index], extra=extra))
-
-
-def _with_arrays(item: Item) -> Item:
-    """Return the item with its arrays, which travel as the bytes of .npy files."""
-    columns: Any = {name: _medium(value) if name in MEDIA else value for name, value in item.items()}
-    return columns
-
-
-def _medium(value: Any) -> Any:
-    if isinstance(value, dict) and "npy" in value:
-        return read_npy(value["npy"])
-    return [_medium(part) for part in value] if isinstance(value, list) else value
 
 
 class WanDecoder:

@@ -24,6 +24,8 @@ from vlmrm.conversation import Conversation, Message, Part, Reference, Text
 from vlmrm.conversation import Image as ImagePart
 from vlmrm.data.media import decode_data_uri, image_size
 from vlmrm.errors import MediaError
+from vlmrm.formats.wire import Item
+from vlmrm.rewards.samples import MEDIA
 from vlmrm.serving.fetch import Fetcher, RemoteImage
 from vlmrm.serving.settings import Limits
 
@@ -179,3 +181,15 @@ def view_npy(data: bytes) -> np.ndarray:
         raise MediaError(f"an array of shape {list(shape)} takes {size} bytes, but its file has {actual}")
     flat = np.frombuffer(data, kind, offset=file.tell())
     return flat.reshape(shape, order="F" if by_columns else "C")
+
+
+def with_arrays(item: Item) -> Item:
+    """Return the item with its arrays, which travel as the bytes of .npy files."""
+    columns: Any = {name: _medium(value) if name in MEDIA else value for name, value in item.items()}
+    return columns
+
+
+def _medium(value: Any) -> Any:
+    if isinstance(value, dict) and "npy" in value:
+        return read_npy(value["npy"])
+    return [_medium(part) for part in value] if isinstance(value, list) else value

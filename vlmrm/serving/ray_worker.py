@@ -1,7 +1,8 @@
 """A worker on a node of a Ray cluster: an actor runs its process there and passes on what its channel carries.
 
 Ray places the actor and gives it its share of CPUs and GPUs. Queue, batches, messages and restarts are those of any
-other worker, and what passes is bytes that only the service and the worker's process read.
+other worker, and what passes is bytes that only the service and the worker's process read. Ray is an extra, and is
+imported where it is used.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-import ray
 from anyio.to_thread import run_sync
-from ray.exceptions import RayError
 
 import vlmrm
 from vlmrm.errors import ConfigError
@@ -83,10 +82,14 @@ class ActorProcess:
 
     def kill(self) -> None:
         """End the actor and its process."""
+        import ray
+
         ray.kill(self._actor)
 
     async def _pass(self, remote: socket.socket) -> int:
         """Pass on bytes in both directions until the process ends, and return its status."""
+        from ray.exceptions import RayError
+
         reader, writer = await asyncio.open_connection(sock=remote, limit=CHUNK_BYTES)
         sending = asyncio.create_task(self._send(reader))
         try:
@@ -103,6 +106,8 @@ class ActorProcess:
             writer.close()
 
     async def _send(self, reader: asyncio.StreamReader) -> None:
+        from ray.exceptions import RayError
+
         with suppress(RayError):  # as `_pass` sees too
             while data := await reader.read(CHUNK_BYTES):
                 await self._actor.write.remote(data)  # one after another: Ray does not promise the order of others
@@ -121,6 +126,9 @@ class RayWorker(WorkerProcess):
     @classmethod
     async def _open(cls, spec: WorkerSpec) -> tuple[Any, socket.socket]:
         assert spec.ray is not None
+        import ray
+        from ray.exceptions import RayError
+
         placement = spec.ray
         try:
             await run_sync(_connect, placement.address)
@@ -142,6 +150,8 @@ class RayWorker(WorkerProcess):
     @staticmethod
     async def _placed(actor: Any, spec: WorkerSpec, placement: RayPlacement) -> tuple[int, str]:
         """Return the number of the actor's process and its host once it is started."""
+        from ray.exceptions import RayError
+
         python = "" if spec.python == sys.executable else spec.python
         starting = asyncio.wrap_future(actor.start.remote(python, vlmrm.__version__).future())
         done, _ = await asyncio.wait({starting}, timeout=PLACED_S)
@@ -163,6 +173,8 @@ class RayWorker(WorkerProcess):
 
 def _connect(address: str) -> None:
     """Join the cluster. In a thread, as otherwise Ray would take the handler of SIGTERM, and nothing would drain."""
+    import ray
+
     with CONNECTING:
         if not ray.is_initialized():
             ray.init(address, namespace="vlmrm", log_to_driver=False, logging_level=logging.ERROR)

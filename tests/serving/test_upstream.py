@@ -1,0 +1,127 @@
+"""A reward that another server computes: the raw score is that server's, and its failures are never numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from json import dumps, loads
+
+import pytest
+from services import fake, in_loop, running, served
+from test_fetch import png
+from test_request_media import data_uri
+
+from vlmrm.errors import ConfigError, RewardError
+from vlmrm.scoring.transforms import sigmoid
+from vlmrm.serving.upstream import PROBE, VLLM, SGLang
+
+VLLM_ENGINE = "vlmrm.serving.upstream.VLLM"
+
+
+def proxy(url: str, **settings):
+    return {"reward_type": "far", "engine": VLLM_ENGINE, "endpoint_url": url, **settings}
+
+
+def talk(answer: str, image: str | None = None) -> dict:
+    shown = [{"type": "image_url", "image_url": {"url": image}}] if image else []
+    asked = {"role": "user", "content": [*shown, {"type": "text", "text": "2 + 2?"}]}
+    return {"messages": [asked, {"role": "assistant", "content": answer}]}
+
+
+@pytest.mark.slow
+@in_loop
+async def test_scores_are_those_of_the_server_and_it_may_be_away_for_a_while():
+    def far(port: int = 0):
+        return served(fake("characters", "fake_reward.Characters"), listen=port, token="far")
+
+    first = far()
+    url = await asyncio.to_thread(first.__enter__)
+    port = int(url.rpartition(":")[2])
+    key = {"endpoint_api_key": "far", "options": {"timeout": 2.0}}
+    async with running(proxy(url, **key), limits={"silence": 20.0}) as (service, client):
+        items = [talk("four"), talk("four", data_uri(png())), {"prompt": "Why?", "response": "So."}]
+        video = {"prompt": "a", "video": [data_uri(png())] * 2}
+        answer = (await client.post("/v1/rewards", json={"items": [*items, video]})).json()
+        scores = [item["score"] for item in answer["data"]]
+        assert scores == [1.0, 2.0, 0.7, None]
+        assert "a video cannot be handed to another server" in answer["data"][3]["error"]
+        await asyncio.to_thread(first.__exit__, None, None, None)
+        lost = asyncio.create_task(client.post("/v1/rewards", json={"items": [talk("another")]}))
+        while not service.health("far").unavailable:
+            await asyncio.sleep(0.05)
+        refused = await client.post("/v1/rewards", json={"items": [talk("again")]})
+        assert refused.status_code == 503
+        with far(port) as again:
+            assert again == url
+            assert (await lost).json()["data"][0]["score"] == 1.3
+
+
+@pytest.fixture
+def server():
+    """A server that answers what its `answer` says, a status and a function of the request."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status, content = self.server.answer(body)
+            data = dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *words):
+            pass
+
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    made.url = f"http://127.0.0.1:{made.server_port}"
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join()
+
+
+def classified(*numbers: float) -> dict:
+    """vLLM's answer."""
+    return {"object": "list", "data": [{"index": 0, "label": "LABEL_0", "probs": list(numbers), "num_classes": 1}]}
+
+
+def test_a_server_that_returns_no_raw_logit_is_refused(server):
+    server.answer = lambda body: (200, classified(0.9))  # it does not know use_activation
+    with pytest.raises(ConfigError, match="not its sigmoid"):
+        VLLM(server.url)
+    server.answer = lambda body: (400, {"error": {"message": "no such model"}})
+    with pytest.raises(ConfigError, match="no such model"):
+        VLLM(server.url)
+
+
+@pytest.mark.parametrize(
+    "status, content", [(200, classified(0.2, 0.8)), (200, classified()), (200, {"data": []}), (200, 0.0), (500, {})]
+)
+def test_what_is_no_number_is_an_error_of_the_item_and_no_score(server, status, content):
+    server.answer = lambda body: (
+        200,
+        classified(3.0 if body["use_activation"] is False else float(sigmoid([3.0])[0])),
+    )
+    engine = VLLM(server.url)
+    server.answer = lambda body: (status, content)
+    [outcome] = engine([{"messages": talk("4")["messages"]}])
+    assert "score" not in outcome and server.url in outcome["error"]
+
+
+@pytest.mark.slow
+def test_sglang_is_sent_the_text_that_the_checkpoint_s_template_renders(server, tiny_reward_model):
+    asked = []
+    server.answer = lambda body: (asked.append(body), (200, {"embedding": [-2.5], "meta_info": {}}))[1]
+    engine = SGLang(server.url, model_path=str(tiny_reward_model))
+    assert engine.score(PROBE) == -2.5
+    assert asked[-1]["text"].endswith("<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n")
+    [outcome] = engine([talk("four", data_uri(png()))])
+    assert outcome == {"score": -2.5} and len(asked[-1]["image_data"]) == 1
+    assert asked[-1]["text"].count("<|image_pad|>") == 1
+    server.answer = lambda body: (200, {"embedding": [0.1] * 4})
+    with pytest.raises(RewardError, match="one number"):
+        engine.score(PROBE)

@@ -1,0 +1,208 @@
+"""Rewards that a vLLM or SGLang server computes, such as a model that needs several GPUs at once.
+
+    engine = "vlmrm.serving.upstream.VLLM"
+    endpoint_url = "http://gpu-host:8000"
+    model_path = "outputs/best"                    # what the server calls its model
+
+Queue, protocols and transforms stay the service's; the server is sent conversations and returns raw logits. While it
+is away, the reward is unavailable, and requests that were accepted wait.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import stamina
+from PIL import Image as Picture
+
+from vlmrm.conversation import Conversation, Image, Message, Part, Text
+from vlmrm.data.media import encoded_media, png_of
+from vlmrm.errors import ConfigError, RewardError, RowError
+from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate, sample_to_conversation
+from vlmrm.formats.wire import Item, WireOutcome, read_item
+from vlmrm.http import (
+    Refused,
+    ServerAddress,
+    Unavailable,
+    Unreachable,
+    read_json_response,
+    retry_delay,
+    timeouts,
+    translate_http_errors,
+)
+from vlmrm.rewards.samples import as_pil
+from vlmrm.scoring.transforms import sigmoid
+from vlmrm.serving.media import with_arrays
+
+PROBE = Conversation((Message.of("user", "2 + 2?"), Message.of("assistant", "4")))
+UNREACHABLE_S = 10.0  # of retries while no connection is made
+
+
+class VLLM:
+    """A reward of a vLLM server, `vllm serve MODEL --runner pooling --convert classify`, with one label.
+
+    Args:
+        endpoint_url: http://host:port, and a path where the server is below one.
+        model_path: the name of the model there; may be left out, as one server has one.
+        concurrency: requests at a time.
+        timeout: seconds for one request, retries included.
+        custom_prompt, system: of `PromptTemplate`, for samples.
+    """
+
+    route = "/classify"
+
+    def __init__(
+        self,
+        endpoint_url: str,
+        endpoint_api_key: str = "",
+        model_path: str = "",
+        concurrency: int = 64,
+        timeout: float = 120.0,
+        custom_prompt: str = PROMPT_SLOT,
+        system: Any = None,
+    ):
+        self.server = ServerAddress(endpoint_url, "endpoint_url", endpoint_api_key or None)
+        self.model, self.timeout = model_path, timeout
+        self.template = PromptTemplate(custom_prompt, system)
+        self._client = self.server.client(timeout)
+        self._threads = ThreadPoolExecutor(concurrency)
+        self.info = {"kind": "conversations", "model": model_path or self.server.name, "server": type(self).__name__}
+        self._check()
+
+    def __call__(self, items: Sequence[Item]) -> list[WireOutcome]:
+        try:
+            return list(self._threads.map(self._outcome, items))
+        except Unavailable as error:
+            # The service starts workers until one finds the server again; until then the reward is unavailable. Not
+            # sys.exit, which would wait for the threads that still ask.
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _outcome(self, item: Item) -> WireOutcome:
+        try:
+            columns: Any = {name: as_pil(name, value) for name, value in with_arrays(item).items()}
+            content = read_item(columns)
+            if not isinstance(content, Conversation):
+                content = sample_to_conversation(content, self.template)
+            return {"score": self.score(content)}
+        except Unavailable:
+            raise
+        except (RowError, RewardError) as error:
+            return {"error": str(error)}
+
+    def score(self, conversation: Conversation) -> float:
+        """Return the raw logit of a conversation.
+
+        Raises:
+            RowError: when the server cannot be sent such a conversation.
+            Unavailable: when the server has been away for `timeout` seconds.
+            RewardError: when it refuses the conversation, or does not return one number.
+        """
+        return self._number(self._ask(self.body(conversation)))
+
+    def body(self, conversation: Conversation, **options: Any) -> dict[str, Any]:
+        """Return the request for a conversation."""
+        messages = [
+            {"role": message.role, "content": [_write_part(part) for part in message.content]}
+            for message in conversation.messages
+        ]
+        named = {"model": self.model} if self.model else {}
+        return {**named, "messages": messages, "use_activation": False, **options}
+
+    def read(self, answer: Any) -> list[Any]:
+        """Return the numbers of an answer to one conversation."""
+        [row] = answer["data"]
+        return row["probs"]
+
+    def _number(self, answer: Any) -> float:
+        try:
+            [number] = self.read(answer)
+            if math.isfinite(number):
+                return float(number)
+        except (KeyError, TypeError, ValueError, IndexError):
+            pass
+        raise RewardError(f"{self.server.name}{self.route} did not answer with one number: {json.dumps(answer)[:200]}")
+
+    def _ask(self, body: Mapping[str, Any]) -> Any:
+        where, started = f"{self.server.name}{self.route}", time.monotonic()
+        late = Unavailable(f"{where} did not answer in {self.timeout:g} s")
+
+        def again(error: Exception) -> bool | float:
+            # A server that is down is given up sooner than one that is busy.
+            patience = min(self.timeout, UNREACHABLE_S) if isinstance(error, Unreachable) else self.timeout
+            return retry_delay(error, started + patience - time.monotonic())
+
+        for attempt in stamina.retry_context(on=again, attempts=None, timeout=self.timeout, wait_max=5.0):
+            with attempt, translate_http_errors(where, late):
+                seconds = max(started + self.timeout - time.monotonic(), 0.1)
+                answer = self._client.post(self.route, json=body, timeout=timeouts(seconds))
+                return read_json_response(answer, where)
+        raise late
+
+    def _check(self) -> None:
+        """Refuse a server that does not return raw logits: it would do as if it did."""
+        try:
+            raw = self.score(PROBE)
+            activated = self._number(self._ask(self.body(PROBE, use_activation=True)))
+        except Refused as error:
+            raise ConfigError(f"{error}: give a server of a reward model with one label.") from None
+        if not math.isclose(activated, sigmoid([raw])[0], abs_tol=1e-2):
+            raise ConfigError(
+                f"{self.server.name} returns {raw:g} as the raw score and {activated:g} with use_activation, which is "
+                "not its sigmoid: use a vLLM that knows use_activation, and a model with one label."
+            )
+
+
+class SGLang(VLLM):
+    """A reward of an SGLang server, `python -m sglang.launch_server --is-embedding`, which is sent rendered text.
+
+    Args:
+        model_path: the checkpoint, whose chat template renders conversations here.
+    """
+
+    def __init__(self, endpoint_url: str, model_path: str, **options: Any):
+        from vlmrm.modeling import load_processor
+        from vlmrm.rendering import Renderer
+
+        self._renderer = Renderer(load_processor(model_path))
+        super().__init__(endpoint_url, model_path=model_path, **options)
+
+    def body(self, conversation: Conversation, **options: Any) -> dict[str, Any]:
+        """Return the request for a conversation."""
+        parts = [part for message in conversation.messages for part in message.content]
+        pictures = [_uri(part) for part in parts if not isinstance(part, Text)]
+        return {"text": self._renderer.text(conversation.messages), **({"image_data": pictures} if pictures else {})}
+
+    def read(self, answer: Any) -> list[Any]:
+        """Return the numbers of an answer to one conversation."""
+        return answer["embedding"]
+
+    def _check(self) -> None:
+        self.score(PROBE)
+
+
+def _write_part(part: Part) -> dict[str, Any]:
+    if isinstance(part, Text):
+        return {"type": "text", "text": part.text}
+    return {"type": "image_url", "image_url": {"url": _uri(part)}}
+
+
+def _uri(part: Part) -> str:
+    """Return a picture as a data URI; raise RowError for a video, of which the server would choose the frames."""
+    if not isinstance(part, Image):
+        raise RowError("a video cannot be handed to another server, which would look at other frames: send images")
+    reference = part.reference
+    data = png_of(reference) if isinstance(reference, Picture.Image) else encoded_media(reference, "image")
+    with Picture.open(io.BytesIO(data)) as picture:
+        kind = picture.get_format_mimetype() or "image/png"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
