@@ -125,6 +125,11 @@ def renderer(tiny_checkpoint):
     return Fragile(load_processor(tiny_checkpoint), MediaLimits())
 
 
+@pytest.fixture(autouse=True)
+def _small_images_are_sent(monkeypatch):
+    monkeypatch.setattr(preparing, "LARGE_PIXELS", 0)
+
+
 @pytest.fixture
 def processes(renderer):
     made = MediaProcesses(2)
@@ -152,6 +157,13 @@ def test_media_are_those_of_the_renderer(processes, renderer):
         assert (found.kind, found.replacement, found.ids) == (expected.kind, expected.replacement, expected.ids)
         assert found.tensors.keys() == expected.tensors.keys()
         assert all(tensor.equal(expected.tensors[name]) for name, tensor in found.tensors.items())
+
+
+def test_a_small_picture_is_left_to_the_thread(processes, monkeypatch):
+    monkeypatch.setattr(preparing, "LARGE_PIXELS", 57 * 56)
+    small, large = shown("red", 56), shown("red", 57)
+    checked, media = processes.process([small, large])
+    assert checked == [small, large] and len(media) == 1
 
 
 def test_a_picture_that_crashes_its_process_fails_alone_and_as_often_as_it_comes(processes):

@@ -6,6 +6,7 @@ decoding holds up is never the model. Results come back in shared memory that ha
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import queue
@@ -26,6 +27,7 @@ from typing import Any, NoReturn
 import torch
 
 from vlmrm.conversation import Conversation, Image, Medium, Message, Video, VideoOptions, media_of
+from vlmrm.data.media import image_size
 from vlmrm.errors import MediaError, RowError
 from vlmrm.rendering import ProcessedMedia, Renderer, pack_media, read_media
 from vlmrm.serving.worker.channel import Channel, die_with_parent
@@ -33,6 +35,7 @@ from vlmrm.serving.worker.channel import Channel, die_with_parent
 MEMORY = 4 * 2**30  # bytes that a process may take for one image or video
 LONGEST_S = 120  # for one of them
 SENT = (str, bytes, bytearray, memoryview)
+LARGE_PIXELS = 2**20  # of an image: a smaller one takes no more memory or time than the way to a process and back
 
 Row = Conversation | RowError
 
@@ -70,7 +73,7 @@ class MediaProcesses:
     def process(self, rows: Iterable[Row]) -> tuple[list[Row], dict[str, ProcessedMedia]]:
         """Return the rows, with an error for each whose image or video has one, and the media by key.
 
-        Media in memory that are no files are left out: there is nothing to decode.
+        Small images are left out, and media in memory that are no files, of which there is nothing to decode.
         """
         rows = list(rows)
         wanted: dict[str, Medium] = {}
@@ -157,6 +160,9 @@ class _Process:
 
 
 def _is_sent(medium: Medium) -> bool:
+    """Return whether a process decodes a medium; raises MediaError for an image without a header."""
+    if isinstance(medium, Image) and isinstance(medium.reference, SENT):
+        return math.prod(image_size(medium.reference)) >= LARGE_PIXELS
     parts = medium.reference if isinstance(medium.reference, tuple) else (medium.reference,)
     return all(isinstance(part, SENT) for part in parts)
 
