@@ -81,6 +81,23 @@ async def test_who_was_given_a_prompt_is_given_its_further_answers_first():
 
 
 @in_loop
+async def test_a_job_goes_to_the_idle_worker_that_has_its_prompt():
+    queue = MemoryBackend(Limits())
+    idle = {name: asyncio.create_task(queue.take("length", 100, [name])) for name in ("x", "y", "z")}
+    await asyncio.sleep(0)
+    await queue.put(job("a", prefixes={"z": 1}))
+    assert [one.items[0]["prompt"] for one in await idle.pop("z")] == ["a"]
+    assert not any(task.done() for task in idle.values())
+    await queue.put(job("b", prefixes={"y": 1}))
+    idle["y"].cancel()  # it is woken and leaves before it takes anything
+    assert [one.items[0]["prompt"] for one in await idle["x"]] == ["b"]
+    unknown = asyncio.create_task(queue.take("length", 100, ["x"]))
+    await asyncio.sleep(0)
+    await queue.put(job("c", prefixes={"nobody's": 1}))
+    assert [one.items[0]["prompt"] for one in await unknown] == ["c"]
+
+
+@in_loop
 async def test_who_asks_for_one_thing_at_a_time_does_not_wait():
     one, worker = fed(budget=1)
     for number in range(replica.RECENT):

@@ -263,12 +263,33 @@ async def test_processes_that_share_a_queue_follow(redis_server, tmp_path):
         reward = fake("weights", "fake_reward.Weights", model_path=str(tmp_path / "models" / "one"))
         async with running(reward, **shared, limits=TALKATIVE):
             assert score_of(await ask(client)) == 1
-            assert (await put(client, two)).status_code == 200
-            while api.health("weights").info.get("model") != "two":
+            assert (await put(client, two)).status_code == 202  # nothing is proved yet
+            while not (await api.backend.load_record("model:weights"))["proved"]:
+                await asyncio.sleep(0.01)
+            while api.health("weights").info["model"] != "two":
                 await asyncio.sleep(0.01)
             assert score_of(await ask(client)) == 2
         async with running(reward, **shared, limits=TALKATIVE):  # begins with what is wanted, not as configured
             assert score_of(await ask(client, "b")) == 2
+
+
+@in_loop
+async def test_a_model_that_other_processes_refuse_is_neither_served_nor_begun_with(redis_server, tmp_path):
+    shared = redis_server.settings
+    broken = model(tmp_path / "models", "broken", 0.0)
+    (Path(broken) / "model.safetensors").write_text("no number")
+    async with serving(tmp_path, workers=False, limits=ATTENTIVE, **shared) as (api, client):
+        reward = fake("weights", "fake_reward.Weights", model_path=str(tmp_path / "models" / "one"))
+        async with running(reward, **shared, limits=TALKATIVE):
+            assert score_of(await ask(client)) == 1
+            assert (await put(client, broken)).status_code == 202
+            while not api.health("weights").errors:
+                await asyncio.sleep(0.01)
+            state = (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()
+            assert "could not convert string" in state["error"]
+            assert score_of(await ask(client, "b")) == 1
+        async with running(reward, **shared, limits=TALKATIVE):
+            assert score_of(await ask(client, "c")) == 1
 
 
 @in_loop

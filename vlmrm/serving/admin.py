@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from vlmrm.serving.errors import error_responses
 from vlmrm.serving.gateway import Gateway, gateway_of
@@ -17,14 +17,16 @@ async def model(name: str, request: Request) -> ModelState:
     return _state(_gateway(request, name), name)
 
 
-@router.put("/model")
-async def change_model(name: str, body: ModelRequest, request: Request) -> ModelState:
+@router.put("/model", responses={202: {"description": "Other processes have the workers.", "model": ModelState}})
+async def change_model(name: str, body: ModelRequest, request: Request, response: Response) -> ModelState:
     """Load another model, prove it, and have it compute the reward; on any failure the old one goes on.
 
-    It answers once the workers of this process have it; others that share its queue follow within seconds.
+    It answers once the workers of this process have it, with 202 where it has none; processes that share its queue
+    follow within seconds, and their errors are in the state.
     """
     gateway = _gateway(request, name)
     await gateway.service.versions.change(name, body)
+    response.status_code = 200 if gateway.service.replicas[name] else 202
     return _state(gateway, name)
 
 
@@ -60,5 +62,4 @@ def _gateway(request: Request, name: str) -> Gateway:
 
 
 def _state(gateway: Gateway, name: str) -> ModelState:
-    health = gateway.service.health(name)
-    return gateway.service.versions.state(name, health.revisions, bool(health.asleep))
+    return gateway.service.versions.state(name, gateway.service.health(name))

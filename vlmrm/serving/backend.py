@@ -169,7 +169,8 @@ class Backend(Protocol):
         longest, so that none waits for ever. Within a priority clients have equal shares of tokens, however many jobs
         they sent: next is the oldest job of the client that has had the least since it came. Behind it, jobs of its
         priority that share a prefix with it come along as far as the budget goes, and those of the prefixes `cached`,
-        which the worker computed lately. So a job waits one batch at most for each job before it in this order.
+        which the worker computed lately. In this process's queue a job goes to an idle worker that has its prefix, if
+        there is one. So a job waits one batch at most for each job before it in this order.
 
         Jobs that were given back come before all. One that a worker died with comes alone, so that it harms no other;
         one whose deadline has passed is failed instead.

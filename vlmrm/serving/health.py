@@ -41,7 +41,7 @@ class WorkerHealth:
             failing=int(replica.error is not None and not replica.ready),
             lost=int(replica.lost),
             restarts=replica.restarts,
-            errors=[redact_paths(replica.error)] if replica.error else [],
+            errors=[redact_paths(error) for error in (replica.error, replica.refusal) if error],
             info={**replica.info, "revision": replica.revision} if replica.revision else {},
             revisions=[replica.revision] if replica.ready else [],
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,8 @@ class MemoryBackend:
         self._entries: dict[str, _Entry] = {}
         self._by_key: dict[str, str] = {}
         self._queues: dict[str, FairQueue] = defaultdict(FairQueue)
-        self._queued: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        # By reward, the workers that wait for a job, and the prefixes that they have.
+        self._idle: dict[str, dict[asyncio.Future[None], Collection[str]]] = defaultdict(dict)
         self._finished: OrderedDict[str, float] = OrderedDict()  # job id to when it finished, the oldest first
         # By reward, when items were done and how many.
         self._paces: dict[str, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=100))
@@ -95,8 +96,16 @@ class MemoryBackend:
             if batch.jobs:
                 return batch.jobs
             # Nothing is awaited since `take`, so no job can have come unseen.
-            self._queued[reward].clear()
-            await self._queued[reward].wait()
+            idle = self._idle[reward]
+            woken = asyncio.get_running_loop().create_future()
+            idle[woken] = cached
+            try:
+                await woken
+            except asyncio.CancelledError:
+                _wake(idle)  # what this worker was woken for
+                raise
+            finally:
+                del idle[woken]
 
     async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
         self._paces[job.reward].append((time.monotonic(), len(job.items)))
@@ -174,7 +183,9 @@ class MemoryBackend:
 
     def _queue(self, job: Job, *, returned: bool = False) -> None:
         self._queues[job.reward].push(job, returned=returned)
-        self._queued[job.reward].set()
+        idle = self._idle[job.reward]
+        has_it = [woken for woken, cached in idle.items() if not job.prefixes.keys().isdisjoint(cached)]
+        _wake(has_it[:1] if has_it and not has_it[0].done() else idle)
 
     def _finish(self, job: Job, status: Status) -> None:
         entry = self._entries[job.id]
@@ -201,6 +212,12 @@ class MemoryBackend:
         if len(paces) < 2:
             return 0.0
         return sum(items for _, items in paces) / max(paces[-1][0] - paces[0][0], 1e-3)
+
+
+def _wake(idle: Iterable[asyncio.Future[None]]) -> None:
+    for woken in idle:
+        if not woken.done():
+            woken.set_result(None)
 
 
 def _is_shared(status: Status, job: Job) -> bool:

@@ -94,6 +94,7 @@ class Replica:
         self.lost = False
         self.closing = False  # set it to end after what the worker has been given
         self.error: str | None = None
+        self.refusal: str | None = None  # why it did not change to the model that was wanted last
         self.restarts = 0
         self.info: dict[str, Any] = {}
         self._worker: WorkerProcess | None = None
@@ -125,6 +126,10 @@ class Replica:
         """Keep a worker running and fed, until cancelled, `closing`, or `lost`."""
         try:
             await self._keep_running()
+        except Exception as error:  # a fault of the service: requests fail rather than wait for ever
+            self.lost = True
+            self.error = f"the worker of {self.reward} is not fed any more ({type(error).__name__})"
+            logger.exception("%s: restart the service", self.error)
         finally:
             self._refuse_turns("has ended")
 
@@ -287,6 +292,7 @@ class Replica:
         self._spares.clear()
         self._counted = {}
         self.info, self.error, self.ready, self.asleep = candidate.worker.info, None, True, False
+        self.refusal = None
         self.process_id = candidate.worker.process.pid
         logger.info("the worker of %s is ready (process %d)", self.reward, self.process_id)
 

@@ -21,6 +21,7 @@ from pydantic import Field
 from vlmrm.conversation import Outcome
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import Backend, QueueAway
+from vlmrm.serving.health import WorkerHealth
 from vlmrm.serving.replica import Candidate, CannotSwitch, Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.worker_process import RewardRaised, WorkerDied
@@ -68,7 +69,7 @@ class ModelState(Strict):
     previous: str | None = None
     changing: bool = False
     asleep: bool = False
-    error: str | None = Field(None, description="Why the last change in a process that shares the queue failed.")
+    error: str | None = Field(None, description="What is wrong with workers, such as why they refuse a model.")
     difference: Difference | None = None
 
 
@@ -98,7 +99,6 @@ class Versions:
         announce: Callable[[], Awaitable[None]],
     ):
         self._announce = announce
-        self.error: dict[str, str] = {}
         self._settings, self._replicas, self._backend = settings, replicas, backend
         self._rewards = {reward.name: reward for reward in settings.reward_args}
         self._configured = {name: reward.model_path for name, reward in self._rewards.items()}
@@ -109,17 +109,17 @@ class Versions:
 
     # What is asked for -----------------------------------------------------------------------------------------------
 
-    def state(self, name: str, revisions: Sequence[str], asleep: bool) -> ModelState:
-        """Return the state of a reward that is served as these revisions."""
+    def state(self, name: str, health: WorkerHealth) -> ModelState:
+        """Return the state of a reward whose workers have this health."""
         previous = self._previous.get(name)
         return ModelState(
             reward=name,
             model=self._rewards[name].model_path,
-            revisions=list(revisions),
+            revisions=health.revisions,
             previous=None if previous is None else previous.model,
             changing=self._locks[name].locked(),
-            asleep=asleep,
-            error=self.error.get(name),
+            asleep=bool(health.asleep),
+            error="; ".join(health.errors) or None,
             difference=self._differences.get(name),
         )
 
@@ -254,7 +254,9 @@ class Versions:
         """Have replicas begin with the models that a shared queue says are wanted, not those of the configuration."""
         for name, replicas in self._replicas.items():
             record = await self._load(name) if replicas else None
-            if record is not None:
+            if record is not None and not record["proved"]:
+                self._followed.pop(name)  # `run` tries it beside what is configured
+            elif record is not None:
                 reward = self._rewards[name].model_copy(update={"model_path": record["model"]})
                 self._rewards[name] = reward
                 for replica, device in zip(replicas, devices_of(reward), strict=True):
@@ -280,10 +282,14 @@ class Versions:
                 if record["model"] != self._rewards[name].model_path:
                     await self._apply(name, ModelRequest(model=record["model"], beside=record["beside"]))
                 await _all(r.sleep() if record["asleep"] else r.wake() for r in self._replicas[name])
-                self.error.pop(name, None)
+                if not record["proved"]:
+                    await self._backend.save_record(_key(name), {**record, "proved": True}, RECORD_S)
             except (CannotSwitch, RewardRaised, WorkerDied) as error:
-                self.error[name] = str(error)
+                for replica in self._replicas[name]:
+                    replica.refusal = str(error)
                 logger.error("the model of %s is not changed: %s", name, error)
+            except QueueAway:
+                self._followed.pop(name)  # the next round says that it is proved
 
     async def _load(self, name: str) -> dict[str, Any] | None:
         """Return the record of what is wanted of a reward, unless its configuration has changed since."""
@@ -301,7 +307,8 @@ class Versions:
             return
         self._followed[name] = uuid.uuid4().hex
         record = {"id": self._followed[name], "model": wanted.model, "beside": wanted.beside, "asleep": asleep}
-        await self._backend.save_record(_key(name), {**record, "configured": self._configured[name]}, RECORD_S)
+        record |= {"configured": self._configured[name], "proved": bool(self._replicas[name])}
+        await self._backend.save_record(_key(name), record, RECORD_S)
 
 
 async def _prove(reward: RewardSettings, expected: str, candidate: Candidate) -> None:
