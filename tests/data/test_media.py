@@ -45,7 +45,7 @@ def test_every_kind_of_reference_opens_to_the_same_pixels(picture, tmp_path):
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_a_tall_transparent_image_is_put_on_white_as_a_whole_would_be(mode):
     cells = np.random.default_rng(0).integers(0, 256, (1300, 7, 4), dtype=np.uint8)
-    image = Image.fromarray(cells, "RGBA") if mode == "RGBA" else Image.fromarray(cells[..., :2].copy(), "LA")
+    image = Image.fromarray(cells if mode == "RGBA" else cells[..., :2].copy())  # by the number of channels
     if mode == "P":
         image = Image.fromarray(cells[..., 0].copy())
         image = image.convert("P")

@@ -266,7 +266,7 @@ async def test_processes_that_share_a_queue_follow(redis_server, tmp_path):
             assert (await put(client, two)).status_code == 202  # nothing is proved yet
             while not (await api.backend.load_record("model:weights"))["proved"]:
                 await asyncio.sleep(0.01)
-            while api.health("weights").info["model"] != "two":
+            while api.health("weights").info.get("model") != "two":
                 await asyncio.sleep(0.01)
             assert score_of(await ask(client)) == 2
         async with running(reward, **shared, limits=TALKATIVE):  # begins with what is wanted, not as configured

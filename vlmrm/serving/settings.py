@@ -207,7 +207,9 @@ class ServiceSettings(Strict):
         refused = ("device", "devices") if self.engine == "ray" else of_ray
         for reward in self.reward_args:
             for key in refused:
-                if getattr(reward, key) != type(reward).model_fields[key].get_default(call_default_factory=True):
+                if getattr(reward, key) != type(reward).model_fields[key].get_default(
+                    call_default_factory=True, validated_data={}
+                ):
                     why = "Ray chooses the devices" if self.engine == "ray" else 'it is for engine = "ray"'
                     raise ValueError(f"reward {reward.name} has {key}: leave it out, {why}")
             if self.engine == "ray":
