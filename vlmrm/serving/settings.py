@@ -87,7 +87,7 @@ class Limits(Strict):
     max_requests: Count = 8192  # at the same time
     max_bodies_bytes: Count = 2 * 2**30  # of all requests at the same time
     max_wait: Seconds = 2.0  # for a request's turn in this process, above which it is refused before it is parsed
-    max_pixels: Count = 64 * 2**20  # of one image
+    max_pixels: Count = 32 * 2**20  # of one image, which is an 8K frame
     max_total_pixels: Count = 256 * 2**20  # of all images and frames of one request; a pixel takes some 30 bytes
     max_frames: Count = 1024  # of one video
     max_image_bytes: Count = 64 * 2**20  # of one image as a file
