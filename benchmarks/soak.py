@@ -144,7 +144,7 @@ def rows(outcomes: Outcomes, watch: Watch, capacity: float) -> list[Row]:
             begin_mb=float(before),
             end_mb=float(after),
         )
-        for name, before, after in zip(("service", "worker"), begin, end, strict=True)
+        for name, before, after in zip(("service", "workers"), begin, end, strict=True)
     ]
     return [answers, health, *lines]
 
