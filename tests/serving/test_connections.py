@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import socket
+import weakref
 from contextlib import ExitStack
 from typing import Any
 
@@ -101,3 +103,43 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off(monkeypatch):
     while not sink.aborted:
         await asyncio.sleep(0.01)
     protocol.connection_lost(None)
+
+
+@in_loop
+async def test_a_connection_that_has_ended_leaves_no_garbage():
+    """Full collections are rare in a service, so a cycle for each connection would fill its memory."""
+
+    async def answer(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    config, ended = server.uvicorn.Config(answer, log_config=None), []
+    state = server.uvicorn.server.ServerState()
+
+    def protocol() -> HeaderLimitProtocol:
+        made = HeaderLimitProtocol(config, state, {})
+        ended.append(weakref.ref(made))
+        return made
+
+    listener = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0)
+    address = listener.sockets[0].getsockname()
+    gc.collect()
+    gc.disable()
+    try:
+        transports = sum(issubclass(type(it), asyncio.Transport) for it in gc.get_objects())
+        for _ in range(10):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            assert (await reader.read()).endswith(b"{}")
+            writer.close()
+            await writer.wait_closed()
+        del reader, writer
+        while state.connections:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        assert [reference() for reference in ended] == [None] * 10
+        # Of those that are left each is of a client here, which asyncio itself leaves to the collector.
+        assert sum(issubclass(type(it), asyncio.Transport) for it in gc.get_objects()) - transports <= 10
+    finally:
+        gc.enable()
+        listener.close()
