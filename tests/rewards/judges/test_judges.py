@@ -270,6 +270,7 @@ def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, pictur
         "on_failure": "mask",
         "async_reward": True,
         "num_workers": 2,
+        "malformed_retries": 0,
         "prompt_price": 3.0,
     }
     rewards = RewardSet(

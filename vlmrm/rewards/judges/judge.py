@@ -19,7 +19,7 @@ from PIL import Image
 from vlmrm.data.media import open_image
 from vlmrm.errors import MediaError, RewardError
 from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
-from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, read_settings
+from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, read_settings
 from vlmrm.rewards.judges.replies import Question, Reply
 
 if TYPE_CHECKING:
@@ -107,21 +107,21 @@ class Judge(PointwiseRewardModel):
                 questions[index] = self._question(sample)
             except (MediaError, RewardError) as error:
                 failures[index] = str(error)
-        replies = dict(zip(questions, self.client.ask(list(questions.values())), strict=True))
         rewards = [math.nan] * len(samples)
         info: list[dict[str, Any]] = [{} for _ in samples]
-        for index, reply in replies.items():
-            try:
-                if isinstance(reply, RewardError):
-                    raise reply
-                info[index] |= {"reply": reply.text}
-                verdict = self._read(reply, samples[index])
-            except RewardError as error:
-                failures[index] = str(error)
+        asked = {question.key: samples[index] for index, question in questions.items()}
+        replies = self.client.ask(
+            list(questions.values()), lambda question, reply: self._read(reply, asked[question.key])
+        )
+        for (index, question), reply in zip(questions.items(), replies, strict=True):
+            if isinstance(reply, RewardError):
+                failures[index] = str(reply)
+                info[index] |= {"reply": reply.reply.text} if isinstance(reply, Malformed) else {}
                 continue
-            self.client.keep(questions[index], reply)
+            verdict = self._read(reply, samples[index])
+            self.client.keep(question, reply)
             rewards[index] = verdict.reward
-            info[index] |= verdict.details
+            info[index] |= {"reply": reply.text, **verdict.details}
         names = list(dict.fromkeys(name for details in info for name in details))
         return RewardModelOutput(rewards, {name: [details.get(name) for details in info] for name in names}, failures)
 
@@ -142,7 +142,7 @@ class Judge(PointwiseRewardModel):
 
     def counters(self) -> dict[str, float]:
         usage = self.client.usage
-        names = ("calls", "retries", "cache_hits", "prompt_tokens", "completion_tokens", "cost")
+        names = ("calls", "retries", "malformed", "cache_hits", "prompt_tokens", "completion_tokens", "cost")
         return {name: getattr(usage, name) for name in names}
 
     def media(self, sample: JudgeSample) -> list[dict[str, Any]]:

@@ -22,6 +22,8 @@ from vlmrm.files import make_folder, write_file
 
 logger = logging.getLogger("vlmrm")
 
+AGAIN = 0.7  # temperature at which another reply is asked for where the likeliest cannot be read
+
 # Numbers as judges write them: `3.5`, `**3**`, `3/4`, `2 out of 4`, `[3,5]`, `N/A (no text)`.
 NOT_APPLICABLE = "N/A"
 DECORATION = r"[\s*_`\[\](){}<>\"']*"
@@ -35,9 +37,10 @@ VALUE = re.compile(
 
 @dataclass(frozen=True)
 class Question:
-    """The body of one call of `/chat/completions`, as the bytes that are sent."""
+    """The body of one call of `/chat/completions`, as the bytes that are sent; a `verbatim` one is never changed."""
 
     content: bytes
+    verbatim: bool = False
 
     @classmethod
     def of(cls, model: str, messages: list[dict[str, Any]], parameters: dict[str, Any]) -> Question:
@@ -51,12 +54,20 @@ class Question:
     @property
     def structured(self) -> bool:
         """Return whether the question asks for a JSON schema by `response_format`."""
-        return b'"response_format":' in self.content  # inside a text its quotes would be escaped
+        # Inside a text its quotes would be escaped.
+        return not self.verbatim and b'"response_format":' in self.content
 
     def unstructured(self) -> Question:
         body = json.loads(self.content)
         body.pop("response_format")
         return Question(_json(body))
+
+    def sampled(self) -> Question:
+        """Return the same question for another reply than the likeliest one."""
+        body = json.loads(self.content)
+        if self.verbatim or body.get("temperature", 1) > 0:
+            return self
+        return Question(_json({**body, "temperature": AGAIN}))
 
 
 class Reply(BaseModel):

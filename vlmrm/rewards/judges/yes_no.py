@@ -23,6 +23,7 @@ class YesNoSettings(JudgeSettings):
     vlm_model: str = "Qwen3-VL"
     max_concurrent: int = Field(100, ge=1)
     max_retries: int = Field(10, ge=0)
+    malformed_retries: int = Field(0, ge=0)  # the probabilities of a first token are the same again
     timeout: float = Field(60.0, gt=0)
     max_tokens: int = Field(1, ge=1)
     """The answer is the first token."""
