@@ -285,7 +285,7 @@ def test_successes_and_refused_items_keep_the_circuit_closed(server, client):
     assert one(mixed, asked("good")).text == "yes"
 
 
-# Replies that cannot be read ------------------------------------------------------------------------------------------
+# Replies that cannot be read -----------------------------------------------------------------------------------------
 
 
 def unreadable(question: Question, reply: Reply) -> None:

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from vlmrm.errors import RewardError
-from vlmrm.rewards.judges.client import JudgeSettings
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, Verdict, fence, text_part
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, Verdict, fence, text_part
 from vlmrm.rewards.judges.replies import Reply
 
 QUALITY = (
@@ -19,7 +18,7 @@ QUALITY = (
 MATCHES = ", and whether it shows what the description above asks for"
 
 
-class YesNoSettings(JudgeSettings):
+class YesNoSettings(SampleSettings):
     vlm_model: str = "Qwen3-VL"
     max_concurrent: int = Field(100, ge=1)
     max_retries: int = Field(10, ge=0)
