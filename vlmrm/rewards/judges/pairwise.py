@@ -51,8 +51,8 @@ class PairwiseSettings(SampleSettings):
 class PairwiseJudge(GroupwiseRewardModel):
     """The chance to beat another sample of the group, by the strengths of a Bradley-Terry model: [N] in [0, 1].
 
-    In each of `rounds` rounds every sample meets another of about its strength (a Swiss tournament), and in groups of
-    at most `rounds` + 1 all meet. A pair is shown in both orders, and its credit is the mean, so that a judge that
+    In each of `rounds` rounds every sample meets another of about its strength (a Swiss tournament); in a group so
+    small that they suffice, all meet. A pair is shown in both orders, and its credit is the mean, so that a judge that
     prefers a place gives a tie. Pairs of which a verdict is missing do not count; a sample without any pair fails. The
     replies of UnifiedReward 2.0, Think, Flex and Edit to pairs are read, asked by their `request_file`.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -14,18 +15,18 @@ STEPS = 50
 
 
 def play(count: int, rounds: int, compare: Callable[[Sequence[Pair]], Mapping[Pair, float]]) -> Credits:
-    """Return the credits of a Swiss tournament of `rounds` rounds, fewer where all pairs have met.
+    """Return the credits of a Swiss tournament of `rounds` rounds, or of all pairs where as many rounds hold them.
 
     In each round everyone meets someone of about the same strength whom he has not met, but the one who is left over.
     `compare` returns the credits of pairs that could be compared.
     """
+    if full_rounds(count) <= rounds:
+        return dict(compare(list(combinations(range(count), 2))))
     credits: Credits = {}
     met: set[Pair] = set()
-    for _ in range(min(rounds, count)):
+    for _ in range(rounds):
         pairs = _next_pairs(strengths(count, credits), met)
         met.update(pairs)
-        if not pairs:
-            break
         credits.update(compare(pairs))
     return credits
 
