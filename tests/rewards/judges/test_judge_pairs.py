@@ -98,6 +98,17 @@ def test_a_judge_that_prefers_a_place_says_nothing(server, judge):
     assert output.rewards == pytest.approx([0.5] * 4) and output.extra_info["consistent"] == [0.0] * 4
 
 
+def test_a_published_judge_of_pairs_is_asked_by_its_file_alone(server, judge, tmp_path):
+    server.behave = brighter
+    url = "data:image/png;base64,"
+    parts = [{"type": "image_url", "image_url": {"url": f"{url}{{{name}}}"}} for name in ("first", "second")]
+    body = {"model": "published", "temperature": 0, "messages": [{"role": "user", "content": parts}]}
+    (tmp_path / "request.json").write_text(json.dumps({"body": body}))
+    output = judge("pairwise_judge", request_file=str(tmp_path / "request.json"))(prompt=["a"] * 3, image=shades(3))
+    assert sorted(output.rewards) == output.rewards and len(server.bodies) == 6
+    assert {body["model"] for body in server.bodies} == {"published"}
+
+
 def test_the_budget_is_what_the_rounds_say(server, judge):
     server.behave = brighter
     judge("pairwise_judge", vlm_model="m", rounds=3)(prompt=["a wall"] * 8, image=shades(8))

@@ -117,15 +117,6 @@ def read_settings(cls: type[Settings], config: RewardArguments) -> Settings:
         raise ConfigError(f"{where}: api_base_url holds more than an address: give the key by api_key_env.")
     if settings.api_key is not None and settings.api_key_env is not None:
         raise ConfigError(f"{where}: api_key and api_key_env are both given: keep api_key_env.")
-    return check_cache(settings, where)
-
-
-def check_cache(settings: Settings, where: str) -> Settings:
-    """Return settings whose `cache_dir`, if any, keeps replies that are the same again.
-
-    Raises:
-        ConfigError: naming both keys.
-    """
     if settings.cache_dir is not None and settings.temperature > 0:
         raise ConfigError(
             f"{where}: cache_dir keeps replies, and at a temperature of {settings.temperature:g} each is another: set "

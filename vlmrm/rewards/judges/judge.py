@@ -9,7 +9,7 @@ import statistics
 import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from threading import Condition
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -21,7 +21,7 @@ from pydantic import Field
 from vlmrm.data.media import open_image
 from vlmrm.errors import ConfigError, MediaError, RewardError
 from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
-from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, Usage, check_cache, read_settings
+from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, Usage, read_settings
 from vlmrm.rewards.judges.expected import expected_reward
 from vlmrm.rewards.judges.replies import Question, Reply
 from vlmrm.rewards.judges.request_file import RequestFile, read_request_file
@@ -243,16 +243,16 @@ def read_sample_settings(
     Raises:
         ConfigError: naming the reward and the key.
     """
-    settings, request = read_settings(cls, config), None
-    where = f"reward {config.name}"
-    if settings.request_file is not None:
-        request = read_request_file(settings.request_file, where, shown)
-        for name in sorted(settings.model_fields_set & {*request.decides, *WORDING}):
-            if name in WORDING or getattr(settings, name) != request.decides[name]:
+    where, request, given = f"reward {config.name}", None, config.extra_kwargs
+    if isinstance(path := given.get("request_file"), str):
+        request = read_request_file(path, where, shown)
+        for name in given:
+            if name in WORDING or (name in request.decides and given[name] != request.decides[name]):
                 raise ConfigError(
                     f"{where}: {name} and request_file are both given: the file decides it, remove {name}."
                 )
-        settings = check_cache(settings.model_copy(update=request.decides), where)
+        config = replace(config, extra_kwargs={**given, **request.decides})
+    settings = read_settings(cls, config)
     if settings.replies > 1 and settings.temperature == 0:
         raise ConfigError(
             f"{where}: replies is {settings.replies}, but at temperature 0 all are one: raise it above 0."
