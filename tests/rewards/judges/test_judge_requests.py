@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -116,3 +118,12 @@ def test_files_that_cannot_be_used_are_refused_by_name(judge, write, content, se
     with pytest.raises(ConfigError) as refused:
         judge(request_file=write(**content), **settings)
     assert said in str(refused.value)
+
+
+def test_the_documented_file_is_one(server, judge, picture, tmp_path):
+    page = (Path(__file__).resolve().parents[3] / "docs/rewards.md").read_text()
+    [example] = re.findall(r"```text\n(pictures: .*?)```", page, re.DOTALL)
+    (tmp_path / "request.yaml").write_text(example)
+    server.behave = lambda *_: completion("Final Score: 4")
+    output = judge(request_file=str(tmp_path / "request.yaml"))(prompt=["a cat"], image=[picture])
+    assert output.rewards == [4.0] and server.texts == ["The published question about a cat"]
