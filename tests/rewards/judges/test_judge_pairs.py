@@ -13,6 +13,7 @@ from judge_server import completion
 from PIL import Image
 from scipy.stats import spearmanr
 
+from vlmrm.rewards import RewardSet
 from vlmrm.rewards.judges.pairwise import read_winner
 from vlmrm.rewards.judges.tournament import full_rounds, play, strengths, win_rates
 
@@ -107,6 +108,19 @@ def test_a_published_judge_of_pairs_is_asked_by_its_file_alone(server, judge, tm
     output = judge("pairwise_judge", request_file=str(tmp_path / "request.json"))(prompt=["a"] * 3, image=shades(3))
     assert sorted(output.rewards) == output.rewards and len(server.bodies) == 6
     assert {body["model"] for body in server.bodies} == {"published"}
+
+
+def test_in_a_reward_set_each_group_is_compared_by_itself(server):
+    server.behave = brighter
+    settings = {"api_base_url": server.url, "vlm_model": "m"}
+    rewards = RewardSet([{"name": "pairs", "reward_model": "pairwise_judge", "device": "cpu", **settings}])
+    pictures = shades(3)
+    scored = rewards(
+        prompt=["a", "b"] * 3, groups=[0, 1] * 3, image=[picture for picture in pictures for _ in range(2)]
+    )
+    rewards.close()
+    of_a, of_b = scored.rewards["pairs"][::2], scored.rewards["pairs"][1::2]
+    assert list(of_a) == list(of_b) == sorted(of_a) and len(server.bodies) == 2 * 2 * 3
 
 
 def test_the_budget_is_what_the_rounds_say(server, judge):
