@@ -47,6 +47,7 @@ BUILT_IN: dict[str, str] = {
     "rational_rewards_t2i": "vlmrm.rewards.judges.rational_rewards.RationalRewardsT2I",
     "rational_rewards_edit": "vlmrm.rewards.judges.rational_rewards.RationalRewardsEdit",
     "unified_reward": "vlmrm.rewards.judges.unified_reward.UnifiedReward",
+    "pairwise_judge": "vlmrm.rewards.judges.pairwise.PairwiseJudge",
     "rubric": "vlmrm.rewards.judges.rubric.RubricJudge",
 }
 _registered: dict[str, type[BaseRewardModel]] = {}

@@ -39,10 +39,10 @@ def time():
 
 @pytest.fixture
 def judge(server, time):
-    """Makes a judge of the test's server by its registered name."""
+    """Makes a judge of the test's server by its registered name; it asks once where replies cannot be read."""
 
     def make(name: str = "unified_reward", **settings):
-        settings = {"api_base_url": server.url, **settings}
+        settings = {"api_base_url": server.url, "malformed_retries": 0, **settings}
         made = reward_model_class(name)(RewardArguments("it", name, device="cpu", extra_kwargs=settings), None)
         made.client = JudgeClient(made.settings, sleep=time.sleep, clock=time.clock, jitter=lambda: 0.0)
         return made

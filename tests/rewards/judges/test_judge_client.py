@@ -12,7 +12,8 @@ from judge_server import completion, error
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards import RewardSet
 from vlmrm.rewards.contract import RewardArguments
-from vlmrm.rewards.judges.client import CircuitBreaker, JudgeClient, JudgeSettings, current_loop, run
+from vlmrm.rewards.judges.circuit import FIRST_PAUSE, PROBES, CircuitBreaker
+from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, current_loop, run
 from vlmrm.rewards.judges.replies import Question, Reply
 from vlmrm.rewards.registry import identity
 
@@ -215,27 +216,48 @@ def test_a_forked_process_says_what_is_wrong_instead_of_waiting_for_ever():
 # The circuit ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_circuit_opens_and_items_fail_at_once_with_the_reason(server, client, time):
+def test_a_judge_that_is_down_costs_a_round_of_64_samples_few_calls_and_seconds(server, client, time):
+    """Calls decide, and the seconds that it means to wait."""
     server.behave = lambda *_: error(500, "out of memory")
-    failing = client(max_retries=0, breaker_failures=3, breaker_seconds=30.0, max_concurrent=1)
-    answers = failing.ask([asked(str(i)) for i in range(6)])
-    assert len(server.bodies) == 3
-    for answer in answers[3:]:
-        assert "not asked, since 3 items in a row failed" in str(answer) and "out of memory" in str(answer)
-    time.now += 29
-    one(failing)
-    assert len(server.bodies) == 3
+    failing = client()  # the defaults: 8 at a time, up to 6 calls of each
+    answers = failing.ask([asked(str(i)) for i in range(64)])
+    # Eight in a row, seven that were under way meanwhile, and the probes.
+    assert len(server.bodies) == failing.usage.calls <= 8 + 7 + PROBES
+    assert all("out of memory" in str(answer) for answer in answers)
+    assert sum("calls in a row failed" in str(answer) for answer in answers) >= 64 - PROBES
+    pauses = [FIRST_PAUSE * 2**number for number in range(PROBES)]
+    assert [pause for pause in pauses if pause in time.slept] == pauses and sum(pauses) < 10
+
+    calls = len(server.bodies)
+    failing.ask([asked(str(i)) for i in range(64)])
+    assert len(server.bodies) == calls  # the next round costs none, until the cool-down is over
+    time.now += 31
+    failing.ask([asked(str(i)) for i in range(64)])
+    assert len(server.bodies) == calls + 1
+
+
+def test_a_fault_of_seconds_loses_no_sample(server, client):
+    server.behave = lambda body, number: error(500) if number < 10 else completion(text_of(body))
+    answers = client(max_concurrent=4).ask([asked(str(i)) for i in range(64)])
+    assert [answer.text for answer in answers] == [str(i) for i in range(64)]
+
+
+def test_a_busy_server_is_not_down(server, client):
+    server.behave = lambda body, number: error(429, Retry_After="1") if number < 30 else completion("yes")
+    answers = client(max_concurrent=8, max_retries=5).ask([asked(str(i)) for i in range(8)])
+    assert [answer.text for answer in answers] == ["yes"] * 8
 
 
 def test_after_the_cool_down_one_probe_decides_for_all_that_wait(server, client, time):
     server.behave = lambda *_: error(500)
-    failing = client(max_retries=4, breaker_failures=2, breaker_seconds=30.0, max_concurrent=4)
+    failing = client(max_retries=9, breaker_failures=2, breaker_seconds=30.0, max_concurrent=4)
     failing.ask([asked("a"), asked("b")])
     asked_so_far = len(server.bodies)
+    assert asked_so_far <= 2 + 3 + PROBES
 
     time.now += 31
     failing.ask([asked(str(i)) for i in range(4)])
-    assert len(server.bodies) == asked_so_far + 1  # the probe, tried once
+    assert len(server.bodies) == asked_so_far + 1  # the probe
 
     time.now += 31
     server.behave = lambda body, number: completion(text_of(body))
@@ -245,12 +267,11 @@ def test_after_the_cool_down_one_probe_decides_for_all_that_wait(server, client,
 def test_a_probe_that_is_cancelled_leaves_its_place_to_the_next(time):
     async def scenario() -> list[bool]:
         circuit = CircuitBreaker(failures=1, cool_down=30.0, clock=time.clock)
-        circuit.failed("it is down")
-        time.now += 31
+        circuit.failed("it is down", probe=False)
         first = await circuit.enter()
         waiting = asyncio.ensure_future(circuit.enter())
         await asyncio.sleep(0)
-        circuit.abandoned()
+        circuit.abandoned(first)
         return [first, await waiting]
 
     assert asyncio.run(scenario()) == [True, True]
@@ -262,6 +283,42 @@ def test_successes_and_refused_items_keep_the_circuit_closed(server, client):
     for text in ("bad", "long", "bad", "good", "bad"):
         one(mixed, asked(text))
     assert one(mixed, asked("good")).text == "yes"
+
+
+# Replies that cannot be read -----------------------------------------------------------------------------------------
+
+
+def unreadable(question: Question, reply: Reply) -> None:
+    if not reply.text.isdigit():
+        raise RewardError("the reply has no score")
+
+
+def test_a_malformed_reply_is_asked_for_again_and_the_readable_one_is_used(server, client):
+    server.behave = lambda body, number: completion("it is fine" if number < 2 else "7")
+    asking = client(malformed_retries=2)
+    [reply] = asking.ask([asked(temperature=0)], unreadable)
+    assert reply.text == "7" and asking.usage.malformed == 2
+    # The likeliest reply is known: it would be the same again.
+    assert [body["temperature"] for body in server.bodies] == [0, 0.7, 0.7]
+
+
+def test_a_reply_that_stays_malformed_is_a_failure_that_holds_it(server, client):
+    asking = client(malformed_retries=2)
+    [failure] = asking.ask([asked()], unreadable)
+    assert isinstance(failure, Malformed) and failure.reply.text == "hello" and "has no score" in str(failure)
+    assert len(server.bodies) == 3 and asking.usage.failures == 1
+
+
+def test_malformed_replies_do_not_outlast_the_round_s_deadline(server, client, pass_on_the_loop):
+    server.behave = lambda *_: completion("fine")
+    asking = client(malformed_retries=1000, deadline=60.0)
+
+    def check(question, reply):
+        pass_on_the_loop(25.0)
+        unreadable(question, reply)
+
+    [failure] = asking.ask([asked()], check)
+    assert "no answer within the deadline of 60 s" in str(failure) and len(server.bodies) <= 4
 
 
 # The cache -----------------------------------------------------------------------------------------------------------

@@ -194,35 +194,101 @@ def test_a_reply_without_a_final_score_is_a_failure(server, judge, picture, text
     assert "Final Score" in judge()(prompt=["a cat"], image=[picture]).failures[0]
 
 
-SEVERAL_SCORES = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
+@pytest.mark.parametrize(
+    ("text", "reward", "aspects"),
+    [
+        (
+            "Alignment Score (1-5): 2.7000000476837\nCoherence Score (1-5): 2.4\n**Style Score (1-5):** 3.9",
+            3.0,
+            {"Alignment": 2.7000000476837, "Coherence": 2.4, "Style": 3.9},
+        ),
+        ("Alignment Score: 2\nPhysics Score: 3\nStyle Score: 4", 3.0, {"Alignment": 2, "Physics": 3, "Style": 4}),
+        ('{\n\n"reasoning" : "It has "A" in it.",\n"score" : [20, 13.5],\n}', 13.5, [20.0, 13.5]),
+    ],
+)
+def test_unified_reward_2_and_edit_have_no_final_score(server, judge, picture, text, reward, aspects):
+    server.behave = lambda *_: completion(text)
+    output = judge()(prompt=["a cat"], image=[picture])
+    assert output.rewards == pytest.approx([reward]) and output.extra_info["aspects"] == [aspects]
 
 
-def test_the_several_scores_of_unified_reward_2_are_refused_by_name(server, judge, picture, tmp_path):
-    """Its form for images, of which none is a final score; that for videos has Physics in the place of Coherence."""
-    server.behave = lambda *_: completion(SEVERAL_SCORES.format(2.7, 2.4, 2.8))
-    said = judge()(prompt=["a cat"], image=[picture]).failures[0]
-    assert "is in the form of UnifiedReward 2.0, Alignment, Coherence and Style Score" in said
-    server.behave = lambda *_: completion(SEVERAL_SCORES.format(2, 3, 4).replace("Coherence", "Physics"))
-    assert "Alignment, Physics and Style Score" in judge()(prompt=["a cat"], video=[[picture] * 2]).failures[0]
-    (tmp_path / "asked.txt").write_text("Caption: {prompt}\n" + SEVERAL_SCORES.format("X", "Y", "Z"))
-    with pytest.raises(ConfigError, match=r"asked.txt asks for no Final Score, .* UnifiedReward 2.0"):
-        judge(template_file=str(tmp_path / "asked.txt"))
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Alignment Score (1-5): 2.7", "nor the several scores"),
+        ("Alignment Score: 2\nStyle Score: 9", "its Style score is '9', no number from 1 to 5"),
+        ('{"score": [26, 3]}', "its first score is '26', no number from 0 to 25"),
+    ],
+)
+def test_several_scores_off_their_scale_are_failures(server, judge, picture, text, said):
+    server.behave = lambda *_: completion(text)
+    assert said in judge()(prompt=["a cat"], image=[picture]).failures[0]
 
 
-@pytest.mark.parametrize("name", ["unified_reward", "rational_rewards_t2i"])
-def test_a_trained_judge_can_be_asked_in_the_published_words(server, judge, picture, tmp_path, name):
-    (tmp_path / "asked.txt").write_text('Answer {"so": 1}.' + " Caption: {prompt}" * (name == "unified_reward"))
-    judge(name, template_file=str(tmp_path / "asked.txt"))(prompt=["a {prompt} cat"], image=[picture])
-    assert 'Answer {"so": 1}.' in server.texts[0] and ">\na {prompt} cat\n</data-" in server.texts[0]
-    assert "1 to 5" not in server.texts[0] and "# Summary" not in server.texts[0]
+# Several replies and digits that might have been ---------------------------------------------------------------------
 
 
-def test_a_template_that_cannot_be_used_is_refused(judge, tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        judge(template_file=str(tmp_path / "missing.txt"))
-    (tmp_path / "asked.txt").write_text("How good is it?")
-    with pytest.raises(ConfigError, match=r"has {prompt} 0 times"):
-        judge(template_file=str(tmp_path / "asked.txt"))
+def test_the_mean_of_several_replies_counts_and_their_spread_is_recorded(server, judge, picture):
+    server.behave = lambda body, number: completion(f"Final Score: {[2, 3, 4][number % 3]}")
+    output = judge(replies=3, temperature=0.7, max_concurrent=1)(prompt=["a cat", "a dog"], image=[picture] * 2)
+    assert output.rewards == [3.0, 3.0] and len(server.bodies) == 6
+    assert output.extra_info["rewards"][0] == [2.0, 3.0, 4.0] and output.extra_info["spread"] == [1.0, 1.0]
+    assert output.extra_info["reply"][1] == ["Final Score: 2", "Final Score: 3", "Final Score: 4"]
+
+
+def test_a_sample_fails_with_one_of_its_replies_and_several_need_a_temperature(server, judge, picture):
+    server.behave = lambda body, number: completion("Final Score: 2" if number else "Nice.")
+    output = judge(replies=2, temperature=0.7)(prompt=["a cat"], image=[picture])
+    assert "no Final Score" in output.failures[0]
+    with pytest.raises(ConfigError, match="replies is 2, but at temperature 0 all are one"):
+        judge(replies=2)
+
+
+def spoken(*tokens: str | tuple[str, dict[str, float]]):
+    """A completion token by token; a token with what might have been there has its probabilities."""
+    content = []
+    for token in tokens:
+        text, chances = token if isinstance(token, tuple) else (token, {token: 1.0})
+        top = [{"token": other, "logprob": math.log(chance)} for other, chance in chances.items()]
+        content.append({"token": text, "logprob": 0.0, "top_logprobs": top})
+    text = "".join(entry["token"] for entry in content)
+    choice = {"finish_reason": "stop", "message": {"content": text}, "logprobs": {"content": content}}
+    return 200, {}, json.dumps({"choices": [choice]})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reward"),
+    [
+        (["Final", " Score: ", ("4", {"4": 0.6, "3": 0.3, "5": 0.1})], 4 * 0.6 + 3 * 0.3 + 5 * 0.1),
+        # What is off the scale, or no number, is no score; the rest is what there is.
+        (["Final Score:", (" 4", {" 4": 0.6, " 2": 0.2, " 9": 0.1, " four": 0.1})], (4 * 0.6 + 2 * 0.2) / 0.8),
+        (["Final Score: ", ("3", {"3": 0.5, "4": 0.5}), ".", ("5", {"5": 0.5, "7": 0.5})], 4.1),
+        (["2", " cats. Final Score: ", ("3", {"3": 1.0})], 3.0),
+        (["1", " </think> Final Score: ", ("3", {"3": 0.75, "4": 0.25})], 3.25),
+    ],
+)
+def test_a_score_is_expected_over_the_digits_that_might_have_been_written(server, judge, picture, tokens, reward):
+    server.behave = lambda *_: spoken(*tokens)
+    output = judge(expected_score=True)(prompt=["a cat"], image=[picture])
+    assert output.rewards == pytest.approx([reward])
+    [body] = server.bodies
+    assert body["logprobs"] is True and body["top_logprobs"] == 20
+
+
+def test_the_expected_mean_of_aspects_and_of_ten(server, judge, picture):
+    titles = ("Text Faithfulness", "Physical and Visual Quality", "Text Rendering")
+    reply = [f"{'' if not number else chr(10)}{title}: Score: " for number, title in enumerate(titles)]
+    scores = [("4", {"4": 0.5, "2": 0.5}), ("2", {"2": 1.0}), ("3", {"3": 0.5, "1": 0.5})]
+    server.behave = lambda *_: spoken(*(part for both in zip(reply, scores, strict=True) for part in both))
+    output = judge("rational_rewards_t2i", expected_score=True)(prompt=["a cat"], image=[picture])
+    assert output.rewards == pytest.approx([((3 + 2 + 2) / 3 - 1) / 3])
+    server.behave = lambda *_: spoken("Final Score: ", ("1", {"1": 0.5, "8": 0.5}), ("0", {"0": 1.0}))
+    assert judge(expected_score=True)(prompt=["a cat"], video=[[picture]]).rewards == pytest.approx([9.0])
+
+
+def test_an_expectation_without_log_probabilities_is_a_failure(server, judge, picture):
+    server.behave = lambda *_: completion("Final Score: 4")
+    assert "must support logprobs" in judge(expected_score=True)(prompt=["a cat"], image=[picture]).failures[0]
 
 
 # All of them ---------------------------------------------------------------------------------------------------------
@@ -270,6 +336,7 @@ def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, pictur
         "on_failure": "mask",
         "async_reward": True,
         "num_workers": 2,
+        "malformed_retries": 0,
         "prompt_price": 3.0,
     }
     rewards = RewardSet(
@@ -309,6 +376,13 @@ def test_a_judge_that_is_down_fails_every_sample_with_the_reason(server, judge, 
 
 def test_every_setting_is_documented():
     page = (Path(__file__).resolve().parents[3] / "docs/rewards.md").read_text()
-    for name in ("vllm_evaluate", "rational_rewards_t2i", "rational_rewards_edit", "unified_reward", "rubric"):
+    for name in (
+        "vllm_evaluate",
+        "rational_rewards_t2i",
+        "rational_rewards_edit",
+        "unified_reward",
+        "rubric",
+        "pairwise_judge",
+    ):
         for option in (name, *(reward_model_class(name).options or ())):
             assert re.search(rf"^\| [^|]*`{option}`[^|]* \|", page, re.MULTILINE), option

@@ -117,7 +117,8 @@ class _Judge(ConversationScorer):
     def _asked(self, questions: Sequence[Question | RowError], read: Any) -> list[float | RowError]:
         """Return what `read` makes of the reply to each question, or why there is none."""
         answerable = [question for question in questions if isinstance(question, Question)]
-        replies = iter(self.client.ask(answerable))
+        max_tokens = self.entry.settings.max_tokens
+        replies = iter(self.client.ask(answerable, lambda _, reply: _read(reply, read, max_tokens)))
         results: list[float | RowError] = []
         for question in questions:
             if isinstance(question, RowError):
@@ -125,7 +126,7 @@ class _Judge(ConversationScorer):
                 continue
             reply = next(replies)
             try:
-                value = _read(reply, read, self.entry.settings.max_tokens)
+                value = _read(reply, read, max_tokens)
             except RewardError as error:
                 results.append(RowError(str(error)))
                 continue

@@ -1,4 +1,7 @@
-"""A client of one judge's server: bounded concurrency, retries, a deadline, a circuit breaker, and a reply cache."""
+"""A client of one judge's server: bounded concurrency, retries, a deadline, a circuit breaker, and a reply cache.
+
+A call that fails is tried again, a reply that cannot be read is asked for again, both within the round's deadline.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from vlmrm.http import (
     translate_http_errors,
 )
 from vlmrm.rewards.contract import RewardArguments
+from vlmrm.rewards.judges.circuit import CircuitBreaker
 from vlmrm.rewards.judges.replies import Question, Reply, ReplyCache, read_completion
 from vlmrm.settings import validate
 
@@ -59,14 +63,16 @@ class JudgeSettings(BaseModel):
     """Concurrent items on the server."""
     max_retries: int = Field(5, ge=0)
     """Retries of an item, where a retry may succeed."""
+    malformed_retries: int = Field(2, ge=0)
+    """Times that an item is asked again because its reply cannot be read; sampled, as the likeliest reply is known."""
     timeout: float = Field(180.0, gt=0)
     """Seconds for one call."""
     deadline: float = Field(600.0, gt=0)
-    """Seconds for an item, including retries and waits."""
+    """Seconds for a round, the samples of one call, including retries and waits."""
     breaker_failures: int = Field(8, ge=1)
-    """Failed items in a row after which further items fail at once."""
+    """Failed calls in a row after which one at a time tries the server; four more, and items fail at once."""
     breaker_seconds: float = Field(30.0, ge=0)
-    """Seconds until one item tries the server again."""
+    """Seconds until one call tries the server again."""
     max_cache_size: int = Field(1024, ge=0)
     """Replies kept in memory."""
     cache_dir: str | None = None
@@ -93,6 +99,7 @@ class JudgeSettings(BaseModel):
 
 Settings = TypeVar("Settings", bound=JudgeSettings)
 Result = TypeVar("Result")
+Check = Callable[[Question, Reply], object]  # raises a RewardError for a reply that cannot be read
 
 
 def read_settings(cls: type[Settings], config: RewardArguments) -> Settings:
@@ -116,6 +123,23 @@ def read_settings(cls: type[Settings], config: RewardArguments) -> Settings:
             "temperature to 0 or remove cache_dir."
         )
     return settings
+
+
+class Malformed(RewardError):
+    """A `reply` that cannot be read, as those before it."""
+
+    def __init__(self, message: str, reply: Reply):
+        super().__init__(message)
+        self.reply = reply
+
+
+@dataclass(frozen=True)
+class Round:
+    """The end of one call of `ask`, by the loop's clock and by the client's, and its check of replies."""
+
+    loop_end: float
+    end: float
+    check: Check | None
 
 
 class JudgeClient:
@@ -145,14 +169,15 @@ class JudgeClient:
         server = ServerAddress(settings.api_base_url, "api_base_url", self._key.get_secret_value())
         self._http = server.async_client(settings.timeout, settings.max_concurrent)
 
-    def ask(self, questions: Sequence[Question]) -> list[Reply | RewardError]:
+    def ask(self, questions: Sequence[Question], check: Check | None = None) -> list[Reply | RewardError]:
         """Return a reply to each question, in order, or why there is none. Equal questions are asked once.
 
-        The cache returns only replies that were passed to `keep`. At a temperature above 0 replies are sampled, so
-        every question is asked.
+        A reply that `check` raises a RewardError for is asked for again, and at last a `Malformed`. The cache returns
+        only replies that were passed to `keep`. At a temperature above 0 replies are sampled, so every question is
+        asked.
         """
         if self.settings.temperature > 0:
-            return run(self._answer_all(questions))
+            return run(self._answer_all(questions, check))
         replies: dict[str, Reply | RewardError] = {}
         missing: dict[str, Question] = {}
         for question in questions:
@@ -163,7 +188,7 @@ class JudgeClient:
                 replies[question.key] = reply
                 self.usage.add(cache_hits=1)
         if missing:
-            replies |= zip(missing, run(self._answer_all(list(missing.values()))), strict=True)
+            replies |= zip(missing, run(self._answer_all(list(missing.values()), check)), strict=True)
         return [replies[question.key] for question in questions]
 
     def keep(self, question: Question, reply: Reply) -> None:
@@ -171,50 +196,46 @@ class JudgeClient:
         if self.settings.temperature == 0 and self.cache.get(question.key) is None:
             self.cache.put(question.key, reply)
 
-    async def _answer_all(self, questions: Sequence[Question]) -> list[Reply | RewardError]:
-        return await asyncio.gather(*map(self._answer, questions))
+    async def _answer_all(self, questions: Sequence[Question], check: Check | None) -> list[Reply | RewardError]:
+        seconds = self.settings.deadline
+        round_ = Round(asyncio.get_running_loop().time() + seconds, self.clock() + seconds, check)
+        return await asyncio.gather(*(self._answer(question, round_) for question in questions))
 
-    async def _answer(self, question: Question) -> Reply | RewardError:
-        async with self.slots:
-            try:
-                return await self._through_circuit(question)
-            except RewardError as error:
-                self.usage.add(failures=1)
-                server = f"the judge {self.settings.vlm_model} at {self.settings.api_base_url}"
-                return RewardError(f"{server}: {error}")
-
-    async def _through_circuit(self, question: Question) -> Reply:
-        # A probe gets one try: others wait for it.
-        probe = await self.circuit.enter()
+    async def _answer(self, question: Question, round_: Round) -> Reply | RewardError:
         try:
-            reply = await self._within_deadline(question, tries=1 if probe else 1 + self.settings.max_retries)
-        except Refused:  # an answer all the same: the server works
-            self.circuit.passed()
-            raise
-        except RewardError as error:
-            self.circuit.failed(str(error))
-            raise
-        except BaseException:
-            self.circuit.abandoned()
-            raise
-        self.circuit.passed()
-        return reply
-
-    async def _within_deadline(self, question: Question, tries: int) -> Reply:
-        try:
-            return await asyncio.wait_for(self._try(question, tries), self.settings.deadline)
+            async with asyncio.timeout_at(round_.loop_end), self.slots:
+                return await self._readable(question, round_)
         except TimeoutError:
-            raise RewardError(f"there was no answer within the deadline of {self.settings.deadline:g} s") from None
+            error = RewardError(f"there was no answer within the deadline of {self.settings.deadline:g} s")
+        except Malformed as malformed:
+            self.usage.add(failures=1)
+            return malformed
+        except RewardError as reason:
+            error = reason
+        self.usage.add(failures=1)
+        return RewardError(f"the judge {self.settings.vlm_model} at {self.settings.api_base_url}: {error}")
 
-    async def _try(self, question: Question, tries: int) -> Reply:
-        end = self.clock() + self.settings.deadline
+    async def _readable(self, question: Question, round_: Round) -> Reply:
+        """Return a reply that the round's check passes."""
+        sent = question
+        for left in range(self.settings.malformed_retries, -1, -1):
+            reply = await self._try(sent, round_.end)
+            try:
+                if round_.check is not None:
+                    round_.check(question, reply)
+                return reply
+            except RewardError as error:
+                if not left:
+                    raise Malformed(str(error), reply) from error
+            self.usage.add(malformed=1)
+            sent = question.sampled()
+        raise AssertionError("the last reply is returned or malformed")
+
+    async def _try(self, question: Question, end: float) -> Reply:
+        tries = 1 + self.settings.max_retries
         for number in range(1, tries + 1):
             try:
-                if number > 1:
-                    self.usage.add(retries=1)
-                reply = await self._call(question)
-                self.healthy = True
-                return reply
+                return await self._through_circuit(question, number > 1)
             except Unavailable as error:
                 if number == tries:
                     raise
@@ -224,12 +245,39 @@ class JudgeClient:
                         f"{error}; waiting {pause:.0f} s for another try would pass the deadline of "
                         f"{self.settings.deadline:g} s"
                     ) from error
-                if self.healthy:  # one warning, however many items fail
-                    self.healthy = False
-                    message = "the judge %s at %s: %s; asking again, up to %d times an item"
-                    logger.warning(message, self.settings.vlm_model, self.settings.api_base_url, error, tries - 1)
+                self._warn(error, tries - 1)
                 await self.sleep(pause)
         raise AssertionError("there is always a last try")
+
+    def _warn(self, error: RewardError, retries: int) -> None:
+        if self.healthy:  # one warning, however many items fail
+            self.healthy = False
+            message = "the judge %s at %s: %s; asking again, up to %d times an item"
+            logger.warning(message, self.settings.vlm_model, self.settings.api_base_url, error, retries)
+
+    async def _through_circuit(self, question: Question, retried: bool) -> Reply:
+        probe = await self.circuit.enter()
+        self.usage.add(retries=int(retried))
+        try:
+            if probe:
+                await self.sleep(self.circuit.pause)
+            reply = await self._call(question)
+        except Refused:  # an answer all the same: the server works
+            self.circuit.passed()
+            raise
+        except RewardError as error:
+            # A server that says when to come back is busy, not down.
+            if isinstance(error, Unavailable) and error.wait is not None:
+                self.circuit.abandoned(probe)
+            else:
+                self.circuit.failed(str(error), probe)
+            raise
+        except BaseException:
+            self.circuit.abandoned(probe)
+            raise
+        self.circuit.passed()
+        self.healthy = True
+        return reply
 
     async def _call(self, question: Question) -> Reply:
         """Send one call; without `response_format` where the server refuses it."""
@@ -293,58 +341,6 @@ def wait_seconds(error: Unavailable, tries: int, jitter: float) -> float:
     return min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tries - 1)) * (1 + jitter) / 2
 
 
-class CircuitBreaker:
-    """Closed, it lets items pass. After `failures` failed items in a row it opens, and items fail at once.
-
-    After `cool_down` seconds one item passes as a probe while others wait for its result: they all pass, or it stays
-    open for as long again. Used on the judges' event loop only.
-    """
-
-    def __init__(self, failures: int, cool_down: float, clock: Callable[[], float]):
-        self.failures = failures
-        self.cool_down = cool_down
-        self.clock = clock
-        self.in_a_row = 0
-        self.opened: float | None = None
-        self.reason = ""
-        self.probe: asyncio.Event | None = None
-
-    async def enter(self) -> bool:
-        """Let an item pass; return whether it is the probe. Each ends in `passed`, `failed` or `abandoned`.
-
-        Raises:
-            RewardError: while the breaker is open, with the reason of the item that opened it.
-        """
-        while self.opened is not None:
-            if self.clock() < self.opened + self.cool_down:
-                raise RewardError(
-                    f"not asked, since {self.in_a_row} items in a row failed, the last one because {self.reason}"
-                )
-            if self.probe is None:
-                self.probe = asyncio.Event()
-                return True
-            await self.probe.wait()
-        return False
-
-    def passed(self) -> None:
-        """End an item that the server answered: the breaker closes."""
-        self.in_a_row, self.opened = 0, None
-        self.abandoned()
-
-    def failed(self, reason: str) -> None:
-        """End an item that failed for `reason`; the breaker opens after `failures` of them in a row."""
-        self.in_a_row += 1
-        if self.in_a_row >= self.failures:
-            self.opened, self.reason = self.clock(), reason
-        self.abandoned()
-
-    def abandoned(self) -> None:
-        """End an item without a verdict on the server; if it was the probe, the next item is one."""
-        if self.probe is not None:
-            self.probe.set()
-            self.probe = None
-
-
 _starting = threading.Lock()
 _loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process id: a fork copies this, but no threads
 
@@ -388,14 +384,15 @@ def current_loop() -> asyncio.AbstractEventLoop:
 class Usage:
     """Counts of one judge in this process; prices are for a million tokens, in any currency.
 
-    `calls` are HTTP requests, `retries` those after an item's first; `failures` are items without a reply. Tokens are
-    as the server reports them; a reply from the cache costs none.
+    `calls` are HTTP requests, `retries` those after one that failed, `malformed` replies asked for again; `failures`
+    are items without a reply. Tokens are as the server reports them; a reply from the cache costs none.
     """
 
     prompt_price: float = 0.0
     completion_price: float = 0.0
     calls: int = 0
     retries: int = 0
+    malformed: int = 0
     cache_hits: int = 0
     failures: int = 0
     prompt_tokens: int = 0

@@ -5,26 +5,33 @@ from __future__ import annotations
 import base64
 import io
 import math
+import statistics
 import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from threading import Condition
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cachetools import LRUCache, cached
 from PIL import Image
+from pydantic import Field
 
 from vlmrm.data.media import open_image
-from vlmrm.errors import MediaError, RewardError
+from vlmrm.errors import ConfigError, MediaError, RewardError
 from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
-from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, read_settings
+from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, Usage, read_settings
+from vlmrm.rewards.judges.expected import expected_reward
 from vlmrm.rewards.judges.replies import Question, Reply
+from vlmrm.rewards.judges.request_file import RequestFile, read_request_file
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
 
+LIKELIEST = 20  # tokens whose log-probabilities are asked for
+WORDING = ("question", "send_prompt", "top_logprobs")  # settings of what a request_file writes itself
+CUT_OFF = ("length", "content_filter")  # finish reasons of incomplete replies
 CACHED_CHARACTERS = 2**27  # of data URIs
 # Part of the system message of every judge: prompts and images may try to instruct it.
 FENCED = (
@@ -44,6 +51,25 @@ class JudgeSample:
     sources: Sequence[Image.Image] | None = None
 
 
+class SampleSettings(JudgeSettings):
+    """The settings of judges of samples."""
+
+    request_file: str | None = None
+    """File with a whole request: it decides the wording, the model and the parameters."""
+    replies: int = Field(1, ge=1)
+    """Replies to each sample, whose mean reward counts; several need a temperature above 0."""
+
+
+class ScoreSettings(SampleSettings):
+    """The settings of judges that write scores."""
+
+    expected_score: bool = False
+    """Take the expectation over the digits' probabilities, which the server must send."""
+
+
+Settings = TypeVar("Settings", bound=SampleSettings)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The reward in a reply; `details` go to the audit log with the reply itself."""
@@ -61,12 +87,13 @@ class Judge(PointwiseRewardModel):
 
     required_fields = ("prompt",)
     text_prompts = True
-    Settings: ClassVar[type[JudgeSettings]]
-    cut_off: ClassVar[tuple[str, ...]] = ("length", "content_filter")  # finish reasons of incomplete replies
+    Settings: ClassVar[type[SampleSettings]]
+    shown: ClassVar[tuple[str, ...]] = ("image",)  # placeholders that a request_file must have
+    cut_off: ClassVar[tuple[str, ...]] = CUT_OFF
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState | None):
         super().__init__(config, accelerator)
-        self.settings = read_settings(self.Settings, config)
+        self.settings, self.request = read_sample_settings(self.Settings, config, self.shown)
         self.deterministic = self.settings.temperature == 0
         self.client = JudgeClient(self.settings)
 
@@ -88,7 +115,12 @@ class Judge(PointwiseRewardModel):
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters of a call beside the model and the messages."""
-        return {"temperature": self.settings.temperature, "max_completion_tokens": self.settings.max_tokens}
+        parameters = {"temperature": self.settings.temperature, "max_completion_tokens": self.settings.max_tokens}
+        return {**parameters, "logprobs": True, "top_logprobs": LIKELIEST} if self._expects else parameters
+
+    @property
+    def _expects(self) -> bool:
+        return isinstance(self.settings, ScoreSettings) and self.settings.expected_score
 
     def __call__(  # ty: ignore[incompatible-method-override]
         self,
@@ -107,43 +139,73 @@ class Judge(PointwiseRewardModel):
                 questions[index] = self._question(sample)
             except (MediaError, RewardError) as error:
                 failures[index] = str(error)
-        replies = dict(zip(questions, self.client.ask(list(questions.values())), strict=True))
         rewards = [math.nan] * len(samples)
         info: list[dict[str, Any]] = [{} for _ in samples]
-        for index, reply in replies.items():
+        asked = {question.key: samples[index] for index, question in questions.items()}
+        count = self.settings.replies
+        replies = iter(
+            self.client.ask(
+                [question for question in questions.values() for _ in range(count)],
+                lambda question, reply: self._read(reply, asked[question.key]),
+            )
+        )
+        for index, question in questions.items():
+            answers = [next(replies) for _ in range(count)]
             try:
-                if isinstance(reply, RewardError):
-                    raise reply
-                info[index] |= {"reply": reply.text}
-                verdict = self._read(reply, samples[index])
+                verdict = self._mean(question, answers, samples[index])
             except RewardError as error:
                 failures[index] = str(error)
+                info[index] |= {"reply": error.reply.text} if isinstance(error, Malformed) else {}
                 continue
-            self.client.keep(questions[index], reply)
             rewards[index] = verdict.reward
             info[index] |= verdict.details
         names = list(dict.fromkeys(name for details in info for name in details))
         return RewardModelOutput(rewards, {name: [details.get(name) for details in info] for name in names}, failures)
 
     def _question(self, sample: JudgeSample) -> Question:
+        if self.request is not None:
+            pictures = {"image": shown_frames(sample, self.settings.max_frames), "source": sample.sources or ()}
+            return self.request.question(sample.prompt, pictures)
         system, parts = self.chat(sample)
         messages = [{"role": "system", "content": f"{system}\n{FENCED}"}, {"role": "user", "content": parts}]
         return Question.of(self.settings.vlm_model, messages, self.parameters())
 
+    def _mean(self, question: Question, replies: Sequence[Reply | RewardError], sample: JudgeSample) -> Verdict:
+        """Return the mean of the rewards in all replies, and what the audit log says of them.
+
+        Raises:
+            RewardError: when one of them has none.
+        """
+        verdicts = []
+        for reply in replies:
+            if isinstance(reply, RewardError):
+                raise reply
+            verdicts.append(self._expected(reply, sample) if self._expects else self._read(reply, sample))
+            self.client.keep(question, reply)
+        texts = [reply.text for reply in replies if isinstance(reply, Reply)]
+        if len(texts) == 1:
+            return Verdict(verdicts[0].reward, {"reply": texts[0], **verdicts[0].details})
+        rewards = [verdict.reward for verdict in verdicts]
+        details = {name: [verdict.details[name] for verdict in verdicts] for name in verdicts[0].details}
+        spread = {"rewards": rewards, "spread": statistics.stdev(rewards)}
+        return Verdict(statistics.fmean(rewards), {"reply": texts, **spread, **details})
+
+    def _expected(self, reply: Reply, sample: JudgeSample) -> Verdict:
+        written = self._read(reply, sample)
+        expected = expected_reward(
+            reply, lambda text: self.verdict(reply.model_copy(update={"text": text}), sample).reward
+        )
+        return Verdict(expected, {"written": written.reward, **written.details})
+
     def _read(self, reply: Reply, sample: JudgeSample) -> Verdict:
-        begins = f"it begins {reply.text[:200]!r}" if reply.text.strip() else "it is empty"
-        if reply.finish_reason in self.cut_off:
-            hint = f": raise max_tokens above {self.settings.max_tokens}" if reply.finish_reason == "length" else ""
-            raise RewardError(f"the reply was cut off ({reply.finish_reason}){hint}; {begins}")
+        begins = check_complete(reply, self.settings.max_tokens, self.cut_off)
         try:
             return self.verdict(reply, sample)
         except RewardError as error:
             raise RewardError(f"{error}; {begins}") from error
 
     def counters(self) -> dict[str, float]:
-        usage = self.client.usage
-        names = ("calls", "retries", "cache_hits", "prompt_tokens", "completion_tokens", "cost")
-        return {name: getattr(usage, name) for name in names}
+        return usage_counters(self.client.usage)
 
     def media(self, sample: JudgeSample) -> list[dict[str, Any]]:
         """Return the sample's image, or frames of its video, as parts of a message.
@@ -151,12 +213,63 @@ class Judge(PointwiseRewardModel):
         Raises:
             RewardError: when it has neither, or both.
         """
-        if (sample.image is None) == (sample.video is None):
-            count = "neither an image nor a video" if sample.image is None else "both an image and a video"
-            raise RewardError(f"the sample has {count}: give one of them")
-        if sample.image is not None:
-            return [image_part(sample.image)]
-        return frame_parts(sample.video or (), self.settings.max_frames)
+        return [image_part(picture) for picture in shown_frames(sample, self.settings.max_frames)]
+
+
+def check_complete(reply: Reply, max_tokens: int, cut_off: Sequence[str] = CUT_OFF) -> str:
+    """Return how a reply begins, for messages.
+
+    Raises:
+        RewardError: when it was cut off.
+    """
+    begins = f"it begins {reply.text[:200]!r}" if reply.text.strip() else "it is empty"
+    if reply.finish_reason in cut_off:
+        hint = f": raise max_tokens above {max_tokens}" if reply.finish_reason == "length" else ""
+        raise RewardError(f"the reply was cut off ({reply.finish_reason}){hint}; {begins}")
+    return begins
+
+
+def usage_counters(usage: Usage) -> dict[str, float]:
+    """Return the counts of a judge for a tracker."""
+    names = ("calls", "retries", "malformed", "cache_hits", "prompt_tokens", "completion_tokens", "cost")
+    return {name: getattr(usage, name) for name in names}
+
+
+def read_sample_settings(
+    cls: type[Settings], config: RewardArguments, shown: Sequence[str]
+) -> tuple[Settings, RequestFile | None]:
+    """Return the settings of a reward's configuration, and its request_file; what both say must agree.
+
+    Raises:
+        ConfigError: naming the reward and the key.
+    """
+    where, request, given = f"reward {config.name}", None, config.extra_kwargs
+    if isinstance(path := given.get("request_file"), str):
+        request = read_request_file(path, where, shown)
+        for name in given:
+            if name in WORDING or (name in request.decides and given[name] != request.decides[name]):
+                raise ConfigError(
+                    f"{where}: {name} and request_file are both given: the file decides it, remove {name}."
+                )
+        config = replace(config, extra_kwargs={**given, **request.decides})
+    settings = read_settings(cls, config)
+    if settings.replies > 1 and settings.temperature == 0:
+        raise ConfigError(
+            f"{where}: replies is {settings.replies}, but at temperature 0 all are one: raise it above 0."
+        )
+    return settings, request
+
+
+def shown_frames(sample: JudgeSample, max_frames: int) -> list[Image.Image]:
+    """Return the sample's image, or at most `max_frames` of its video, evenly spaced from the first to the last.
+
+    Raises:
+        RewardError: when it has neither, or both.
+    """
+    if (sample.image is None) == (sample.video is None):
+        count = "neither an image nor a video" if sample.image is None else "both an image and a video"
+        raise RewardError(f"the sample has {count}: give one of them")
+    return [sample.image] if sample.image is not None else spaced(sample.video or (), max_frames)
 
 
 def fence(text: str) -> str:
@@ -177,10 +290,14 @@ def image_part(image: Image.Image) -> dict[str, Any]:
 
 
 def frame_parts(video: Sequence[Image.Image], max_frames: int) -> list[dict[str, Any]]:
-    """Return at most `max_frames` frames as parts, evenly spaced from the first to the last."""
+    """Return at most `max_frames` frames as parts."""
+    return [image_part(frame) for frame in spaced(video, max_frames)]
+
+
+def spaced(video: Sequence[Image.Image], max_frames: int) -> list[Image.Image]:
+    """Return at most `max_frames` frames, evenly spaced from the first to the last."""
     count = min(max_frames, len(video))
-    indices = [0] if count == 1 else [round(i * (len(video) - 1) / (count - 1)) for i in range(count)]
-    return [image_part(video[index]) for index in indices]
+    return [video[0 if count == 1 else round(i * (len(video) - 1) / (count - 1))] for i in range(count)]
 
 
 def data_uri(image: Image.Image) -> str:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards.contract import RewardArguments, read_template
-from vlmrm.rewards.judges.client import JudgeSettings
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, Verdict, fence, image_part, text_part
+from vlmrm.rewards.contract import RewardArguments
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, image_part, text_part
 from vlmrm.rewards.judges.replies import NOT_APPLICABLE, Reply, read_score, without_thinking
 
 if TYPE_CHECKING:
@@ -61,13 +60,11 @@ NUMBERED = re.compile(r"^[\s#*_>-]*\d+\s*[.):]")
 Score = float | str | None
 
 
-class T2ISettings(JudgeSettings):
+class T2ISettings(ScoreSettings):
     vlm_model: str = "RationalRewards-8B-T2I"
     temperature: float = Field(0.1, ge=0)
     aspects: list[str] | None = None
     """Aspects in the reward; the judge is always asked about all of them."""
-    template_file: str | None = None
-    """File with the rubric, which follows the images: to use the published wording."""
 
 
 class EditSettings(T2ISettings):
@@ -90,8 +87,7 @@ class RationalRewardsT2I(Judge):
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState | None):
         super().__init__(config, accelerator)
-        path = self.settings.template_file
-        self.rubric = self.own_rubric() if path is None else read_template(config, path)
+        self.rubric = self.own_rubric()
         self.counted = self.aspects if self.settings.aspects is None else tuple(self.settings.aspects)
         unknown = sorted(set(self.counted) - set(self.aspects))
         if unknown or not self.counted:
@@ -112,7 +108,7 @@ class RationalRewardsT2I(Judge):
         return self.media(sample)
 
     def own_rubric(self) -> str:
-        """Return the rubric in the wording of this project, for `template_file` left out."""
+        """Return the rubric in the wording of this project, for `request_file` left out."""
         meanings = [f"{TITLES[name]}: {MEANINGS[name].format(image=self.subject)}" for name in self.aspects]
         form = [f"{TITLES[name]}:\n## Justification: (why)\n## Score: (a number, or N/A)" for name in self.aspects]
         return RUBRIC.format(image=self.subject, aspects=_numbered(meanings), form=_numbered(form))
@@ -128,6 +124,7 @@ class RationalRewardsEdit(RationalRewardsT2I):
 
     Settings = EditSettings
     options = tuple(EditSettings.model_fields)
+    shown = ("image", "source")
     aspects = ("text_faithfulness", "image_faithfulness", "physical_quality", "text_rendering")
     subject = "edited image"
 

@@ -22,6 +22,8 @@ from vlmrm.files import make_folder, write_file
 
 logger = logging.getLogger("vlmrm")
 
+AGAIN = 0.7  # temperature at which another reply is asked for where the likeliest cannot be read
+
 # Numbers as judges write them: `3.5`, `**3**`, `3/4`, `2 out of 4`, `[3,5]`, `N/A (no text)`.
 NOT_APPLICABLE = "N/A"
 DECORATION = r"[\s*_`\[\](){}<>\"']*"
@@ -35,9 +37,10 @@ VALUE = re.compile(
 
 @dataclass(frozen=True)
 class Question:
-    """The body of one call of `/chat/completions`, as the bytes that are sent."""
+    """The body of one call of `/chat/completions`, as the bytes that are sent; a `verbatim` one is never changed."""
 
     content: bytes
+    verbatim: bool = False
 
     @classmethod
     def of(cls, model: str, messages: list[dict[str, Any]], parameters: dict[str, Any]) -> Question:
@@ -51,22 +54,35 @@ class Question:
     @property
     def structured(self) -> bool:
         """Return whether the question asks for a JSON schema by `response_format`."""
-        return b'"response_format":' in self.content  # inside a text its quotes would be escaped
+        # Inside a text its quotes would be escaped.
+        return not self.verbatim and b'"response_format":' in self.content
 
     def unstructured(self) -> Question:
         body = json.loads(self.content)
         body.pop("response_format")
         return Question(_json(body))
 
+    def sampled(self) -> Question:
+        """Return the same question for another reply than the likeliest one."""
+        body = json.loads(self.content)
+        if self.verbatim or body.get("temperature", 1) > 0:
+            return self
+        return Question(_json({**body, "temperature": AGAIN}))
+
 
 class Reply(BaseModel):
-    """A judge's reply; `top_logprobs` are those of its first token, most likely first, where they were requested."""
+    """A judge's reply, with log-probabilities where they were requested, the likeliest first.
+
+    `top_logprobs` are of the first token; `digits` are the places of tokens of digits in the text, the digits, and
+    what might have been there.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     text: str
     finish_reason: str | None = None
     top_logprobs: list[tuple[str, float]] | None = None
+    digits: list[tuple[int, str, list[tuple[str, float]]]] | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -81,10 +97,12 @@ def read_completion(body: str) -> Reply:
         completion = json.loads(body)
         choice = completion["choices"][0]
         message, usage = choice["message"], completion.get("usage") or {}
+        text = message.get("content") or message.get("refusal") or ""
         return Reply(
-            text=message.get("content") or message.get("refusal") or "",
+            text=text,
             finish_reason=choice.get("finish_reason"),
             top_logprobs=_first_token(choice),
+            digits=_digits(choice, text),
             prompt_tokens=usage.get("prompt_tokens") or 0,
             completion_tokens=usage.get("completion_tokens") or 0,
         )
@@ -97,6 +115,24 @@ def _first_token(choice: dict[str, Any]) -> list[tuple[str, float]] | None:
     if not tokens:
         return None
     return [(token["token"], token["logprob"]) for token in tokens[0].get("top_logprobs") or ()]
+
+
+def _digits(choice: dict[str, Any], text: str) -> list[tuple[int, str, list[tuple[str, float]]]] | None:
+    """Return the tokens of digits; None without log-probabilities, or where the tokens are not those of the text."""
+    tokens = (choice.get("logprobs") or {}).get("content")
+    if not tokens:
+        return None
+    found, end = [], 0
+    for token in tokens:
+        written = token["token"]
+        # Half a character has no place of its own; the next whole one has.
+        if (start := text.find(written, end, end + len(written) + 8)) < 0:
+            continue
+        end = start + len(written)
+        if (digits := written.strip()).isdecimal() and digits.isascii():
+            likeliest = [(other["token"], other["logprob"]) for other in token.get("top_logprobs") or ()]
+            found.append((start + written.index(digits), digits, likeliest))
+    return found if sum(len(digits) for _, digits, _ in found) == len(re.findall("[0-9]", text)) else None
 
 
 def _json(value: Any) -> bytes:

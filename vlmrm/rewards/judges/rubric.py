@@ -15,8 +15,7 @@ from pydantic import Field, ValidationError
 
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards.contract import RewardArguments
-from vlmrm.rewards.judges.client import JudgeSettings
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, Verdict, fence, image_part, text_part
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, image_part, text_part
 from vlmrm.rewards.judges.replies import NOT_APPLICABLE, Reply, json_objects, read_score, without_thinking
 from vlmrm.settings import Strict, describe_errors, first_error, load_file
 
@@ -35,7 +34,7 @@ Scale = list[float]
 KeyPath = tuple[str | int, ...]
 
 
-class RubricSettings(JudgeSettings):
+class RubricSettings(ScoreSettings):
     rubric: str = Field(min_length=1)
     """The YAML file."""
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards.contract import RewardArguments, read_template
-from vlmrm.rewards.judges.client import JudgeSettings
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, Verdict, fence, text_part
+from vlmrm.errors import RewardError
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, text_part
 from vlmrm.rewards.judges.replies import Reply, read_score, without_thinking
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator, PartialState
 
 IMAGE = """A text caption and an image that was generated from it are given. Evaluate the image by two criteria:
 1. Alignment with the Caption: are the objects, their attributes and their relations those of the caption?
@@ -30,42 +25,36 @@ factual consistency: (does it agree with common sense and facts?)
 Finally assign a score from 1 to 10 after 'Final Score:'.
 Text Prompt: [{prompt}]"""
 FINAL = re.compile(r"Final[ \t]+Score[\s*_]*(?:\([^)]{0,40}\)[\s*_]*)?(?::|：)(?P<value>.*)", re.IGNORECASE)
-# The form of UnifiedReward 2.0, several scores and no final one.
-SEVERAL = re.compile(r"\b(Alignment|Coherence|Physics|Style)[ \t]+Score\b", re.IGNORECASE)
+# UnifiedReward 2.0: several scores and no final one.
+SEVERAL = re.compile(
+    r"\b(?P<name>Alignment|Coherence|Physics|Style)[ \t]+Score[\s*_]*(?:\([^)]{0,40}\)[\s*_]*)?(?::|：)(?P<value>.*)",
+    re.IGNORECASE,
+)
+# UnifiedReward-Edit: JSON that no parser takes, as its form ends in a comma.
+PAIR = re.compile(r'"score"\s*:\s*\[\s*(?P<first>[-+.\d]{1,20})\s*,\s*(?P<second>[-+.\d]{1,20})\s*,?\s*\]')
+EDIT_BEST = 25.0
 
 
-class UnifiedRewardSettings(JudgeSettings):
+class UnifiedRewardSettings(ScoreSettings):
     vlm_model: str = "UnifiedReward"
-    template_file: str | None = None
-    """File with the question and `{prompt}` in it: to use the published wording."""
 
 
 class UnifiedReward(Judge):
-    """The judge's final score unchanged: 1 to 5 for an image, 1 to 10 for a video: [N].
+    """The judge's final score unchanged, 1 to 5 for an image, 1 to 10 for a video: [N].
 
     Made for CodeGoat24/UnifiedReward-7b-v1.5 and UnifiedReward-qwen-7b, served by vLLM under the name `UnifiedReward`.
     The questions follow the published ones of
-    `inference_qwen/{image,video}_generation/qwen_point_score_*_generation.py` in our own words; the effect of that on
-    the scores was not measured, and `template_file` takes the published ones. The form of UnifiedReward 2.0, several
-    scores and no final one, is refused.
+    `inference_qwen/{image,video}_generation/qwen_point_score_*_generation.py` in our own words; a `request_file` has
+    the published ones. Without a final score, the reward is the mean of UnifiedReward 2.0's scores, each 1 to 5, or
+    the smaller of UnifiedReward-Edit's two, 0 to 25.
     """
 
     Settings = UnifiedRewardSettings
     settings: UnifiedRewardSettings
     options = tuple(UnifiedRewardSettings.model_fields)
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState | None):
-        super().__init__(config, accelerator)
-        path = self.settings.template_file
-        self.template = None if path is None else read_template(config, path, "{prompt}")
-        if self.template is not None and SEVERAL.search(self.template) and "final score" not in self.template.lower():
-            raise ConfigError(
-                f"reward {config.name}: template_file {path} asks for no Final Score, which is what is read: "
-                "the form of UnifiedReward 2.0 cannot be used here."
-            )
-
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
-        template = self.template or (IMAGE if sample.video is None else VIDEO)
+        template = IMAGE if sample.video is None else VIDEO
         question = template.replace("{prompt}", fence(sample.prompt))
         return "You are a helpful assistant.", [*self.media(sample), text_part(question)]
 
@@ -73,14 +62,8 @@ class UnifiedReward(Judge):
         best = 5.0 if sample.video is None else 10.0
         text = without_thinking(reply.text)
         finals = [match["value"] for match in FINAL.finditer(text)]
-        if not finals and (titles := list(dict.fromkeys(match[1].title() for match in SEVERAL.finditer(text)))):
-            *names, last = titles
-            form = f"{', '.join(names)} and {last}" if names else last
-            raise RewardError(
-                f"the reply is in the form of UnifiedReward 2.0, {form} Score, and has no Final Score: ask a 1.x model"
-            )
         if not finals:
-            raise RewardError("the reply has no Final Score")
+            return _without_final(text)
         score = read_score(finals[-1], best)
         if not isinstance(score, float) or not 1 <= score <= best:
             raise RewardError(f"its Final Score is {finals[-1].strip()[:40]!r}, which is no number from 1 to {best:g}")
@@ -90,3 +73,27 @@ class UnifiedReward(Judge):
             if (number := read_score(value, best)) is not None:
                 aspects[name.strip(" \t*_#-")] = number
         return Verdict(score, {"aspects": aspects})
+
+
+def _without_final(text: str) -> Verdict:
+    """Return the verdict in the forms of UnifiedReward 2.0 and UnifiedReward-Edit.
+
+    Raises:
+        RewardError: when the reply has neither, or a score is off its scale.
+    """
+    pairs = list(PAIR.finditer(text))
+    aspects = {match["name"].title(): match["value"] for match in SEVERAL.finditer(text)}
+    worst, best = (0.0, EDIT_BEST) if pairs else (1.0, 5.0)
+    values = dict(pairs[-1].groupdict()) if pairs else aspects
+    scores = {name: read_score(value, best) for name, value in values.items()}
+    for name, score in scores.items():
+        if not isinstance(score, float) or not worst <= score <= best:
+            raise RewardError(
+                f"its {name} score is {values[name].strip()[:40]!r}, no number from {worst:g} to {best:g}"
+            )
+    numbers = [score for score in scores.values() if isinstance(score, float)]
+    if pairs:
+        return Verdict(min(numbers), {"aspects": numbers})
+    if len(numbers) < 2:
+        raise RewardError("the reply has no Final Score, nor the several scores of UnifiedReward 2.0")
+    return Verdict(sum(numbers) / len(numbers), {"aspects": scores})

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from vlmrm.errors import RewardError
-from vlmrm.rewards.judges.client import JudgeSettings
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, Verdict, fence, text_part
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, Verdict, fence, text_part
 from vlmrm.rewards.judges.replies import Reply
 
 QUALITY = (
@@ -19,10 +18,11 @@ QUALITY = (
 MATCHES = ", and whether it shows what the description above asks for"
 
 
-class YesNoSettings(JudgeSettings):
+class YesNoSettings(SampleSettings):
     vlm_model: str = "Qwen3-VL"
     max_concurrent: int = Field(100, ge=1)
     max_retries: int = Field(10, ge=0)
+    malformed_retries: int = Field(0, ge=0)  # the probabilities of a first token are the same again
     timeout: float = Field(60.0, gt=0)
     max_tokens: int = Field(1, ge=1)
     """The answer is the first token."""

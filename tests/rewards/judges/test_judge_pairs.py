@@ -1,0 +1,168 @@
+"""Judges that compare two samples of a group: tournaments, positions, replies."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+from judge_server import completion
+from PIL import Image
+from scipy.stats import spearmanr
+
+from vlmrm.rewards import RewardSet
+from vlmrm.rewards.judges.pairwise import read_winner
+from vlmrm.rewards.judges.tournament import full_rounds, play, strengths, win_rates
+
+# Tournaments ---------------------------------------------------------------------------------------------------------
+
+
+def judge_of(count: int, seed: int):
+    """A judge of samples whose strengths differ by 2 (a standard deviation); it says the same again."""
+    random = np.random.default_rng(seed)
+    true = random.normal(0, 2, count)
+    first_wins = random.random((count, count)) < 1 / (1 + np.exp(true[None, :] - true[:, None]))
+
+    def compare(pairs):
+        return {(i, j): (float(first_wins[i, j]) + 1 - float(first_wins[j, i])) / 2 for i, j in pairs}
+
+    return compare
+
+
+@pytest.mark.parametrize(("count", "budget"), [(16, 0.54), (24, 0.36), (32, 0.27), (64, 0.13)])
+def test_eight_rounds_rank_like_all_pairs(count, budget):
+    correlations = []
+    for seed in range(20):
+        compare = judge_of(count, seed)
+        swiss = play(count, 8, compare)
+        assert len(swiss) <= budget * count * (count - 1) / 2
+        everything = compare([(i, j) for i in range(count) for j in range(i + 1, count)])
+        correlations.append(spearmanr(strengths(count, swiss), strengths(count, everything))[0])
+    assert np.mean(correlations) >= 0.95
+
+
+@pytest.mark.parametrize("count", [2, 5, 8])
+def test_small_groups_meet_in_full_and_none_twice(count):
+    asked = []
+
+    def compare(pairs):
+        asked.extend(pairs)
+        return dict.fromkeys(pairs, 1.0)
+
+    credits = play(count, 4 * full_rounds(count), compare)
+    assert len(asked) == len(set(asked)) == count * (count - 1) / 2
+    rates = win_rates(strengths(count, credits))
+    assert list(rates) == sorted(rates, reverse=True)  # the first of each pair is the earlier one
+    assert rates.sum() == pytest.approx(count / 2)
+
+
+def test_strengths_are_those_of_the_bradley_terry_model():
+    true = np.array([1.0, 0.0, -1.0])
+    chances = {(i, j): 1 / (1 + math.exp(true[j] - true[i])) for i, j in ((0, 1), (0, 2), (1, 2))}
+    fitted = strengths(3, chances)
+    assert fitted[0] > fitted[1] > fitted[2] and fitted.sum() == pytest.approx(0, abs=1e-9)
+    assert fitted == pytest.approx(true * fitted[0], abs=1e-6) and 0.6 < fitted[0] < 1.0  # the prior shrinks
+
+
+# The reward ----------------------------------------------------------------------------------------------------------
+
+
+def shades(count: int) -> list[Image.Image]:
+    return [Image.new("RGB", (8, 8), (20 * number,) * 3) for number in range(count)]
+
+
+def brightness(body: dict) -> list[int]:
+    urls = [part["image_url"]["url"] for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
+    files = [io.BytesIO(base64.b64decode(url.partition(",")[2])) for url in urls]
+    return [Image.open(file).convert("L").getpixel((0, 0)) for file in files]
+
+
+def brighter(body: dict, number: int):
+    first, second = brightness(body)
+    return completion(json.dumps({"justification": "so", "winner": f"Image {1 if first > second else 2}"}))
+
+
+def test_the_reward_is_the_chance_to_beat_another_of_the_group(server, judge):
+    server.behave = brighter
+    output = judge("pairwise_judge", vlm_model="m")(prompt=["a wall"] * 5, image=shades(5))
+    assert sorted(output.rewards) == output.rewards and sum(output.rewards) == pytest.approx(2.5)
+    assert len(server.bodies) == 2 * 10 and output.extra_info["consistent"] == [1.0] * 5
+    assert output.extra_info["pairs"] == [4] * 5
+
+
+def test_a_judge_that_prefers_a_place_says_nothing(server, judge):
+    server.behave = lambda *_: completion('{"justification": "the first", "winner": "Image 1"}')
+    output = judge("pairwise_judge", vlm_model="m")(prompt=["a wall"] * 4, image=shades(4))
+    assert output.rewards == pytest.approx([0.5] * 4) and output.extra_info["consistent"] == [0.0] * 4
+
+
+def test_a_published_judge_of_pairs_is_asked_by_its_file_alone(server, judge, tmp_path):
+    server.behave = brighter
+    url = "data:image/png;base64,"
+    parts = [{"type": "image_url", "image_url": {"url": f"{url}{{{name}}}"}} for name in ("first", "second")]
+    body = {"model": "published", "temperature": 0, "messages": [{"role": "user", "content": parts}]}
+    (tmp_path / "request.json").write_text(json.dumps({"body": body}))
+    output = judge("pairwise_judge", request_file=str(tmp_path / "request.json"))(prompt=["a"] * 3, image=shades(3))
+    assert sorted(output.rewards) == output.rewards and len(server.bodies) == 6
+    assert {body["model"] for body in server.bodies} == {"published"}
+
+
+def test_in_a_reward_set_each_group_is_compared_by_itself(server):
+    server.behave = brighter
+    settings = {"api_base_url": server.url, "vlm_model": "m"}
+    rewards = RewardSet([{"name": "pairs", "reward_model": "pairwise_judge", "device": "cpu", **settings}])
+    pictures = shades(3)
+    scored = rewards(
+        prompt=["a", "b"] * 3, groups=[0, 1] * 3, image=[picture for picture in pictures for _ in range(2)]
+    )
+    rewards.close()
+    of_a, of_b = scored.rewards["pairs"][::2], scored.rewards["pairs"][1::2]
+    assert list(of_a) == list(of_b) == sorted(of_a) and len(server.bodies) == 2 * 2 * 3
+
+
+def test_the_budget_is_what_the_rounds_say(server, judge):
+    server.behave = brighter
+    judge("pairwise_judge", vlm_model="m", rounds=3)(prompt=["a wall"] * 8, image=shades(8))
+    assert len(server.bodies) == 3 * 4 * 2
+
+
+def test_a_sample_that_cannot_be_compared_fails_and_the_others_do_not(server, judge):
+    def behave(body, number):
+        return completion("Hm.") if 40 in brightness(body) else brighter(body, number)
+
+    server.behave = behave
+    output = judge("pairwise_judge", vlm_model="m")(prompt=["a wall"] * 4, image=shades(4))
+    assert list(output.failures) == [2] and "names no winner; it begins 'Hm.'" in output.failures[2]
+    assert math.isnan(output.rewards[2]) and output.rewards[0] < output.rewards[1] < output.rewards[3]
+    alone = judge("pairwise_judge", vlm_model="m")(prompt=["a wall"], image=shades(1))
+    assert "its group has no other sample" in alone.failures[0]
+
+
+# Replies -------------------------------------------------------------------------------------------------------------
+
+FLEX = {"categories": [{"name": "A", "dims": [{"score_1": 3, "score_2": 7}], "cat_winner": "Image 1"}], "reason": "so"}
+
+
+@pytest.mark.parametrize(
+    ("text", "credit"),
+    [
+        ("<think>Image 1: 9+8=17\nImage 2: 7+8=15</think>\n<answer>Image 1 is better</answer>", 1.0),
+        ("<think>Image 1 is better at first sight</think><answer>Video 2 is better</answer>", 0.0),
+        (json.dumps({**FLEX, "winner": "Image 2"}), 0.0),
+        ('```json\n{"cat_winner": "Image 2", "reason": "a "quoted" word", "winner": "Video 1"}', 1.0),
+        ("Alignment Score:\n Image 1: 0.4357\n Image 2: 0.5643\n\nStyle Score:\n Image 1: 0.7\n Image 2: 0.3", 1.0),
+        ("Edited Image 1: 3.5, Edited Image 2: -1.25", 1.0),
+        ("The scores are 1.25 and 3.50.", 0.0),
+        ("Looking closely, Image 2 is better, as its edit is whole.", 0.0),
+        ('{"justification": "", "winner": "tie"}', 0.5),
+        ('{"justification": "Image 1 is fine", "winner": "none"}', None),
+        ("<answer>I cannot say</answer>", None),
+        ("Both are nice pictures.", None),
+        ("", None),
+    ],
+)
+def test_every_form_of_a_verdict_on_two(text, credit):
+    assert read_winner(text) == credit

@@ -1,0 +1,129 @@
+"""Whole requests from a file: the bytes that are sent, and files that cannot be used."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from judge_server import completion
+from PIL import Image
+
+from vlmrm.errors import ConfigError
+
+JPEG = "data:image/jpeg;base64,{image}"
+ASKED = 'Rate {prompt} as {"score": 1}, ü.'
+
+
+def body(url: str = JPEG, text: str = ASKED, **parameters) -> dict:
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
+    return {"messages": messages, "model": "published", "temperature": 0.0, "max_tokens": 64, **parameters}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to(**content) -> str:
+        (tmp_path / "request.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        return str(tmp_path / "request.yaml")
+
+    return to
+
+
+@pytest.fixture
+def sent(server, monkeypatch):
+    """The bytes of every request."""
+    bodies: list[bytes] = []
+    loads = json.loads
+
+    def recorded(text, *args, **kwargs):
+        if isinstance(text, bytes) and text.startswith(b'{"messages"'):
+            bodies.append(text)
+        return loads(text, *args, **kwargs)
+
+    monkeypatch.setattr("judge_server.json.loads", recorded)
+    server.behave = lambda *_: completion("Final Score: 4")
+    return bodies
+
+
+def jpeg(image: Image.Image, quality: int = 75) -> str:
+    file = io.BytesIO()
+    image.save(file, format="JPEG", quality=quality)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    ("style", "spell"),
+    [
+        ("compact", lambda value: json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()),
+        ("spaced", lambda value: json.dumps(value).encode()),
+    ],
+)
+def test_the_file_is_all_that_is_sent_in_its_order_and_spelling(judge, picture, write, sent, style, spell):
+    path = write(body=body(seed=7), style=style, pictures={"format": "jpeg", "quality": 95})
+    prompt = 'a {image} of "{prompt}"\n½'
+    assert judge(request_file=path)(prompt=[prompt], image=[picture]).rewards == [4.0]
+    url = f"data:image/jpeg;base64,{jpeg(picture, 95)}"
+    assert sent == [spell(body(url, f'Rate {prompt} as {{"score": 1}}, ü.', seed=7))]
+
+
+def test_a_video_is_a_part_for_each_frame_and_sources_come_where_they_are_named(server, judge, picture, write):
+    server.behave = lambda *_: completion("Final Score: 4")
+    request = body()
+    request["messages"][1]["content"].insert(0, {"type": "image_url", "image_url": {"url": "{source}"}})
+    unified = judge(request_file=write(body=request, pictures={"format": "jpeg"}), max_frames=3)
+    white = Image.new("RGB", (8, 8), "white")
+    unified(prompt=["a cat"], video=[[picture] * 5], condition_images=[[white]])
+    urls = [part["image_url"]["url"] for part in server.bodies[0]["messages"][1]["content"][:-1]]
+    assert urls == [jpeg(white), *[f"data:image/jpeg;base64,{jpeg(picture)}"] * 3]
+    failures = unified(prompt=["a cat"], image=[picture]).failures
+    assert "has nothing for {source}, which the request_file shows" in failures[0]
+
+
+def test_a_request_is_sent_as_it_is_also_when_a_reply_cannot_be_read(server, judge, picture, write):
+    server.behave = lambda *_: completion("Nice.")
+    judge(request_file=write(body=body()), malformed_retries=1)(prompt=["a cat"], image=[picture])
+    first, second = server.bodies
+    assert first == second and first["temperature"] == 0
+
+
+def test_a_request_without_a_temperature_is_sampled_and_never_cached(server, judge, picture, write):
+    server.behave = lambda *_: completion("Final Score: 4")
+    request = body()
+    del request["temperature"]
+    sampled = judge(request_file=write(body=request))
+    for _ in range(2):
+        sampled(prompt=["a cat"], image=[picture])
+    assert len(server.bodies) == 2 and not sampled.deterministic
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "said"),
+    [
+        ({"body": {"messages": [], "model": "m"}}, {}, "body needs messages, a list, and model, a text"),
+        ({"body": body("x")}, {}, "its messages have no {image}"),
+        ({"body": body(text="{first}")}, {}, "{first} means nothing to this reward"),
+        ({"body": body(n=3)}, {}, "leave out stream and n"),
+        ({"body": body(), "style": "tight"}, {}, "style"),
+        ({"body": body()}, {"temperature": 0.5}, "temperature and request_file are both given"),
+        ({"body": body()}, {"vlm_model": "other"}, "vlm_model and request_file are both given"),
+        ({"body": body(temperature=1.0)}, {"cache_dir": "cache"}, "set temperature to 0 or remove cache_dir"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused_by_name(judge, write, content, settings, said):
+    with pytest.raises(ConfigError) as refused:
+        judge(request_file=write(**content), **settings)
+    assert said in str(refused.value)
+
+
+def test_the_documented_file_is_one(server, judge, picture, tmp_path):
+    page = (Path(__file__).resolve().parents[3] / "docs/rewards.md").read_text()
+    [example] = re.findall(r"```text\n(pictures: .*?)```", page, re.DOTALL)
+    (tmp_path / "request.yaml").write_text(example)
+    server.behave = lambda *_: completion("Final Score: 4")
+    output = judge(request_file=str(tmp_path / "request.yaml"))(prompt=["a cat"], image=[picture])
+    assert output.rewards == [4.0] and server.texts == ["The published question about a cat"]
