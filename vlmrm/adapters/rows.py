@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from vlmrm.conversation import Conversation
-from vlmrm.data.media import media_key
+from vlmrm.data.media import hashed_once, media_key
 from vlmrm.errors import ConfigError, RewardError, RowError, finite_or_error
 from vlmrm.formats.rollouts import read_answer, zip_columns
 from vlmrm.rewards.outcome import with_group_means
@@ -65,12 +65,13 @@ class SharedScorer:
     def score_each(self, conversations: Sequence[ConversationLike]) -> list[float | RowError]:
         """Return the raw logit of each conversation, or the error of one that has none."""
         shared = self._registered()
-        with shared.lock:
+        with shared.lock, hashed_once():
             shared.scorer = shared.scorer or load_scorer(str(self.model), **self.options)
             # A model in this process scores for one thread at a time; a service takes concurrent requests.
             if not isinstance(shared.scorer, RemoteScorer):
                 return _finite_scores(shared.scorer, conversations)
-        return _finite_scores(shared.scorer, conversations)
+        with hashed_once():
+            return _finite_scores(shared.scorer, conversations)
 
     def score_rows(
         self,

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from vlmrm.conversation import media_of
-from vlmrm.data.media import open_image
+from vlmrm.data.media import hashed_once, open_image
 from vlmrm.errors import MediaError, RewardError, RowError
 from vlmrm.formats.openai import read_messages, read_reference
 from vlmrm.rewards.contract import BaseRewardModel, RewardModelOutput
@@ -167,7 +167,9 @@ def call(model: BaseRewardModel, samples: Samples) -> CallResult:
         for name, value in values.items():
             arguments[name].append(value)
     if indices:
-        result.update(_read_output(model(**arguments), indices))
+        with hashed_once():
+            output = model(**arguments)
+        result.update(_read_output(output, indices))
     return result
 
 
