@@ -28,7 +28,7 @@ from vlmrm.adapters.rows import SharedScorer
 from vlmrm.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM
 from vlmrm.adapters.trl_reward import AsyncTRLReward, TRLReward, TRLRewardSet, text_columns
 from vlmrm.adapters.verl_reward import compute_score
-from vlmrm.conversation import Conversation, Image, Message
+from vlmrm.conversation import Conversation, Image, Message, media_of
 from vlmrm.data.rows import read_answers, read_row
 from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.formats.flow_factory import conversation_to_sample, read_sample, sample_to_conversation
@@ -427,10 +427,48 @@ def test_verl_s_compute_score(tiny_reward_model, expected, tmp_path):
     assert [result["score"] for result in asyncio.run(all_at_once())] == near(expected)
 
 
+@pytest.mark.parametrize("extra", [{}, {"prompt": "A sheet of one colour."}])
+def test_verl_omni_s_pictures_are_answers(tiny_reward_model, extra):
+    """Its `VisualRewardManager.run_single` calls it with these names, and no others."""
+    pictures = IMAGES[1:3]
+    asked_for = extra.get("prompt") or "A red square."
+    shown = [[{"type": "image", "image": picture}] for picture in pictures]
+    given = [[{"role": "user", "content": asked_for}, {"role": "assistant", "content": part}] for part in shown]
+
+    async def all_at_once():
+        return await asyncio.gather(*(
+            compute_score(data_source="x", solution_image=torch.tensor(np.array(picture)).permute(2, 0, 1),
+                          ground_truth="A red square.", extra_info={"num_turns": None, **extra},
+                          model=str(tiny_reward_model), load=LOAD)
+            for picture in pictures
+        ))  # fmt: skip
+
+    scores = load_scorer(tiny_reward_model, **LOAD).score(given)
+    assert abs(scores[0] - scores[1]) > 1e-3
+    assert [result["score"] for result in asyncio.run(all_at_once())] == near(scores)
+
+
+@pytest.mark.parametrize("order", [(3, 0, 1, 2), (0, 1, 2, 3)])
+def test_verl_omni_s_videos_are_read_in_either_order(order):
+    frames, seen = np.arange(4 * 32 * 48 * 3, dtype=np.uint8).reshape(4, 32, 48, 3), []
+
+    class Seen:
+        def score_each(self, conversations):
+            seen.extend(conversations)
+            return [1.0] * len(conversations)
+
+    video = torch.tensor(frames).permute(*order)
+    asyncio.run(compute_score(data_source="x", solution_image=video, ground_truth="Run.", model=Seen()))
+    [medium] = media_of(seen[0].messages)
+    assert [np.array(frame).tolist() for frame in medium.reference] == frames.tolist()
+
+
 def test_verl_hears_what_is_missing(tiny_reward_model):
     given = {"data_source": "x", "solution_str": "Red", "ground_truth": "", "model": str(tiny_reward_model)}
     with pytest.raises(RewardError, match="extra_info has no prompt"):
         asyncio.run(compute_score(**given, extra_info={"index": 3}))
+    with pytest.raises(RewardError, match="it has no prompt: add it to extra_info"):
+        asyncio.run(compute_score("x", solution_image=torch.zeros(3, 32, 32, dtype=torch.uint8), model=Given(1.0)))
     with pytest.raises(RewardError, match="asks for more images"):
         asyncio.run(compute_score(**given, extra_info={"prompt": "<image><image>Which?", "images": [IMAGES[0]]}))
 
