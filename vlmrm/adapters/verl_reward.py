@@ -15,14 +15,18 @@ verl scores one sample at a time; samples of concurrent calls are scored togethe
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from vlmrm.adapters.rows import SharedScorer
 from vlmrm.conversation import Conversation
-from vlmrm.errors import RewardError, RowError
-from vlmrm.formats.flow_factory import read_sample, sample_to_conversation
+from vlmrm.errors import ConfigError, RewardError, RowError
+from vlmrm.formats.flow_factory import conversation_to_sample, read_sample, sample_to_conversation, write_sample
 from vlmrm.formats.rollouts import read_answer
+from vlmrm.rewards import RewardSet
 from vlmrm.rewards.samples import CONVERTERS
 
 
@@ -83,6 +87,67 @@ async def _score(scorer: SharedScorer, sample: str, read: Callable[[], Conversat
         return await asyncio.wrap_future(scorer.micro_batcher.submit(read()))
     except RowError as error:
         raise RewardError(f"{sample}: {error.reason}") from error
+
+
+async def compute_rewards(
+    data_source: str,
+    solution_str: str | None = None,
+    ground_truth: Any = None,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    rewards: Any,
+    solution_image: Any = None,
+    **_: Any,
+) -> dict[str, float]:
+    """Return `{"score": weighted sum, name: reward, ...}` of one answer by a `RewardSet` of pointwise rewards.
+
+    The names are for verl's GDPO: `algorithm.gdpo_reward_keys`.
+
+    Args:
+        rewards: the configuration of the rewards: a YAML file, or the mappings.
+
+    Raises:
+        RewardError: naming the sample, when one of its rewards is missing: a mean needs a group, and verl passes one
+            sample at a time. `on_failure: fallback` goes on.
+        ConfigError: when a reward is of groups.
+    """
+    row, sample = extra_info or {}, sample_name(data_source, extra_info)
+    prompt = row.get("prompt") or (ground_truth if solution_image is not None else None)
+    if not prompt:
+        raise RewardError(f"{sample}: extra_info has no prompt: add it and its images to the data.")
+    try:
+        conversation = (
+            read_answer(prompt, solution_str, row.get("images"), row.get("videos"))
+            if solution_image is None
+            else _drawn(prompt, solution_image, row)
+        )
+        columns = {name: [value] for name, value in write_sample(conversation_to_sample(conversation)).items()}
+        scored = await asyncio.to_thread(_shared_set(rewards), **columns)
+    except (RowError, RewardError) as error:
+        raise RewardError(f"{sample}: {error.reason if isinstance(error, RowError) else error}") from error
+    for name, values in scored.rewards.items():
+        if np.isnan(values[0]) and scored.weights[name]:
+            raise RewardError(f"{sample}: reward {name}: {scored.failures[name][0]}")
+    return {"score": float(scored.total()[0]), **{name: float(value[0]) for name, value in scored.rewards.items()}}
+
+
+def _shared_set(config: Any) -> RewardSet:
+    """Return the reward set of this process for a configuration; its models are loaded once."""
+    key = str(config)
+    with _lock:
+        if key not in _sets:
+            made = RewardSet(config)
+            for reward in made.rewards:
+                if reward.groupwise:
+                    raise ConfigError(
+                        f"reward {reward.arguments.name} is of groups, and verl passes one sample alone."
+                    )
+            _sets[key] = made
+        return _sets[key]
+
+
+_lock = threading.Lock()
+_sets: dict[str, RewardSet] = {}
 
 
 def sample_name(data_source: Any, extra_info: Mapping[str, Any] | None) -> str:
