@@ -2,7 +2,8 @@
 
 Every accepted request must be answered, with the score that the same request has when nothing else is asked; `/health`
 must stay quick and memory flat. Requests come at random times, each by a connection of its own; those refused do not
-come again. The model is a small one, and yet what computes longest, as models are.
+come again. The model is a small one, and yet what computes longest, as models are; with `--bottleneck api` the reward
+costs nothing, and the service's own process has all the work.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -38,8 +40,8 @@ queue_items = 200
 result_ttl = 10
 [[reward_args]]
 reward_type = "{reward}"
-model_path = "{checkpoint}"
 """
+BOTTLENECKS = ("model", "api")
 
 
 @dataclass
@@ -52,14 +54,14 @@ class Outcomes:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="default: %(default)g")
+    parser.add_argument("--bottleneck", choices=BOTTLENECKS, default="model", help="default: %(default)s")
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
     minutes, per_protocol = (0.1, 20) if options.quick else (options.minutes, EACH)
     with runs.workplace() as folder:
-        checkpoint = reward_checkpoint(folder, configuration("tiny" if options.quick else "h256"))
         config = folder / "service.toml"
-        config.write_text(CONFIG.format(reward=REWARD, checkpoint=checkpoint))
+        config.write_text(CONFIG.format(reward=REWARD) + "".join(f"{line}\n" for line in engine(options, folder)))
         with server(*SERVE, "--config", str(config), "--port", log=folder / "service.log") as (url, process):
             port = int(url.rpartition(":")[2])
             pairs = zip(questions(per_protocol * len(PROTOCOLS), SIDE), itertools.cycle(PROTOCOLS.items()))
@@ -69,6 +71,13 @@ def measure(options: argparse.Namespace) -> list[Row]:
             with watched(port, process) as read_watch:
                 outcomes = asyncio.run(storm(port, requests, expected, LOAD * capacity, 60 * minutes))
                 return rows(outcomes, read_watch(), capacity)
+
+
+def engine(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Return the lines of the reward that make the bottleneck."""
+    if options.bottleneck == "api":
+        return ['engine = "trivial.Trivial"', f'import_from = ["{Path(__file__).parent / "serving"}"]']
+    return [f'model_path = "{reward_checkpoint(folder, configuration("tiny" if options.quick else "h256"))}"']
 
 
 async def calm(port: int, requests: Sequence[tuple[str, bytes]]) -> tuple[list[float], float]:
@@ -135,7 +144,7 @@ def rows(outcomes: Outcomes, watch: Watch, capacity: float) -> list[Row]:
             begin_mb=float(before),
             end_mb=float(after),
         )
-        for name, before, after in zip(("service", "worker"), begin, end, strict=True)
+        for name, before, after in zip(("service", "workers"), begin, end, strict=True)
     ]
     return [answers, health, *lines]
 

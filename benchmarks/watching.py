@@ -17,7 +17,7 @@ WATCH_S = 0.1
 
 @dataclass
 class Watch:
-    """Milliseconds of each request, and MB of each process at that time: the service first, then its workers."""
+    """Milliseconds of each request, and MB at that time: of the service's own process, and of all others together."""
 
     health: list[float] = field(default_factory=list)
     memory: list[list[float]] = field(default_factory=list)
@@ -46,7 +46,6 @@ def watched(port: int, process: int) -> Generator[Callable[[], Watch]]:
 def watch(channel: Connection, port: int, process: int) -> None:
     watch_log = Watch()
     service = psutil.Process(process)
-    processes = [service, *service.children(recursive=True)]
     while not watch_log.memory or not channel.poll(WATCH_S):
         started = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", port)  # a new one each time, as probes do
@@ -56,7 +55,16 @@ def watch(channel: Connection, port: int, process: int) -> None:
         connection.close()
         watch_log.health.append(1000 * (time.perf_counter() - started))
         assert answer.status == 200, answer.status
-        watch_log.memory.append([worker.memory_info().rss / 2**20 for worker in processes])
+        workers = sum(_megabytes(worker) for worker in service.children(recursive=True))
+        watch_log.memory.append([_megabytes(service), workers])
         if len(watch_log.memory) == 1:
             channel.send(None)
     channel.send(watch_log)
+
+
+def _megabytes(process: psutil.Process) -> float:
+    """Return what it holds; 0 once it has ended, as those that parse or prepare do."""
+    try:
+        return process.memory_info().rss / 2**20
+    except psutil.NoSuchProcess:
+        return 0.0

@@ -1,13 +1,17 @@
-"""A reward that costs nothing, so that the service's own work is what is measured."""
+"""Rewards that cost nothing, so that the service's own work is what is measured."""
+
+import json
+import zlib
 
 
 class Trivial:
-    """Scores the length of the prompt."""
+    """Scores a checksum of the item's texts; the service names its group anew for each batch."""
 
     info = {"kind": "samples"}  # noqa: RUF012
 
     def __call__(self, items):
-        return [{"score": float(len(item["prompt"]))} for item in items]
+        texts = (json.dumps({**item, "group": None}, default=lambda _: None, sort_keys=True) for item in items)
+        return [{"score": float(zlib.crc32(text.encode()))} for text in texts]
 
 
 class Constant:

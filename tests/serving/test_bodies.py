@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from services import Gate, fake, in_loop, rewards, running
 
@@ -55,6 +57,20 @@ async def test_a_request_that_would_wait_too_long_is_refused_unread(monkeypatch)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "7"
         assert answer.json()["error"]["type"] == "Busy" and "busy for the next 7.2 s" in answer.text
         assert (await client.get("/health")).status_code == 200  # has no body, and waits for no turn
+
+
+@in_loop
+async def test_a_result_is_to_be_had_however_many_requests_wait(monkeypatch):
+    async with running() as (_, client):
+        scheduler = client._transport.app.state.gateway.scheduler
+        body = json.dumps({"prompts": ["a cat"], "reward_fn": {"length": 1.0}, "media_type": "image"}).encode()
+        pixels = io.BytesIO()
+        np.save(pixels, np.zeros((1, 28, 28, 3), np.uint8))
+        ticket = (await client.post("/api/reward/enqueue", content=body + b"\n" + pixels.getvalue())).json()["uuid"]
+        monkeypatch.setattr(scheduler, "wait", lambda lane: 7.2)
+        pulled = {"uuid": ticket, "type": "length"}
+        assert (await client.post("/api/reward/pull", json=pulled)).json()["scores"]["length"] == [5.0]
+        assert (await client.post("/api/reward/enqueue", content=body)).status_code == 503
 
 
 @in_loop

@@ -67,7 +67,7 @@ async def test_a_token_opens_all_of_several_rewards_or_none():
 async def test_several_rewards_fetch_an_image_once(monkeypatch):
     fetched = []
 
-    async def fetch(self, remote):
+    async def fetch(self, remote, budget):
         fetched.append(remote)
         return {"bytes": png()}
 

@@ -159,10 +159,11 @@ def test_a_reward_that_reads_no_answer_refuses_it_by_name():
 
 
 def test_a_worker_takes_no_unknown_key_for_a_score_or_an_error():
-    answer = import_module("vlmrm.serving.worker.__main__").score
-    [good] = answer(lambda items: [{"score": 1, "extra": {"error": "?"}}], {"id": 1, "items": [{}]}, set())["outcomes"]
+    score = import_module("vlmrm.serving.worker.__main__").score
+    message = {"id": 1, "items": [{}]}
+    [good] = score(lambda items: [{"score": 1, "extra": {"error": "?"}}], message, [{}], set())["outcomes"]
     assert good == {"score": 1.0, "extra": {"error": "?"}}
-    failed = answer(lambda items: [{"score": 1, "aesthetics": 2}], {"id": 1, "items": [{}]}, set())
+    failed = score(lambda items: [{"score": 1, "aesthetics": 2}], message, [{}], set())
     assert failed["kind"] == "failed" and "returned the key aesthetics: put all but" in failed["error"]
 
 

@@ -172,6 +172,20 @@ async def test_who_may_change_a_model_and_to_which(tmp_path):
 
 
 @in_loop
+async def test_a_pattern_of_repositories_opens_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model(tmp_path / "lab", "here", 2.0)
+    model(tmp_path, "outside", 3.0)
+    reward = fake("weights", "fake_reward.Weights", model_path=model(tmp_path, "one", 1.0))
+    async with running(reward, admin_token="operator", model_roots=["lab/*"]) as (_, client):
+        for name in ("lab/here", "lab/../outside", "lab/here/../../outside"):
+            refused = await put(client, name)
+            assert refused.status_code == 409 and "model_roots" in refused.text
+        absent = await put(client, "lab/absent")  # is allowed, and cannot be had here
+        assert absent.status_code == 409 and "model_roots" not in absent.text
+
+
+@in_loop
 async def test_a_demanded_revision_is_the_one_that_computes_or_nothing_does(tmp_path):
     gate = Gate(tmp_path)
     async with serving(tmp_path) as (service, client):

@@ -20,6 +20,7 @@ from vlmrm.serving.gateway import Gateway, gateway_of
 from vlmrm.serving.middleware import QUIET, RequestMiddleware
 from vlmrm.serving.pages import api_page, status_page
 from vlmrm.serving.protocols import routers
+from vlmrm.serving.protocols.cosmos.router import RESULTS
 from vlmrm.serving.service import Service
 from vlmrm.serving.tokens import token_of
 
@@ -64,6 +65,7 @@ def create_app(service: Service, *, requests: bool = True) -> FastAPI:
         limits=service.settings.limits,
         scheduler=app.state.gateway.scheduler,
         metrics=service.metrics,
+        results=(RESULTS,),
     )
     app.add_middleware(RequestMiddleware, service=service)
     add_error_handlers(app)

@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import time
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -42,10 +43,22 @@ class BodyMiddleware:
     A body is counted in bytes, in those of all bodies in memory, and in time. A request is refused before it is
     parsed where it would wait longer than `max_wait` for its turn. A handler whose client has disconnected is
     cancelled, which servers do not do; `Gateway.score` then cancels the job, unless other requests wait for it.
+
+    Args:
+        results: paths that ask for results, and wait for no turn: refused, they would come again, and their results
+            be computed for nothing.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, scheduler: TurnScheduler, metrics: Metrics):
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        scheduler: TurnScheduler,
+        metrics: Metrics,
+        results: Sequence[str] = (),
+    ):
         self.app, self.limits, self.scheduler, self.metrics = app, limits, scheduler, metrics
+        self.results = results
         self._bytes = 0  # of bodies in memory, or announced
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,12 +156,15 @@ class _Handling:
         lane = f"{self._context.client} {self._scope['path']} {_reward_in(body)}"
         LANE.set(lane)
         self._context.body_bytes = len(body)
-        self._middleware.admit(lane)
+        waits = self._scope["path"] not in self._middleware.results
+        if waits:
+            self._middleware.admit(lane)
         handler = asyncio.current_task()
         assert handler is not None
         watching = asyncio.create_task(self._watch(handler))
         try:
-            await self._middleware.scheduler.next_turn()
+            if waits:
+                await self._middleware.scheduler.next_turn()
             if time.monotonic() > self._context.deadline:
                 raise TimedOut(
                     "the deadline of the request had passed before its turn came: ask again, with more time."

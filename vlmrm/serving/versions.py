@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from pydantic import Field
 
 from vlmrm.conversation import Outcome
@@ -171,7 +173,7 @@ class Versions:
             if folder.is_absolute() and path.is_absolute():
                 if path.is_dir() and path.resolve().is_relative_to(folder.resolve()):
                     return
-            elif not folder.is_absolute() and not path.is_absolute() and fnmatch(model, root):
+            elif not folder.is_absolute() and fnmatch(model, root) and _is_repository(model):
                 return
         raise CannotSwitch(
             f"the model {path.name} is no folder below one of model_roots, and no repository that they allow."
@@ -322,6 +324,15 @@ async def _prove(reward: RewardSettings, expected: str, candidate: Candidate) ->
     bad = next((outcome.error for outcome in first if outcome.error is not None), None)
     if bad is not None or not np.allclose(_scores(first), _scores(second), atol=1e-3):
         raise CannotSwitch(f"the model {name} does not score a probe of {len(PROBE)} texts twice alike: {bad or ''}")
+
+
+def _is_repository(model: str) -> bool:
+    """Return whether a name can only be a repository's: one of a folder, such as org/../../etc, would be opened."""
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return not Path(model).exists()
 
 
 def devices_of(reward: RewardSettings) -> list[str]:

@@ -20,6 +20,8 @@ from vlmrm.serving.gateway import gateway_of
 from vlmrm.serving.protocols.cosmos.payload import Pull
 from vlmrm.serving.protocols.cosmos.service import enqueue, pull, read_request
 
+RESULTS = "/api/reward/pull"  # asks for what has been accepted
+
 router = APIRouter(prefix="/api/reward", tags=["cosmos-rl"])
 
 BODY = {"type": "string", "format": "binary", "description": "<JSON>, a line end, .npy or safetensors"}

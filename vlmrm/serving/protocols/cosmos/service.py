@@ -145,7 +145,7 @@ async def pull(gateway: Gateway, request_id: str, name: str | None, patience: fl
         return 400, _missing(request_id, "unknown", f": it was asked for {', '.join(jobs)}: name one of them as type")
     await _save(gateway, request_id, record)  # for another `result_ttl`
     status = await gateway.service.wait(name, jobs[name], patience)
-    await gateway.scheduler.next_turn()
+    await gateway.scheduler.next_turn(scored=True)
     if status is not None and not status.finished:
         return 425, _missing(request_id, status.state.value)
     if status is not None:
