@@ -25,7 +25,7 @@ from vlmrm.adapters.flow_factory_reward import GroupwiseReward, PointwiseReward
 from vlmrm.adapters.openrlhf_reward import OpenRLHFReward, Unscored
 from vlmrm.adapters.plain import Reward
 from vlmrm.adapters.rows import SharedScorer
-from vlmrm.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM
+from vlmrm.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM, set_orms
 from vlmrm.adapters.trl_reward import AsyncTRLReward, TRLReward, TRLRewardSet, text_columns
 from vlmrm.adapters.verl_reward import compute_rewards, compute_score
 from vlmrm.conversation import Conversation, Image, Message, media_of
@@ -428,6 +428,21 @@ def test_swift_s_asynchronous_orm(tiny_reward_model, expected):
     reward = People(args=None)
     assert asyncio.iscoroutinefunction(reward.__call__)  # how ms-swift tells
     assert asyncio.run(reward(ANSWERS, **SWIFT_COLUMNS)) == near(expected)
+
+
+def test_ms_swift_gets_each_reward_of_a_set():
+    both = [
+        {"name": "all", "reward_model": f"{__name__}.Length"},
+        {"name": "some", "reward_model": f"{__name__}.LengthOfSome", "on_failure": "mask"},
+    ]
+    orms = {name: orm(args=None) for name, orm in set_orms(both).items()}
+    answers = ["aaa", "a", "??", "aa"]
+    rewards = {name: orm(answers, **swift_columns(*["Which?"] * 4)) for name, orm in orms.items()}
+    assert rewards == {"all": [3.0, 1.0, 2.0, 2.0], "some": [3.0, 1.0, 2.0, 2.0]}
+    [lone] = set_orms(both[1]).values()
+    assert lone()(["a", "aaa", "?"], **swift_columns("x", "x", "x")) == [1.0, 3.0, 2.0]
+    with pytest.raises(RewardError, match=r"sample 1 has no reward, .* here: reward some: its reward is nan"):
+        lone()(["a", "?"], **swift_columns("x", "y"))
 
 
 # verl ----------------------------------------------------------------------------------------------------------------

@@ -130,6 +130,23 @@ def _finite_scores(scorer: Scorer, conversations: Sequence[ConversationLike]) ->
     return [score if isinstance(score, RowError) else finite_or_error(score) for score in scores]
 
 
+class SharedRound:
+    """The rewards of one round, computed when the first of several reward functions is called with its answers."""
+
+    def __init__(self):
+        self._answers: Any = None
+        self._rewards: dict[str, np.ndarray] = {}
+
+    def take(self, name: str, answers: Any, compute: Callable[[], dict[str, np.ndarray]]) -> np.ndarray:
+        """Return the reward `name`, [N]. A framework calls all functions of a round with one list of answers."""
+        if self._answers is not answers or name not in self._rewards:  # a name again begins another round
+            self._answers, self._rewards = answers, compute()
+        values = self._rewards.pop(name)
+        if not self._rewards:
+            self._answers = None
+        return values
+
+
 class MicroBatcher:
     """A thread that scores submitted conversations in batches; what is submitted meanwhile is the next batch.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmrm.adapters.rows import SharedScorer, checked_on_failure, prompt_key, without_failures
+from vlmrm.adapters.rows import SharedRound, SharedScorer, checked_on_failure, prompt_key, without_failures
 from vlmrm.conversation import text_of
 from vlmrm.errors import RewardError, RowError
 from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
@@ -128,10 +128,10 @@ class TRLRewardSet:
     def __init__(self, config: Any, num_generations: int, *, name: str = "vlmrm"):
         self.config, self.num_generations, self.__name__ = config, num_generations, name
         self.rewards: RewardSet | None = None  # made on first use: models and threads cannot be pickled
-        self.round: tuple[Any, dict[str, np.ndarray]] | None = None  # completions and their rewards
+        self.round = SharedRound()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "rewards": None, "round": None}
+        return {**self.__dict__, "rewards": None, "round": SharedRound()}
 
     def each(self) -> list[OneOfSet]:
         """Return a reward function of each reward, by its name; the first that TRL calls in a round computes all."""
@@ -191,13 +191,9 @@ class OneOfSet:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        # TRL calls all functions of a round with one list. A name that is called again begins another round.
-        if self.of.round is None or self.of.round[0] is not completions or self.__name__ not in self.of.round[1]:
-            self.of.round = completions, self.of.filled(prompts, completions, columns, log_metric)
-        rewards = self.of.round[1]
-        values = rewards.pop(self.__name__)
-        if not rewards:
-            self.of.round = None
+        values = self.of.round.take(
+            self.__name__, completions, lambda: self.of.filled(prompts, completions, columns, log_metric)
+        )
         return _or_none(values, {self.__name__: values})
 
 
