@@ -7,7 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from vlmrm.errors import ConfigError, RewardError
+from vlmrm.adapters.rows import without_failures
+from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.rewards import PointwiseRewardModel, RewardModelOutput, RewardSet
 
 GROUPS, SIZE = 400, 8
@@ -65,6 +66,19 @@ def test_advantages_with_faults_are_those_without(fault, share):
     zeroed = LOGITS.copy()
     zeroed[broken] = 0.0
     assert grpo(zeroed)[broken].mean() > 0.5, "what a missing reward as 0 would be"
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_what_adapters_hand_to_a_framework_s_own_grpo_pays_no_fault(share):
+    """As `TRLReward` and `VlmrmORM` settle failures; TRL leaves out a group of None alone."""
+    broken = failed(share)
+    lost = set(broken.tolist())
+    scores = [RowError("down") if number in lost else score for number, score in enumerate(LOGITS.tolist())]
+    settled = np.array(without_failures("x", scores, PROMPTS, "mean"), dtype=np.float64)
+    advantages = np.nan_to_num(grpo(settled))
+    assert abs(advantages[broken].mean()) < 0.05
+    whole = np.setdiff1d(np.arange(len(LOGITS)), broken)
+    assert abs((advantages - grpo(LOGITS))[whole].mean()) < 0.05
 
 
 def test_a_round_does_not_wait_for_a_judge_that_is_slow():
