@@ -1,11 +1,15 @@
 """Rewards: a group's candidates at once over one by one, four judges over one, and a reward set over its models alone.
 
-Judges wait, so `async_judges` is timed by the clock on the wall; the others by the processor's.
+Judges wait, so `async_judges` is timed by the clock on the wall; the others by the processor's. `same_picture_64` is
+the share of the wall time in which the picture of 64 rollouts is hashed.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +26,9 @@ from vlmrm.rewards import RewardSet
 SIDE = 448  # pixels: 256 tokens
 PROMPT = "What is shown in this picture, and how is it drawn? Say it in one sentence."
 ANSWER = "There are {} blots in this picture, of several colours, that lie beside each other."
-GROUPWISE, JUDGES, OVERHEAD = 6.0, 1.3, 1.05
+GROUPWISE, JUDGES, OVERHEAD, HASHING = 6.0, 1.3, 1.05, 0.05
 CANDIDATES, BATCH, JUDGED = 16, 64, 16
+LARGE_SIDE = 1024  # pixels of a picture that a diffusion model draws
 ROUNDS = 5
 
 
@@ -31,7 +36,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
     rounds = 1 if options.quick else ROUNDS
     with runs.workplace() as folder:
         checkpoint = reward_checkpoint(folder, configuration("tiny" if options.quick else "h512"))
-        return [groupwise(checkpoint, rounds), judges(rounds), overhead(checkpoint, rounds)]
+        return [groupwise(checkpoint, rounds), judges(rounds), overhead(checkpoint, rounds),
+                same_picture(folder, rounds)]  # fmt: skip
 
 
 def groupwise(checkpoint: Path, rounds: int) -> Row:
@@ -79,6 +85,28 @@ def overhead(checkpoint: Path, rounds: int) -> Row:
     return line | {"slow_seconds": timings.median("set"), "fast_seconds": timings.median("model")}
 
 
+def same_picture(folder: Path, rounds: int) -> Row:
+    """Return the share of the wall time that hashing takes where 64 rollouts are about one picture.
+
+    The model is tiny, so that the share is the largest that it can be.
+    """
+    rewards = trained(reward_checkpoint(folder, configuration("tiny")), "vlm_reward")
+    columns = answers(BATCH, LARGE_SIDE)
+    rewards(**columns)
+    shares = []
+    for _ in range(rounds):
+        profile = cProfile.Profile()
+        profile.runcall(rewards, **columns)
+        stats = pstats.Stats(profile)
+        whole: float = stats.total_tt  # ty: ignore[unresolved-attribute]
+        functions: dict[Any, Any] = stats.stats  # ty: ignore[unresolved-attribute]
+        hashing = sum(
+            cumulative for (_, _, name), (_, _, _, cumulative, _) in functions.items() if name == "media_key"
+        )
+        shares.append(hashing / whole)
+    return row(f"same_picture_{BATCH}", statistics.median(shares), unit="of the wall time", at_most=HASHING)
+
+
 def trained(checkpoint: Path, reward_model: str) -> RewardSet:
     settings = {"dtype": "float32", "device": "cpu", "batch_size": BATCH, "model_path": str(checkpoint)}
     return RewardSet({"name": "trained", "reward_model": reward_model, **settings})
@@ -90,10 +118,10 @@ def judge(url: str, number: int) -> dict[str, Any]:
     return {"name": f"judge_{number}", "batch_size": JUDGED, "async_reward": True, **settings}
 
 
-def answers(count: int) -> dict[str, list[Any]]:
+def answers(count: int, side: int = SIDE) -> dict[str, list[Any]]:
     """`count` answers to one question about one picture."""
     pixels = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
-    picture = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    picture = Image.fromarray(pixels).resize((side, side), Image.Resampling.BICUBIC)
     responses = [ANSWER.format(number) for number in range(count)]
     return {"prompt": [PROMPT] * count, "image": [picture] * count, "response": responses}
 

@@ -25,15 +25,15 @@ from vlmrm.adapters.flow_factory_reward import GroupwiseReward, PointwiseReward
 from vlmrm.adapters.openrlhf_reward import OpenRLHFReward, Unscored
 from vlmrm.adapters.plain import Reward
 from vlmrm.adapters.rows import SharedScorer
-from vlmrm.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM
+from vlmrm.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM, set_orms
 from vlmrm.adapters.trl_reward import AsyncTRLReward, TRLReward, TRLRewardSet, text_columns
-from vlmrm.adapters.verl_reward import compute_score
-from vlmrm.conversation import Conversation, Image, Message
+from vlmrm.adapters.verl_reward import compute_rewards, compute_score
+from vlmrm.conversation import Conversation, Image, Message, media_of
 from vlmrm.data.rows import read_answers, read_row
 from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.formats.flow_factory import conversation_to_sample, read_sample, sample_to_conversation
 from vlmrm.formats.rollouts import read_answer, read_openrlhf_query, read_verl_prompt
-from vlmrm.rewards import PointwiseRewardModel, RewardArguments, RewardModelOutput, RewardSet
+from vlmrm.rewards import GroupwiseRewardModel, PointwiseRewardModel, RewardArguments, RewardModelOutput, RewardSet
 from vlmrm.scoring import RemoteScorer, load_scorer
 
 LOAD = {"device": "cpu", "dtype": "float32"}
@@ -315,6 +315,30 @@ def test_a_masked_reward_among_others_is_the_mean_of_its_group():
     assert scores[4:] == [25.0, 22.0, 23.0, 24.0]  # nothing known of the group: the mean of all, for all of them
 
 
+def test_gdpo_of_trl_gets_each_reward_of_a_set(monkeypatch):
+    """By TRL's own arithmetic they are the set's own GDPO, also where one of a sample's rewards is masked."""
+    both = [
+        {"name": "all", "reward_model": f"{__name__}.Length", "weight": 1.0},
+        {"name": "some", "reward_model": f"{__name__}.LengthOfSome", "weight": 10.0, "on_failure": "mask"},
+    ]
+    prompts, answers = ["x"] * 4 + ["y"] * 4, ["aaa", "a", "??", "aa", "aaaaa", "aa", "aaa", "a?"]
+    rewards = TRLRewardSet(both, num_generations=4)
+    called = []
+    monkeypatch.setattr(RewardSet, "start", lambda self, start=RewardSet.start: called.append(1) or start(self))
+    functions = pickle.loads(pickle.dumps(rewards.each()))
+    assert [function.__name__ for function in functions] == ["all", "some"] and rewards.weights() == [1.0, 10.0]
+    for rounds in (1, 2):
+        columns = [function(prompts=prompts, completions=answers) for function in functions]
+        assert len(called) == rounds
+    given = torch.tensor(columns, dtype=torch.float64).T
+    grouped = given.view(-1, 4, 2)  # TRL 1.16, `normalize_then_sum`
+    scaled = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
+    total = (scaled.view(-1, 2) * torch.tensor([1.0, 10.0])).sum(1)
+    advantages = ((total - total.mean()) / (total.std() + 1e-4)).tolist()
+    own = RewardSet(both)(prompt=prompts, response=answers, groups=prompts).advantages("gdpo")
+    assert advantages == pytest.approx((own * (7 / 8) ** 0.5).tolist(), abs=1e-3)  # TRL's std is of a sample
+
+
 # ms-swift ------------------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +430,21 @@ def test_swift_s_asynchronous_orm(tiny_reward_model, expected):
     assert asyncio.run(reward(ANSWERS, **SWIFT_COLUMNS)) == near(expected)
 
 
+def test_ms_swift_gets_each_reward_of_a_set():
+    both = [
+        {"name": "all", "reward_model": f"{__name__}.Length"},
+        {"name": "some", "reward_model": f"{__name__}.LengthOfSome", "on_failure": "mask"},
+    ]
+    orms = {name: orm(args=None) for name, orm in set_orms(both).items()}
+    answers = ["aaa", "a", "??", "aa"]
+    rewards = {name: orm(answers, **swift_columns(*["Which?"] * 4)) for name, orm in orms.items()}
+    assert rewards == {"all": [3.0, 1.0, 2.0, 2.0], "some": [3.0, 1.0, 2.0, 2.0]}
+    [lone] = set_orms(both[1]).values()
+    assert lone()(["a", "aaa", "?"], **swift_columns("x", "x", "x")) == [1.0, 3.0, 2.0]
+    with pytest.raises(RewardError, match=r"sample 1 has no reward, .* here: reward some: its reward is nan"):
+        lone()(["a", "?"], **swift_columns("x", "y"))
+
+
 # verl ----------------------------------------------------------------------------------------------------------------
 
 
@@ -427,10 +466,48 @@ def test_verl_s_compute_score(tiny_reward_model, expected, tmp_path):
     assert [result["score"] for result in asyncio.run(all_at_once())] == near(expected)
 
 
+@pytest.mark.parametrize("extra", [{}, {"prompt": "A sheet of one colour."}])
+def test_verl_omni_s_pictures_are_answers(tiny_reward_model, extra):
+    """Its `VisualRewardManager.run_single` calls it with these names, and no others."""
+    pictures = IMAGES[1:3]
+    asked_for = extra.get("prompt") or "A red square."
+    shown = [[{"type": "image", "image": picture}] for picture in pictures]
+    given = [[{"role": "user", "content": asked_for}, {"role": "assistant", "content": part}] for part in shown]
+
+    async def all_at_once():
+        return await asyncio.gather(*(
+            compute_score(data_source="x", solution_image=torch.tensor(np.array(picture)).permute(2, 0, 1),
+                          ground_truth="A red square.", extra_info={"num_turns": None, **extra},
+                          model=str(tiny_reward_model), load=LOAD)
+            for picture in pictures
+        ))  # fmt: skip
+
+    scores = load_scorer(tiny_reward_model, **LOAD).score(given)
+    assert abs(scores[0] - scores[1]) > 1e-3
+    assert [result["score"] for result in asyncio.run(all_at_once())] == near(scores)
+
+
+@pytest.mark.parametrize("order", [(3, 0, 1, 2), (0, 1, 2, 3)])
+def test_verl_omni_s_videos_are_read_in_either_order(order):
+    frames, seen = np.arange(4 * 32 * 48 * 3, dtype=np.uint8).reshape(4, 32, 48, 3), []
+
+    class Seen:
+        def score_each(self, conversations):
+            seen.extend(conversations)
+            return [1.0] * len(conversations)
+
+    video = torch.tensor(frames).permute(*order)
+    asyncio.run(compute_score(data_source="x", solution_image=video, ground_truth="Run.", model=Seen()))
+    [medium] = media_of(seen[0].messages)
+    assert [np.array(frame).tolist() for frame in medium.reference] == frames.tolist()
+
+
 def test_verl_hears_what_is_missing(tiny_reward_model):
     given = {"data_source": "x", "solution_str": "Red", "ground_truth": "", "model": str(tiny_reward_model)}
     with pytest.raises(RewardError, match="extra_info has no prompt"):
         asyncio.run(compute_score(**given, extra_info={"index": 3}))
+    with pytest.raises(RewardError, match="it has no prompt: add it to extra_info"):
+        asyncio.run(compute_score("x", solution_image=torch.zeros(3, 32, 32, dtype=torch.uint8), model=Given(1.0)))
     with pytest.raises(RewardError, match="asks for more images"):
         asyncio.run(compute_score(**given, extra_info={"prompt": "<image><image>Which?", "images": [IMAGES[0]]}))
 
@@ -443,6 +520,34 @@ def test_verl_s_run_ends_with_the_sample_named():
         asyncio.run(compute_score(**given, extra_info={"index": 17}))
     with pytest.raises(RewardError, match=r"a sample of vqa/train: its score is nan"):
         asyncio.run(compute_score(**given, extra_info={"prompt": "Which?"}))
+
+
+def test_verl_s_gdpo_gets_each_reward_of_a_set():
+    config = [
+        {"name": "all", "reward_model": f"{__name__}.Length"},
+        {"name": "some", "reward_model": f"{__name__}.LengthOfSome", "weight": 10.0, "on_failure": "mask"},
+    ]
+
+    async def all_at_once(*answers: str):
+        row = {"prompt": "Which?", "index": 17}
+        return await asyncio.gather(
+            *(compute_rewards("x", answer, rewards=config, extra_info=row) for answer in answers)
+        )
+
+    assert asyncio.run(all_at_once("a", "bbb")) == [{"score": 11.0, "all": 1.0, "some": 1.0},
+                                                    {"score": 33.0, "all": 3.0, "some": 3.0}]  # fmt: skip
+    with pytest.raises(RewardError, match=r"sample 17 of x: reward some: its reward is nan"):
+        asyncio.run(all_at_once("a?"))
+    grouped = {"name": "rank", "reward_model": f"{__name__}.Ranked"}
+    with pytest.raises(ConfigError, match="reward rank is of groups, and verl passes one sample alone"):
+        asyncio.run(compute_rewards("x", "a", rewards=grouped, extra_info={"prompt": "Which?"}))
+
+
+class Ranked(GroupwiseRewardModel):
+    required_fields = ("prompt", "response")
+
+    def __call__(self, prompt, response, **_):
+        return RewardModelOutput(rewards=[0.0] * len(prompt))
 
 
 def test_verl_s_reward_manager(tiny_reward_model, expected, monkeypatch):

@@ -158,7 +158,7 @@ def test_what_waits_is_cancelled_when_a_round_is_interrupted():
     pending.add(prompt=["a", "b", "c"])
     with pytest.raises(KeyboardInterrupt):
         pending.finish()
-    first, *others = pending.work[0].futures
+    first, *others = (future for future, _ in pending.work[0].calls)
     assert not first.cancelled() and all(future.cancelled() for future in others)
     Held.go_on.set()
     assert first.result(60)

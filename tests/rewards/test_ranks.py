@@ -38,5 +38,8 @@ def test_two_ranks_equal_one():
     for name, values in alone.rewards.items():
         assert first[name] + second[name] == values.tolist()
     np.testing.assert_allclose(first["advantages"] + second["advantages"], alone.advantages("sum"), rtol=1e-12)
+    metrics = {name: value for name, value in alone.metrics().items() if "seconds" not in name}
+    assert first["metrics"] == second["metrics"] == pytest.approx(metrics, nan_ok=True)
+    assert metrics["rewards/length/group_std"] > 0
     assert first["error"] == "rank 1: reward judge: the judge cannot be reached"
     assert second["error"] == "reward judge: the judge cannot be reached"

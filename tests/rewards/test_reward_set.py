@@ -68,7 +68,7 @@ def test_what_is_ready_is_computed_while_samples_still_come():
     pending = rewards.start(group_size=2)
     pending.add(prompt=["a", "bb", "ccc"], groups=["p", "p", "q"])
     for work in pending.work:
-        [future] = work.futures
+        [(future, _)] = work.calls
         future.result(timeout=60)
     pending.add(prompt=["d"], groups=["q"])
     scored = pending.finish()

@@ -1,6 +1,6 @@
 """Run by test_ranks under torchrun: groups that lie across the ranks, and a judge that fails on one of them.
 
-Prints one line of JSON a rank: rewards, advantages, and the error of the failing round.
+Prints one line of JSON a rank: rewards, advantages, metrics, and the error of the failing round.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ rewards = RewardSet(
 scored = rewards(prompt=PROMPTS[rank], groups=GROUPS[rank])
 found = {name: values.tolist() for name, values in scored.rewards.items()}
 found["advantages"] = scored.advantages("sum").tolist()
+found["metrics"] = {name: value for name, value in scored.metrics().items() if "seconds" not in name}
 try:
     RewardSet({"name": "judge", "reward_model": "reward_examples.Down"})(prompt=[["up"], ["down"]][rank])
 except RewardError as error:

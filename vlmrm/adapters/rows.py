@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from vlmrm.conversation import Conversation
-from vlmrm.data.media import media_key
+from vlmrm.data.media import hashed_once, media_key
 from vlmrm.errors import ConfigError, RewardError, RowError, finite_or_error
 from vlmrm.formats.rollouts import read_answer, zip_columns
 from vlmrm.rewards.outcome import with_group_means
@@ -65,12 +65,13 @@ class SharedScorer:
     def score_each(self, conversations: Sequence[ConversationLike]) -> list[float | RowError]:
         """Return the raw logit of each conversation, or the error of one that has none."""
         shared = self._registered()
-        with shared.lock:
+        with shared.lock, hashed_once():
             shared.scorer = shared.scorer or load_scorer(str(self.model), **self.options)
             # A model in this process scores for one thread at a time; a service takes concurrent requests.
             if not isinstance(shared.scorer, RemoteScorer):
                 return _finite_scores(shared.scorer, conversations)
-        return _finite_scores(shared.scorer, conversations)
+        with hashed_once():
+            return _finite_scores(shared.scorer, conversations)
 
     def score_rows(
         self,
@@ -127,6 +128,23 @@ def _finite_scores(scorer: Scorer, conversations: Sequence[ConversationLike]) ->
     """Return the scores, with errors for NaN and infinity, which a user's own scorer may return."""
     scores = scorer.score_each(conversations)
     return [score if isinstance(score, RowError) else finite_or_error(score) for score in scores]
+
+
+class SharedRound:
+    """The rewards of one round, computed when the first of several reward functions is called with its answers."""
+
+    def __init__(self):
+        self._answers: Any = None
+        self._rewards: dict[str, np.ndarray] = {}
+
+    def take(self, name: str, answers: Any, compute: Callable[[], dict[str, np.ndarray]]) -> np.ndarray:
+        """Return the reward `name`, [N]. A framework calls all functions of a round with one list of answers."""
+        if self._answers is not answers or name not in self._rewards:  # a name again begins another round
+            self._answers, self._rewards = answers, compute()
+        values = self._rewards.pop(name)
+        if not self._rewards:
+            self._answers = None
+        return values
 
 
 class MicroBatcher:

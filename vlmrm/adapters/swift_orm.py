@@ -9,6 +9,9 @@ A plugin file names the checkpoint and registers the class (examples/swift_plugi
 
     orms["people"] = People     # swift rlhf ... --external_plugins plugin.py --reward_funcs people
 
+`orms.update(set_orms("rewards.yaml"))` registers each reward of a `RewardSet` by its name, for `--scale_rewards gdpo`
+too, with the configuration's weights as `--reward_weights`.
+
 The classes have the constructor and call of `swift.rewards.ORM` and `AsyncORM`, which is all that ms-swift requires,
 so that importing this file needs no ms-swift.
 """
@@ -21,8 +24,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vlmrm.adapters.rows import SharedScorer, checked_on_failure, prompt_key, without_failures
+from vlmrm.adapters.rows import SharedRound, SharedScorer, checked_on_failure, prompt_key, without_failures
+from vlmrm.adapters.trl_reward import NO_COLUMNS, text_columns
 from vlmrm.errors import ConfigError, RewardError, RowError
+from vlmrm.rewards import RewardSet, reward_arguments
+from vlmrm.rewards.outcome import with_group_means, without_missing
 
 
 class VlmrmORM:
@@ -102,3 +108,53 @@ class AsyncVlmrmORM(VlmrmORM):
         self, completions: Sequence[Any], **columns: Any
     ) -> list[float]:
         return await asyncio.to_thread(super().__call__, completions, **columns)
+
+
+class OneOfSetORM:
+    """One reward of a `RewardSet`; `set_orms` derives the classes. A masked reward is the mean of its group."""
+
+    name: ClassVar[str]
+    of: ClassVar[_SharedSet]
+
+    def __init__(self, args: Any = None, **kwargs: Any):
+        self.args = args
+
+    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
+        """Return the reward of each completion.
+
+        Raises:
+            RewardError: for a sample without any reward whose group has none here that could stand for it.
+        """
+        values = self.of.round.take(self.name, completions, lambda: self.of.rewards_of(completions, columns))
+        return values.tolist()
+
+
+class _SharedSet:
+    """A reward set that is made at the first call, and the round that its classes share."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.rewards: RewardSet | None = None
+        self.round = SharedRound()
+
+    def rewards_of(self, completions: Sequence[Any], columns: dict[str, Any]) -> dict[str, np.ndarray]:
+        self.rewards = self.rewards or RewardSet(self.config)
+        prompts = [messages[:-1] for messages in columns["messages"]]
+        images = columns.get("images") or [None] * len(prompts)
+        groups = [prompt_key(row) for row in zip(prompts, images, strict=True)]
+        own = {name: column for name, column in columns.items() if name not in ("messages", *NO_COLUMNS)}
+        scored = self.rewards(**{**own, **text_columns(prompts, completions, images), "groups": groups})
+        rewards = {}
+        for name, values in without_missing(scored.rewards, groups).items():
+            rewards[name] = with_group_means(values, groups)
+            for index in np.flatnonzero(np.isnan(rewards[name])):  # ms-swift would make it 0
+                reasons = [f"reward {of}: {failures[index]}" for of, failures in scored.failures.items()]
+                raise RewardError(f"sample {index} has no reward, nor has any of its prompt here: {reasons[0]}")
+        return rewards
+
+
+def set_orms(config: Any) -> dict[str, type[OneOfSetORM]]:
+    """Return a class for ms-swift's `orms` of each reward of a configuration; a round computes all of them once."""
+    shared = _SharedSet(config)
+    names = [arguments.name for arguments in reward_arguments(config)]
+    return {name: type(f"ORM_{name}", (OneOfSetORM,), {"name": name, "of": shared}) for name in names}

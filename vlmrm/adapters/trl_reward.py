@@ -2,6 +2,7 @@
 
     GRPOTrainer(..., reward_funcs=[TRLReward("outputs/best")])
     GRPOTrainer(..., reward_funcs=[TRLRewardSet("rewards.yaml", num_generations=8)])
+    GRPOTrainer(..., reward_funcs=rewards.each())  # GDPO, with reward_weights=rewards.weights() in the GRPOConfig
 
 TRL merges a row's images into its prompt, so they are taken from there; only where it has none, from the columns.
 """
@@ -9,19 +10,20 @@ TRL merges a row's images into its prompt, so they are taken from there; only wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vlmrm.adapters.rows import SharedScorer, checked_on_failure, prompt_key, without_failures
+from vlmrm.adapters.rows import SharedRound, SharedScorer, checked_on_failure, prompt_key, without_failures
 from vlmrm.conversation import text_of
 from vlmrm.errors import RewardError, RowError
 from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
 from vlmrm.formats.openai import read_messages
 from vlmrm.formats.rollouts import read_answer, zip_columns
-from vlmrm.rewards import RewardSet
+from vlmrm.rewards import RewardSet, reward_arguments
+from vlmrm.rewards.metrics import weighted_total
 from vlmrm.rewards.outcome import without_missing
 from vlmrm.rewards.ranks import rank, world_size
 from vlmrm.rewards.samples import MEDIA
@@ -116,6 +118,8 @@ class TRLRewardSet:
     A masked reward counts as the mean of its group, as in `RewardSet.advantages`; a sample without any is None, and
     TRL leaves it out. TRL logs the sum as `rewards/{name}/mean`, each reward as `rm/{reward}/mean`.
 
+    `each()` and `weights()` are the rewards one by one, for TRL's GDPO (`multi_objective_aggregation`).
+
     Args:
         config: anything that `RewardSet` takes.
         num_generations: samples of a group: consecutive ones, counted over all ranks.
@@ -124,9 +128,18 @@ class TRLRewardSet:
     def __init__(self, config: Any, num_generations: int, *, name: str = "vlmrm"):
         self.config, self.num_generations, self.__name__ = config, num_generations, name
         self.rewards: RewardSet | None = None  # made on first use: models and threads cannot be pickled
+        self.round = SharedRound()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "rewards": None}
+        return {**self.__dict__, "rewards": None, "round": SharedRound()}
+
+    def each(self) -> list[OneOfSet]:
+        """Return a reward function of each reward, by its name; the first that TRL calls in a round computes all."""
+        return [OneOfSet(self, arguments.name) for arguments in reward_arguments(self.config)]
+
+    def weights(self) -> list[float]:
+        """Return the weights of `each`, for TRL's `reward_weights`."""
+        return [arguments.weight for arguments in reward_arguments(self.config)]
 
     def __call__(
         self,
@@ -136,6 +149,17 @@ class TRLRewardSet:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
+        filled = self.filled(prompts, completions, columns, log_metric)
+        return _or_none(weighted_total(filled, dict(zip(filled, self.weights(), strict=True)), len(prompts)), filled)
+
+    def filled(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: Mapping[str, Any],
+        log_metric: Callable[[str, float], None] | None,
+    ) -> dict[str, np.ndarray]:
+        """Return the rewards by name, [N], a masked one as the mean of its group; NaN in samples without any."""
         self.rewards = self.rewards or RewardSet(self.config)
         samples = text_columns(prompts, completions, columns.get("images", columns.get("image")))
         first = rank() * len(prompts)
@@ -150,9 +174,33 @@ class TRLRewardSet:
         for name, value in scored.metrics().items():
             if log_metric is not None:
                 log_metric(f"rm/{name.removeprefix('rewards/')}", value)
-        filled = without_missing(scored.rewards, samples["groups"])
-        totals = np.sum([scored.weights[name] * values for name, values in filled.items()], axis=0)
-        return [None if np.isnan(total) else float(total) for total in totals]
+        return without_missing(scored.rewards, samples["groups"])
+
+
+class OneOfSet:
+    """One reward of a `TRLRewardSet`, as a reward function of TRL."""
+
+    def __init__(self, of: TRLRewardSet, name: str):
+        self.of, self.__name__ = of, name
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        *,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        values = self.of.round.take(
+            self.__name__, completions, lambda: self.of.filled(prompts, completions, columns, log_metric)
+        )
+        return _or_none(values, {self.__name__: values})
+
+
+def _or_none(totals: np.ndarray, rewards: Mapping[str, np.ndarray]) -> list[float | None]:
+    """Return the numbers, None in samples without any reward."""
+    missing = np.all([np.isnan(values) for values in rewards.values()], axis=0)
+    return [None if gone else float(total) for gone, total in zip(missing, totals, strict=True)]
 
 
 def text_columns(prompts: Sequence[Any], answers: Sequence[Any], images: Sequence[Any] | None) -> dict[str, list[Any]]:

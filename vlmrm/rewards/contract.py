@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, SecretStr
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 CREDENTIALS = re.compile(r"://[^/?#\s'\"]*@")  # of an address
 
 
+_Range = Annotated[list[float], Field(min_length=2, max_length=2)]  # lowest and highest
+
+
 class _Rules(Strict, strict=True):
     """Types and bounds of the fields of `RewardArguments` that are no names of types or devices."""
 
@@ -40,6 +43,12 @@ class _Rules(Strict, strict=True):
     num_workers: int = Field(ge=1)
     on_failure: Literal["raise", "mask", "fallback"]
     fallback_reward: float | None
+    valid: _Range | None
+    clip: _Range | None
+    uncertainty_penalty: float = Field(ge=0)
+    length_penalty: float = Field(ge=0)
+    length_free: int = Field(ge=0)
+    deadline: float | None = Field(gt=0)
 
 
 @dataclass
@@ -61,6 +70,13 @@ class RewardArguments:
         on_failure: `raise`; `mask`: a failed sample's reward is NaN, and neutral in the aggregation; `fallback`: it is
             `fallback_reward`, and counted.
         fallback_reward: required for `fallback`, whatever it means in the run.
+        valid: [lowest, highest]: a reward outside is a failure, as of a judge that leaves its scale.
+        clip: [lowest, highest]: a reward outside is that bound, after the penalties.
+        uncertainty_penalty: factor of the std that the model tells of its reward, subtracted.
+        length_penalty: subtracted for each word of the response after `length_free`.
+        length_free: words without a penalty.
+        deadline: seconds that a round waits for an asynchronous reward, from the last sample on; what has not come
+            then has failed.
 
     Raises:
         ConfigError: naming the reward and the setting.
@@ -76,6 +92,12 @@ class RewardArguments:
     num_workers: int = 1
     on_failure: str = "raise"
     fallback_reward: float | None = None
+    valid: list[float] | None = None
+    clip: list[float] | None = None
+    uncertainty_penalty: float = 0.0
+    length_penalty: float = 0.0
+    length_free: int = 0
+    deadline: float | None = None
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -94,6 +116,13 @@ class RewardArguments:
             raise ConfigError(f"{where}: device is {self.device!r}: write cuda, cuda:1 or cpu.") from None
         if (self.on_failure == "fallback") != (self.fallback_reward is not None):
             raise ConfigError(f"{where}: on_failure: fallback and fallback_reward go together: give both or neither.")
+        for setting, bounds in (("valid", self.valid), ("clip", self.clip)):
+            if bounds is not None and not bounds[0] < bounds[1]:
+                raise ConfigError(f"{where}: {setting} is {bounds}: write the lowest and the highest reward.")
+        if self.length_free and not self.length_penalty:
+            raise ConfigError(f"{where}: length_free is a part of length_penalty: give that too.")
+        if self.deadline is not None and not self.async_reward:
+            raise ConfigError(f"{where}: deadline is of asynchronous rewards: set async_reward: true.")
         if isinstance(self.extra_kwargs.get("api_key"), str):  # configurations are logged and uploaded
             self.extra_kwargs = {**self.extra_kwargs, "api_key": SecretStr(self.extra_kwargs["api_key"])}
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from vlmrm.errors import ConfigError, RewardError
+from vlmrm.rewards.metrics import statistics, weighted_total
 from vlmrm.rewards.ranks import gather, rank, world_size
 from vlmrm.rewards.samples import Samples
 from vlmrm.scoring.transforms import FLOOR
@@ -35,8 +36,8 @@ class Rewards:
     counters: dict[str, dict[str, float]]
 
     def total(self) -> np.ndarray:
-        """Return the weighted sum of the rewards: [N], NaN where one is missing."""
-        return np.sum([self.weights[name] * values for name, values in self.rewards.items()], axis=0)
+        """Return the weighted sum of the rewards: [N], NaN where one is missing; one of weight 0 may be."""
+        return weighted_total(self.rewards, self.weights, len(next(iter(self.rewards.values()))))
 
     def advantages(self, method: str | Aggregator = "gdpo", *, global_std: bool = True) -> np.ndarray:
         """Return `vlmrm.rewards.outcome.advantages` of the rewards: [N]. A collective call: every rank makes it.
@@ -49,15 +50,21 @@ class Rewards:
         return advantages(self.rewards, self.weights, self.groups, method, global_std=global_std)
 
     def metrics(self) -> dict[str, float]:
-        """Return mean, std, failures, seconds and counters of each reward on this rank, for a tracker."""
-        metrics: dict[str, float] = {}
-        for name, values in self.rewards.items():
-            present = values[~np.isnan(values)]
-            metrics[f"rewards/{name}/mean"] = float(present.mean()) if len(present) else float("nan")
-            metrics[f"rewards/{name}/std"] = float(present.std()) if len(present) else float("nan")
-            metrics[f"rewards/{name}/failures"] = len(self.failures[name])
-            metrics[f"rewards/{name}/seconds"] = self.seconds[name]
-            metrics |= {f"rewards/{name}/{counter}": count for counter, count in self.counters[name].items()}
+        """Return `vlmrm.rewards.metrics.statistics`, failures, seconds and counters over all ranks, for a tracker.
+
+        A collective call: every rank makes it, also where one logs.
+        """
+        groups = range(len(next(iter(self.rewards.values())))) if self.groups is None else self.groups
+        all_rewards, codes, _ = _of_all_ranks(self.rewards, groups)
+        metrics = statistics(all_rewards, self.weights, None if self.groups is None else codes)
+        sums: dict[str, float] = {}
+        for name in self.rewards:
+            sums[f"rewards/{name}/failures"] = len(self.failures[name])
+            sums[f"rewards/{name}/seconds"] = self.seconds[name]
+            sums |= {f"rewards/{name}/{counter}": count for counter, count in self.counters[name].items()}
+        for share in gather(sums):
+            for name, value in share.items():
+                metrics[name] = metrics.get(name, 0) + value
         return metrics
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -293,7 +293,8 @@ class _PendingReward:
     parts: list[Samples] = field(default_factory=list)
     shared: list[Samples] = field(default_factory=list)
     exchanged: bool = False
-    futures: list[Future[tuple[CallResult, float]]] = field(default_factory=list)
+    calls: list[tuple[Future[tuple[CallResult, float]], Samples]] = field(default_factory=list)
+    waits_since: float = 0.0
 
     @property
     def name(self) -> str:
@@ -325,11 +326,14 @@ class _PendingReward:
         if samples.groups is None:
             self.error = RewardError(f"reward {self.name} is of groups: give groups=, the id of each sample's prompt.")
         fields = accepted_fields(self.reward.model, samples)
+        if self.reward.arguments.length_penalty:
+            fields = [*fields, "response"]
         groups = groups_to_compute(samples.take(remaining), fields)
         self.parts, self.shared, self.exchanged = groups.local, groups.shared, groups.exchanged
 
     def compute(self) -> None:
         """Compute the remaining calls of a synchronous reward; submit those of an asynchronous one."""
+        self.waits_since = time.monotonic()
         if self.reward.threads is not None and self.error is None:
             for part in self.parts:
                 self._submit(part)
@@ -340,11 +344,15 @@ class _PendingReward:
 
     def collect(self, stop: bool) -> None:
         """Wait for the threads, and exchange the results of shared groups; with `stop` cancel what has not started."""
-        for future in self.futures:
+        for future, part in self.calls:
             if stop or self.error is not None:
                 self.cancel()
                 break
-            self._collect_one(future.result)
+            if self._in_time(future):
+                self._collect_one(future.result)
+            else:
+                reason = f"it had no reward {self.reward.arguments.deadline:g} s after the last sample"
+                self.result.update(CallResult(failures=dict.fromkeys(part.indices, reason)))
         local, self.result = self.result, CallResult()
         for part in self.shared:
             if not stop and self.error is None:
@@ -357,13 +365,21 @@ class _PendingReward:
         if not stop:
             self._settle()
 
+    def _in_time(self, future: Future[Any]) -> bool:
+        """Wait for a call until the deadline, and cancel one that has not started by then."""
+        deadline = self.reward.arguments.deadline
+        if deadline is None:
+            return True
+        done, _ = wait([future], max(self.waits_since + deadline - time.monotonic(), 0.0))
+        return bool(done) or (not future.cancel() and future.done())
+
     def cancel(self) -> None:
-        for future in self.futures:
+        for future, _ in self.calls:
             future.cancel()
 
     def _submit(self, part: Samples) -> None:
         assert self.reward.threads is not None
-        self.futures.append(self.reward.threads.submit(self._call, part))
+        self.calls.append((self.reward.threads.submit(self._call, part), part))
 
     def _call(self, part: Samples) -> tuple[CallResult, float]:
         with self.reward.slots:

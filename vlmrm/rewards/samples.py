@@ -12,10 +12,11 @@ import numpy as np
 from PIL import Image
 
 from vlmrm.conversation import media_of
-from vlmrm.data.media import open_image
+from vlmrm.data.media import hashed_once, open_image
 from vlmrm.errors import MediaError, RewardError, RowError
 from vlmrm.formats.openai import read_messages, read_reference
 from vlmrm.rewards.contract import BaseRewardModel, RewardModelOutput
+from vlmrm.rewards.shaping import shaped
 
 if TYPE_CHECKING:
     import torch
@@ -167,7 +168,21 @@ def call(model: BaseRewardModel, samples: Samples) -> CallResult:
         for name, value in values.items():
             arguments[name].append(value)
     if indices:
-        result.update(_read_output(model(**arguments), indices))
+        with hashed_once():
+            output = model(**arguments)
+        result.update(_shaped(model, _read_output(output, indices), samples))
+    return result
+
+
+def _shaped(model: BaseRewardModel, result: CallResult, samples: Samples) -> CallResult:
+    """Return the result with each reward as the configuration makes it; one that it refuses has failed."""
+    responses = dict(zip(samples.indices, samples.columns.get("response", [None] * len(samples)), strict=True))
+    for index, reward in list(result.rewards.items()):
+        try:
+            result.rewards[index] = shaped(model.config, reward, result.info.get(index, {}), responses[index])
+        except RowError as error:
+            del result.rewards[index]
+            result.failures[index] = error.reason
     return result
 
 

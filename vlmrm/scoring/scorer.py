@@ -15,6 +15,7 @@ from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache
 from vlmrm.batching.media import BLANK_SIDE
 from vlmrm.conversation import Conversation, Image, Message
+from vlmrm.data.media import hashed_once
 from vlmrm.engine import Engine, rendered_each
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation
@@ -115,7 +116,8 @@ class LocalScorer:
                 return rendered
             return replace(rendered, prompt=self.renderer.prompt_tokens(conversation, rendered))
 
-        return rendered_each(conversations, render, media)
+        with hashed_once():
+            return rendered_each(conversations, render, media)
 
     def score_rendered(self, items: Sequence[Rendered | RowError]) -> list[float | RowError]:
         """Return the raw logit of each item that `rendered` made, or its error."""

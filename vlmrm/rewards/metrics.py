@@ -1,0 +1,90 @@
+"""What a round's rewards tell of the run, over the samples of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+
+LEVEL = 1e-6  # a group whose std is below gives no signal: the floor of advantages is the same
+
+
+def statistics(
+    rewards: Mapping[str, np.ndarray], weights: Mapping[str, float], codes: np.ndarray | None
+) -> dict[str, float]:
+    """Return the metrics of each reward and of pairs of them; a figure that nothing tells is NaN.
+
+    A reward of weight 0 trains nothing: it is held out, and `held_out` its correlation within groups with the total of
+    the others, which falls where the policy learns to please those alone (Gao et al. 2022, "Scaling Laws for Reward
+    Model Overoptimization").
+
+    Args:
+        rewards: by name, [N], NaN where missing.
+        codes: the number of each sample's group, [N], from 0; None where there are no groups.
+    """
+    metrics: dict[str, float] = {}
+    for name, values in rewards.items():
+        present = values[~np.isnan(values)]
+        metrics[f"rewards/{name}/mean"] = float(present.mean()) if len(present) else float("nan")
+        metrics[f"rewards/{name}/std"] = float(present.std()) if len(present) else float("nan")
+        metrics[f"rewards/{name}/missing"] = 1 - len(present) / max(len(values), 1)
+        metrics[f"rewards/{name}/saturation"] = _saturation(present)
+        if codes is not None:
+            deviations = _group_deviations(values, codes)
+            metrics[f"rewards/{name}/group_std"] = float(deviations.mean()) if len(deviations) else float("nan")
+            metrics[f"rewards/{name}/no_signal"] = _share_below(deviations)
+    for one, other in combinations(rewards, 2):
+        metrics[f"rewards/correlation/{one}/{other}"] = _correlation(rewards[one], rewards[other])
+    if codes is not None:
+        held_out = [name for name in rewards if weights[name] == 0]
+        total = weighted_total(rewards, weights, len(codes))
+        for name in held_out if len(held_out) < len(rewards) else ():
+            metrics[f"rewards/{name}/held_out"] = _correlation(_centred(total, codes), _centred(rewards[name], codes))
+        metrics["rewards/no_signal"] = _share_below(_group_deviations(total, codes))
+    return metrics
+
+
+def weighted_total(rewards: Mapping[str, np.ndarray], weights: Mapping[str, float], size: int) -> np.ndarray:
+    """Return the weighted sum [N], NaN where a reward of a weight is missing; one held out, of weight 0, may be."""
+    parts = [weights[name] * values for name, values in rewards.items() if weights[name] != 0]
+    return np.sum(parts, axis=0) if parts else np.zeros(size)
+
+
+def _saturation(present: np.ndarray) -> float:
+    """Return the share of the rewards at the round's lowest or highest, whichever is more often; 1 if all are equal.
+
+    Beyond one in N, it is a scale that ends there: clipping, a judge's best grade, a rule that all fulfil.
+    """
+    if not len(present):
+        return float("nan")
+    return float(max(np.mean(present == present.min()), np.mean(present == present.max())))
+
+
+def _group_deviations(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Return the population's std of each group with two rewards or more."""
+    present = ~np.isnan(values)
+    groups = [values[present & (codes == code)] for code in np.unique(codes)]
+    return np.array([group.std() for group in groups if len(group) > 1])
+
+
+def _share_below(deviations: Sequence[float] | np.ndarray) -> float:
+    return float(np.mean(np.asarray(deviations) < LEVEL)) if len(deviations) else float("nan")
+
+
+def _centred(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Return the values less the mean of their group's present ones; NaN stays."""
+    centred = values.copy()
+    for code in np.unique(codes):
+        own = codes == code
+        if not np.isnan(values[own]).all():
+            centred[own] -= np.nanmean(values[own])
+    return centred
+
+
+def _correlation(one: np.ndarray, other: np.ndarray) -> float:
+    """Return Pearson's correlation over the samples that have both; NaN where one is constant."""
+    both = ~np.isnan(one) & ~np.isnan(other)
+    if both.sum() < 2 or min(one[both].std(), other[both].std()) < LEVEL:
+        return float("nan")
+    return float(np.corrcoef(one[both], other[both])[0, 1])
