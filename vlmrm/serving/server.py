@@ -225,8 +225,7 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         self._stop_timer()
         self.resume_writing()
         super().connection_lost(exc)
-        # Both refer back to their owners, and full collections are too rare for a cycle of every connection.
-        self.cycle = None  # ty: ignore[invalid-assignment]
+        # It refers back to its transport, and full collections are too rare for a cycle of every connection.
         if hasattr(self.transport, "_read_ready_cb"):  # of asyncio's own loop
             self.transport._read_ready_cb = None  # ty: ignore[invalid-assignment]
 
