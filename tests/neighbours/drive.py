@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -39,15 +39,14 @@ def served(model: Path) -> Generator[str]:
     command = [sys.executable, "-m", "vlmrm", "serve", "--model", str(model), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            seen: list[str] = []
+            seen = ""
             for line in process.stderr or ():
-                seen.append(line)
-                if address := re.search(r"http://127\.0\.0\.1:\d+", "".join(seen)):
-                    ready = "is ready" in "".join(seen)
-                    if ready:
-                        yield address[0]
-                        return
-            raise RuntimeError("the service ended: " + "".join(seen[-5:]))
+                seen += line
+                address = re.search(r"http://127\.0\.0\.1:\d+", seen)
+                if address and "is ready" in seen:
+                    yield address[0]
+                    return
+            raise RuntimeError("the service ended: " + seen[-600:])
         finally:
             process.terminate()
 
@@ -108,7 +107,7 @@ def released(neighbour: Neighbour) -> str:
     return next(it.version for it in distributions(name=name, path=packages))
 
 
-def main(names: Iterable[str]) -> int:
+def main(names: Sequence[str]) -> int:
     asked = [one for one in neighbours() if one.name in names or not names]
     began = time.monotonic()
     unmade = make_all(asked)
@@ -121,14 +120,11 @@ def main(names: Iterable[str]) -> int:
             made = [one for one in asked if unmade[one.name] is None]
             reports = dict(zip(made, pool.map(lambda one: drive(one, case), made), strict=True))
             scorer = load_scorer(model, device="cpu", dtype="float32")
-            for neighbour, report in reports.items():
-                equal = report["checks"].get("equal", {"proved": False, "what": report["said"]})
+            pictures = json.loads(case.read_text(encoding="utf-8"))["pictures"]
+            for report in reports.values():
+                equal = report["checks"].setdefault("equal", {"proved": False, "what": report["said"]})
                 if equal["proved"]:
-                    report["checks"]["equal"] = compared(
-                        equal["what"], scorer, json.loads(case.read_text())["pictures"]
-                    )
-                else:
-                    report["checks"]["equal"] = equal
+                    report["checks"]["equal"] = compared(equal["what"], scorer, pictures)
     for neighbour in asked:
         result = {"title": neighbour.title, "date": datetime.now(UTC).date().isoformat(), "seconds": 0}
         if reason := unmade[neighbour.name]:

@@ -61,11 +61,8 @@ def equal(case: Case) -> list[dict[str, Any]]:
 def broken(case: Case) -> str:
     rows = [(case.pictures[0], answer) for answer in (*ANSWERS, "Red", "No.")]
     alone = rewards(case, rows, case.url, ("people",))[:, 0]
-    rows.insert(1, (case.pictures[0], "\x00" * 4))
-    [(picture, _), *_] = rows
-    failing = [(picture, answer) for _, answer in rows]
-    failing[1] = (case.broken, "Red")
-    values = rewards(case, [*failing], case.url, ("people",))
+    rows.insert(1, (case.broken, "Red"))
+    values = rewards(case, rows, case.url, ("people",))
     assert not values.isnan().any(), values
     assert torch.allclose(values[[0, 2, 3, 4], 0], alone, atol=1e-5), (values, alone)
     advantages, _ = compute_advantages(values, torch.ones(1), len(rows))

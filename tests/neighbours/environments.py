@@ -80,9 +80,13 @@ def make(neighbour: Neighbour) -> str | None:
 
 
 def make_all(asked: Sequence[Neighbour]) -> dict[str, str | None]:
-    """Make the environments, two at a time; return by name what went wrong."""
+    """Make the environments, two at a time; return by name what went wrong.
+
+    The first is made alone: two that fetch torch at once would have two of it.
+    """
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip((one.name for one in asked), pool.map(make, asked), strict=True))
+        reasons = [*map(make, asked[:1]), *pool.map(make, asked[1:])]
+    return dict(zip((one.name for one in asked), reasons, strict=True))
 
 
 def size(folder: Path = FOLDER) -> float:
