@@ -76,7 +76,7 @@ def away(case: Case) -> str:
 
 def away_remote(case: Case) -> str:
     [output] = outputs(case, case.rows()[:1], f"{case.away}/get_reward")
-    assert output["reward"] is not None, "OpenRLHF itself logs it at level INFO and goes on without a reward"
+    assert output["reward"] is not None, "by `/get_reward` OpenRLHF logs it at level INFO and goes on without a reward"
     return "a reward"
 
 

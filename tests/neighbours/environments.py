@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -32,7 +33,7 @@ class Neighbour:
     title: str
     requires: tuple[str, ...]
     excludes: tuple[str, ...] = ()
-    ci: bool = False
+    known: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -52,10 +53,11 @@ class Neighbour:
 def neighbours() -> list[Neighbour]:
     """Return the frameworks of neighbours.toml."""
     listed = tomllib.loads((HERE / "neighbours.toml").read_text(encoding="utf-8"))
-    return [
-        Neighbour(name, one["title"], tuple(one["requires"]), tuple(one.get("excludes", ())), one.get("ci", False))
-        for name, one in listed.items()
-    ]
+    return [Neighbour(name, **{key: _frozen(value) for key, value in one.items()}) for name, one in listed.items()]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def make(neighbour: Neighbour) -> str | None:
