@@ -40,6 +40,10 @@ BUILT_IN: dict[str, str] = {
     "dance_grpo": "vlmrm.rewards.built_in.video_align.VideoAlign",  # in cosmos-rl
     "videoalign": "vlmrm.rewards.built_in.video_align.VideoAlign",
     "ocr": "vlmrm.rewards.built_in.ocr.OCR",
+    "format": "vlmrm.rewards.built_in.texts.Format",
+    "repetition": "vlmrm.rewards.built_in.texts.Repetition",
+    "jpeg_compressibility": "vlmrm.rewards.built_in.jpeg_size.JpegCompressibility",
+    "jpeg_incompressibility": "vlmrm.rewards.built_in.jpeg_size.JpegIncompressibility",
     "gen_eval": "vlmrm.rewards.built_in.gen_eval.GenEval",
     "frame_success": "vlmrm.frames.success_reward.FrameSuccess",
     "cosmos_reason1": "vlmrm.rewards.built_in.cosmos_reason1.CosmosReason1",
