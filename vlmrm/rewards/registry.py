@@ -30,10 +30,12 @@ BUILT_IN: dict[str, str] = {
     "remote_groupwise": "vlmrm.rewards.remote.RemoteGroupwiseRewardModel",
     "vlm_reward": "vlmrm.rewards.built_in.vlm_reward.VlmReward",
     "vlm_reward_group": "vlmrm.rewards.built_in.vlm_reward.VlmRewardGroup",
+    "vlm_reward_ensemble": "vlmrm.rewards.built_in.ensemble.VlmRewardEnsemble",
     "clip": "vlmrm.rewards.built_in.clip.CLIP",
     "pickscore": "vlmrm.rewards.built_in.clip.PickScore",
     "pickscore_rank": "vlmrm.rewards.built_in.clip.PickScoreRank",
     "hpsv2": "vlmrm.rewards.built_in.clip.HPSv2",
+    "aesthetic": "vlmrm.rewards.built_in.aesthetic.Aesthetic",
     "image_reward": "vlmrm.rewards.built_in.image_reward.ImageReward",  # in cosmos-rl
     "imagereward": "vlmrm.rewards.built_in.image_reward.ImageReward",
     "hpsv3": "vlmrm.rewards.built_in.hps_v3.HPSv3",

@@ -107,6 +107,16 @@ class ClipTowers:
             for text, keys in zip(texts, keys_of_views, strict=True)
         ]
 
+    @torch.inference_mode()
+    def image_directions(self, images: Sequence[Image.Image], batch_size: int) -> torch.Tensor:
+        """Return the unit vectors of images [N, D] in float32, on the CPU; equal images are computed once."""
+        keys = [media_key(picture) for picture in images]
+        distinct = dict(zip(keys, images, strict=True))
+        with self.lock:
+            vectors = self._in_batches(self._images, list(distinct.values()), batch_size)
+        by_key = dict(zip(distinct, vectors, strict=True))
+        return torch.stack([by_key[key] for key in keys])
+
     def _in_batches(self, embed: Callable[..., torch.Tensor], items: list, size: int) -> torch.Tensor:
         """Return unit vectors [N, D] in float32, on the CPU."""
         parts = [embed(items[start : start + size]).float().cpu() for start in range(0, len(items), size)]
