@@ -9,7 +9,8 @@ from torch import nn
 
 from vlmrm.errors import ConfigError
 from vlmrm.modeling.published_weights import load_exactly, read_weights, shared
-from vlmrm.rewards.built_in.clip import CLIP, FRAMES, load_towers, views_of
+from vlmrm.rewards.built_in.clip import CLIP, load_towers
+from vlmrm.rewards.built_in.views import FRAMES, views_of
 from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput, choice
 
 WIDTHS = (1024, 128, 64, 16, 1)  # of the head's layers, without activations between them
