@@ -16,7 +16,7 @@ HEART := tests/batching/test_shared.py tests/batching/test_collator.py tests/mod
 # Tools that find each other on PATH: ninja for DeepSpeed, torchrun for the launch scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo frames-demo test lowest resolve constraints cosmos lint format types bench gpu docs
+.PHONY: help demo frames-demo test lowest resolve constraints cosmos neighbours lint format types bench gpu docs
 .DEFAULT_GOAL := help
 
 help:  ## list the verbs
@@ -42,6 +42,10 @@ constraints: $(INSTALLED)  ## write the versions of .venv into constraints.txt, 
 	  | sed 's/+.*//' > constraints.txt
 
 cosmos: $(COSMOS)  ## fetch cosmos-rl, whose trainer a test has ask for rewards
+
+neighbours: $(INSTALLED)  ## drive the reward paths of other frameworks, and write docs/rewards.md's table of what was proved
+	OMP_NUM_THREADS=1 $(BIN)/python tests/neighbours/drive.py
+	$(BIN)/python tests/neighbours/table.py
 
 lint: $(INSTALLED)  ## check style and formatting
 	$(BIN)/ruff check .

@@ -631,6 +631,15 @@ def test_openrlhf_s_run_ends_where_a_sample_cannot_be_scored_with_the_sample_nam
     assert not issubclass(Unscored, Exception)
 
 
+def test_openrlhf_s_error_quotes_the_answer_behind_a_query_with_placeholders_for_each_token():
+    prompt = "<|vision_start|><|image_pad|><|vision_end|>Two?"
+    query = prompt.replace("<|image_pad|>", "<|image_pad|>" * 9) + "Three."
+    with pytest.raises(
+        Unscored, match=r"the answer 'Three.' to '<\|vision_start\|><\|image_pad\|><\|vision_end\|>Two\?'"
+    ):
+        OpenRLHFReward(Given(NAN))([query], [prompt], [{"prompt": "Two?"}])
+
+
 def test_openrlhf_imports_the_file_and_finds_its_model(tiny_reward_model, monkeypatch):
     module = import_file(ADAPTERS / "openrlhf_reward.py", "reward_func")
     function = module.reward_func

@@ -18,7 +18,7 @@ from typing import Any
 
 from vlmrm.adapters.rows import SharedScorer
 from vlmrm.errors import ConfigError, RowError, first_line
-from vlmrm.formats.rollouts import read_openrlhf_query, zip_columns
+from vlmrm.formats.rollouts import PADS, read_openrlhf_query, zip_columns
 from vlmrm.scoring.protocol import Scorer
 
 logger = logging.getLogger("vlmrm")
@@ -70,7 +70,9 @@ def _unscored(name: str, error: Exception, prompts: Sequence[str], queries: Sequ
     reason = error.reason if isinstance(error, RowError) else first_line(error)
     sample = ""
     if len(prompts) == len(queries) == 1:
-        prompt, answer = prompts[0] or "", queries[0].removeprefix(prompts[0] or "")
+        # OpenRLHF decodes the query, with a placeholder for each token of an image where the prompt has one.
+        prompt, query = PADS.sub(r"\1", prompts[0] or ""), PADS.sub(r"\1", queries[0])
+        answer = query.removeprefix(prompt)
         sample = f" the answer {answer!r:.80} to {prompt!r:.80}:"
     message = f"reward {name}:{sample} {reason}"
     logger.error(message)  # Ray prints the exception below many lines of its own

@@ -1,0 +1,148 @@
+"""Drive other frameworks' own reward paths, each in its environment: `make neighbours`, or `drive.py NAME...`.
+
+A tiny reward model is served by `vlmrm serve`; every framework must come to the rewards that `load_scorer` gives, and
+`table.py` writes down what was proved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from environments import FOLDER, HERE, Neighbour, make_all, neighbours, size
+from PIL import Image
+
+from vlmrm.modeling import make_tiny, make_tiny_reward_model
+from vlmrm.scoring import load_scorer
+
+TOLERANCE = 1e-5
+LIMIT_S = 300  # for a driver
+
+
+@contextmanager
+def served(model: Path) -> Generator[str]:
+    """The address of `vlmrm serve` on a free port, once it is ready."""
+    command = [sys.executable, "-m", "vlmrm", "serve", "--model", str(model), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            seen = ""
+            for line in process.stderr or ():
+                seen += line
+                address = re.search(r"http://127\.0\.0\.1:\d+", seen)
+                if address and "is ready" in seen:
+                    yield address[0]
+                    return
+            raise RuntimeError("the service ended: " + seen[-600:])
+        finally:
+            process.terminate()
+
+
+def written_case(folder: Path, url: str) -> Path:
+    """Write what the drivers are given."""
+    noise = random.Random(0)
+    pictures = [folder / f"picture_{number}.png" for number in range(2)]
+    for picture in pictures:
+        Image.frombytes("RGB", (84, 56), noise.randbytes(84 * 56 * 3)).save(picture)
+    broken = folder / "broken.png"
+    broken.write_bytes(pictures[0].read_bytes()[:2000])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{free.getsockname()[1]}"
+    case = {"url": url, "away": away, "policy": str(make_tiny(folder / "policy")), "broken": str(broken)}
+    case |= {"pictures": [str(one) for one in pictures], "folder": ""}
+    file = folder / "case.json"
+    file.write_text(json.dumps(case), encoding="utf-8")
+    return file
+
+
+def drive(neighbour: Neighbour, case: Path) -> dict[str, Any]:
+    """Run a framework's driver in its environment; return its report."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{neighbour.name}-", dir=case.parent))
+    own, report = folder / "case.json", folder / "report.json"
+    own.write_text(json.dumps({**json.loads(case.read_text()), "folder": str(folder)}), encoding="utf-8")
+    command = [str(neighbour.python), str(HERE / f"drive_{neighbour.name}.py"), str(own), str(report)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    log = FOLDER / f"{neighbour.name}.log"
+    began = time.monotonic()
+    with log.open("w") as output:
+        try:
+            subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            output.write(f"ended after {LIMIT_S} s\n")
+    checks = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+    return {"checks": checks, "seconds": round(time.monotonic() - began), "said": log.read_text()[-600:]}
+
+
+def compared(rows: Sequence[dict[str, Any]], scorer: Any, pictures: Sequence[str]) -> dict[str, Any]:
+    """Compare a framework's rewards with the scorer's own, and those with the scores of the other picture."""
+    texts = json.dumps([row["messages"] for row in rows])
+    first, second = (json.dumps(picture) for picture in pictures)
+    swapped = texts.replace(first, "\0").replace(second, first).replace("\0", second)
+    expected, other = scorer.score(json.loads(texts)), scorer.score(json.loads(swapped))
+    if min(abs(one - two) for one, two in zip(expected, other, strict=True)) < 100 * TOLERANCE:
+        return {"proved": False, "what": "the scorer itself hardly tells the pictures apart"}
+    worst = max(abs(row["reward"] - score) for row, score in zip(rows, expected, strict=True))
+    return {"proved": worst <= TOLERANCE, "what": f"{len(rows)} rewards, at most {worst:.0e} off"}
+
+
+def released(neighbour: Neighbour) -> str:
+    """The version of the framework that the environment has."""
+    name = neighbour.requires[0].split("==")[0]
+    packages = [str(it) for it in neighbour.folder.glob("lib/python*/site-packages")]
+    return next(it.version for it in distributions(name=name, path=packages))
+
+
+def main(names: Sequence[str]) -> int:
+    asked = [one for one in neighbours() if one.name in names or not names]
+    began = time.monotonic()
+    unmade = make_all(asked)
+    minutes = (time.monotonic() - began) / 60
+    kept = FOLDER / "results.json"
+    results: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() and names else {}
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_tiny_reward_model(Path(folder, "model"))
+        with served(model) as url, ThreadPoolExecutor(2) as pool:
+            case = written_case(Path(folder), url)
+            made = [one for one in asked if unmade[one.name] is None]
+            reports = dict(zip(made, pool.map(lambda one: drive(one, case), made), strict=True))
+            scorer = load_scorer(model, device="cpu", dtype="float32")
+            pictures = json.loads(case.read_text(encoding="utf-8"))["pictures"]
+            for report in reports.values():
+                equal = report["checks"].setdefault("equal", {"proved": False, "what": report["said"]})
+                if equal["proved"]:
+                    report["checks"]["equal"] = compared(equal["what"], scorer, pictures)
+    for neighbour in asked:
+        result = {"title": neighbour.title, "date": datetime.now(UTC).date().isoformat(), "seconds": 0}
+        if reason := unmade[neighbour.name]:
+            result |= {"version": neighbour.requires[0], "checks": {"resolves": {"proved": False, "what": reason}}}
+        else:
+            checks = {"resolves": {"proved": True, "what": ""}, **reports[neighbour]["checks"]}
+            result |= {"version": released(neighbour), "checks": checks, "seconds": reports[neighbour]["seconds"]}
+        results[neighbour.name] = result
+        for name, check in result["checks"].items():
+            verdict = "proved" if check["proved"] else "NOT PROVED"
+            failed += not check["proved"] and name not in neighbour.known
+            sys.stdout.write(f"{neighbour.title} {result['version']}: {name}: {verdict}: {check['what']}\n")
+    sys.stdout.write(f"environments: {size():.1f} GB, made in {minutes:.1f} min\n")
+    kept.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

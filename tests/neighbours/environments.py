@@ -1,0 +1,97 @@
+"""Environments of other frameworks, one each: its release and pins, and of vlmrm the light core alone.
+
+They are made by uv in `.cache/neighbours`, two at a time. Files come as hard links out of uv's cache, so that all
+share one torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FOLDER = ROOT / ".cache" / "neighbours"
+UV = Path(sys.executable).with_name("uv")
+SOURCES = ROOT / "tests" / "resolving" / "uv.toml"  # what is published as sources alone
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A framework to drive: its key in neighbours.toml, and what is written there."""
+
+    name: str
+    title: str
+    requires: tuple[str, ...]
+    excludes: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        return FOLDER / self.name
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def stamp(self) -> str:
+        """What an environment was made of; another one is made anew."""
+        asked = repr((self.requires, self.excludes, (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+        return hashlib.sha256(asked.encode()).hexdigest()
+
+
+def neighbours() -> list[Neighbour]:
+    """Return the frameworks of neighbours.toml."""
+    listed = tomllib.loads((HERE / "neighbours.toml").read_text(encoding="utf-8"))
+    return [Neighbour(name, **{key: _frozen(value) for key, value in one.items()}) for name, one in listed.items()]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def make(neighbour: Neighbour) -> str | None:
+    """Make the environment unless it is there; return why it cannot be made, in uv's words."""
+    made = neighbour.folder / ".installed"
+    if made.exists() and made.read_text(encoding="utf-8") == neighbour.stamp:
+        return None
+    began = time.monotonic()
+    neighbour.folder.parent.mkdir(parents=True, exist_ok=True)
+    without = FOLDER / f"{neighbour.name}.overrides"
+    without.write_text("".join(f"{name}; python_version < '3'\n" for name in neighbour.excludes), encoding="utf-8")
+    install = [UV, "pip", "install", "--quiet", "--system-certs", "--python", neighbour.python]
+    install += ["--config-file", SOURCES, "--overrides", without, "--editable", ROOT, *neighbour.requires]
+    for command in ([UV, "venv", "--quiet", "--clear", "--python", sys.executable, neighbour.folder], install):
+        ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "DS_BUILD_OPS": "0"})
+        if ran.returncode:
+            return ran.stderr.strip()
+    made.write_text(neighbour.stamp, encoding="utf-8")
+    sys.stdout.write(f"{neighbour.title}: environment made in {time.monotonic() - began:.0f} s\n")
+    sys.stdout.flush()
+    return None
+
+
+def make_all(asked: Sequence[Neighbour]) -> dict[str, str | None]:
+    """Make the environments, two at a time; return by name what went wrong.
+
+    The first is made alone: two that fetch torch at once would have two of it.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        reasons = [*map(make, asked[:1]), *pool.map(make, asked[1:])]
+    return dict(zip((one.name for one in asked), reasons, strict=True))
+
+
+def size(folder: Path = FOLDER) -> float:
+    """Return the gigabytes of all environments; a file that several share counts once."""
+    seen = {(it.st_dev, it.st_ino): it.st_blocks * 512 for it in map(os.lstat, map(str, folder.rglob("*")))}
+    return sum(seen.values()) / 1e9
