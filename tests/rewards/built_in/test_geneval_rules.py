@@ -12,6 +12,7 @@ from vlmrm.rewards.built_in.gen_eval import (
     Detection,
     conditions,
     confident_objects,
+    exact_conditions,
     graded,
     relations,
     requirements,
@@ -36,9 +37,9 @@ def seen(name: str, x: float = 50, y: float = 50, score: float = 0.95) -> Seen:
     return Seen(label, score, at(x, y), color=color)
 
 
-def judged(metadata: dict, *found: Detection):
+def judged(metadata: dict, *found: Detection, judge=conditions):
     asked = requirements(metadata, LABELS)
-    return conditions(asked, confident_objects(found, asked.task), lambda found: [each.color for each in found])
+    return judge(asked, confident_objects(found, asked.task), lambda found: [each.color for each in found])
 
 
 def row(tag: str, *include: dict, exclude: tuple = ()) -> dict:
@@ -102,6 +103,34 @@ BOTH = row("color_attr", some("car", color="red"), some("bench", color="blue"))
 )
 def test_verdicts(metadata, found, verdict, grade):
     result = judged(metadata, *found)
+    assert strict(result) == verdict
+    assert graded(result) == pytest.approx(grade)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "found", "verdict", "grade"),
+    [
+        (DOG, [seen("dog")], 1, 1),
+        (DOG, [seen("dog"), seen("cat")], 1, 1),
+        (DOG, [seen("dog")] * 2, 0, 0),
+        (DOG, [seen("dog")] * 3, 0, -1),
+        (DOG, [], 0, 0),
+        (TWO, [seen("dog"), seen("cat"), seen("cat")], 0, 1 / 2),
+        (APPLES, [seen("apple")] * 4, 0, 2 / 3),
+        (APPLES, [seen("apple")] * 9, 0, -1),
+        (NO_CATS, [seen("dog"), seen("cat")], 0, 1 / 2),
+        (UP_TO_THREE, [seen("dog")] * 3, 0, -1),
+        (RED, [seen("red car")], 1, 1),
+        (RED, [seen("blue car")], 0, 1 / 2),
+        (RED, [seen("red car"), seen("blue car")], 0, 0),
+        (LEFT, [seen("dog", 80), seen("cat", 20)], 1, 1),
+        (LEFT, [seen("dog", 20), seen("cat", 80)], 0, 3 / 4),
+        (LEFT, [seen("cat", 20)], 0, 1 / 3),
+        (LEFT, [seen("dog", 80)], 0, 1 / 3),
+    ],
+)
+def test_exact_counts_are_flow_grpo_s(metadata, found, verdict, grade):
+    result = judged(metadata, *found, judge=exact_conditions)
     assert strict(result) == verdict
     assert graded(result) == pytest.approx(grade)
 

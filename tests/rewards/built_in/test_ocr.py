@@ -95,6 +95,16 @@ def test_text_in_images_is_read_without_a_network(offline):
     assert scored.info["text"][0]["read"] == "HELLO\nWORLD"
 
 
+def test_of_a_video_every_fourth_frame_is_read():
+    reward = RewardSet({"name": "text", "reward_model": "ocr"})
+    frames = [drawn("HELLO"), *[drawn("WRONG")] * 3, drawn("JELLO"), *[drawn("WRONG")] * 3, drawn()]
+    scored = reward(prompt=['a sign "HELLO"'] * 2, video=[frames, frames[1:4]])
+    assert scored.rewards["text"].tolist() == pytest.approx([(1.0 + 0.8) / 2, 0.0])
+    assert scored.info["text"][0]["read"] == "HELLO\n\nJELLO\n\n"
+    with pytest.raises(RewardError, match="has no image or video"):
+        reward(prompt=['a sign "HELLO"'])
+
+
 def test_without_quotes_the_whole_prompt_can_be_meant():
     rewards = RewardSet({"name": "text", "reward_model": "ocr", "without_quotes": "prompt"})
     assert rewards(prompt=["Hello"], image=[drawn("HELLO")]).rewards["text"].tolist() == [1.0]

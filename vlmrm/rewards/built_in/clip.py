@@ -19,9 +19,10 @@ from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessorPil, CLIPM
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from vlmrm.data.media import media_key
-from vlmrm.errors import CheckpointError, ConfigError, RewardError
+from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import missing
 from vlmrm.modeling.published_weights import load_exactly, open_clip_to_transformers, pretrained, read_weights, shared
+from vlmrm.rewards.built_in.views import FRAMES, views_of
 from vlmrm.rewards.contract import (
     BaseRewardModel,
     GroupwiseRewardModel,
@@ -34,7 +35,6 @@ from vlmrm.scoring.transforms import rank
 
 logger = logging.getLogger("vlmrm")
 
-FRAMES = ("first", "mean")
 HPS_V2_FILES = {"v2.0": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
 
 
@@ -107,6 +107,16 @@ class ClipTowers:
             for text, keys in zip(texts, keys_of_views, strict=True)
         ]
 
+    @torch.inference_mode()
+    def image_directions(self, images: Sequence[Image.Image], batch_size: int) -> torch.Tensor:
+        """Return the unit vectors of images [N, D] in float32, on the CPU; equal images are computed once."""
+        keys = [media_key(picture) for picture in images]
+        distinct = dict(zip(keys, images, strict=True))
+        with self.lock:
+            vectors = self._in_batches(self._images, list(distinct.values()), batch_size)
+        by_key = dict(zip(distinct, vectors, strict=True))
+        return torch.stack([by_key[key] for key in keys])
+
     def _in_batches(self, embed: Callable[..., torch.Tensor], items: list, size: int) -> torch.Tensor:
         """Return unit vectors [N, D] in float32, on the CPU."""
         parts = [embed(items[start : start + size]).float().cpu() for start in range(0, len(items), size)]
@@ -136,23 +146,6 @@ def load_towers(path: str, processor: str, dtype: torch.dtype, device: torch.dev
         return images(list(pictures), return_tensors="pt")["pixel_values"]
 
     return ClipTowers(model, pretrained(AutoTokenizer, processor), prepare, path, dtype, device)
-
-
-def views_of(
-    image: Sequence[Image.Image] | None, video: Sequence[Sequence[Image.Image]] | None, frames: str
-) -> list[Sequence[Image.Image]]:
-    """Return the images of each sample: its image, or the first frame or all frames of its video.
-
-    Raises:
-        RewardError: when there are both or neither.
-    """
-    if image is not None and video is not None:
-        raise RewardError("there are images and videos, and one of them is to be rewarded: give one.")
-    if image is not None:
-        return [[picture] for picture in image]
-    if video is None:
-        raise RewardError("there is neither an image nor a video to reward: give one.")
-    return [clip[:1] if frames == "first" else clip for clip in video]
 
 
 class _TwoTowers(BaseRewardModel):

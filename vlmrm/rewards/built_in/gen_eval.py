@@ -51,7 +51,8 @@ class GenEval(PointwiseRewardModel):
 
     Mask2Former detects the 80 classes of COCO, CLIP classifies the colour of each object, cut out on grey. Each sample
     has a column `metadata`, GenEval's row for its prompt (see `requirements`). With the setting `score: strict`, the
-    default, the reward is 1 or 0; with `graded` it is the mean over the conditions of how far each is met.
+    default, the reward is 1 or 0; with `graded` it is the mean over the conditions of how far each is met. Counts are
+    the least ones that will do, as in GenEval; with `counts: exact` an object too many is as wrong as one too few.
 
     The published evaluation runs mmdet's Mask2Former, which has the same weights (Swin-S, COCO instances), on images
     of up to 800 x 1333 pixels; here transformers' runs on the output of the checkpoint's own image processor (384 x
@@ -60,11 +61,14 @@ class GenEval(PointwiseRewardModel):
     """
 
     required_fields = ("prompt", "image", "metadata")
-    options = ("score", "detector_path", "clip_path")
+    options = ("score", "counts", "detector_path", "clip_path")
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
         super().__init__(config, accelerator)
         self.score = {"strict": strict, "graded": graded}[choice(config, "score", "strict", ("strict", "graded"))]
+        self.judge = {"at_least": conditions, "exact": exact_conditions}[
+            choice(config, "counts", "at_least", ("at_least", "exact"))
+        ]
         detector, clip = (
             config.extra_kwargs.get(*pair) for pair in (("detector_path", DETECTOR), ("clip_path", CLIP))
         )
@@ -91,7 +95,7 @@ class GenEval(PointwiseRewardModel):
                 counts.append(None)
                 continue
             objects = confident_objects(self.detector(picture), required.task)
-            judged = conditions(required, objects, lambda detected, picture=picture: self.colors(picture, detected))
+            judged = self.judge(required, objects, lambda detected, picture=picture: self.colors(picture, detected))
             rewards.append(self.score(judged))
             reports.append([[condition.text, condition.met] for condition in judged])
             counts.append({label: len(detections) for label, detections in objects.items()})
@@ -307,13 +311,57 @@ def conditions(
     return judged
 
 
+def exact_conditions(
+    required: Requirements,
+    objects: Mapping[str, Sequence[Detection]],
+    colors: Callable[[Sequence[Detection]], Sequence[str]],
+) -> list[Condition]:
+    """Return the conditions of Flow-GRPO's reward (Liu et al. 2025, arXiv:2505.05470), where every count is exact.
+
+    A count n is met by 1 - |detected - n| / n, which is below 0 for more than 2n objects. Only where it is right is
+    there a colour, met by the share that has it, and only where that is right too a position; a wrong count leaves 0
+    in place of both. A position that does not hold is a 0 beside a 1, and so a half, unless its target is missing.
+    What is excluded is asked for where no count is of its class, which Flow-GRPO leaves out.
+
+    Args:
+        colors: as of `conditions`.
+    """
+    judged: list[Condition] = []
+    matched: list[Sequence[Detection] | None] = []  # the objects of each clause that is met in full
+    for clause in required.include:
+        present = objects.get(clause.label, ())
+        met = len(present) == clause.count
+        off = abs(len(present) - clause.count)
+        judged.append(Condition(f"exactly {clause.count} {clause.label}", 1 - off / clause.count))
+        if not met and (clause.color is not None or clause.relation is not None):
+            judged.append(Condition(f"colour and position of {clause.count} {clause.label}", 0.0))
+        if met and clause.color is not None:
+            right = list(colors(present)).count(clause.color)
+            met = right == clause.count
+            judged.append(Condition(f"{clause.color} {clause.label}", right / clause.count))
+        if met and clause.relation is not None:
+            targets = matched[clause.target]
+            pairs = [(candidate, target) for candidate in present for target in targets or ()]
+            met = targets is not None and all(clause.relation in relations(*pair) for pair in pairs)
+            relation = f"{clause.label} {clause.relation} {required.include[clause.target].label}"
+            judged += [Condition(relation, 0.0)] * (not met)
+            judged += [Condition(relation, 1.0)] * (targets is not None)
+        matched.append(present if met else None)
+    counted = {clause.label for clause in required.include}
+    for clause in required.exclude:
+        if clause.label not in counted:
+            few = len(objects.get(clause.label, ())) < clause.count
+            judged.append(Condition(f"fewer than {clause.count} {clause.label}", float(few)))
+    return judged
+
+
 def strict(judged: Sequence[Condition]) -> float:
-    """Return GenEval's own verdict: 1 where all conditions are met in full, else 0."""
+    """Return 1 where all conditions are met in full, else 0: GenEval's own verdict."""
     return float(all(condition.met == 1 for condition in judged))
 
 
 def graded(judged: Sequence[Condition]) -> float:
-    """Return the mean of how far the conditions are met, in [0, 1]; 1 exactly where `strict` is."""
+    """Return the mean of how far the conditions are met, at most 1; 1 exactly where `strict` is."""
     return sum(condition.met for condition in judged) / len(judged)
 
 

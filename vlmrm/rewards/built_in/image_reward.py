@@ -25,7 +25,8 @@ from vlmrm.data.media import media_key
 from vlmrm.errors import CheckpointError
 from vlmrm.modeling.manifest import read_json_of
 from vlmrm.modeling.published_weights import load_exactly, pretrained, read_weights, shared
-from vlmrm.rewards.built_in.clip import FRAMES, Truncation, views_of
+from vlmrm.rewards.built_in.clip import Truncation
+from vlmrm.rewards.built_in.views import FRAMES, views_of
 from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput, choice
 
 FILE, TEXT_CONFIG = "ImageReward.pt", "med_config.json"
