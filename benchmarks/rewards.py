@@ -90,7 +90,7 @@ def same_picture(folder: Path, rounds: int) -> Row:
 
     The model is tiny, so that the share is the largest that it can be.
     """
-    rewards = trained(reward_checkpoint(folder, configuration("tiny")), "vlm_reward")
+    rewards = trained(reward_checkpoint(folder / "tiny", configuration("tiny")), "vlm_reward")
     columns = answers(BATCH, LARGE_SIDE)
     rewards(**columns)
     shares = []

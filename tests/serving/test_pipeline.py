@@ -187,7 +187,7 @@ def test_a_picture_that_needs_too_much_memory_fails_alone(renderer, monkeypatch)
     monkeypatch.setattr(preparing, "MEMORY", 2**26)
     processes = MediaProcesses(1)
     processes.start(renderer)
-    checked, media = processes.process([shown("red", 6000), shown("red")])
+    checked, media = processes.process([shown("red", 5700), shown("red")])
     assert isinstance(checked[0], MediaError) and "send a smaller one" in str(checked[0])
     assert isinstance(checked[1], Conversation) and len(media) == 1
 

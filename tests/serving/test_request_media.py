@@ -165,7 +165,7 @@ def bitmap(side: int) -> bytes:
 @pytest.mark.parametrize("place", ["one video", "images", "conditions", "file"])
 @in_loop
 async def test_a_small_body_of_many_pixels_is_refused_before_it_is_decoded(place):
-    pictures = [data_uri(bitmap(8192))] * 5
+    pictures = [data_uri(bitmap(5792))] * 9
     sent = {
         "one video": [{"prompt": "a", "video": pictures}],
         "images": [{"prompt": "a", "image": picture} for picture in pictures],
