@@ -2,37 +2,46 @@
 
 `collect` plays Acrobot, draws and labels each state and writes the trajectories; `plain_seconds` is what drawing the
 same number of frames at the simulator's own size and scaling them down takes alone. `train_compute_share` is the time
-of an epoch's steps on batches that are in memory as the model takes them, over that of an epoch of the training.
+of a training's steps on batches that are in memory as the model takes them, over that of the training without its
+evaluation and checkpoints. `write_flat` is the median time of files from a folder's 2,000th on over that of files from
+another's 10th on, by turns, each stored as the collector does: looked for, written, noted.
 `score_64` is a step of `FrameReward` with 64 environments that take no time, over the model's forward pass alone.
+`prefix_scores` is a vision-language model (h512) that scores every prefix of an episode, in a forward for each over
+the one forward of `LocalScorer.score_prefixes`, whose scores are compared first; rendering is in neither.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Mapping
-from functools import partial
+import time
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode, VectorEnv
 from PIL import Image
-from torch import Tensor
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from benchmarks import harness
 from benchmarks.harness import Row, row
+from benchmarks.shapes import configuration, reward_checkpoint
 from vlmrm.frames.checkpoint import save_classifier
-from vlmrm.frames.classifier import FrameClassifier, build_classifier, classifier_config
+from vlmrm.frames.classifier import build_classifier, classifier_config, model_input
 from vlmrm.frames.collecting import collect
-from vlmrm.frames.dataset import FrameDataset, FrameIndex, training_batches
+from vlmrm.frames.dataset import FrameIndex, Inputs
 from vlmrm.frames.frame_reward import FrameReward
 from vlmrm.frames.settings import CollectSettings, RewardModelSettings, TrainSettings
-from vlmrm.frames.training import Fit, Pixels, initial_classifier, model_input
-from vlmrm.frames.trajectory import open_folder
+from vlmrm.frames.training import FrameTrainer, initial_classifier, training_arguments
+from vlmrm.frames.trajectory import Trajectory, find_trajectory, open_folder, write_trajectory
+from vlmrm.scoring.loading import load_local_scorer
+from vlmrm.scoring.scorer import prefixes_of
 from vlmrm.settings import validate
 
 COLLECT = 150.0  # frames a second
@@ -40,14 +49,21 @@ COMPUTE = 0.9  # of a training step
 SCORE = 1.2  # times the forward pass
 ENVIRONMENTS = 64
 EPISODES, STEPS = 16, 200
+EPOCHS = 4  # of a timed training
+PREFIXES = 4.0  # forwards of a prefix each, over one of all
+PREFIX_FRAMES, PREFIX_SIDE = 12, 224  # frames of an episode, and their side in pixels: 64 tokens
 ROUNDS = 5
 STEPS_SCORED = 4  # in a round
+FLAT = 1.2  # times the first files of a folder
+WRITTEN, TIMED = 2000, 100  # files before those whose writing is timed, and how many those are
 KEY = "base_camera"
+TASK = "Push the block to the goal."
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
     rounds = 1 if options.quick else ROUNDS
-    return [collection(rounds, 2 if options.quick else EPISODES), training(rounds, 4), scoring(rounds)]
+    rows = [collection(rounds, 2 if options.quick else EPISODES), training(rounds, 4), scoring(rounds)]
+    return [*rows, writing(50 if options.quick else WRITTEN), prefixes(rounds, "tiny" if options.quick else "h512")]
 
 
 def collection(rounds: int, episodes: int) -> Row:
@@ -91,29 +107,47 @@ def training(rounds: int, episodes: int) -> Row:
         index = FrameIndex(open_folder(folder / "positive"), [KEY])
         numbers = np.linspace(0, len(index) - 1, 256).astype(int)  # of all files
         settings = TrainSettings(
-            positive_dir=folder / "positive", negative_dir=folder / "negative", output_checkpoint=folder / "model"
+            positive_dir=folder / "positive",
+            negative_dir=folder / "negative",
+            output_checkpoint=folder / "model",
+            epochs=EPOCHS,
+            use_cpu=True,
+            report_to=(),
         )
-        model = initial_classifier(settings)
-        fit = Fit(model, Pixels(model, index, augmented=False), settings, index.labels[numbers])
-        batches = training_batches(
-            FrameDataset(index.images, index.labels, numbers), settings.batch_size, "none", 0, 0
-        )
-        ready = Fit(model, Ready(model), settings, index.labels[numbers])
-        in_memory = [({KEY: model_input(inputs[KEY], model.device)}, labels) for inputs, labels in batches]
-        bare, full = partial(ready.train_epoch, in_memory), partial(fit.train_epoch, batches)
-        timings = harness.interleave({"bare": lambda: bare, "train": lambda: full}, rounds)
+        trainings = count()
+
+        def trainer() -> FrameTrainer:
+            args = training_arguments(settings.model_copy(update={"output_checkpoint": folder / str(next(trainings))}))
+            args.eval_strategy, args.save_strategy = IntervalStrategy.NO, SaveStrategy.NO
+            return FrameTrainer(initial_classifier(settings), args, settings, index, numbers, numbers, {})
+
+        def train() -> Callable[[], object]:
+            return trainer().train
+
+        def bare() -> Callable[[], object]:
+            made = trainer()
+            in_memory = [
+                {key: model_input(it, made.args.device) if key == KEY else it for key, it in batch.items()}
+                for batch in made.get_train_dataloader()
+            ]
+            return lambda: train_bare(made, in_memory, settings.epochs)
+
+        timings = harness.interleave({"bare": bare, "train": train}, rounds)
     share = timings.ratio("bare", "train")
     return row("train_compute_share", share.pop("measured"), "of a step", at_least=COMPUTE) | share
 
 
-class Ready(Pixels):
-    """Batches that the model takes as they are."""
-
-    def __init__(self, model: FrameClassifier):
-        self.model = model
-
-    def logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self.model(inputs)
+def train_bare(trainer: FrameTrainer, batches: Sequence[Inputs], epochs: int) -> None:
+    """Take the steps of a training on batches that the model takes as they are."""
+    model, optimizer = trainer.classifier.train(), trainer.optimizer
+    for _ in range(epochs):
+        for batch in batches:
+            loss = F.binary_cross_entropy_with_logits(
+                model(batch), batch["labels"], trainer.weights[batch["labels"].long()]
+            )
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def scoring(rounds: int) -> Row:
@@ -141,6 +175,50 @@ def scoring(rounds: int) -> Row:
     ratio = timings.ratio("step", "forward")
     milliseconds = 1000 * timings.median("step") / STEPS_SCORED
     return row("score_64", ratio.pop("measured"), "x", at_most=SCORE) | ratio | {"milliseconds": milliseconds}
+
+
+def writing(before: int) -> Row:
+    """Time the writing of a short trajectory into a folder of ten files, and into one of thousands."""
+    noise = np.random.default_rng(0).integers(0, 256, (20, 3, 64, 64), dtype=np.uint8)
+    trajectory = Trajectory({KEY: noise}, np.zeros(20, dtype=np.float32))
+    names = (f"{number:016x}" for number in count())
+
+    def store(folder: Path) -> float:
+        began, unique = time.perf_counter(), next(names)
+        assert not folder.exists() or find_trajectory(folder, unique) is None
+        write_trajectory(folder, trajectory, unique)
+        return time.perf_counter() - began
+
+    with tempfile.TemporaryDirectory() as name:
+        folders = Path(name, "few"), Path(name, "many")
+        for folder, files in zip(folders, (10, before), strict=True):
+            for _ in range(files):
+                store(folder)
+        first, last = (median(times) for times in zip(*(map(store, folders) for _ in range(TIMED)), strict=True))
+    return row("write_flat", last / first, "x", at_most=FLAT) | {"milliseconds": 1000 * last}
+
+
+def prefixes(rounds: int, size: str) -> Row:
+    """Time the forwards of an episode's prefixes: one for each, and one of all."""
+    shape = (PREFIX_FRAMES, PREFIX_SIDE, PREFIX_SIDE, 3)
+    frames = [Image.fromarray(frame) for frame in np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)]
+    with tempfile.TemporaryDirectory() as name:
+        scorer = load_local_scorer(reward_checkpoint(Path(name), configuration(size)), dtype="float32", device="cpu")
+    items = scorer.rendered(prefixes_of(TASK, frames))
+
+    def in_one() -> list[Any]:
+        return scorer.score_rendered(items)
+
+    def one_by_one() -> list[Any]:
+        return [score for item in items for score in scorer.score_rendered([item])]
+
+    difference = np.abs(np.subtract(in_one(), one_by_one())).max()
+    if not difference <= 1e-4:
+        raise AssertionError(f"the scores of prefixes differ by {difference:.2g}: there is nothing to compare")
+    timings = harness.interleave({"alone": lambda: one_by_one, "one": lambda: in_one}, rounds)
+    ratio = timings.ratio("alone", "one")
+    details = {"difference": difference, "seconds": timings.median("one")}
+    return row("prefix_scores", ratio.pop("measured"), "x", at_least=PREFIXES) | ratio | details
 
 
 class Still(VectorEnv):

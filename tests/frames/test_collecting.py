@@ -136,6 +136,36 @@ def test_a_random_policy_differs_from_the_scripted_one(tmp_path):
     assert contents(tmp_path / "scripted") != contents(tmp_path / "random")
 
 
+def test_random_episodes_of_a_seed_join_the_scripted_ones(tmp_path):
+    first = collect(settings(tmp_path, episodes=3))
+    second = collect(settings(tmp_path, episodes=3, policy="random"))
+    assert (first.earlier, second.earlier) == (0, 0)
+    assert len(second.positive) + len(second.negative) == 3
+    assert collect(settings(tmp_path, episodes=3, policy="random")).earlier == 3
+
+
+def test_a_folder_has_labels_of_one_declared_success(tmp_path):
+    collect(settings(tmp_path, episodes=2, success="reward >= 1"))
+    with pytest.raises(ConfigError, match=r"success is reward >= 0.5, and .* was labelled by reward >= 1"):
+        collect(settings(tmp_path, episodes=4, success="reward >= 0.5"))
+    with pytest.raises(ConfigError, match="success is the simulator's"):
+        collect(settings(tmp_path, episodes=4))
+
+
+def test_another_environment_in_the_folders_is_warned_of(tmp_path, caplog):
+    collect(settings(tmp_path, episodes=2))
+    assert not caplog.messages
+    collect(settings(tmp_path, episodes=2, env="MiniGrid-Empty-5x5-v0"))
+    assert f"{tmp_path / 'positive'} has episodes of FrozenLake-v1 too" in caplog.text
+
+
+def test_a_demonstrator_who_never_succeeds_is_warned_of(tmp_path, caplog):
+    collect(settings(tmp_path, episodes=2, max_steps=1, policy="random"))  # failures are wanted of it
+    assert not caplog.messages
+    collect(settings(tmp_path, episodes=2, max_steps=1))
+    assert "no episode has a success so far: raise max_steps" in caplog.text
+
+
 def test_continuous_actions_can_be_random(tmp_path):
     collected = collect(settings(tmp_path, env="MountainCarContinuous-v0", policy="random", episodes=2))
     assert collected.frames == 2 * 21

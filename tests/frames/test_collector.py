@@ -343,7 +343,7 @@ class Changed(gym.vector.VectorWrapper):
         (lambda info: info.pop("success"), "environment 0 does not say whether its state is a success"),
         (lambda info: info.update(success=np.array([1.5])), "says success 1.5: it is true, false, or from 0 to 1"),
         (lambda info: info["images"].update(cam=np.full((1, 3, 4, 4), 200.0)), r"48 of 48 values outside \[0, 1\]"),
-        (lambda info: info["images"].update(cam=np.zeros((1, 9, 9), np.uint8)), r"of shape \[9, 9\]"),
+        (lambda info: info["images"].update(cam=np.zeros((1, 9, 9, 2), np.uint8)), r"of shape \[9, 9, 2\]"),
         (
             lambda info: info["images"].update(cam=np.zeros((1, 3, 8, 8), np.uint8)),
             r"as \[3, 8, 8\] after \[3, 4, 4\]",

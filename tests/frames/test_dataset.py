@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 import torch
 from squares import SIDE, square_trajectory, write_squares
+from torch.utils.data import DataLoader
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.frames.dataset import (
+    BalancedSampler,
     FrameDataset,
     class_weights,
-    evaluation_batches,
+    first_of,
     index_frames,
     split,
-    training_batches,
 )
 from vlmrm.frames.trajectory import Trajectory, TrajectoryFile, open_trajectory, trajectory_paths, write_trajectory
 
@@ -130,41 +131,30 @@ def test_one_trajectory_with_a_success_is_too_few(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_epoch_has_every_frame_once_in_an_order_that_the_seed_decides(tmp_path, workers):
-    index, _ = index_of(write_squares(tmp_path))
-    numbers = np.arange(0, len(index), 2)
-    data = FrameDataset(index.images, index.labels, numbers)
-
-    def epochs(seed):
-        batches = training_batches(data, 16, "none", seed, workers)
-        return [torch.cat([images["base_camera"] for images, _ in batches]) for _ in range(2)]
-
-    first, second = epochs(0)
-    expected = index.images(numbers)["base_camera"]
-    for epoch in (first, second):
-        assert sorted(frame.sum().item() for frame in epoch) == sorted(frame.sum().item() for frame in expected)
-    assert not torch.equal(first, second)
-    assert all(torch.equal(a, b) for a, b in zip((first, second), epochs(0), strict=True))
-    assert not torch.equal(first, epochs(1)[0])
-
-
-def test_evaluation_keeps_the_order_and_the_last_short_batch(tmp_path):
+def test_a_loader_has_every_frame_with_its_label_in_the_order_of_its_sampler(tmp_path, workers):
     index, _ = index_of(write_squares(tmp_path))
     numbers = np.arange(3, 40)
-    batches = list(evaluation_batches(FrameDataset(index.images, index.labels, numbers), 16, 0))
-    assert [len(labels) for _, labels in batches] == [16, 16, 5]
-    assert torch.equal(
-        torch.cat([images["base_camera"] for images, _ in batches]), index.images(numbers)["base_camera"]
-    )
-    assert np.array_equal(torch.cat([labels for _, labels in batches]), index.labels[numbers])
+    order = np.random.default_rng(0).permutation(len(numbers))
+    data = FrameDataset(index.images, index.labels, numbers)
+    loader = DataLoader(data, 16, sampler=order.tolist(), num_workers=workers, collate_fn=first_of)
+    for _ in range(2):
+        batches = list(loader)
+        assert [len(batch["labels"]) for batch in batches] == [16, 16, 5]
+        pictures, labels = (torch.cat([batch[name] for batch in batches]) for name in ("base_camera", "labels"))
+        assert torch.equal(pictures, index.images(numbers[order])["base_camera"])
+        assert np.array_equal(labels, index.labels[numbers[order]])
 
 
-def test_sampling_draws_rare_successes_as_often_as_failures(tmp_path):
+def test_balanced_sampling_draws_rare_successes_as_often_as_failures_anew_in_each_epoch(tmp_path):
     index, _ = index_of(write_squares(tmp_path, positive=20, negative=20, successes=1))
-    data = FrameDataset(index.images, index.labels, np.arange(len(index)))
-    labels = [label for _, label in training_batches(data, 32, "sampling", 0, 0)]
-    assert len(torch.cat(labels)) == len(index)
-    assert torch.cat(labels).mean().item() == pytest.approx(0.5, abs=0.1)  # they are 1 in 20
+    sampler = BalancedSampler(index.labels, seed=0)
+    first = list(sampler)
+    assert len(first) == len(index)
+    assert index.labels[first].mean() == pytest.approx(0.5, abs=0.1)  # they are 1 in 20
+    assert list(sampler) == first  # a resumed epoch is the same
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    assert list(BalancedSampler(index.labels, seed=1)) not in (first, list(sampler))  # as epochs of a seed do not meet
 
 
 def test_class_weights_make_classes_equal():

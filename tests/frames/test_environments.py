@@ -10,7 +10,8 @@ import pytest
 from gymnasium.vector import AutoresetMode
 
 from vlmrm.errors import ConfigError
-from vlmrm.frames.environments import SIMULATORS, LabelledEnv, make_environments, simulator_named
+from vlmrm.frames.environments import LabelledEnv, make_environments
+from vlmrm.frames.simulators import SIMULATORS
 
 ARM = "FetchReach-v4"
 LOCAL = [name for name in SIMULATORS if name != ARM]
@@ -22,7 +23,7 @@ def image(info: dict, key: str = "base_camera") -> np.ndarray:
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_the_scripted_policy_solves_it_and_an_episode_ends_there(name):
-    env, policy = make_environments(name, 2, seed=0, max_steps=300), simulator_named(name).policy
+    env, policy = make_environments(name, 2, seed=0, max_steps=300), SIMULATORS[name].policy
     observations, info = env.reset()
     assert not info["success"].any() and image(info).shape == (2, 3, 64, 64) and image(info).dtype == np.uint8
     solved = np.zeros(2, dtype=bool)
@@ -39,7 +40,7 @@ def test_the_scripted_policy_solves_it_and_an_episode_ends_there(name):
 @pytest.mark.parametrize("name", LOCAL)
 def test_episodes_go_on_after_a_success_where_they_should(name):
     env = make_environments(name, 1, seed=0, max_steps=150, stop_at_success=False)
-    policy = simulator_named(name).policy
+    policy = SIMULATORS[name].policy
     observations, _ = env.reset()
     successes = []
     while len(successes) < 150:
@@ -112,7 +113,7 @@ def test_the_arm_reaches_the_dot_and_shows_it():
     assert first.std() > 10 and (first[0] != first[1]).any()  # something is drawn, with the dots in their places
     successes = []
     for _ in range(19):
-        observations, *_, info = env.step(simulator_named(ARM).policy(observations))
+        observations, *_, info = env.step(SIMULATORS[ARM].policy(observations))
         near = np.linalg.norm(observations[:, :3] - observations[:, 3:6], axis=1) < 0.05
         assert (info["success"] == near).all()
         successes.append(info["success"])
@@ -137,7 +138,7 @@ def test_states_are_scaled_for_networks(name):
     fastest = np.zeros(observations.shape[1])
     for _ in range(150):
         fastest = np.maximum(fastest, np.abs(observations[0]))
-        observations, *_ = env.step(simulator_named(name).policy(observations))
+        observations, *_ = env.step(SIMULATORS[name].policy(observations))
     assert fastest[-1] > 0.2 and fastest.max() <= 1
 
 
@@ -158,7 +159,7 @@ def test_every_way_to_start_an_episode_can_be_had():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("Acrobat-v1", {}, "no simulator 'Acrobat-v1': choose from Acrobot-v1"),
+        ("Acrobat-v1", {}, "no simulator 'Acrobat-v1': did you mean Acrobot-v1"),
         ("Acrobot-v1", {"image_size": (64, 64, 3)}, r"image_size is \[64, 64, 3\]: it is \[C,H,W\]"),
         ("Acrobot-v1", {"keys": ("a", "b")}, "has one camera, and 2 image keys were given"),
         ("Acrobot-v1", {"count": 0}, "0 environments cannot be made"),

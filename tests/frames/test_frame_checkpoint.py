@@ -28,9 +28,9 @@ NAMES = {
 
 
 def scores(model) -> torch.Tensor:
-    images = torch.rand(3, *model.config.image_size, generator=torch.Generator().manual_seed(0))
+    images = torch.rand(3, *model.spec.image_size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        return model(dict.fromkeys(model.config.image_keys, images))
+        return model(dict.fromkeys(model.spec.image_keys, images))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "deep/er/reward_model.pt"])
@@ -40,7 +40,7 @@ def scores(model) -> torch.Tensor:
 )
 def test_a_classifier_comes_back_as_it_was(tmp_path, name, changes):
     model = small_classifier(**changes)
-    config = model.config.model_copy(
+    config = model.spec.model_copy(
         update={"threshold": 0.7, "environment": "Squares", "metrics": {"auc": 1.0, "precision": float("nan")}}
     )
     save_classifier(tmp_path / name, model, config)
@@ -60,7 +60,7 @@ def test_a_classifier_may_be_read_by_whom_the_umask_lets(tmp_path):
     model = small_classifier()
     before = os.umask(0o022)
     try:
-        save_classifier(tmp_path / "model", model, model.config)
+        save_classifier(tmp_path / "model", model, model.spec)
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == 0o644
@@ -76,7 +76,7 @@ def test_files_that_are_no_classifier_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="it is no frame classifier"):
         load_classifier(tmp_path / "other.pt", image_size=(3, SIDE, SIDE))
     model = small_classifier()
-    save_classifier(tmp_path / "cut", model, model.config)
+    save_classifier(tmp_path / "cut", model, model.spec)
     content = (tmp_path / "cut").read_bytes()
     (tmp_path / "cut").write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match="no weight file"):
@@ -85,10 +85,10 @@ def test_files_that_are_no_classifier_are_refused(tmp_path):
 
 def test_weights_that_do_not_fit_the_config_are_refused(tmp_path):
     model = small_classifier()
-    save_classifier(tmp_path / "x", model, model.config.model_copy(update={"hidden_dim": 24}))
+    save_classifier(tmp_path / "x", model, model.spec.model_copy(update={"hidden_dim": 24}))
     with pytest.raises(CheckpointError, match=r"mlp.0.weight is \[16, 1024\] and should be \[24, 1024\]"):
         load_classifier(tmp_path / "x")
-    save_classifier(tmp_path / "y", model, model.config.model_copy(update={"version": 2}))
+    save_classifier(tmp_path / "y", model, model.spec.model_copy(update={"version": 2}))
     with pytest.raises(CheckpointError, match="cannot read"):
         read_config(tmp_path / "y")
 
@@ -98,7 +98,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(tmp_path):
 
 def document_file(path, model, **changes):
     weights = dict(model.state_dict())
-    for key in model.config.image_keys:  # torchvision's last layer is in these files, unused
+    for key in model.spec.image_keys:  # torchvision's last layer is in these files, unused
         weights[f"encoders.{key}.resnet_backbone.fc.weight"] = torch.zeros(1000, 512)
         weights[f"encoders.{key}.resnet_backbone.fc.bias"] = torch.zeros(1000)
     content = {
@@ -179,6 +179,18 @@ def hollow(*shape: int) -> torch.Tensor:
             "is missing",
         ),
         ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8, dtype=torch.int64)}}, "numbers of torch.int64"),
+        (  # ModuleDict has a method of this name
+            {
+                KERNEL.replace("cam", "items"): torch.zeros(512, 2, 2, 8),
+                WIDTH.replace("cam", "items"): torch.zeros(4, 9),
+            },
+            "'items' is no name of a camera: torch uses it itself",
+        ),
+        (
+            {WIDTH: torch.zeros(4, 9), KERNEL: torch.zeros(512, 2, 2, 8)}
+            | {KERNEL.replace("cam", f"c{i}"): torch.zeros(1, 1, 1, 1) for i in range(64)},
+            "image_keys: Tuple should have at most 64 items",
+        ),
         ({"model_state_dict": {KERNEL: torch.zeros(3, 3).to_sparse()}}, "is sparse or has no numbers"),
         ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8, device="meta")}}, "is sparse or has no numbers"),
     ],
@@ -195,7 +207,7 @@ def test_a_torch_file_of_anything_else_is_named_in_a_sentence(tmp_path, content,
 )
 def test_a_width_that_only_the_config_has_takes_no_memory(tmp_path, width, reason):
     model = small_classifier()
-    save_classifier(tmp_path / "x", model, model.config.model_copy(update={"hidden_dim": width}))
+    save_classifier(tmp_path / "x", model, model.spec.model_copy(update={"hidden_dim": width}))
     with pytest.raises(CheckpointError, match=reason):
         load_classifier(tmp_path / "x")
 
@@ -212,7 +224,7 @@ def test_places_and_devices_that_do_not_do_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     for taken in (tmp_path, tmp_path / "file" / "model"):  # a folder, and below a file
         with pytest.raises(ConfigError, match="cannot be written"):
-            save_classifier(taken, model, model.config)
-    save_classifier(tmp_path / "model", model, model.config)
+            save_classifier(taken, model, model.spec)
+    save_classifier(tmp_path / "model", model, model.spec)
     with pytest.raises(ConfigError, match="device is 'abacus': write cuda, cuda:1 or cpu"):
         load_classifier(tmp_path / "model", device="abacus")

@@ -37,12 +37,13 @@ class Eye:
     def __init__(self, threshold: float = 0.5):
         self.config = small_config(image_size=(3, 2, 2), threshold=threshold)
         self.batches: list[int] = []
+        self.reference, self.path = None, "the eye"
 
-    def probabilities(self, images):
+    def scores(self, images):
         frames = images["base_camera"]
         assert frames.dtype == np.uint8 and frames.shape[1:] == (3, 2, 2)
         self.batches.append(len(frames))
-        return frames[:, 0, 0, 0] / 255
+        return frames[:, 0, 0, 0] / 255, np.full(len(frames), np.nan)
 
 
 def clocks(*brightness, mode=AutoresetMode.SAME_STEP, where="info"):
@@ -95,6 +96,23 @@ def test_environments_that_are_reset_by_hand_forget_their_episode_alone():
     assert played(env, 2).T.tolist() == [[0, 1], [0, 1]]
     env.reset(options={"reset_mask": np.array([True, False])})
     assert env.step(np.zeros(2, dtype=np.int64))[1].tolist() == [0, 1]
+
+
+def test_an_episode_ends_where_the_classifier_sees_success_hold():
+    settings = RewardModelSettings(hold=2, reward_mode="terminal", end_at_success=True)
+    env = FrameReward(clocks([0, 1, 1, 1], [0, 0, 1, 0, 1], mode=AutoresetMode.DISABLED), settings, Eye())
+    env.reset(seed=0)
+    steps = [env.step(np.zeros(2, dtype=np.int64)) for _ in range(2)]
+    assert [step[2].tolist() for step in steps] == [[False, False], [True, False]]
+    assert [step[1].tolist() for step in steps] == [[0, 0], [1, 0]]
+    env.reset(options={"reset_mask": np.array([True, False])})
+    assert env.step(np.zeros(2, dtype=np.int64))[2].tolist() == [False, False]  # the first success of the next
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+def test_environments_that_reset_themselves_do_not_end_at_a_learned_success(mode):
+    with pytest.raises(ConfigError, match="make it with autoreset_mode"):
+        FrameReward(clocks([0, 1], mode=mode), RewardModelSettings(end_at_success=True), Eye())
 
 
 class ShownAs(gym.vector.VectorWrapper):
@@ -180,7 +198,7 @@ def test_info_says_what_the_reward_is_made_of():
 @pytest.fixture
 def checkpoint(tmp_path):
     model = small_classifier()
-    save_classifier(tmp_path / "model.pt", model, model.config.model_copy(update={"qualified": True}))
+    save_classifier(tmp_path / "model.pt", model, model.spec.model_copy(update={"qualified": True}))
     return tmp_path / "model.pt"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from counting import counting
 from safetensors import safe_open
+from scipy.special import logit
 from squares import SIDE, settings, small_classifier, square_trajectory, write_squares
 
 from vlmrm.commands.frames import app
@@ -20,8 +23,9 @@ from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, DataError
 from vlmrm.frames.checkpoint import load_classifier, read_config, save_classifier
 from vlmrm.frames.dataset import index_frames, split
 from vlmrm.frames.frame_reward import FrameReward, FrameScorer
+from vlmrm.frames.qualification import HeldOut, figures
 from vlmrm.frames.settings import RewardModelSettings, TrainSettings
-from vlmrm.frames.training import CachedFeatures, Pixels, initial_classifier, train_classifier
+from vlmrm.frames.training import initial_classifier, train_classifier
 from vlmrm.frames.trajectory import Trajectory, write_trajectory
 from vlmrm.rewards import RewardSet
 
@@ -79,7 +83,6 @@ def test_the_checkpoint_says_what_it_is(tmp_path):
         config["metrics"]
     )
     assert (config["metrics"]["validation_frames"], config["metrics"]["validation_successes"]) == (30, 10)
-    assert 0 < config["metrics"]["compute_share"] <= 1
     assert trained.epochs[0] == (config["metrics"]["auc"], config["metrics"]["loss"])
 
 
@@ -131,12 +134,22 @@ def test_the_best_epoch_is_kept_and_patience_ends_the_training(tmp_path, monkeyp
     assert len(trained.epochs) == best + 2
 
 
-def test_a_run_that_breaks_off_has_left_its_best_epoch(tmp_path, monkeypatch):
-    write_squares(tmp_path, positive=2, negative=1)
-    scripted_scores(monkeypatch, (0.6, 0.9), (0.9, 0.8))  # the third epoch has none
-    with pytest.raises(StopIteration):
-        train_classifier(settings(tmp_path, epochs=5))
-    assert load_classifier(tmp_path / "model.safetensors").config.metrics["epoch"] == 2
+@pytest.mark.parametrize("balance", ["weights", "sampling"])
+def test_a_run_that_breaks_off_has_left_its_best_epoch_and_goes_on(tmp_path, monkeypatch, balance):
+    write_squares(tmp_path, positive=4, negative=2)
+    options = settings(tmp_path, epochs=4, balance=balance, augment=True)
+    whole = train_classifier(options.model_copy(update={"output_checkpoint": tmp_path / "whole"}))
+    with monkeypatch.context() as patched:
+        scripted_scores(patched, *whole.epochs[:2])  # the third epoch has none
+        with pytest.raises(StopIteration):
+            train_classifier(options)
+    assert load_classifier(options.output_checkpoint).config.metrics["epoch"] <= 2
+    with pytest.raises(ConfigError, match=r"holds an unfinished training with lr 0\.001, which is now 0\.1"):
+        train_classifier(options.model_copy(update={"lr": 0.1}))
+    resumed = train_classifier(options)
+    assert resumed.epochs == whole.epochs
+    assert all(torch.equal(weights(resumed.path)[name], value) for name, value in weights(whole.path).items())
+    assert not (tmp_path / "model.safetensors.training").exists()
 
 
 # Encoders ------------------------------------------------------------------------------------------------------------
@@ -157,13 +170,9 @@ def test_a_pretrained_encoder_is_frozen_unless_told_otherwise(tmp_path):
 def test_features_of_a_frozen_encoder_are_made_once(tmp_path, monkeypatch):
     write_squares(tmp_path)
     options = settings(tmp_path, pretrained_encoder_path=encoder_file(tmp_path), epochs=4)
-    model = initial_classifier(options).eval()
     index, _ = index_frames(tmp_path / "positive", tmp_path / "negative", ("base_camera",), (3, SIDE, SIDE))
-    cached, pixels = CachedFeatures(model, index, tmp_path), Pixels(model, index, augmented=False)
-    numbers = [100, 3, 70]
-    with torch.no_grad():
-        torch.testing.assert_close(cached.logits(cached.read(numbers)), pixels.logits(pixels.read(numbers)))
     batches = []
+    model = initial_classifier(options)
     forward = type(model).encode
     monkeypatch.setattr(
         type(model), "encode", lambda self, x: batches.append(len(x["base_camera"])) or forward(self, x)
@@ -295,14 +304,15 @@ def train_words(root: Path, *words: object) -> list[str]:
 
 
 def test_the_command_says_what_it_trains_on_and_what_the_classifier_is_worth(tmp_path, capsys):
-    write_squares(tmp_path, positive=20, negative=5)
+    write_squares(tmp_path, positive=20, negative=20)
     words = ["--epochs", 8, "--lr", 1e-3, "--batch-size", 16, "--val-fraction", 0.25]
     app(train_words(tmp_path, *words), result_action="return_value")
     text, stderr = capsys.readouterr()
     assert f"{tmp_path / 'positive'}: 20 trajectories, 200 frames, 100 of them successes" in stderr
-    assert "training: 19 trajectories, 190 frames, 75 of them successes; validation: 6 trajectories" in stderr
-    assert "of 8 epochs is" in text and "on 60 held-out frames, 25 of them successes" in text
-    assert "AUC 1.0000 (at least 1.0000)" in text and "recall 1.0000 (at least 1.0000)" in text
+    assert "training: 30 trajectories, 300 frames, 75 of them successes; validation: 10 trajectories" in stderr
+    assert "of 8 epochs is" in text and "on 100 held-out frames, 25 of them successes" in text
+    assert "AUC 1.0000 (1.0000 to 1.0000)" in text and "recall 1.0000 (1.0000 to 1.0000)" in text
+    assert "it fires in 0 of 5 episodes that fail, and with 95 % confidence in at most 45% of all such" in text
     assert f"the classifier is {tmp_path / 'model.safetensors'}" in text
     config = read_config(tmp_path / "model.safetensors")
     assert config.qualified is True and config.unqualified_because is None
@@ -367,9 +377,34 @@ def test_a_scorer_of_an_opened_classifier_warns_of_one_that_does_not_qualify(use
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_classifier_that_was_never_measured_is_warned_of(tmp_path, caplog, opened):
     model = small_classifier()
-    save_classifier(tmp_path / "model", model, model.config)
+    save_classifier(tmp_path / "model", model, model.spec)
     if opened:
         FrameScorer(load_classifier(tmp_path / "model"))
     else:
         FrameScorer.open(RewardModelSettings(checkpoint_path=tmp_path / "model"))
     assert sum("does not say whether it qualifies as a reward" in line for line in caplog.messages) == 1
+
+
+@pytest.mark.slow
+def test_two_ranks_train_one_classifier_and_measure_every_held_out_frame_once(tmp_path):
+    write_squares(tmp_path, positive=15, negative=15)
+    options = settings(tmp_path, epochs=6, batch_size=8, use_cpu=True, val_fraction=0.4)
+    words = ["--positive-dir", options.positive_dir, "--negative-dir", options.negative_dir]
+    words += ["--output-checkpoint", options.output_checkpoint, "--image-size", 3, SIDE, SIDE, "--epochs", 6]
+    words += ["--batch-size", 8, "--lr", 1e-3, "--hidden-dim", 16, "--num-spatial-blocks", 2, "--use-cpu"]
+    words += ["--val-fraction", 0.4]
+    command = ["-m", "vlmrm", "frames", "train", *map(str, words)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ran = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=300)
+    config = read_config(options.output_checkpoint)
+    assert ran.returncode == 0 and config.qualified, ran.stderr
+    index, _ = index_frames(options.positive_dir, options.negative_dir, options.image_key, options.image_size)
+    _, held_out = split(index, 0.4, seed=0)
+    scorer = FrameScorer(load_classifier(options.output_checkpoint, device="cpu"))
+    probabilities = scorer.probabilities(index.images(held_out))
+    measured = figures(
+        HeldOut(logit(probabilities), index.labels[held_out], index.owners[held_out]), logit(config.threshold)
+    )
+    assert config.metrics["validation_frames"] == len(held_out)
+    assert {name: config.metrics[name] for name in measured} == pytest.approx(measured, rel=1e-4, abs=1e-4)
+    assert ran.stdout.count("held-out frames") == 1  # the first rank's

@@ -12,7 +12,9 @@ import pytest
 
 from vlmrm import cli
 from vlmrm.errors import DataError
-from vlmrm.frames.importing import LARGE, UNIT, import_trajectories, read_dictionary, read_pickled
+from vlmrm.frames.importing import LARGE, UNIT, Imported, import_episodes, read_pickled
+from vlmrm.frames.pickles import read_dictionary
+from vlmrm.frames.sources import episodes_in
 from vlmrm.frames.trajectory import open_folder, open_trajectory, trajectory_paths
 
 STORED = np.random.default_rng(0).integers(0, 256, (3, 3, 4, 4), dtype=np.uint8)
@@ -23,6 +25,10 @@ def save(path: Path, images: object, labels: object = LABELS, **more: object) ->
     path.parent.mkdir(exist_ok=True)
     np.save(path, {"images": images, "labels": labels, **more}, allow_pickle=True)  # ty: ignore[invalid-argument-type]
     return path
+
+
+def import_trajectories(positive: Path | None, negative: Path | None, *to: Path | str) -> Imported:
+    return import_episodes(episodes_in(positive, negative), *to)  # ty: ignore[invalid-argument-type]
 
 
 @pytest.fixture
@@ -79,7 +85,7 @@ def test_what_cannot_be_imported_is_counted_and_named_after_the_rest_was(folders
     save(folders[0] / "good.npy", {"cam": STORED})
     save(folders[0] / "short.npy", {"cam": STORED}, LABELS[:2])
     (folders[0] / "text.npy").write_text("not numpy")
-    with pytest.raises(DataError, match=r"2 of 3 files were not imported \(short.npy, text.npy\)"):
+    with pytest.raises(DataError, match=r"2 of 3 episodes were not imported \(short.npy, text.npy\)"):
         import_trajectories(folders[0], None, *folders[2:], "Toy")
     assert len(open_folder(folders[2])) == 1
 
@@ -153,7 +159,7 @@ def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path, posi
         Harm(np.memmap, "x", "u1", "w+", 0, (1,)),
         {1},
         Path("x"),
-        np.float64(1),
+        np.datetime64(1, "s"),
         np.array(["text"]),
         np.array([{"a": 1}, 2], dtype=object),
         np.array([(1,)], dtype=[("a", "i4")]),

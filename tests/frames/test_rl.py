@@ -24,7 +24,7 @@ from vlmrm.settings import load_file, validate
 
 COLUMNS = [
     "source", "seed", "steps", "true_success_rate", "training_steps", "true_successes", "rewarded", "false_positives",
-    "missed", "false_positive_share",
+    "missed", "novel", "false_positive_share",
 ]  # fmt: skip
 
 
@@ -32,7 +32,7 @@ COLUMNS = [
 def checkpoint(tmp_path) -> Path:
     """A classifier of 16x16 frames that has learned nothing and says yes to about half of them."""
     model = small_classifier(image_size=(3, 16, 16))
-    save_classifier(tmp_path / "model.safetensors", model, model.config)
+    save_classifier(tmp_path / "model.safetensors", model, model.spec)
     return tmp_path / "model.safetensors"
 
 
@@ -188,7 +188,7 @@ def test_runs_of_other_settings_or_of_another_classifier_are_not_mixed(tmp_path,
     with pytest.raises(ConfigError, match=r"learned-seed0 is a run with total_steps 128, not 256: choose another"):
         train_policies(settings(tmp_path, checkpoint, total_steps=256))
     model = small_classifier(1, image_size=(3, 16, 16))
-    save_classifier(checkpoint, model, model.config)
+    save_classifier(checkpoint, model, model.spec)
     with pytest.raises(ConfigError, match="checkpoint_sha256"):
         train_policies(settings(tmp_path, checkpoint))
     with pytest.raises(ConfigError, match="checkpoint_sha256"):  # before the seed that is missing is trained
@@ -227,6 +227,7 @@ def test_a_file_s_numbers_and_words_are_those_of_every_other_configuration(tmp_p
         ({"sources": ["true"]}, "sources"),
         ({"sources": ["both"]}, "env_reward_weight is 0: give it a weight"),
         ({"reward_model": {"reward_weight": 0}}, "reward_weight is 0, which takes the learned reward away"),
+        ({"reward_model": {"end_at_success": True}}, "last max_steps, also with a success: leave end_at_success out"),
         ({"seeds": []}, "seeds"),
         ({"seeds": [-1]}, "a seed is at least 0"),
         ({"algorithm": "dqn"}, "algorithm"),
@@ -268,7 +269,7 @@ def test_an_output_dir_that_cannot_be_written_is_named_before_any_training(tmp_p
 
 def test_a_classifier_of_another_simulator_is_warned_of(tmp_path, checkpoint, caplog):
     model = small_classifier(image_size=(3, 16, 16))
-    save_classifier(checkpoint, model, model.config.model_copy(update={"environment": "Acrobot-v1"}))
+    save_classifier(checkpoint, model, model.spec.model_copy(update={"environment": "Acrobot-v1"}))
     train_policies(settings(tmp_path, checkpoint))
     assert "trained on Acrobot-v1, not on FrozenLake-v1" in caplog.text
 
@@ -308,7 +309,7 @@ def test_the_summary_is_of_all_seeds(tmp_path):
     assert (learned["lowest"], learned["highest"], learned["steps"]) == (0.5, 0.7, 10)
     assert learned["true_success_rate"] == pytest.approx(0.6)
     assert learned["learned_rewards"] == {
-        "training_steps": 20, "true_successes": 6, "rewarded": 8, "false_positives": 3, "missed": 1,
+        "training_steps": 20, "true_successes": 6, "rewarded": 8, "false_positives": 3, "missed": 1, "novel": 0,
         "false_positive_share": 0.375,
     }  # fmt: skip
     assert summary["sources"]["success"]["learned_rewards"] is None

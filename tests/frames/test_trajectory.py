@@ -12,7 +12,17 @@ import pytest
 from safetensors.numpy import save_file
 
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.frames.trajectory import Trajectory, open_folder, open_trajectory, to_uint8, to_unit, write_trajectory
+from vlmrm.files import write_file
+from vlmrm.frames import trajectory
+from vlmrm.frames.trajectory import (
+    Trajectory,
+    find_trajectory,
+    open_folder,
+    open_trajectory,
+    to_uint8,
+    to_unit,
+    write_trajectory,
+)
 
 
 def frames(count: int, *, side: int = 4) -> np.ndarray:
@@ -55,6 +65,23 @@ def test_a_success_or_success_once_makes_it_positive(tmp_path, values, success_o
     trajectory = Trajectory({"cam": frames(2)}, labels(*values), {"success_once": success_once})
     assert trajectory.positive is positive
     assert open_trajectory(write_trajectory(tmp_path, trajectory)).metadata["success_once"] == success_once
+
+
+def test_a_folder_that_another_process_writes_to_is_known_without_listing_it_again(tmp_path, monkeypatch):
+    def write(unique: str) -> str:
+        return write_trajectory(tmp_path, Trajectory({"cam": frames(1)}, labels(1)), unique).name
+
+    assert write("a") == "000000_a.safetensors"
+    listings, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: (listings.append(folder), listdir(folder))[1])
+    other = trajectory._Names(tmp_path)  # of another process
+    other.refresh()
+    write_file(tmp_path / other.add("b"), (tmp_path / "000000_a.safetensors").read_bytes())
+    listings.clear()
+    assert find_trajectory(tmp_path, "b") == tmp_path / "000001_b.safetensors"
+    assert write("c") == "000002_c.safetensors" and not listings
+    (tmp_path / "000001_b.safetensors").unlink()
+    assert find_trajectory(tmp_path, "b") is None
 
 
 def test_floats_are_stored_to_the_nearest_byte_and_read_in_the_unit_interval():

@@ -9,7 +9,9 @@ from itertools import pairwise
 import numpy as np
 
 # Sharing a segment saves its tokens on all paths but one, and cuts attention into more pieces. A prefix that saves
-# less than this share of the tokens that follow it (a system prompt before thousand-token images) is repeated instead.
+# less than this share of the tokens of its branch of the tree (a system prompt before thousand-token images) is
+# repeated instead. In that tree every prefix counts once: each frame of an episode saves little beside the sum of its
+# later prefixes, and much beside what they cost.
 MIN_SAVING = 0.05
 
 
@@ -75,10 +77,12 @@ def grow(sequences: Sequence[np.ndarray], cuts: Sequence[int] | None = None) -> 
         end = min([lengths[low], *shared[low : high - 1], *(place for place in cut[low:high] if place > begin)])
         parts = list(pairwise([low, *(i + 1 for i in range(low, high - 1) if shared[i] == end), high]))
         saved = (len(parts) - 1) * (end - begin)
-        if end > begin and (len(parts) == 1 or saved >= MIN_SAVING * sum(n - begin for n in lengths[low:high])):
+        computed = sum(lengths[low:high]) - sum(shared[low : high - 1]) - begin
+        if end > begin and (len(parts) == 1 or saved >= MIN_SAVING * computed):
             segments.append(Segment(order[low], begin, end, parent))
             begin, parent = end, len(segments) - 1
-        for first, last in parts:
+        # The path of most sequences first: its segments are neighbours in the row, and attention takes them at once.
+        for first, last in sorted(parts, key=lambda part: part[0] - part[1]):
             if lengths[first] == begin:
                 ends[first] = parent
             else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from pydantic import BaseModel, Field
@@ -17,8 +19,11 @@ EPILOGUE = """
 Examples:
 
     vlmrm frames collect --env Acrobot-v1 --episodes 100 --positive-dir data/positive --negative-dir data/negative
+    vlmrm frames collect --env Acrobot-v1 --episodes 25 --policy random --seed 1 \
+        --positive-dir data/positive --negative-dir data/negative
     vlmrm frames show data/positive data/negative --output sheet.png
     vlmrm frames train --positive-dir data/positive --negative-dir data/negative --output-checkpoint reward_model.pt
+    vlmrm frames eval reward_model.pt new_data/positive new_data/negative
     vlmrm frames rl training_configs/frames_rl.yaml
 """
 DATA, MODEL = ("reward", "data_collection"), ("reward", "reward_model")
@@ -46,12 +51,15 @@ class CollectOptions(BaseModel):
 
     env: str | None = Field(
         None,
-        description="Acrobot-v1, MountainCar-v0, MountainCarContinuous-v0, FrozenLake-v1, MiniGrid-Empty-5x5-v0 or "
-        "FetchReach-v4.",
+        description="An id of Gymnasium, module:id if a module registers it, or module:function that returns a "
+        "gymnasium.Env.",
+    )
+    success: str | None = Field(
+        None, description="info.KEY, a threshold such as 'reward >= 1', or module:function. Default: the simulator's."
     )
     episodes: int | None = Field(None, description="Episodes to play. Default: 100.")
     num_envs: int | None = Field(None, description="Environments that are played side by side. Default: 8.")
-    policy: str | None = Field(None, description="scripted, or random for failures. Default: scripted.")
+    policy: str | None = Field(None, description="scripted, random, or module:function. Default: scripted.")
     noise: float | None = Field(None, description="Share of the scripted policy's actions at random. Default: 0.3.")
     max_steps: int | None = Field(None, description="Steps of an episode. Default: 200.")
     stop_at_success: bool | None = Field(None, description="End an episode at its first success. Default: go on.")
@@ -60,7 +68,7 @@ class CollectOptions(BaseModel):
         None, description="Folder of episodes with a success. Default: reward_data/positive."
     )
     negative_dir: Path | None = Field(None, description="Folder of the others. Default: reward_data/negative.")
-    image_keys: list[str] | None = Field(None, description="Name of the camera. Default: base_camera.")
+    image_keys: list[str] | None = Field(None, description="Names of the cameras. Default: base_camera.")
     image_size: tuple[int, int, int] | None = Field(None, description="C H W of the frames. Default: 3 64 64.")
     max_positive_trajectories: int | None = Field(None, description="Limit of positive_dir. Default: none.")
     max_negative_trajectories: int | None = Field(None, description="Limit of negative_dir. Default: none.")
@@ -74,7 +82,7 @@ def collect(
     *,
     options: Annotated[CollectOptions | None, Parameter(name="*", consume_multiple=True)] = None,
 ) -> None:
-    """Play a simulator with its scripted policy, and store each frame with its true success.
+    """Play an environment with a policy, and store each frame with its true success.
 
     An interrupted collection resumes. Options override the file.
 
@@ -110,22 +118,89 @@ def import_(
     *,
     positive: Path | None = None,
     negative: Path | None = None,
+    episodes: Path | None = None,
+    lerobot: str | None = None,
+    label: str | None = None,
     positive_dir: Path,
     negative_dir: Path,
     environment: str,
 ) -> None:
-    """Convert trajectories that were pickled as .npy files; nothing in the pickles is run.
+    """Convert others' episodes to trajectory files; nothing in pickles is run.
 
     Args:
-        positive: Folder of positive .npy files.
+        positive: Folder of positive .npy files of RLinf's document.
         negative: Folder of negative .npy files.
+        episodes: File or folder of RLinf's .pkl and .pt, or of robomimic's and LIBERO's .hdf5.
+        lerobot: LeRobotDataset: a folder, or a repository of the hub.
+        label: Its column that says which frames succeed. Default: next.success, or a next.reward of 0 and 1.
         positive_dir: Folder of the positive trajectory files to write.
         negative_dir: Folder of the negative trajectory files to write.
         environment: Name of the environment that they show.
     """
-    from vlmrm.frames.importing import import_trajectories, summarise
+    from vlmrm.frames.importing import import_episodes, summarise
+    from vlmrm.frames.sources import episodes_in
 
-    say(summarise(import_trajectories(positive, negative, positive_dir, negative_dir, environment)))
+    found = [] if lerobot and positive is negative is episodes is None else episodes_in(positive, negative, episodes)
+    if lerobot:
+        from vlmrm.frames.lerobot import episodes_of
+
+        found += episodes_of(lerobot, label)
+    say(summarise(import_episodes(found, positive_dir, negative_dir, environment)))
+
+
+@app.command
+@needs("frames", "exporting frames")
+def export(
+    *sources: Path,
+    to: Literal["rlinf", "lerobot"],
+    output: Path,
+    image_key: str | None = None,
+    fps: int = 10,
+    task: str | None = None,
+) -> None:
+    """Write a classifier or trajectories as others read them.
+
+    Args:
+        sources: A checkpoint, or folders of trajectories.
+        to: Whose format.
+        output: A folder; for RLinf's classifiers, and the frames that its main branch trains on, a .pt.
+        image_key: The camera of a .pt. Default: the first.
+        fps: Frames a second that a LeRobotDataset says it has.
+        task: Its task. Default: the trajectory's, or the name of its environment.
+    """
+    if not sources:
+        raise ConfigError("there is nothing to export: name a checkpoint, or folders of trajectories.")
+    if sources[0].is_dir() and not (sources[0] / "config.json").exists():
+        say(_export_trajectories(sources, to, output, image_key, fps, task))
+    elif len(sources) > 1:
+        raise ConfigError("a single checkpoint is exported at once: name one.")
+    elif to == "lerobot":
+        from vlmrm.frames.checkpoint import load_classifier
+        from vlmrm.frames.lerobot_classifier import write_lerobot
+
+        say(write_lerobot(load_classifier(sources[0], device="cpu").model, sources[0], output))
+    else:
+        from vlmrm.frames.checkpoint import load_classifier
+        from vlmrm.frames.rlinf_classifier import export_classifier
+
+        say(export_classifier(load_classifier(sources[0], device="cpu").model, sources[0], output))
+
+
+def _export_trajectories(
+    folders: Sequence[Path], to: str, output: Path, image_key: str | None, fps: int, task: str | None
+) -> str:
+    from vlmrm.frames.trajectory import open_folder
+
+    files = [file for folder in folders for file in open_folder(folder)]
+    if to == "lerobot":
+        from vlmrm.frames.lerobot import write_dataset
+
+        return f"{write_dataset(files, output, fps, task)} frames of {len(files)} episodes are in {output}"
+    from vlmrm.frames.rlinf import write_document_files, write_payload
+
+    if output.suffix == ".pt":
+        return f"{write_payload(files, output, image_key)} frames are in {output}"
+    return f"{len(write_document_files(files, output))} trajectories are in {output}"
 
 
 @app.command
@@ -169,6 +244,81 @@ def show(
 
 
 @app.command
+@needs("train", "writing preferences")
+def pairs(
+    *folders: Path,
+    output: Path,
+    task: str | None = None,
+    kinds: Annotated[
+        list[Literal["outcome", "truncation", "rewind", "instruction"]] | None, Parameter(consume_multiple=True)
+    ] = None,
+    frames: int = 8,
+    per_episode: int = 1,
+    image_key: str | None = None,
+    seed: int = 0,
+) -> None:
+    """Write preferences between episodes, for `vlmrm train`: the task is the prompt, frames are the answers.
+
+    Args:
+        folders: Folders of trajectories.
+        output: The new file, .jsonl or .parquet; its pictures go into a folder beside it.
+        task: The instruction of trajectories that do not say theirs.
+        kinds: What an episode up to its success is preferred to: a failure (outcome), its own beginning (truncation),
+            its own frames back again (rewind), the same under another task (instruction). Default: the first three.
+        frames: Frames of an answer, evenly spread.
+        per_episode: Pairs of each kind for each episode with a success.
+        image_key: The camera. Default: the first.
+        seed: Seed of what is drawn.
+    """
+    from vlmrm.frames.pairs import write_pairs
+    from vlmrm.frames.trajectory import open_folder
+
+    if not folders:
+        raise ConfigError("there is nothing to compare: name folders of trajectories.")
+    files = [file for folder in folders for file in open_folder(folder)]
+    options = {} if kinds is None else {"kinds": kinds}
+    counts = write_pairs(
+        files, output, task=task, frames=frames, per_episode=per_episode, image_key=image_key, seed=seed, **options
+    )
+    of_kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    say(f"wrote {counts.total()} pairs to {output}: {of_kinds}")
+
+
+@app.command
+@needs("train", "scoring episodes")
+def progress(
+    *folders: Path,
+    model: Path,
+    output: Path,
+    task: str | None = None,
+    frames: int = 8,
+    image_key: str | None = None,
+) -> None:
+    """Score episodes after each of their frames, and say whether scores rise with time (value-order correlation).
+
+    Args:
+        folders: Folders of trajectories.
+        model: A trained reward model.
+        output: The new .jsonl file: a line for each episode, with its steps and scores.
+        task: The instruction of trajectories that do not say theirs.
+        frames: Frames of an episode, evenly spread; of a success, up to the first one.
+        image_key: The camera. Default: the first.
+    """
+    from vlmrm.files import require_new_file
+    from vlmrm.frames.progress import score_episodes, summarise, write_scores
+    from vlmrm.frames.trajectory import open_folder
+    from vlmrm.scoring.loading import load_local_scorer
+
+    if not folders:
+        raise ConfigError("there is nothing to score: name folders of trajectories.")
+    require_new_file(output)
+    files = [file for folder in folders for file in open_folder(folder)]
+    scored = score_episodes(load_local_scorer(model), files, task=task, frames=frames, image_key=image_key)
+    write_scores(scored, output)
+    say(summarise(scored))
+
+
+@app.command
 @needs("frames", "training on frames")
 def train(*, settings: Annotated[TrainSettings, Parameter(name="*", consume_multiple=True)]) -> None:
     """Train a classifier of success on labelled frames, and keep its best epoch on held-out episodes.
@@ -179,12 +329,55 @@ def train(*, settings: Annotated[TrainSettings, Parameter(name="*", consume_mult
 
     start_log("frames_train")
     trained = train_classifier(settings)
-    say(summarise(trained))
+    if os.environ.get("RANK", "0") == "0":
+        say(summarise(trained))
     if not trained.config.qualified:
         raise BelowThreshold(
             f"{trained.path} does not qualify as a reward: {trained.config.unqualified_because}: train it on more "
             "episodes or for longer."
         )
+
+
+@app.command(name="eval")
+@needs("frames", "measuring on frames")
+def eval_(
+    checkpoint: Path,
+    /,
+    *folders: Path,
+    threshold: float | None = None,
+    max_false_fires: float = 0.5,
+    image_size: tuple[int, int, int] | None = None,
+    output: Path | None = None,
+    output_checkpoint: Path | None = None,
+) -> None:
+    """Measure a classifier on new episodes, by frame and by episode. Exits with 6 if they do not qualify it.
+
+    Args:
+        checkpoint: A classifier of vlmrm, RLinf or LeRobot.
+        folders: Folders of trajectories; those of its training are left out.
+        threshold: Of a success, a probability. Default: the checkpoint's.
+        max_false_fires: Share of failed episodes with a frame above it: 95 % sure not to be exceeded.
+        image_size: C H W, for RLinf's files, which do not tell it.
+        output: A JSON file for the figures.
+        output_checkpoint: A file for the classifier with these figures and this threshold; may be the checkpoint.
+    """
+    from vlmrm.frames.checkpoint import load_classifier
+    from vlmrm.frames.evaluation import evaluate, record, write_evaluation
+
+    if not folders:
+        raise ConfigError("there is nothing to measure on: name folders of trajectories.")
+    for name, share in (("threshold", threshold), ("max_false_fires", max_false_fires)):
+        if share is not None and not 0 < share < 1:
+            raise ConfigError(f"{name} is {share}: it is a share between 0 and 1.")
+    loaded = load_classifier(checkpoint, image_size=image_size)
+    evaluation = evaluate(loaded, folders, threshold, max_false_fires)
+    if output is not None:
+        write_evaluation(evaluation, output)
+    if output_checkpoint is not None:
+        record(evaluation, loaded, output_checkpoint)
+    say(str(evaluation))
+    if not evaluation.qualified:
+        raise BelowThreshold(f"{checkpoint} does not qualify as a reward on these episodes: {evaluation.reason}.")
 
 
 @app.command
@@ -204,6 +397,27 @@ def rl(config: Path, /) -> None:
     start_log("frames_rl")
     say(markdown(write_comparison(train_policies(settings), settings)))
     say(f"the figure is {settings.output_dir / 'comparison.png'}")
+
+
+@app.command
+@needs("frames", "a simulator", *SIMULATORS)
+def loop(config: Path, /) -> None:
+    """Train a classifier and a policy in rounds, until the policy's own episodes bear the classifier out.
+
+    Exits with 6 if no round holds; an interrupted loop goes on.
+
+    Args:
+        config: YAML such as training_configs/frames_loop.yaml.
+    """
+    from vlmrm.frames.loop import run_loop
+    from vlmrm.frames.settings import LoopSettings
+    from vlmrm.settings import load_file, validate
+
+    settings = validate(LoopSettings, load_file(config), str(config))
+    start_log("frames_loop")
+    last = run_loop(settings)[-1]
+    if last.reason:
+        raise BelowThreshold(f"no round of {settings.output_dir} holds: {last.reason}.")
 
 
 @app.command

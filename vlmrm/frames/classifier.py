@@ -2,6 +2,7 @@
 
     frames of a camera -> backbone -> learned spatial pooling -> Linear, LayerNorm, Tanh  (one such encoder a camera)
     their concatenation -> Linear, Dropout, LayerNorm, ReLU, Linear -> logit
+    or, with average pooling: frames -> backbone -> mean, whose concatenation -> Linear, ReLU, Dropout, Linear -> logit
 
 The norms of the backbone are GroupNorm, or BatchNorm with frozen pretrained statistics: a frame's score never depends
 on the frames beside it. Parameters have the names of RLinf's checkpoints, so that those load.
@@ -24,7 +25,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from vlmrm.conversation import Image, Message
 from vlmrm.errors import ConfigError
-from vlmrm.frames.settings import QUESTION, Architecture, Pooling, Size
+from vlmrm.frames.settings import QUESTION, Architecture, Crop, Pooling, Size
 from vlmrm.modeling.published_weights import load_exactly, resnet_weights
 from vlmrm.settings import validate
 
@@ -41,6 +42,7 @@ LAYERS = {
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 ANSWERS = ("Yes.", "No.")
+FEATURES = "encoded."  # among the inputs of a classifier: what `encode` returned; no camera's name has a dot
 
 
 class ClassifierConfig(BaseModel):
@@ -49,11 +51,13 @@ class ClassifierConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), ser_json_inf_nan="constants")
 
     architecture: Architecture = "resnet10"
-    image_keys: tuple[str, ...] = Field(min_length=1)  # the cameras, in the order of the head's inputs
+    image_keys: tuple[str, ...] = Field(min_length=1, max_length=64)  # the cameras, in the order of the head's inputs
     image_size: Size
+    crop: Crop = Field(default_factory=dict)  # the part of a camera's frame that was scaled to that size
     hidden_dim: int = Field(256, ge=1)  # width of each encoder's output and of the head
     num_spatial_blocks: int = Field(8, ge=1)  # learned maps that pool each channel
-    pooling: Pooling = "spatial"  # of the feature map, or of its mean, which loses positions
+    pooling: Pooling = "spatial"  # learned, of the feature map or of its mean; "average" is that mean, no map learned
+    max_pool: Literal["centred", "same"] = "centred"  # padded all around, or right and below, as LeRobot's resnet10
     use_pretrain: bool = False  # the encoder began from pretrained weights,
     freeze_encoder: bool = False  # and kept them
     normalisation: Literal["unit", "imagenet"] = "unit"  # pixels in [0, 1], or standardised as torchvision does
@@ -61,6 +65,7 @@ class ClassifierConfig(BaseModel):
     prompt: str = QUESTION  # its question
     threshold: float = Field(0.5, ge=0, le=1)  # on the probability, above which a frame is a success
     data_fingerprint: str | None = None
+    episodes: tuple[str, ...] = ()  # short digests of those that it was trained on or chosen by
     environment: str | None = None
     metrics: dict[str, float] = Field(default_factory=dict)  # on the validation frames
     qualified: bool | None = None  # the metrics qualify it as a reward; None if nobody has measured it
@@ -74,6 +79,8 @@ class ClassifierConfig(BaseModel):
             raise ValueError("a camera is named twice")
         if unusable := [key for key in keys if not key or "." in key]:  # a key of nn.ModuleDict has no dot
             raise ValueError(f"{unusable[0]!r} is no name of a camera: it needs letters and no dot")
+        if taken := [key for key in keys if hasattr(nn.ModuleDict(), key)]:
+            raise ValueError(f"{taken[0]!r} is no name of a camera: torch uses it itself")
         return keys
 
     @field_validator("image_size")
@@ -110,11 +117,11 @@ class FrameClassifier(nn.Module):
 
     def __init__(self, config: ClassifierConfig):
         super().__init__()
-        self.config = config
+        self.spec = config  # HF takes a `config` for its own
 
     def forward(self, images: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits [B] of float images [B,C,H,W] in [0, 1] by camera."""
-        return self.decide(self.encode(images))
+        """Return the logits [B] of float images [B,C,H,W] in [0, 1] by camera, or of their `FEATURES`."""
+        return self.decide(images[FEATURES] if FEATURES in images else self.encode(images))
 
     def encode(self, images: Mapping[str, Tensor]) -> Tensor:
         raise NotImplementedError
@@ -122,12 +129,24 @@ class FrameClassifier(nn.Module):
     def decide(self, encoded: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def features(self, encoded: Tensor) -> Tensor:
+        """Return what the encoder saw, without where: [B, cameras, D]."""
+        raise NotImplementedError
+
+    @property
+    def head(self) -> nn.Linear:
+        """The layer of the logits."""
+        raise NotImplementedError
+
+    @property
+    def feature_width(self) -> int:
+        """D of `features`."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def add_bias(self, logit: float) -> None:
         """Add a constant to every logit from now on."""
-        *_, last = self.modules()  # the layer of the logits
-        assert isinstance(last, nn.Linear)
-        last.bias.add_(logit)
+        self.head.bias.add_(logit)
 
     @property
     def device(self) -> torch.device:
@@ -138,17 +157,22 @@ class FrameClassifier(nn.Module):
 
     def checked_images(self, images: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the frames of each camera, in the config's order; ConfigError for a missing one or another size."""
-        for key in self.config.image_keys:
+        for key in self.spec.image_keys:
             if key not in images:
                 raise ConfigError(
-                    f"the classifier looks at {list(self.config.image_keys)}, and the images are {list(images)}."
+                    f"the classifier looks at {list(self.spec.image_keys)}, and the images are {list(images)}."
                 )
             size = list(images[key].shape[1:])
-            if size != list(self.config.image_size):
+            if size != list(self.spec.image_size):
                 raise ConfigError(
-                    f"the classifier is for frames {list(self.config.image_size)}, and those of {key} are {size}."
+                    f"the classifier is for frames {list(self.spec.image_size)}, and those of {key} are {size}."
                 )
-        return [images[key] for key in self.config.image_keys]
+        return [images[key] for key in self.spec.image_keys]
+
+
+def model_input(frames: Tensor, device: torch.device) -> Tensor:
+    """Return uint8 frames as a model takes them: float32 in [0, 1], on its device."""
+    return frames.to(device, non_blocking=True).float() / 255
 
 
 class ResNetClassifier(FrameClassifier):
@@ -161,13 +185,12 @@ class ResNetClassifier(FrameClassifier):
         super().__init__(config)
         self.encoders = nn.ModuleDict({key: Encoder(config) for key in config.image_keys})
         hidden = config.hidden_dim
-        self.classifier = nn.Sequential(
-            nn.Linear(hidden * len(config.image_keys), hidden),
-            nn.Dropout(DROPOUT),
-            nn.LayerNorm(hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, 1),
-        )
+        first = nn.Linear(sum(encoder.width for encoder in self._encoders()), hidden)
+        if config.pooling == "average":
+            between = [nn.ReLU(), nn.Dropout(DROPOUT)]
+        else:
+            between = [nn.Dropout(DROPOUT), nn.LayerNorm(hidden), nn.ReLU()]
+        self.classifier = nn.Sequential(first, *between, nn.Linear(hidden, 1))
         mean, std = (IMAGENET_MEAN, IMAGENET_STD) if config.normalisation == "imagenet" else (0.0, 1.0)
         # No part of a checkpoint, so real even where the weights are on the meta device until they are loaded.
         for name, values in (("mean", mean), ("std", std)):
@@ -177,7 +200,7 @@ class ResNetClassifier(FrameClassifier):
                 encoder.resnet_backbone.requires_grad_(False)
 
     def encode(self, images: Mapping[str, Tensor]) -> Tensor:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.config.freeze_encoder):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.spec.freeze_encoder):
             maps = [
                 encoder.resnet_backbone((frames.to(self.mean.dtype) - self.mean) / self.std)
                 for encoder, frames in zip(self._encoders(), self.checked_images(images), strict=True)
@@ -187,6 +210,17 @@ class ResNetClassifier(FrameClassifier):
     def decide(self, encoded: Tensor) -> Tensor:
         features = [encoder.pool(encoded[:, i]) for i, encoder in enumerate(self._encoders())]
         return self.classifier(torch.cat(features, dim=-1)).squeeze(-1)
+
+    def features(self, encoded: Tensor) -> Tensor:
+        return encoded.mean((3, 4))
+
+    @property
+    def feature_width(self) -> int:
+        return self._encoders()[0].resnet_backbone.channels
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.classifier[-1]  # ty: ignore[invalid-explicit-return]
 
     def load_encoder(self, path: Path) -> None:
         """Load pretrained weights (see `resnet_weights`) into every camera's backbone."""
@@ -198,16 +232,19 @@ class ResNetClassifier(FrameClassifier):
 
 
 class Encoder(nn.Module):
-    """One camera's frames to features [B, hidden_dim]."""
+    """One camera's frames to features [B, width]."""
 
     def __init__(self, config: ClassifierConfig):
         super().__init__()
         self.resnet_backbone = Backbone(config)
         channels = self.resnet_backbone.channels
         height, width = (-(-side // STRIDE) for side in config.image_size[1:])
-        self.mean_first = config.pooling == "mean"
+        self.pooling = config.pooling
+        self.width = channels if config.pooling == "average" else config.hidden_dim
+        if config.pooling == "average":
+            return
         self.pooling_layer = SpatialLearnedEmbeddings(
-            channels, *((1, 1) if self.mean_first else (height, width)), config.num_spatial_blocks
+            channels, *((1, 1) if config.pooling == "mean" else (height, width)), config.num_spatial_blocks
         )
         self.dropout = nn.Dropout(DROPOUT)
         self.mlp = nn.Sequential(
@@ -217,7 +254,9 @@ class Encoder(nn.Module):
         )
 
     def pool(self, feature_map: Tensor) -> Tensor:
-        if self.mean_first:
+        if self.pooling == "average":
+            return feature_map.mean((2, 3))
+        if self.pooling == "mean":
             feature_map = feature_map.mean((2, 3), keepdim=True)
         return self.mlp(self.dropout(self.pooling_layer(feature_map)))
 
@@ -233,6 +272,8 @@ class Backbone(ResNet):
         super().__init__(block, layers, norm_layer=norm)
         self.channels = 512 * block.expansion
         del self.fc, self.avgpool
+        if config.max_pool == "same":
+            self.maxpool = nn.Sequential(nn.ConstantPad2d((0, 1, 0, 1), float("-inf")), nn.MaxPool2d(3, 2))
         if config.image_size[0] != 3:
             self.conv1 = nn.Conv2d(config.image_size[0], 64, 7, stride=2, padding=3, bias=False)
 
@@ -281,6 +322,17 @@ class PromptedClassifier(FrameClassifier):
     def decide(self, encoded: Tensor) -> Tensor:
         return self.classifier(encoded.to(self.classifier.weight.dtype)).squeeze(-1)
 
+    def features(self, encoded: Tensor) -> Tensor:
+        return encoded[:, None].float()
+
+    @property
+    def feature_width(self) -> int:
+        return 1
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.classifier
+
     def _question(self, frames: tuple[Tensor, ...]) -> Message:
         pictures = (Image(to_pil_image(frame.float().cpu())) for frame in frames)
-        return Message.of("user", *pictures, self.config.prompt)
+        return Message.of("user", *pictures, self.spec.prompt)

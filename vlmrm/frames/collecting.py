@@ -1,14 +1,17 @@
-"""`vlmrm frames collect`: plays episodes of a simulator with its scripted policy, and stores their labelled frames.
+"""`vlmrm frames collect`: plays episodes of an environment with a policy, and stores their labelled frames.
 
 Episode j of a seed is the same in whichever environment it is played, so an interrupted collection resumes.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -17,9 +20,15 @@ from tqdm import tqdm
 
 from vlmrm.errors import ConfigError
 from vlmrm.frames.collector import RewardDataCollector
-from vlmrm.frames.environments import make_environments, simulator_named
+from vlmrm.frames.environments import make_environments
 from vlmrm.frames.settings import CollectSettings
+from vlmrm.frames.simulators import SIMULATORS, Simulator
 from vlmrm.frames.trajectory import check_images, open_trajectory, trajectory_paths
+from vlmrm.imported import imported_function
+
+logger = logging.getLogger("vlmrm")
+
+Policy = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -53,20 +62,32 @@ def collect(settings: CollectSettings) -> Collected:
         seed=settings.seed,
         image_size=reward.image_size,
         keys=reward.image_keys,
+        crop=reward.crop,
+        success=settings.success,
+        env_options=settings.env_options,
         stop_at_success=settings.stop_at_success,
         max_steps=settings.max_steps,
         autoreset_mode=AutoresetMode.DISABLED,
     )
+    policy = _policy_of(settings)
     limits = (data.max_positive_trajectories, data.max_negative_trajectories)
     collector = RewardDataCollector(
-        env, data.positive_dir, data.negative_dir, reward.image_keys, *limits, environment=settings.env
+        env,
+        data.positive_dir,
+        data.negative_dir,
+        reward.image_keys,
+        *limits,
+        environment=settings.env,
+        metadata=_declared(settings),
     )
     started = time.perf_counter()
     with closing(collector), tqdm(total=len(seeds), desc=settings.env, unit="episode", disable=None) as bar:
         if seeds and not collector.full:
-            _play(collector, settings, seeds, bar)
+            _play(collector, settings, policy, seeds, bar)
     seconds = time.perf_counter() - started
     written = [open_trajectory(path) for paths in collector.written.values() for path in paths]
+    if written and settings.policy != "random" and not trajectory_paths(data.positive_dir):
+        logger.warning("no episode has a success so far: raise max_steps, or choose another policy")
     return Collected(
         collector.written[True],
         collector.written[False],
@@ -79,13 +100,38 @@ def collect(settings: CollectSettings) -> Collected:
     )
 
 
+def _declared(settings: CollectSettings) -> dict[str, str]:
+    """Return what trajectories say of their labels and of their actions."""
+    played = settings.policy if settings.policy == "random" else f"{settings.policy}, noise {settings.noise:g}"
+    return {"played": played, "declared_success": settings.success or "the simulator's"}
+
+
 def _missing_seeds(settings: CollectSettings) -> list[int]:
-    """Return the seeds of the episodes that the folders lack, after a check that their frames are of the same kind."""
+    """Return the seeds of the episodes that the folders lack, after a check that their frames are of the same kind.
+
+    Raises:
+        ConfigError: if stored frames have labels of another declared success.
+    """
+    declared = _declared(settings)
     reward, stored = settings.reward, set()
     for folder in (reward.data_collection.positive_dir, reward.data_collection.negative_dir):
         files = [open_trajectory(path) for path in trajectory_paths(folder)]
         check_images(folder, files, reward.image_keys, reward.image_size)
-        stored |= {file.metadata.get("seed") for file in files if file.metadata.get("environment") == settings.env}
+        others = {file.metadata.get("environment") for file in files} - {None, settings.env}
+        if others:
+            names = ", ".join(sorted(map(str, others)))
+            logger.warning("%s has episodes of %s too: name another folder, or both are of one task", folder, names)
+        for file in files:
+            if file.metadata.get("environment") != settings.env:
+                continue
+            labelled = file.metadata.get("declared_success", declared["declared_success"])
+            if labelled != declared["declared_success"]:
+                raise ConfigError(
+                    f"success is {declared['declared_success']}, and {file.path} was labelled by {labelled}: name "
+                    "another folder, or the success of before."
+                )
+            if file.metadata.get("played", declared["played"]) == declared["played"]:
+                stored.add(file.metadata.get("seed"))
     seeds = [episode_seed(settings.seed, number) for number in range(settings.episodes)]
     return [seed for seed in seeds if str(seed) not in stored]
 
@@ -95,20 +141,22 @@ def episode_seed(seed: int, number: int) -> int:
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
-def _play(collector: RewardDataCollector, settings: CollectSettings, seeds: list[int], bar: tqdm) -> None:
+def _play(
+    collector: RewardDataCollector, settings: CollectSettings, policy: Policy | None, seeds: list[int], bar: tqdm
+) -> None:
     """Play one episode of each seed, as many at a time as there are environments."""
-    policy = simulator_named(settings.env).policy
     noise = 1.0 if settings.policy == "random" else settings.noise
+    space = collector.single_action_space
     waiting = iter(seeds)
     playing: list[int | None] = [next(waiting) for _ in range(collector.num_envs)]  # None has nothing more to play
     # A generator for each episode makes it the same beside any others.
     generators = [np.random.default_rng(seed) for seed in playing]
     observations, _ = collector.reset(seed=playing)
     while any(seed is not None for seed in playing) and not collector.full:
-        actions = np.array(policy(observations))
+        actions = np.array(policy(observations) if policy else [space.sample() for _ in generators])
         for i, generator in enumerate(generators):
             if generator.random() < noise:
-                actions[i] = _random_action(collector.single_action_space, generator)
+                actions[i] = _random_action(space, generator)
         observations, _, terminations, truncations, _ = collector.step(actions)
         ended = terminations | truncations
         if not ended.any():
@@ -126,11 +174,27 @@ def _play(collector: RewardDataCollector, settings: CollectSettings, seeds: list
         collector.discard(i)
 
 
-def _random_action(space: gym.Space, generator: np.random.Generator) -> np.ndarray | int:
+def _policy_of(settings: CollectSettings) -> Policy | None:
+    """Return the policy, from observations [N] to actions [N]; None plays at random."""
+    if settings.policy == "random":
+        return None
+    module, _, name = settings.policy.rpartition(":")
+    if module:
+        return imported_function(module, name, f"policy {settings.policy}")
+    policy = SIMULATORS.get(settings.env, Simulator()).policy
+    if settings.policy != "scripted" or policy is None:
+        what = f"{settings.env} has no scripted policy" if policy is None else f"there is no policy {settings.policy}"
+        raise ConfigError(f"{what}: give policy random, or module:function from observations to actions.")
+    return policy
+
+
+def _random_action(space: gym.Space, generator: np.random.Generator) -> Any:
     if isinstance(space, gym.spaces.Discrete):
-        return int(generator.integers(space.n))
-    assert isinstance(space, gym.spaces.Box)
-    return generator.uniform(space.low, space.high).astype(space.dtype)
+        return int(generator.integers(space.n)) + space.start
+    if isinstance(space, gym.spaces.Box) and space.is_bounded():
+        return generator.uniform(space.low, space.high).astype(space.dtype)
+    space.seed(int(generator.integers(2**31)))
+    return space.sample()
 
 
 def summarise(collected: Collected) -> str:

@@ -7,6 +7,7 @@ frame of an episode is the episode's own, whichever autoreset mode starts the ne
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import signal
 import threading
@@ -21,12 +22,13 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vlmrm.errors import ConfigError, DataError, Preempted
 from vlmrm.files import make_folder
+from vlmrm.frames.images import as_array, fitted_images, images_of, value_of
+from vlmrm.frames.settings import Crop
 from vlmrm.frames.trajectory import (
     Trajectory,
     digest,
     find_trajectory,
     locked,
-    to_uint8,
     trajectory_paths,
     write_trajectory,
 )
@@ -55,8 +57,8 @@ class _Episode:
 class RewardDataCollector(VectorWrapper):
     """Writes every episode of a vector environment as a trajectory, into the positive or the negative folder.
 
-    The wrapped environment shows `images` in `info` or in its observation, by camera [C,H,W] or [H,W,C], uint8 or
-    floats in [0, 1], and in `info` whether the state is a `success`. One that takes k steps at once returns images
+    The wrapped environment shows images in `info` or in its observation (see `vlmrm.frames.images`), uint8 or floats
+    in [0, 1], and says in `info` whether the state is a `success`. One that takes k steps at once returns images
     [k,C,H,W] and labels [k]; with terminations [N,k] an episode may end within them. A reset's frame is kept if it has
     a label. An episode is positive if a frame of it is a success, or if `info` has `success_once`.
 
@@ -73,6 +75,10 @@ class RewardDataCollector(VectorWrapper):
         max_negative_trajectories: the same of the other folder.
         collect_data: False makes the wrapper transparent.
         environment: name of the environment in the trajectories. Default: its registered name.
+        metadata: what else the trajectories say.
+        image_size: [C,H,W] to which frames are scaled. Default: they are kept as they are.
+        crop: the part of a camera's frame that is kept, which the trajectories say; not of an environment whose
+            metadata say that it crops.
 
     Raises:
         ConfigError: if there is no key or no `autoreset_mode`, or both folders are the same.
@@ -89,6 +95,9 @@ class RewardDataCollector(VectorWrapper):
         max_negative_trajectories: int | None = None,
         collect_data: bool = True,
         environment: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        image_size: Sequence[int] | None = None,
+        crop: Crop | None = None,
     ):
         super().__init__(env)
         if not image_keys:
@@ -102,6 +111,11 @@ class RewardDataCollector(VectorWrapper):
         self._full: set[bool] = set()
         self._keys = list(image_keys)
         self._collect = collect_data
+        self._size, self._crop = image_size, crop or {}
+        self._shown: Crop = env.metadata.get("crop", {})  # what the environment itself has cropped
+        if self._shown and self._crop:
+            raise ConfigError("crop is given, and the environment crops its frames itself: leave one out.")
+        self._notes = dict(metadata or {})
         self._name = environment or (type(env.unwrapped).__name__ if env.spec is None else env.spec.id)
         self._mode = autoreset_mode(env)
         self._episodes = [_Episode(0) for _ in range(env.num_envs)]
@@ -135,7 +149,7 @@ class RewardDataCollector(VectorWrapper):
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observation, rewards, terminations, truncations, info = self.env.step(actions)
         if self._collect:
-            ended = np.logical_or(terminations, truncations)
+            ended = np.logical_or(as_array(terminations), as_array(truncations))
             for i in range(self.num_envs):
                 self._after_step(i, ended[i], observation_of(i, observation), info)
         return observation, rewards, terminations, truncations, info
@@ -172,12 +186,12 @@ class RewardDataCollector(VectorWrapper):
             self._starting[i] = self._mode is AutoresetMode.NEXT_STEP and np.atleast_1d(ended)[-1]
 
     def _add_reset(self, i: int, observation: Any, info: Mapping[str, Any]) -> None:
-        for frame in labelled_frames(i, self._keys, observation, info, self.num_envs):
+        for frame in self._labelled(i, observation, info):
             self._append(i, frame)
 
     def _add_step(self, i: int, observation: Any, info: Mapping[str, Any], ended: Any) -> None:
         """Buffer the frames of a step, and write the buffer after each that ended an episode."""
-        frames = labelled_frames(i, self._keys, observation, info, self.num_envs)
+        frames = self._labelled(i, observation, info)
         if not frames:
             raise DataError(f"environment {i} does not say whether its state is a success: info has no {LABELS[0]!r}.")
         self._episodes[i].success_once |= _success_once(i, info, self.num_envs)
@@ -190,6 +204,9 @@ class RewardDataCollector(VectorWrapper):
             self._append(i, frame)
             if end:
                 self._finish(i)
+
+    def _labelled(self, i: int, observation: Any, info: Mapping[str, Any]) -> list[LabelledFrame]:
+        return labelled_frames(i, self._keys, observation, info, self.num_envs, self._size, self._crop)
 
     def _append(self, i: int, frame: LabelledFrame) -> None:
         if self._episodes[i].discarded:
@@ -213,11 +230,14 @@ class RewardDataCollector(VectorWrapper):
 
     def _write(self, episode: _Episode) -> None:
         metadata = {
+            **self._notes,
             "environment": self._name,
             "seed": "none" if episode.seed is None else str(episode.seed),
             "episode": str(episode.number),  # since that seed
             "success_once": "true" if episode.success_once else "false",
         }
+        if crop := {key: box for key, box in (self._crop or self._shown).items() if key in self._keys}:
+            metadata["crop"] = json.dumps(crop)
         images = {key: np.stack([image[key] for image, _ in episode.frames]) for key in self._keys}
         trajectory = Trajectory(images, np.array([label for _, label in episode.frames], dtype=np.float32), metadata)
         positive = trajectory.positive
@@ -265,7 +285,8 @@ def final_state(i: int, info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]
     """Return observation and info of the last state of environment `i` before it was reset in the same step."""
     if "final_info" not in info:
         raise DataError(f"environment {i} ended an episode without final_info: its last frame is unknown.")
-    return info["final_obs"][i] if "final_obs" in info else None, info["final_info"]
+    final = info.get("final_obs", info.get("final_observation"))  # Gymnasium's name, and ManiSkill's
+    return None if final is None else observation_of(i, final), info["final_info"]
 
 
 def observation_of(i: int, observation: Any) -> Any:
@@ -275,38 +296,20 @@ def observation_of(i: int, observation: Any) -> Any:
     return observation[i]
 
 
-def frames_of(i: int, key: str, observation: Any, info: Mapping[str, Any], count: int) -> np.ndarray:
-    """Return a copy of a camera's frames of environment `i`, uint8 [k,C,H,W] of the k states of a step.
-
-    `observation` is that environment's own, `info` of all `count`. Frames [C,H,W], [H,W,C], or k of them, are looked
-    up in info["images"], observation["images"] and the observation; DataError if there are none.
-    """
-    values = _value_of(i, key, info.get("images", {}), count)
-    if values is None and isinstance(observation, Mapping):
-        images = observation.get("images", {})
-        values = images.get(key) if isinstance(images, Mapping) else None
-        values = observation.get(key) if values is None else values
-    if values is None:
-        raise DataError(f"environment {i} shows no image {key!r}: check image_keys, or have it put images into info.")
-    frames = np.asarray(values)
-    frames = frames[None] if frames.ndim == 3 else frames
-    if frames.ndim == 4 and frames.shape[1] not in (1, 3) and frames.shape[-1] in (1, 3):
-        frames = frames.transpose(0, 3, 1, 2)
-    if frames.ndim != 4 or frames.shape[1] not in (1, 3):
-        raise DataError(
-            f"environment {i} shows {key!r} of shape {list(np.shape(values))}: images are [C,H,W] or [H,W,C]."
-        )
-    return np.array(to_uint8(frames, f"the images {key!r} of environment {i}"))  # it may draw into them again
-
-
 def labelled_frames(
-    i: int, keys: Sequence[str], observation: Any, info: Mapping[str, Any], count: int
+    i: int,
+    keys: Sequence[str],
+    observation: Any,
+    info: Mapping[str, Any],
+    count: int,
+    size: Sequence[int] | None = None,
+    crop: Crop | None = None,
 ) -> list[LabelledFrame]:
-    """Return environment `i`'s frames and label of each state of a step; none without labels. See `frames_of`."""
+    """Return environment `i`'s frames, `fitted`, and label of each state of a step; none without labels."""
     labels = _labels_of(i, info, count)
     if labels is None:
         return []
-    images = {key: frames_of(i, key, observation, info, count) for key in keys}
+    images = fitted_images(images_of(i, keys, observation, info, count), size, crop)
     for key, frames in images.items():
         if len(frames) != len(labels):
             raise DataError(
@@ -318,9 +321,9 @@ def labelled_frames(
 
 def _labels_of(i: int, info: Mapping[str, Any], count: int) -> np.ndarray | None:
     for name in LABELS:
-        value = _value_of(i, name, info, count)
+        value = value_of(i, name, info, count)
         if value is not None:
-            labels = np.atleast_1d(np.asarray(value, dtype=np.float32))
+            labels = np.atleast_1d(as_array(value)).astype(np.float32)
             if labels.ndim != 1 or not ((labels >= 0) & (labels <= 1)).all():
                 raise DataError(f"environment {i} says {name} {value}: it is true, false, or from 0 to 1.")
             return labels
@@ -328,20 +331,8 @@ def _labels_of(i: int, info: Mapping[str, Any], count: int) -> np.ndarray | None
 
 
 def _success_once(i: int, info: Mapping[str, Any], count: int) -> bool:
-    values = (_value_of(i, "success_once", block, count) for block in (info, info.get("episode", {})))
+    values = (value_of(i, "success_once", block, count) for block in (info, info.get("episode", {})))
     return any(value is not None and bool(np.any(value)) for value in values)
-
-
-def _value_of(i: int, name: str, info: Mapping[str, Any], count: int) -> Any:
-    """Return `info[name]` of environment `i`; None if absent, also by Gymnasium's mask `_name`."""
-    if name not in info:
-        return None
-    values, present = info[name], info.get(f"_{name}")
-    if len(values) != count:
-        raise DataError(
-            f"info[{name!r}] has {len(values)} values for {count} environments: give one for each of them."
-        )
-    return values[i] if present is None or present[i] else None
 
 
 class Sigterm:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import Dataset, Sampler
 
 from vlmrm.errors import ConfigError, DataError
+from vlmrm.frames.settings import Crop
 from vlmrm.frames.trajectory import TrajectoryFile, check_images, digest, listed, open_folder, trajectory_paths
 
-FrameBatch = tuple[dict[str, Tensor], Tensor]  # inputs of B frames by name, and labels [B]
+Inputs = dict[str, Tensor]  # of a classifier for B frames, by name; `labels` [B] beside them
 
 
 class FrameIndex:
@@ -43,6 +37,18 @@ class FrameIndex:
         names = {file.metadata.get("environment") for file in self.files} - {None}
         return ", ".join(sorted(map(str, names))) or None
 
+    @property
+    def crop(self) -> Crop:
+        """The part of each camera's frames that was kept; DataError if files differ in it."""
+        crops = [_crop_of(file, self.keys) for file in self.files]
+        for file, crop in zip(self.files, crops, strict=True):
+            if crop != crops[0]:
+                raise DataError(
+                    f"{file.path} has the crop {crop} and {self.files[0].path} {crops[0]}: a classifier looks at "
+                    "frames of one crop."
+                )
+        return crops[0]
+
     def images(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """Read these frames alone, uint8 [B,C,H,W] by camera."""
         return {
@@ -55,6 +61,14 @@ class FrameIndex:
     def summary(self, numbers: np.ndarray) -> str:
         """Return the counts of some frames in words."""
         return _count(len(np.unique(self.owners[numbers])), len(numbers), self.labels[numbers].sum())
+
+
+def _crop_of(file: TrajectoryFile, keys: Sequence[str]) -> Crop:
+    try:
+        crop = json.loads(file.metadata.get("crop", "{}"))
+        return {key: (left, top, right, bottom) for key, (left, top, right, bottom) in crop.items() if key in keys}
+    except (ValueError, TypeError, AttributeError):
+        raise DataError(f"{file.path} has the crop {file.metadata['crop']!r}: collect it anew.") from None
 
 
 def _count(trajectories: int, frames: int, successes: float) -> str:
@@ -70,25 +84,33 @@ def index_frames(
         DataError: if a folder is missing, positive_dir is empty, files are corrupted or have other cameras or sizes,
             or all frames have the same label.
     """
-    folders = {Path(positive_dir): open_folder(positive_dir)}
     # Every episode may succeed at some time: the frames before it does are failures enough.
     empty = Path(negative_dir).is_dir() and not trajectory_paths(negative_dir)
-    folders[Path(negative_dir)] = [] if empty else open_folder(negative_dir)
-    for folder, files in folders.items():
-        check_images(folder, files, keys, image_size)
-    distinct, duplicates = _separate_duplicates([file for files in folders.values() for file in files], keys)
-    index = FrameIndex(distinct, keys)
-    summary = "; ".join(
-        f"{folder}: {_count(len(files), sum(map(len, files)), sum(file.successes.sum() for file in files))}"
-        for folder, files in folders.items()
-    )
-    if duplicates:
-        names = listed(file.path.name for file in duplicates)
-        summary += f"; {len(duplicates)} trajectories repeat others frame for frame and are left out ({names})"
+    index, summary = index_folders([positive_dir] if empty else [positive_dir, negative_dir], keys, image_size)
     if index.labels.all() or not index.labels.any():
         lacking = "a failure" if index.labels.all() else "a success"
         raise DataError(f"no frame is {lacking}, so there is nothing to tell apart ({summary}): collect some.")
     return index, summary
+
+
+def index_folders(folders: Sequence[Path], keys: Sequence[str], image_size: Sequence[int]) -> tuple[FrameIndex, str]:
+    """Return the frames of all folders without duplicate trajectories, and the counts of each folder in words.
+
+    Raises:
+        DataError: if a folder is missing or empty, or files are corrupted or have other cameras or sizes.
+    """
+    opened = {Path(folder): open_folder(folder) for folder in folders}
+    for folder, files in opened.items():
+        check_images(folder, files, keys, image_size)
+    distinct, duplicates = _separate_duplicates([file for files in opened.values() for file in files], keys)
+    summary = "; ".join(
+        f"{folder}: {_count(len(files), sum(map(len, files)), sum(file.successes.sum() for file in files))}"
+        for folder, files in opened.items()
+    )
+    if duplicates:
+        names = listed(file.path.name for file in duplicates)
+        summary += f"; {len(duplicates)} trajectories repeat others frame for frame and are left out ({names})"
+    return FrameIndex(distinct, keys), summary
 
 
 def _separate_duplicates(
@@ -96,7 +118,7 @@ def _separate_duplicates(
 ) -> tuple[list[TrajectoryFile], list[TrajectoryFile]]:
     """Return the distinct files, and the duplicates, which would leak held-out frames into the training."""
     # Duplicates agree in their labels and in any one frame, so few files need to be read completely.
-    outlines = [digest({key: file.frame(key, len(file) // 2) for key in keys}, file.labels) for file in files]
+    outlines = [outline_of(file, keys) for file in files]
     frequency = Counter(outlines)
     distinct: list[TrajectoryFile] = []
     duplicates: list[TrajectoryFile] = []
@@ -107,6 +129,11 @@ def _separate_duplicates(
         (duplicates if content in digests else distinct).append(file)
         digests.add(content)
     return distinct, duplicates
+
+
+def outline_of(file: TrajectoryFile, keys: Sequence[str]) -> str:
+    """Return a hash of an episode's middle frames and its labels, by which a checkpoint knows it again."""
+    return digest({key: file.frame(key, len(file) // 2) for key in keys}, file.labels)
 
 
 def split(index: FrameIndex, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -143,49 +170,51 @@ def split(index: FrameIndex, fraction: float, seed: int) -> tuple[np.ndarray, np
 
 
 class FrameDataset(Dataset):
-    """The frames `numbers`, in batches of `read`, which returns the model's inputs for numbers of frames."""
+    """The frames `numbers`, read a batch at a time by `read`, which returns the model's inputs for numbers of frames.
 
-    def __init__(self, read: Callable[[Sequence[int]], dict[str, Tensor]], labels: np.ndarray, numbers: np.ndarray):
+    Items are whole batches for HF's trainer, so that frames are stacked once: `first_of` is the collator.
+    """
+
+    def __init__(self, read: Callable[[Sequence[int]], Inputs], labels: np.ndarray, numbers: np.ndarray):
         self.read = read
         self.numbers = numbers
         self.labels = labels[numbers]
 
-    def __getitem__(self, index: list[int]) -> FrameBatch:
-        return self.read(self.numbers[index].tolist()), torch.from_numpy(self.labels[index])
+    def __getitems__(self, index: list[int]) -> list[Inputs]:
+        return [{**self.read(self.numbers[index].tolist()), "labels": torch.from_numpy(self.labels[index])}]
+
+    def __getitem__(self, index: int) -> Inputs:
+        return self.__getitems__([index])[0]
 
     def __len__(self) -> int:
         return len(self.numbers)
 
 
-def training_batches(data: FrameDataset, batch_size: int, balance: str, seed: int, workers: int) -> DataLoader:
-    """Return the batches of an epoch, shuffled by `seed` and differently in each epoch.
-
-    With balance `sampling`, successes are drawn as often as failures, with replacement.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    if balance == "sampling":
-        weights = class_weights(data.labels)[data.labels.astype(int)].tolist()
-        return _batches(data, WeightedRandomSampler(weights, len(data), generator=generator), batch_size, workers)
-    return _batches(data, RandomSampler(data, generator=generator), batch_size, workers)
+def first_of(batches: list[Inputs]) -> Inputs:
+    """Return the one batch of `FrameDataset`."""
+    return batches[0]
 
 
-def evaluation_batches(data: FrameDataset, batch_size: int, workers: int) -> DataLoader:
-    """Return the batches of all frames in their order."""
-    return _batches(data, SequentialSampler(data), batch_size, workers)
+class BalancedSampler(Sampler[int]):
+    """Draws as many frames as there are, successes as often as failures, with replacement, anew in each epoch."""
+
+    def __init__(self, labels: np.ndarray, seed: int):
+        weights = class_weights(labels)[labels.astype(int)]
+        self._shares = weights / weights.sum()
+        self._seed, self._epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = np.random.default_rng((self._seed, self._epoch))
+        return iter(generator.choice(len(self), len(self), p=self._shares).tolist())
+
+    def __len__(self) -> int:
+        return len(self._shares)
 
 
 def class_weights(labels: np.ndarray) -> np.ndarray:
     """Return the weights of a failure and of a success by which both classes of labels[N] weigh N / 2."""
     share = labels.mean()
     return np.array([0.5 / (1 - share), 0.5 / share])
-
-
-def _batches(data: FrameDataset, sampler: Sampler, batch_size: int, workers: int) -> DataLoader:
-    # A batch sampler in the sampler's place asks for a batch at once, whose frames are then stacked without a copy.
-    return DataLoader(
-        data,
-        batch_size=None,
-        sampler=BatchSampler(sampler, batch_size, drop_last=False),
-        num_workers=workers,
-        persistent_workers=workers > 0,
-    )

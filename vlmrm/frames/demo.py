@@ -22,7 +22,7 @@ from vlmrm.settings import load_file, validate
 
 CONFIG = Path(__file__).parents[1] / "demo_configs" / "frames_rl.yaml"
 CHECKPOINT = "reward_model.safetensors"
-EPISODES, EPOCHS = 40, 4
+EPISODES, FAILURES, EPOCHS = 40, 25, 4
 TARGET_FPR = 0.002  # a policy searches for false positives, and most frames are failures
 REPORT = """
 What happened: a classifier of single frames learned when Acrobot's tip is above the line. On held-out episodes,
@@ -76,7 +76,9 @@ def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
     return summary
 
 
-def classifier(output: Path, seed: int, episodes: int = EPISODES, epochs: int = EPOCHS) -> Path:
+def classifier(
+    output: Path, seed: int, episodes: int = EPISODES, failures: int = FAILURES, epochs: int = EPOCHS
+) -> Path:
     """Return the checkpoint of a classifier of Acrobot's frames, trained in `output` unless it is there."""
     checkpoint = output / CHECKPOINT
     if checkpoint.is_file():
@@ -84,8 +86,16 @@ def classifier(output: Path, seed: int, episodes: int = EPISODES, epochs: int = 
         return checkpoint
     data: dict[str, Any] = {"positive_dir": output / "data" / "positive", "negative_dir": output / "data" / "negative"}
     reward = {"collect_data": True, "data_collection": data}
-    content = {"env": "Acrobot-v1", "episodes": episodes, "seed": seed, "reward": reward}
-    say(summarise(collect(validate(CollectSettings, content, "the demo"))))
+    # Of random actions, for failed episodes: without those held out, nothing bounds how often failure is rewarded.
+    for number, (policy, count) in enumerate((("scripted", episodes), ("random", failures))):
+        content = {
+            "env": "Acrobot-v1",
+            "policy": policy,
+            "episodes": count,
+            "seed": 2 * seed + number,
+            "reward": reward,
+        }
+        say(summarise(collect(validate(CollectSettings, content, "the demo"))))
     partial = output / "reward_model.partial.safetensors"  # which an interrupted training leaves
     options = {"epochs": epochs, "batch_size": 64, "lr": 3e-4, "target_fpr": TARGET_FPR, "seed": seed}
     train_classifier(TrainSettings(output_checkpoint=partial, **data, **options))

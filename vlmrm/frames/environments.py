@@ -1,28 +1,37 @@
-"""Simulators as vector environments: offscreen frames, and the true success of every state.
+"""Environments as vectors: frames of their cameras, and the true success of every state.
 
-Policies observe the simulator's state; `info` has `images`, uint8 [C,H,W] by camera, and `success`, both of the
-observed state, after a reset as after a step.
+Policies observe the environment's state; `info` has `images`, uint8 [C,H,W] by camera, and `success`, both of the
+observed state. Simulators with a success of their own say it after a reset too; a declared one is of steps alone.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
-from PIL import Image
 from stable_baselines3.common.vec_env import VecEnv
 
-from vlmrm.errors import ConfigError
-from vlmrm.frames.settings import IMAGE_KEY, IMAGE_SIZE
+from vlmrm.errors import ConfigError, DataError, first_line
+from vlmrm.frames.collector import LABELS
+from vlmrm.frames.images import cameras, fitted_images, images_of
+from vlmrm.frames.settings import IMAGE_KEY, IMAGE_SIZE, RENDER, Crop
+from vlmrm.frames.simulators import SIMULATORS, Simulator
+from vlmrm.frames.success import FORMS, DeclaredSuccess
+from vlmrm.imported import imported_module
 from vlmrm.libraries import needs, relies_on
+from vlmrm.settings import did_you_mean
 
 relies_on(VecEnv, "_get_indices")
+
+PACKAGES = {"MiniGrid": ("minigrid", "frames"), "Fetch": ("gymnasium_robotics", "fetch")}  # and vlmrm's extra
 
 
 def make_environments(
@@ -32,27 +41,39 @@ def make_environments(
     seed: int,
     image_size: Sequence[int] = IMAGE_SIZE,
     keys: Sequence[str] = (IMAGE_KEY,),
+    crop: Crop | None = None,
+    success: str | None = None,
+    env_options: Mapping[str, Any] | None = None,
+    flat: bool = False,
     stop_at_success: bool = True,
     max_steps: int | None = None,
     action_repeat: int = 1,
     autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
 ) -> VectorEnv:
-    """Return `count` environments of a simulator; environment i is first reset with `seed` + i.
+    """Return `count` environments; environment i is first reset with `seed` + i. See `EnvironmentSettings`.
 
     Args:
-        image_size: [C,H,W], with one channel for grey.
-        keys: the name of the camera; if empty, nothing is drawn.
-        stop_at_success: False continues episodes until `max_steps`, so that more of their frames show the task done.
+        image_size: [C,H,W] to which frames are scaled, with one channel for grey.
+        keys: the cameras. The only one of an environment whose observations have no images is its drawing, and so is
+            `render` beside others. If empty, nothing is shown.
+        crop: the part of a camera's frame that is shown; the metadata say it.
+        success: as declared in settings. Default: the simulator's own.
+        flat: makes one vector of observations with several parts, without images.
+        stop_at_success: False continues episodes until `max_steps`, so that more of their frames show the task done,
+            where the simulator has a success of its own; others may not be stepped after their end.
         action_repeat: steps for each action, which end early at a success; the states between are not shown.
 
     Raises:
-        ConfigError: for an unknown simulator, an invalid size or several cameras.
+        ConfigError: for an unknown or broken environment, no success, an invalid size or cameras that it has not.
     """
-    simulator = simulator_named(name)
+    simulator = SIMULATORS.get(name, Simulator())
+    maker = environment_maker(name)
+    if success is None and simulator.success is None:
+        raise ConfigError(f"{name} has no success of its own: declare one with success, as {FORMS}.")
     if len(image_size) != 3 or image_size[0] not in (1, 3) or min(image_size) < 1:
         raise ConfigError(f"image_size is {list(image_size)}: it is [C,H,W], with 1 or 3 channels.")
     _, height, width = image_size
-    if len(keys) > 1:
+    if len(keys) > 1 and name in SIMULATORS:
         raise ConfigError(
             f"{name} has one camera, and {len(keys)} image keys were given ({', '.join(keys)}): give one."
         )
@@ -60,77 +81,164 @@ def make_environments(
         raise ConfigError(f"{count} environments cannot be made: one is the least.")
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame without a display
     os.environ.setdefault("MUJOCO_GL", "egl")
-    options = simulator.options(height, width)
-    if max_steps is not None:
-        options["max_episode_steps"] = max_steps
+    options = simulator.options(height, width) | dict(env_options or {})
 
     def make(number: int) -> gym.Env:
-        env = simulator.prepare(gym.make(name, render_mode="rgb_array", **options), height, width)
-        return LabelledEnv(
-            env,
-            simulator.success,
+        env = _made(name, maker, max_steps, options)
+        env = env if success is None else DeclaredSuccess(env, success)
+        env = LabelledEnv(
+            simulator.prepare(env, height, width),
+            _declared if success is not None or simulator.success is None else simulator.success,
             stop_at_success=stop_at_success,
+            past_end=success is None,
             action_repeat=action_repeat,
-            key=keys[0] if keys else None,
+            keys=keys,
             size=image_size,
+            crop=crop,
             seed=seed + number,
         )
+        return _flattened(env, name) if flat else env
 
-    return SyncVectorEnv([partial(make, number) for number in range(count)], autoreset_mode=autoreset_mode)
+    env = SyncVectorEnv([partial(make, number) for number in range(count)], autoreset_mode=autoreset_mode)
+    env.metadata = {**env.metadata, "crop": crop or {}}
+    return env
+
+
+def environment_maker(name: str) -> Callable[..., gym.Env]:
+    """Return the function that makes an environment of this name.
+
+    Raises:
+        ConfigError: if no module, function or id has it, or its package is missing.
+    """
+    module, _, last = name.rpartition(":")
+    names = list(gym.registry)
+    if module:
+        imported = imported_module(module, f"env {name}")
+        if callable(getattr(imported, last, None)):
+            return getattr(imported, last)
+        names = [*gym.registry, *(key for key, value in vars(imported).items() if callable(value))]
+    for prefix, (package, extra) in PACKAGES.items():
+        if name.startswith(prefix):
+            with needs(extra, name):
+                gym.register_envs(import_module(package))
+    package = name.partition("/")[0].replace("ALE", "ale_py")
+    if "/" in name and package.isidentifier() and last not in gym.registry and find_spec(package):
+        import_module(package)  # most packages have the name of their ids' namespace
+    if last not in gym.registry:
+        otherwise = ": give an id of Gymnasium, module:id of one that a module registers, or module:function."
+        raise ConfigError(f"there is no simulator {name!r}{did_you_mean(last, names, otherwise)}")
+    point = gym.registry[last].entry_point
+    made_by = load_env_creator(point) if isinstance(point, str) else point
+    modes = getattr(made_by, "metadata", {}).get("render_modes", ["rgb_array"])  # a function does not say
+    return partial(gym.make, last, **({"render_mode": "rgb_array"} if "rgb_array" in modes else {}))
+
+
+def _made(name: str, maker: Callable[..., gym.Env], max_steps: int | None, options: Mapping[str, Any]) -> gym.Env:
+    registered = isinstance(maker, partial)
+    steps = {"max_episode_steps": max_steps} if registered and max_steps is not None else {}
+    try:
+        env = maker(**steps, **options)
+    except Exception as error:  # whatever an environment's own code raises
+        raise ConfigError(f"{name} cannot be made: {type(error).__name__}: {first_line(error)}") from error
+    if isinstance(env, VectorEnv):
+        raise ConfigError(
+            f"{name} returns a vector of environments, whose episodes cannot be seeded one by one: return one "
+            "gymnasium.Env, or wrap the vector in RewardDataCollector in a loop of your own."
+        )
+    if not isinstance(env, gym.Env):
+        raise ConfigError(f"{name} returns {type(env).__name__}: it has to return a gymnasium.Env.")
+    return env if registered or max_steps is None else gym.wrappers.TimeLimit(env, max_steps)
+
+
+def _flattened(env: gym.Env, name: str) -> gym.Env:
+    parts: list[gym.Space] = [env.observation_space]
+    for space in parts:
+        if isinstance(space, gym.spaces.Dict):
+            parts += space.values()
+        elif space.dtype == np.uint8 and len(space.shape or ()) > 1:
+            raise ConfigError(
+                f"the observations of {name} have images, and observe is state: observe images, or choose env_options "
+                "of observations without them."
+            )
+    return gym.wrappers.FlattenObservation(env) if len(parts) > 1 else env
+
+
+def _declared(env: gym.Env) -> bool | None:
+    return env.get_wrapper_attr("success")
 
 
 class LabelledEnv(gym.Wrapper):
-    """Adds to `info` the true `success` of each state and, with a `key`, its frame uint8 [C,H,W] as that camera's.
+    """Adds to `info` the true `success` of each state, if it is known, and frames uint8 [C,H,W] by camera.
 
     Args:
-        success: whether the task is done in the present state.
-        stop_at_success: end the episode at a success; otherwise it goes on even if the simulator would end it there.
+        success: whether the task is done in the present state; None if nobody knows.
+        stop_at_success: end the episode at a success; otherwise it goes on,
+        past_end: even if the simulator would end it there.
         action_repeat: steps for each action, fewer if one leads to a success or ends the episode.
+        keys: the cameras; see `make_environments`.
         size: [C,H,W] of the frames.
+        crop: the part of a camera's frame that is shown.
         seed: of the first reset, unless it has one; later ones continue the random numbers.
     """
 
     def __init__(
         self,
         env: gym.Env,
-        success: Callable[[gym.Env], bool],
+        success: Callable[[gym.Env], bool | None],
         *,
         stop_at_success: bool,
+        past_end: bool = True,
         action_repeat: int = 1,
-        key: str | None = None,
+        keys: Sequence[str] = (),
         size: Sequence[int] = IMAGE_SIZE,
+        crop: Crop | None = None,
         seed: int | None = None,
     ):
         super().__init__(env)
-        self._success, self._stop, self._repeat = success, stop_at_success, action_repeat
-        self._key, self._size, self._seed = key, size, seed
+        self._success, self._stop, self._past_end, self._repeat = success, stop_at_success, past_end, action_repeat
+        self._keys, self._size, self._crop, self._seed = list(keys), size, crop, seed
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         first, self._seed = self._seed, None
         observation, info = self.env.reset(seed=first if seed is None else seed, options=options)
-        return observation, self._labelled(info, self._success(self.env))
+        return observation, self._labelled(observation, info, self._success(self.env))
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         total = 0.0
         for _ in range(self._repeat):
             observation, reward, terminated, truncated, info = self.env.step(action)
             success = self._success(self.env)
-            terminated = self._stop if success else bool(terminated)
+            if success:
+                terminated = self._stop or (bool(terminated) and not self._past_end)
             total += float(reward)
             if success or terminated or truncated:
                 break
-        return observation, total, terminated, truncated, self._labelled(info, success)
+        return observation, total, bool(terminated), truncated, self._labelled(observation, info, success)
 
-    def _labelled(self, info: dict[str, Any], success: bool) -> dict[str, Any]:
-        images = {} if self._key is None else {"images": {self._key: self._frame()}}
-        return {**info, "success": success, **images}
+    def _labelled(self, observation: Any, info: dict[str, Any], success: bool | None) -> dict[str, Any]:
+        info = {name: value for name, value in info.items() if name not in LABELS}
+        images = {"images": self._images(observation)} if self._keys else {}
+        return {**info, **images} | ({} if success is None else {"success": success})
 
-    def _frame(self) -> np.ndarray:
-        channels, height, width = self._size
-        picture = Image.fromarray(np.ascontiguousarray(self.env.render()))
-        picture = picture.resize((width, height), Image.Resampling.BOX)
-        pixels = np.asarray(picture) if channels == 3 else np.asarray(picture.convert("L"))[..., None]
-        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+    def _images(self, observation: Any) -> dict[str, np.ndarray]:
+        drawn = RENDER if RENDER in self._keys else self._keys[0]
+        info: dict[str, Any] = {}
+        if drawn == RENDER or (len(self._keys) == 1 and not cameras(observation)):
+            try:
+                picture: Any = self.env.render()
+            except NotImplementedError:
+                picture = None
+            if not hasattr(picture, "shape"):
+                raise ConfigError(f"{self.env} shows no images, nor draws one: make it with render_mode='rgb_array'.")
+            info = {"images": {drawn: picture[None]}}
+        try:
+            images = images_of(0, self._keys, observation, info, 1)
+        except DataError as error:
+            raise DataError(f"{str(error).rstrip('.')}, of which {RENDER!r} is the environment's drawing.") from error
+        for key, frames in images.items():
+            if len(frames) != 1:
+                raise DataError(f"{self.env} shows {len(frames)} frames of {key!r} at once: show the last alone.")
+        return {key: frames[0] for key, frames in fitted_images(images, self._size, self._crop).items()}
 
 
 class TrueSuccess(VectorWrapper):
@@ -142,139 +250,12 @@ class TrueSuccess(VectorWrapper):
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observation, _, terminations, truncations, info = self.env.step(actions)
         ended = terminations | truncations
-        success = np.array(info["success"], dtype=bool)
+        # A declared success is of steps alone: where all have just been reset, info has none.
+        success = np.array(info.get("success", np.zeros(self.num_envs)), dtype=bool)
         success[ended] = np.asarray(info["final_info"]["success"])[ended] if ended.any() else False
         # Wrappers read info by Gymnasium's convention: `_name` masks the environments that have a value.
         info = {**info, "true_success": success, "_true_success": np.ones(self.num_envs, dtype=bool)}
         return observation, success.astype(np.float64), terminations, truncations, info
-
-
-@dataclass(frozen=True)
-class Simulator:
-    """A simulator's task: when a state is a success, a policy that solves it, and how its frames are drawn.
-
-    `options` are keywords of `gymnasium.make` for frames of a height and width; `prepare` turns observations into
-    plain states, and draws small if that is quicker.
-    """
-
-    success: Callable[[gym.Env], bool]
-    policy: Callable[[np.ndarray], np.ndarray]
-    options: Callable[[int, int], dict[str, Any]] = lambda height, width: {}
-    prepare: Callable[[gym.Env, int, int], gym.Env] = lambda env, height, width: env
-
-
-def _scaled(env: gym.Env, height: int, width: int) -> gym.Env:
-    """Scale the state to [-1, 1] for networks: a car's velocity is at most 0.07, an arm's 28."""
-    return gym.wrappers.RescaleObservation(env, np.float32(-1), np.float32(1))
-
-
-def _along_velocity(observations: np.ndarray, index: int) -> np.ndarray:
-    """Push along a velocity of the state, which always adds energy: action 2 forwards, 0 backwards."""
-    return np.where(observations[:, index] >= 0, 2, 0)
-
-
-def _prepare_acrobot(env: Any, height: int, width: int) -> gym.Env:
-    # Acrobot draws on a square of any size: twice the frame's is quick, and scales down smoothly.
-    env.unwrapped.SCREEN_DIM = 2 * max(height, width)
-    return _scaled(env, height, width)
-
-
-def _acrobot_success(env: Any) -> bool:
-    """Return whether the tip is above the line."""
-    first, second = env.unwrapped.state[:2]
-    return bool(-np.cos(first) - np.cos(first + second) > 1.0)
-
-
-def _car_success(env: Any) -> bool:
-    """Return whether the car is at the flag, in whichever direction it moves: a frame shows no velocities."""
-    return bool(env.unwrapped.state[0] >= env.unwrapped.goal_position)
-
-
-def _continuous_car_policy(observations: np.ndarray) -> np.ndarray:
-    return (_along_velocity(observations, 1)[:, None] - 1).astype(np.float32)
-
-
-def _lake_success(env: Any) -> bool:
-    """Return whether the elf stands at the goal."""
-    lake = env.unwrapped
-    return bool(lake.desc.flat[lake.s] == b"G")
-
-
-def _lake_policy(observations: np.ndarray) -> np.ndarray:
-    """Walk around the holes of the 4x4 map that does not slip: left 0, down 1, right 2, up 3."""
-    actions = np.array([1, 2, 1, 0, 1, 1, 1, 0, 2, 1, 1, 0, 1, 2, 2, 0])
-    return actions[observations]
-
-
-class _GridState(gym.ObservationWrapper):
-    """MiniGrid's agent as float32 [column, row, direction]; direction is 0 for right, 1 for down, 2, 3."""
-
-    def __init__(self, env: Any, height: int, width: int):
-        super().__init__(env)
-        env.unwrapped.highlight = False  # the agent's field of view is not part of the task
-        side = max(env.unwrapped.width, env.unwrapped.height)
-        self.observation_space = gym.spaces.Box(0, max(side, 3), (3,), np.float32)
-
-    def observation(self, observation: Any) -> np.ndarray:
-        agent: Any = self.env.unwrapped
-        return np.array([*agent.agent_pos, agent.agent_dir], dtype=np.float32)
-
-
-def _grid_success(env: Any) -> bool:
-    """Return whether the agent stands on the green square."""
-    grid = env.unwrapped
-    cell = grid.grid.get(*grid.agent_pos)
-    return cell is not None and cell.type == "goal"
-
-
-def _grid_policy(observations: np.ndarray) -> np.ndarray:
-    """Go right along the wall, then down: the goal of the empty room is in its far corner."""
-    column, _, direction = observations.T
-    target = np.where(column < 3, 0, 1)
-    turn_right = (target - direction) % 4 == 1
-    return np.where(direction == target, 2, np.where(turn_right, 1, 0)).astype(np.int64)
-
-
-def _prepare_reach(env: Any, height: int, width: int) -> gym.Env:
-    relies_on(type(env.unwrapped), "_get_obs", "_is_success")
-    return gym.wrappers.FlattenObservation(env)
-
-
-def _reach_success(env: Any) -> bool:
-    """Return whether the gripper is at the red dot."""
-    arm = env.unwrapped
-    goals = arm._get_obs()
-    return bool(arm._is_success(goals["achieved_goal"], goals["desired_goal"]))
-
-
-def _reach_policy(observations: np.ndarray) -> np.ndarray:
-    """Go straight to the dot; observations are the gripper's position, the dot's, and the arm's state."""
-    direction = np.clip(10 * (observations[:, 3:6] - observations[:, :3]), -1, 1)
-    return np.concatenate([direction, np.zeros((len(direction), 1))], axis=1).astype(np.float32)
-
-
-SIMULATORS = {
-    "Acrobot-v1": Simulator(_acrobot_success, partial(_along_velocity, index=5), prepare=_prepare_acrobot),
-    "MountainCar-v0": Simulator(_car_success, partial(_along_velocity, index=1), prepare=_scaled),
-    "MountainCarContinuous-v0": Simulator(_car_success, _continuous_car_policy, prepare=_scaled),
-    "FrozenLake-v1": Simulator(_lake_success, _lake_policy, lambda height, width: {"is_slippery": False}),
-    "MiniGrid-Empty-5x5-v0": Simulator(_grid_success, _grid_policy, prepare=_GridState),
-    "FetchReach-v4": Simulator(
-        _reach_success, _reach_policy, lambda height, width: {"height": height, "width": width}, _prepare_reach
-    ),
-}
-PACKAGES = {"MiniGrid": ("minigrid", "frames"), "Fetch": ("gymnasium_robotics", "fetch")}  # and vlmrm's extra
-
-
-def simulator_named(name: str) -> Simulator:
-    """Return a simulator, registered with Gymnasium; ConfigError if it is unknown or its package is missing."""
-    if name not in SIMULATORS:
-        raise ConfigError(f"there is no simulator {name!r}: choose from {', '.join(SIMULATORS)}.")
-    for prefix, (package, extra) in PACKAGES.items():
-        if name.startswith(prefix):
-            with needs(extra, name):
-                gym.register_envs(__import__(package))
-    return SIMULATORS[name]
 
 
 class StableBaselinesEnv(VecEnv):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.frames.checkpoint import LoadedClassifier, load_classifier
-from vlmrm.frames.classifier import ClassifierConfig
-from vlmrm.frames.collector import autoreset_mode, final_state, frames_of, observation_of, reset_mask
+from vlmrm.frames.classifier import ClassifierConfig, model_input
+from vlmrm.frames.collector import autoreset_mode, final_state, observation_of, reset_mask
+from vlmrm.frames.drift import DriftWatch
+from vlmrm.frames.images import as_array, fitted_images, images_of
 from vlmrm.frames.settings import RewardModelSettings
-from vlmrm.frames.training import model_input
 from vlmrm.frames.trajectory import to_uint8
 
 logger = logging.getLogger("vlmrm")
@@ -33,7 +35,9 @@ class FrameReward(VectorWrapper):
 
     At an episode's end that is its true last frame, whichever autoreset mode hides it; a step that only starts an
     episode has the learned reward 0. All frames of a step are one batch. `info` gets `frame_probability` [N], without
-    smoothing, `frame_reward` [N], without its weight, and `env_reward` [N].
+    smoothing, `frame_reward` [N], without its weight, `env_reward` [N], and `frame_novelty` [N]: above 1 for frames
+    unlike the training's, NaN if the checkpoint does not know those. Many of them are warned of. With
+    `end_at_success` an episode terminates where the classifier sees its success.
 
     Args:
         env: a vector environment with an `autoreset_mode` in its metadata that shows images as `RewardDataCollector`
@@ -51,10 +55,23 @@ class FrameReward(VectorWrapper):
         super().__init__(env)
         self.settings = settings
         if scorer is not None:
-            _refuse_unqualified(scorer.config, settings, settings.checkpoint_path or "the classifier")
+            _refuse_unqualified(scorer.config, settings, scorer.path)
         self.scorer = scorer or FrameScorer.open(settings)
+        self._watch = DriftWatch(self.scorer.reference, self.scorer.path) if self.scorer.reference else None
         self._keys = self.scorer.config.image_keys
+        shown = env.metadata.get("crop")
+        if shown is not None and shown != self.scorer.config.crop:
+            raise ConfigError(
+                f"the environment shows the crop {shown}, and the classifier was trained on "
+                f"{self.scorer.config.crop or 'whole frames'}: give the environment that crop."
+            )
+        self._crop = self.scorer.config.crop if shown is None else {}  # it may have cropped them itself
         self._mode = autoreset_mode(env)
+        if settings.end_at_success and self._mode is not AutoresetMode.DISABLED:
+            raise ConfigError(
+                "end_at_success ends episodes that the environment would go on with: make it with "
+                "autoreset_mode=AutoresetMode.DISABLED, and reset those that have ended."
+            )
         self._starting = np.zeros(env.num_envs, dtype=bool)  # the environments whose next step is a reset
         self._recent = RecentFrames(env.num_envs, settings, self.scorer.config.threshold)
 
@@ -67,15 +84,26 @@ class FrameReward(VectorWrapper):
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         observation, env_reward, terminations, truncations, info = self.env.step(actions)
-        ended = np.logical_or(terminations, truncations)
-        probability = self.scorer.probabilities(self._images(observation, info, ended))
-        learned = self._recent.rewards(probability, ended, ignored=self._starting)
+        ended = np.logical_or(as_array(terminations), as_array(truncations))
+        probability, novelty = self.scorer.scores(self._images(observation, info, ended))
+        if self._watch is not None:
+            self._watch.update(novelty[~self._starting], probability[~self._starting])
+        self._recent.add(probability)
+        if self.settings.end_at_success:
+            terminations = np.logical_or(as_array(terminations), self._recent.succeeded)
+            ended |= terminations
+        learned = self._recent.rewards(ended, ignored=self._starting)
         self._recent.forget(ended | self._starting)
         self._starting = ended & (self._mode is AutoresetMode.NEXT_STEP)
         reward = self.settings.reward_weight * learned
         if self.settings.env_reward_weight:  # not 0 times a NaN
-            reward = reward + self.settings.env_reward_weight * np.asarray(env_reward, dtype=np.float64)
-        values = {"frame_probability": probability, "frame_reward": learned, "env_reward": np.array(env_reward)}
+            reward = reward + self.settings.env_reward_weight * as_array(env_reward).astype(np.float64)
+        values = {
+            "frame_probability": probability,
+            "frame_reward": learned,
+            "env_reward": np.array(as_array(env_reward)),
+        }
+        values["frame_novelty"] = novelty
         present = {f"_{name}": np.ones(self.num_envs, dtype=bool) for name in values}
         return observation, reward, terminations, truncations, {**info, **values, **present}
 
@@ -86,13 +114,15 @@ class FrameReward(VectorWrapper):
             final_state(i, info) if same_step and ended[i] else (observation_of(i, observation), info)
             for i in range(self.num_envs)
         ]
-        return {key: np.stack([self._frame(i, key, *state) for i, state in enumerate(states)]) for key in self._keys}
-
-    def _frame(self, i: int, key: str, observation: Any, info: Mapping[str, Any]) -> np.ndarray:
-        frames = frames_of(i, key, observation, info, self.num_envs)
-        if len(frames) != 1:
-            raise DataError(f"environment {i} showed {len(frames)} frames of {key!r} in a step: a reward is of one.")
-        return frames[0]
+        shown = [images_of(i, self._keys, *state, self.num_envs) for i, state in enumerate(states)]
+        for i, images in enumerate(shown):
+            for key, frames in images.items():
+                if len(frames) != 1:
+                    raise DataError(
+                        f"environment {i} showed {len(frames)} frames of {key!r} in a step: a reward is of one."
+                    )
+        images = {key: np.concatenate([images[key] for images in shown]) for key in self._keys}
+        return fitted_images(images, self.scorer.config.image_size, self._crop) if self._crop else images
 
 
 class RecentFrames:
@@ -104,15 +134,25 @@ class RecentFrames:
         self._window = np.full((count, settings.smoothing), np.nan)
         self._streak = np.zeros(count, dtype=np.int64)  # successes in a row up to now
 
-    def rewards(self, probability: np.ndarray, ended: np.ndarray, ignored: np.ndarray) -> np.ndarray:
-        """Return the learned rewards [N] after frames of these probabilities [N]; 0 for the ignored environments."""
+    def add(self, probability: np.ndarray) -> None:
+        """Take the probabilities [N] of the next frames."""
         self._window = np.roll(self._window, 1, axis=1)
         self._window[:, 0] = probability
-        # NaN stands for the frames before the episode's first.
-        smooth = np.nanmean(self._window, axis=1)
-        self._streak = np.where(smooth > self._threshold, self._streak + 1, 0)
+        self._streak = np.where(self._smooth > self._threshold, self._streak + 1, 0)
+
+    @property
+    def _smooth(self) -> np.ndarray:
+        return np.nanmean(self._window, axis=1)  # NaN stands for the frames before the episode's first
+
+    @property
+    def succeeded(self) -> np.ndarray:
+        """Which environments [N] show a success, for as many frames as it has to hold."""
+        return self._streak >= self._settings.hold
+
+    def rewards(self, ended: np.ndarray, ignored: np.ndarray) -> np.ndarray:
+        """Return the learned rewards [N] of the latest frames; 0 for the ignored environments."""
         binary = self._settings.reward_type == "binary"
-        reward = (self._streak >= self._settings.hold).astype(np.float64) if binary else smooth
+        reward = self.succeeded.astype(np.float64) if binary else self._smooth
         rewarded = ended if self._settings.reward_mode == "terminal" else np.ones_like(ended)
         return np.where(rewarded & ~ignored, reward, 0.0)
 
@@ -131,6 +171,8 @@ class FrameScorer:
     def __init__(self, loaded: LoadedClassifier):
         self.model = loaded.model
         self.config = loaded.config
+        self.reference = loaded.reference
+        self.path = loaded.path
         if not self.config.qualified:
             problem = f"does not qualify as a reward: {self.config.unqualified_because}; it is used all the same"
             if self.config.qualified is None:
@@ -161,6 +203,8 @@ class FrameScorer:
         if settings.use_pretrain not in (None, loaded.config.use_pretrain):
             values = (settings.use_pretrain, loaded.config.use_pretrain, path)
             logger.warning("use_pretrain is %s in the configuration and %s in %s, which is used.", *values)
+        if settings.threshold is not None:
+            loaded = replace(loaded, config=_with_threshold(loaded.config, settings, settings.threshold))
         return cls(loaded)
 
     def probabilities(self, images: Mapping[str, np.ndarray | Tensor]) -> np.ndarray:
@@ -172,9 +216,17 @@ class FrameScorer:
             ConfigError: if a camera is missing, or frames have another size.
             DataError: if they have another type or range.
         """
+        return self.scores(images)[0]
+
+    def scores(self, images: Mapping[str, np.ndarray | Tensor]) -> tuple[np.ndarray, np.ndarray]:
+        """Return `probabilities`, and how unlike the training's the frames are [N] (see `Reference.novelty`)."""
         inputs = {key: self._input(key, frames) for key, frames in images.items()}
         with torch.inference_mode():
-            return expit(self.model(inputs).cpu().double().numpy())
+            encoded = self.model.encode(inputs)
+            probabilities = expit(self.model.decide(encoded).cpu().double().numpy())
+            if self.reference is None:
+                return probabilities, np.full(len(probabilities), np.nan)
+            return probabilities, self.reference.novelty(self.model.features(encoded)).cpu().double().numpy()
 
     def _input(self, key: str, frames: np.ndarray | Tensor) -> Tensor:
         array = frames.numpy(force=True) if isinstance(frames, Tensor) else np.asarray(frames)
@@ -187,6 +239,17 @@ def _refuse_unqualified(config: ClassifierConfig, settings: RewardModelSettings,
             f"{name} does not qualify as a reward: {config.unqualified_because}: train it on more episodes or for "
             "longer, or use it as it is with accept_unqualified: true."
         )
+
+
+def _with_threshold(config: ClassifierConfig, settings: RewardModelSettings, threshold: float) -> ClassifierConfig:
+    if threshold < config.threshold and config.qualified is not None and not settings.accept_unqualified:
+        raise ConfigError(
+            f"threshold is {threshold:.4g} and {settings.checkpoint_path} was qualified at {config.threshold:.4g}, "
+            "above which it rewards failures less often: measure it there with `vlmrm frames eval`, or use "
+            "it as it is with accept_unqualified: true."
+        )
+    logger.warning("threshold is %.4g, in place of %.4g in %s", threshold, config.threshold, settings.checkpoint_path)
+    return config.model_copy(update={"threshold": threshold})
 
 
 def _as_list(value: object) -> object:

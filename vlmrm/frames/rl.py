@@ -37,13 +37,13 @@ from vlmrm.frames.settings import FrameRewardSettings, RewardModelSettings, Rewa
 
 logger = logging.getLogger("vlmrm")
 
-VERSION = 2  # of the training and its measurement; other runs are not mixed with these
+VERSION = 3  # of the training and its measurement; other runs are not mixed with these
 ALGORITHMS: dict[str, Callable[..., BaseAlgorithm]] = {"ppo": PPO, "sac": SAC}
 FRAMES = 4  # that a policy sees at once: one shows no velocities
 MIN_SIDE = 36  # pixels that the convolutions of Stable-Baselines3 need
 # Settings of `reward_model` on which a learned reward depends.
-REWARD_KEYS = {"reward_type", "reward_mode", "reward_weight", "env_reward_weight", "smoothing", "hold"}
-TRAINING, EVALUATION = 0, 1  # numbers by which `episode_seed` keeps their environments apart
+REWARD_KEYS = {"reward_type", "reward_mode", "reward_weight", "env_reward_weight", "smoothing", "hold", "threshold"}
+TRAINING, EVALUATION, DEMONSTRATION = 0, 1, 2  # numbers by which `episode_seed` keeps their environments apart
 SUSPECTS = 48  # frames of a sheet, in rows of COLUMNS
 COLUMNS = 12
 REWARDED = (190, 40, 30)  # red: the border of a frame without a success that was rewarded
@@ -59,6 +59,7 @@ class Counts:
     rewarded: int = 0
     false_positives: int = 0  # rewarded without a success
     missed: int = 0  # successes without a reward
+    novel: int = 0  # frames unlike those that the classifier knows
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -113,6 +114,11 @@ def train_policies(settings: RLSettings) -> list[PolicyRun]:
         DataError: if a finished run cannot be read.
     """
     scorer = FrameScorer.open(settings.reward.reward_model) if settings.needs_classifier else None
+    if scorer is not None and settings.reward.crop not in ({}, scorer.config.crop):
+        raise ConfigError(
+            f"crop is {settings.reward.crop}, and the classifier was trained on "
+            f"{scorer.config.crop or 'whole frames'}: leave it out, as the classifier's is used."
+        )
     if scorer is not None and scorer.config.environment not in (None, settings.env):
         logger.warning("the classifier was trained on %s, not on %s", scorer.config.environment, settings.env)
     trials = [Trial(settings, scorer, source, seed) for seed in settings.seeds for source in settings.sources]
@@ -132,6 +138,8 @@ def _train_policy(trial: Trial) -> PolicyRun:
             evaluations = _Evaluations(trial, audit, bar)
             random_rate = success_rate(trial, _random_actions(trial))
             policy.learn(trial.settings.total_steps, callback=evaluations)
+    if trial.settings.episodes_dir is not None:
+        collect_episodes(trial, policy, trial.settings.episodes_dir)
     suspects = audit.suspects() if audit else []
     records = [suspect.record() for suspect in suspects]
     run = PolicyRun(trial.source, trial.seed, random_rate, evaluations.points, records, trial.folder)
@@ -158,15 +166,33 @@ def untrained_policy(trial: Trial, env: VecEnv) -> BaseAlgorithm:
 
 def success_rate(trial: Trial, act: Act) -> float:
     """Return the share of evaluation episodes with a true success, with actions `act(observations)`."""
-    count = trial.settings.evaluation_episodes
-    succeeded, over = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
     with closing(trial.adapted(trial.evaluation_environments())) as env:
-        observations = env.reset()
-        while not over.all():
-            observations, _, ended, infos = env.step(act(observations))
-            succeeded |= ~over & [info["true_success"] for info in infos]
-            over |= ended
-    return float(succeeded.mean())
+        return float(play(env, act).mean())
+
+
+def play(env: VecEnv, act: Act) -> np.ndarray:
+    """Play until each environment has ended an episode; return whether that had a true success: [N]."""
+    succeeded, over = np.zeros(env.num_envs, dtype=bool), np.zeros(env.num_envs, dtype=bool)
+    observations: Any = env.reset()
+    while not over.all():
+        observations, _, ended, infos = env.step(act(observations))
+        succeeded |= ~over & [info["true_success"] for info in infos]
+        over |= ended
+    return succeeded
+
+
+def collect_episodes(trial: Trial, policy: BaseAlgorithm, folder: Path) -> None:
+    """Store `evaluation_episodes` more episodes of a policy in `folder/positive` and `folder/negative`."""
+    count = trial.settings.evaluation_episodes
+    env = trial.environments(count, DEMONSTRATION, True, stop_at_success=False)
+    collector = RewardDataCollector(
+        env, folder / "positive", folder / "negative", trial.images.image_keys, environment=trial.settings.env
+    )
+    with closing(trial.adapted(TrueSuccess(collector))) as adapted, torch.random.fork_rng():
+        torch.manual_seed(trial.seed)
+        play(adapted, lambda observations: policy.predict(observations)[0])
+        for i in range(count):
+            collector.discard(i)  # the beginning of another episode
 
 
 def _random_actions(trial: Trial) -> Act:
@@ -241,7 +267,8 @@ class Trial:
     def fingerprint(self) -> dict[str, Any]:
         """Return everything that the run's outcome depends on."""
         fingerprint: dict[str, Any] = {"version": VERSION}
-        fingerprint |= self.settings.model_dump(mode="json", exclude={"sources", "seeds", "output_dir", "reward"})
+        without = {"sources", "seeds", "output_dir", "episodes_dir", "reward"}
+        fingerprint |= self.settings.model_dump(mode="json", exclude=without)
         fingerprint["image_size"] = list(self.images.image_size)
         model = self.reward_model
         if self.source != "success" and model.checkpoint_path is not None:
@@ -253,7 +280,7 @@ class Trial:
         """Return environments with the source's reward, audited if it is learned, and collected from if so set."""
         settings, reward = self.settings, self.settings.reward
         learned = self.source != "success"
-        env = self._environments(settings.num_envs, TRAINING, reward.collect_data or learned, stop_at_success=False)
+        env = self.environments(settings.num_envs, TRAINING, reward.collect_data or learned, stop_at_success=False)
         if reward.collect_data:
             data = reward.data_collection
             limits = (data.max_positive_trajectories, data.max_negative_trajectories)
@@ -266,9 +293,10 @@ class Trial:
     def evaluation_environments(self) -> VectorEnv:
         """Return one environment for each episode, with the same initial states each time."""
         count = self.settings.evaluation_episodes
-        return TrueSuccess(self._environments(count, EVALUATION, False, stop_at_success=True))
+        return TrueSuccess(self.environments(count, EVALUATION, False, stop_at_success=True))
 
-    def _environments(self, count: int, purpose: int, drawn: bool, *, stop_at_success: bool) -> VectorEnv:
+    def environments(self, count: int, purpose: int, drawn: bool, *, stop_at_success: bool) -> VectorEnv:
+        """Return `count` environments of a purpose, with frames if `drawn` or the policy sees them."""
         drawn = drawn or self.settings.observe == "images"
         return make_environments(
             self.settings.env,
@@ -276,6 +304,10 @@ class Trial:
             seed=episode_seed(self.seed, purpose),
             image_size=self.images.image_size,
             keys=self.images.image_keys if drawn else (),
+            crop=self.images.crop,
+            success=self.settings.success,
+            env_options=self.settings.env_options,
+            flat=self.settings.observe == "state",
             stop_at_success=stop_at_success,
             max_steps=self.settings.max_steps,
             action_repeat=self.settings.action_repeat,
@@ -336,6 +368,7 @@ class RewardAudit(VectorWrapper):
             rewarded=int(rewarded.sum()),
             false_positives=int((rewarded & ~success).sum()),
             missed=int((~rewarded & success).sum()),
+            novel=int((info["frame_novelty"] > 1).sum()),
         )
         ended = terminations | truncations
         for i in np.flatnonzero(~success):

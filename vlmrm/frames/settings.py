@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from vlmrm.errors import ConfigError
 from vlmrm.settings import Strict, describe_errors
 
 Architecture = Literal["resnet10", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "reward_model"]
-Pooling = Literal["spatial", "mean"]
+Pooling = Literal["spatial", "mean", "average"]
 RewardSource = Literal["success", "learned", "both"]
 Size = tuple[int, int, int]  # [C,H,W]
+Crop = dict[str, tuple[float, float, float, float]]  # [left, top, right, bottom] by camera; shares if none is above 1
 QUESTION = "Is the task done?"  # the default prompt of a reward model
 IMAGE_KEY = "base_camera"  # the default name of the only camera
+RENDER = "render"  # the camera that is the environment's own drawing
 IMAGE_SIZE: Size = (3, 64, 64)
 
 
@@ -38,8 +40,10 @@ class RewardModelSettings(Strict):
     reward_mode: Literal["per_step", "terminal"] = "per_step"  # terminal: at an episode's last step, 0 before
     reward_weight: float = 1.0  # factor of the learned reward in the sum
     env_reward_weight: float = 0.0  # factor of the environment's own reward
+    threshold: float | None = Field(None, ge=0, le=1)  # of a success, in place of the checkpoint's
     smoothing: int = Field(1, ge=1)  # the probability is the mean over this many last frames of the episode
     hold: int = Field(1, ge=1)  # a binary reward needs this many successes in a row
+    end_at_success: bool = False  # an episode terminates where the classifier sees a success
     accept_unqualified: bool = False  # use a classifier even if its held-out figures do not qualify it
     device: str | None = None  # default: the GPU if there is one
 
@@ -58,6 +62,17 @@ class DataCollectionSettings(Strict):
     image_keys: list[str] | None = Field(None, min_length=1)  # default: those of reward_model
     max_positive_trajectories: int | None = Field(None, ge=0)  # None: no limit
     max_negative_trajectories: int | None = Field(None, ge=0)
+    crop: Crop = Field(default_factory=dict)  # the part of a camera's frame that is kept
+
+    @field_validator("crop")
+    @classmethod
+    def _check_crop(cls, crop: Crop) -> Crop:
+        for key, (left, top, right, bottom) in crop.items():
+            if not (0 <= left < right and 0 <= top < bottom):
+                raise ValueError(
+                    f"the crop of {key} is {[left, top, right, bottom]}: it is [left, top, right, bottom]"
+                )
+        return crop
 
 
 class FrameRewardSettings(Strict):
@@ -74,7 +89,13 @@ class FrameRewardSettings(Strict):
         model, collected = self.reward_model.image_keys, self.data_collection.image_keys
         if model and collected and model != collected:
             raise ValueError(f"reward_model.image_keys is {model} and data_collection.image_keys {collected}")
+        if unknown := self.data_collection.crop.keys() - set(self.image_keys):
+            raise ValueError(f"crop names {sorted(unknown)}, and the image_keys are {self.image_keys}")
         return self
+
+    @property
+    def crop(self) -> Crop:
+        return self.data_collection.crop
 
     @property
     def image_keys(self) -> list[str]:
@@ -85,13 +106,29 @@ class FrameRewardSettings(Strict):
         return self.reward_model.image_size or IMAGE_SIZE
 
 
-class CollectSettings(Strict):
-    """A simulator, its scripted policy, and where the episodes are stored."""
+class EnvironmentSettings(Strict):
+    """Which environment is played, and which of its states are a success.
+
+    Attributes:
+        env: an id of Gymnasium, `module:id` if a module registers it, or `module:function` that returns a
+            gymnasium.Env.
+        env_options: keywords of the environment.
+        success: `info.KEY`, `terminated`, a threshold (`reward >= 1`, `info.KEY > 0.9`, `observation.KEY < 0.1`), or
+            a `module:function(observation, reward, terminated, truncated, info)`. Simulators with a scripted policy
+            have their own.
+    """
 
     env: str
+    env_options: dict[str, Any] = Field(default_factory=dict)
+    success: str | None = None
+
+
+class CollectSettings(EnvironmentSettings):
+    """An environment, the policy that plays it, and where the episodes are stored."""
+
     episodes: int = Field(100, ge=1)
     num_envs: int = Field(8, ge=1)
-    policy: Literal["scripted", "random"] = "scripted"
+    policy: str = "scripted"  # random, or a module:function from observations [N] to actions [N]
     noise: float = Field(0.3, ge=0, le=1)  # share of random actions
     max_steps: int = Field(200, ge=1)
     stop_at_success: bool = False  # otherwise episodes go on for max_steps, and more frames show the task done
@@ -123,12 +160,14 @@ class TrainSettings(Strict, frozen=True):
     lr: float = _option("Learning rate of Adam.", 1e-4, gt=0)
     hidden_dim: int = _option("Width of the classifier.", 256, ge=1)
     num_spatial_blocks: int = _option("Learned maps that pool each channel of the backbone.", 8, ge=1)
-    pooling: Pooling = _option("spatial: of the map; mean: of its mean, which loses positions.", "spatial")
+    pooling: Pooling = _option(
+        "spatial: of the map; mean: of its mean, which loses positions; average: its mean alone.", "spatial"
+    )
     freeze_encoder: bool | None = _option("Train the head alone. Default: if the backbone is pretrained.", None)
     visualize_positive: bool = _option("Write every success as a picture before training.", False)
     vis_output_dir: Path = _option("Folder of those pictures.", Path("positive_samples_vis"))
     val_fraction: float = _option("Share of the trajectories to hold out.", 0.2)
-    seed: int = _option("Of the weights, the split, the order and the augmentation.", 0)
+    seed: int = _option("Of the weights, the split, the order and the augmentation.", 0, ge=0)
     balance: Literal["weights", "sampling", "none"] = _option(
         "Make successes count as much as failures, by weights or by sampling; or none.", "weights"
     )
@@ -138,8 +177,16 @@ class TrainSettings(Strict, frozen=True):
         "The validation score of the best epoch: loss, or auc, which soon saturates.", "loss"
     )
     target_fpr: float = _option("Share of the held-out failures that may lie above the threshold.", 0.01, ge=0, lt=1)
+    max_false_fires: float = _option(
+        "Share of failed episodes with a frame above the threshold: 95 % sure not to be exceeded.", 0.5, gt=0, lt=1
+    )
+    min_precision: float = _option(
+        "Share of the held-out frames above the threshold that are successes.", 0.9, ge=0, le=1
+    )
     num_workers: int = _option("Processes that read frames.", 0, ge=0)
-    device: str | None = _option("Default: the GPU if there is one.", None)
+    bf16: bool = _option("Compute in bfloat16.", False)
+    report_to: tuple[str, ...] = _option("Trackers, such as tensorboard or wandb.", ())
+    use_cpu: bool = _option("Leave GPUs alone.", False)
 
     def __init__(self, **values: Any):
         try:
@@ -165,7 +212,7 @@ class TrainSettings(Strict, frozen=True):
         return pretrained if self.freeze_encoder is None else self.freeze_encoder
 
 
-class RLSettings(Strict):
+class RLSettings(EnvironmentSettings):
     """One policy for each source of reward and each seed; everything else is the same for all.
 
     Episodes of training last `max_steps` even after a success, because their end would give the success away.
@@ -178,7 +225,6 @@ class RLSettings(Strict):
         action_repeat: steps of the simulator for each of the policy, by which random actions explore further.
     """
 
-    env: str
     algorithm: Literal["ppo", "sac"] | None = None  # default: sac for continuous actions, else ppo
     hyperparameters: dict[str, Any] = Field(default_factory=dict)
     observe: Literal["state", "images"] = "state"
@@ -191,11 +237,14 @@ class RLSettings(Strict):
     evaluate_every: int = Field(10_000, ge=1)  # steps
     evaluation_episodes: int = Field(50, ge=1)
     output_dir: Path = Path("./frames_rl")
+    episodes_dir: Path | None = None  # for as many more episodes of each policy, as `frames collect` stores them
     reward: FrameRewardSettings = Field(default_factory=FrameRewardSettings)
 
     @model_validator(mode="after")
     def _check_rewards(self) -> RLSettings:
         model = self.reward.reward_model
+        if model.end_at_success:
+            raise ValueError("episodes of training last max_steps, also with a success: leave end_at_success out")
         if not self.sources:
             learned: RewardSource = "both" if model.env_reward_weight else "learned"
             self.sources = [learned if self.reward.use_reward_model else "success"]
@@ -215,3 +264,30 @@ class RLSettings(Strict):
     @property
     def needs_classifier(self) -> bool:
         return self.sources != ["success"]
+
+
+class LoopSettings(EnvironmentSettings):
+    """Rounds of a classifier and a policy with its reward, each measured on the policy's episodes.
+
+    Attributes:
+        demonstrator: the policy of the first episodes, as `policy` of `vlmrm frames collect`.
+        train: options of `vlmrm frames train`, but for folders and files.
+        policy: keys of `vlmrm frames rl`, but for the environment, `sources`, `reward` and folders.
+        reward_model: how the classifier rewards the policy (see `RewardModelSettings`).
+    """
+
+    demonstrator: str = "scripted"
+    rounds: int = Field(3, ge=1)  # at most
+    episodes: int = Field(40, ge=1)  # of the demonstrator, at first
+    random_episodes: int = Field(25, ge=0)  # of random actions, at first
+    max_steps: int = Field(200, ge=1)  # of those
+    image_keys: list[str] = Field(default_factory=lambda: [IMAGE_KEY], min_length=1)
+    image_size: Size = IMAGE_SIZE
+    crop: Crop = Field(default_factory=dict)  # as `data_collection` has it
+    min_precision: float = Field(0.9, gt=0, lt=1)  # of the rewards of a policy's episodes: 95 % sure not to be less
+    max_false_fires: float = Field(0.5, gt=0, lt=1)  # share of failed episodes that are rewarded: 95 % sure
+    seed: int = Field(0, ge=0)
+    train: dict[str, Any] = Field(default_factory=dict)
+    policy: dict[str, Any] = Field(default_factory=dict)
+    reward_model: dict[str, Any] = Field(default_factory=dict)
+    output_dir: Path = Path("./frames_loop")

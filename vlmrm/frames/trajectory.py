@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from vlmrm.errors import DataError
-from vlmrm.files import make_folder, write_file
+from vlmrm.files import make_folder, plain_write_errors, write_file
 
 VERSION = "1"
 SUFFIX = ".safetensors"
@@ -82,9 +82,7 @@ def write_trajectory(folder: Path, trajectory: Trajectory, unique: str | None = 
         "version": VERSION,
     }
     make_folder(folder)
-    numbers = (name.partition("_")[0] for name in os.listdir(folder) if name.endswith(SUFFIX))
-    number = max((int(digits) for digits in numbers if digits.isdecimal()), default=-1) + 1
-    path = folder / f"{number:06d}_{unique or uuid4().hex[:16]}{SUFFIX}"
+    path = folder / _names_in(folder).add(unique or uuid4().hex[:16])
     # Without fsync: a file that a power cut truncates is refused by its reader, and can be collected again.
     write_file(path, save({**tensors, "labels": labels}, metadata), durable=False)
     return path
@@ -97,7 +95,63 @@ def trajectory_paths(folder: Path) -> list[Path]:
 
 def find_trajectory(folder: Path, unique: str) -> Path | None:
     """Return the file that `write_trajectory` wrote under this `unique` name."""
-    return next((folder / name for name in os.listdir(folder) if name.endswith(f"_{unique}{SUFFIX}")), None)
+    name = _names_in(folder).by_unique.get(unique)
+    return folder / name if name is not None and (folder / name).exists() else None
+
+
+WRITTEN = ".written"  # the names of a folder's files, a line each, in the order in which they were written
+
+
+@dataclass
+class _Names:
+    """The names of a folder's trajectories: listed once by a process, then read from the end of `WRITTEN`.
+
+    Listing at each write would make a folder's n-th file cost n. A name is noted before its file is written, so that
+    no process misses one; a file may therefore be missing.
+    """
+
+    folder: Path
+    by_unique: dict[str, str] = field(default_factory=dict)
+    number: int = 0  # of the next file
+    read: int = 0  # bytes of WRITTEN
+    listed: bool = False
+
+    def refresh(self) -> None:
+        try:
+            with open(self.folder / WRITTEN, "rb") as file:
+                file.seek(self.read)
+                lines = file.read()
+        except FileNotFoundError:
+            lines = b""
+        whole = lines[: lines.rfind(b"\n") + 1]  # another process may be writing the last
+        self._note(whole.decode(errors="replace").split("\n"))
+        if not self.listed:  # what is there prevails over what was once written
+            self._note(os.listdir(self.folder))
+            self.listed = True
+        self.read += len(whole)
+
+    def _note(self, names: Iterable[str]) -> None:
+        for name in names:
+            digits, _, unique = name.removesuffix(SUFFIX).partition("_")
+            if name.endswith(SUFFIX) and digits.isdecimal():
+                self.by_unique[unique] = name
+                self.number = max(self.number, int(digits) + 1)
+
+    def add(self, unique: str) -> str:
+        name = f"{self.number:06d}_{unique}{SUFFIX}"
+        with plain_write_errors(self.folder / WRITTEN), open(self.folder / WRITTEN, "ab") as file:
+            file.write(f"{name}\n".encode())
+        return name
+
+
+_names: dict[tuple[Path, int], _Names] = {}
+
+
+def _names_in(folder: Path) -> _Names:
+    # By its inode too: a folder that was deleted and made anew is another one.
+    names = _names.setdefault((folder.absolute(), folder.stat().st_ino), _Names(folder))
+    names.refresh()
+    return names
 
 
 @contextmanager

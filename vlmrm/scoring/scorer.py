@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
@@ -11,22 +12,33 @@ from typing import Any
 import torch
 from PIL import Image as Pillow
 
-from vlmrm.batching import ComparisonCollator
+from vlmrm.batching import ComparisonCollator, SharedBatcher
 from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache
 from vlmrm.batching.media import BLANK_SIDE
-from vlmrm.conversation import Conversation, Image, Message
+from vlmrm.conversation import Conversation, Image, Message, Reference
 from vlmrm.data.media import hashed_once
 from vlmrm.engine import Engine, rendered_each
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.rollouts import read_candidates
+from vlmrm.formats.texts import read_prompt
 from vlmrm.modeling import LoadedReward, batcher_for, sequence_limit
 from vlmrm.modeling.vision_cache import FeatureCache
 from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
 from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, regrouped
 
+logger = logging.getLogger("vlmrm")
+
 GREY = Image(Pillow.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey"))
 PLACEHOLDER = Conversation((Message.of("user", GREY), Message.of("assistant", "-")))
+
+
+def prefixes_of(task: Any, frames: Sequence[Reference]) -> list[Conversation]:
+    """Return the conversation of each prefix of an episode: its frames up to each one, as the answer to `task`."""
+    prompt = read_prompt(task)
+    images = [Image(frame) for frame in frames]
+    answers = (Message.of("assistant", *images[:stop]) for stop in range(1, len(images) + 1))
+    return [Conversation((*prompt, answer)) for answer in answers]
 
 
 class LocalScorer:
@@ -59,6 +71,7 @@ class LocalScorer:
             bad_rows="skip",
         )
         self.engine = Engine(self.model, collator)
+        self._told = False  # that prefixes are repeated
         if cache_bytes:
             self.engine.prefixes = PrefixCache(self.cache, collator.batcher)
             self.model.vision_cache = FeatureCache(self.cache, self.model.vision_cache)
@@ -127,6 +140,35 @@ class LocalScorer:
         """Return the raw logit of each candidate of each (prompt, candidates), in order."""
         conversations = conversations_of(groups)
         return regrouped(self.score(list(chain.from_iterable(conversations))), conversations)
+
+    def score_prefixes(self, task: Any, frames: Sequence[Reference]) -> list[float]:
+        """Return the raw logit of each prefix of an episode, [T]: of the frames up to each as the answer to `task`.
+
+        The model reads the task and every frame once, in one forward within the token budget; the scores are those of
+        the T conversations alone. A model that cannot share prefixes computes these, and logs once why.
+
+        Args:
+            task: a text or messages.
+            frames: images in the order of time. A video is no list of frames here: where a family merges frames, as
+                Qwen's do in pairs, its prefixes have other tokens.
+
+        Raises:
+            RowError: when there is no frame, or with the number of the first prefix that cannot be scored, from 0.
+        """
+        if not frames:
+            raise RowError("an episode has no frames: give one image or more")
+        if self.repeats_prefixes and not self._told:
+            self._told = True
+            logger.warning("score_prefixes computes each prefix from its start, because %s", self.repeats_prefixes)
+        return self.score(prefixes_of(task, frames))
+
+    @property
+    def repeats_prefixes(self) -> str | None:
+        """Why `score_prefixes` computes the frames of an episode anew for each prefix; None where it does not."""
+        batcher = self.engine.collator.batcher
+        if not isinstance(batcher, SharedBatcher):
+            return "its batches are padded"
+        return f"an image of {self.model.family.name} sees later ones" if batcher.images_see_all else None
 
     def score_images(self, prompt: Any, images: torch.Tensor) -> torch.Tensor:
         """Return the raw logits [N], float32, of `images[N, 3, H, W]` in [0, 1] as answers to `prompt`, with gradient.

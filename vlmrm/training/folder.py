@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from transformers import TrainingArguments
+
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.files import exclusive_lock, make_folder, write_json
 from vlmrm.modeling.manifest import (
@@ -29,7 +31,6 @@ from vlmrm.modeling.manifest import (
     find_checkpoints,
     verify_complete,
 )
-from vlmrm.training.arguments import RewardTrainingArguments
 
 logger = logging.getLogger("vlmrm")
 
@@ -84,13 +85,13 @@ def _birth(pid: int) -> str | None:
 
 
 @contextmanager
-def output_lock(args: RewardTrainingArguments) -> Generator[None]:
+def output_lock(args: TrainingArguments) -> Generator[None]:
     """Hold `output_dir`, of which the first process locks a file while it trains.
 
     Raises:
         ConfigError: when another training holds it, or the folder cannot be written.
     """
-    folder = Path(args.output_dir)
+    folder = Path(str(args.output_dir))
     if args.process_index != 0:
         yield
         return
@@ -151,7 +152,7 @@ class Restart:
         return "begins anew: no checkpoint was ever complete" if self.broken else "begins: no checkpoint yet"
 
 
-def choose_restart(args: RewardTrainingArguments) -> Restart:
+def choose_restart(args: TrainingArguments) -> Restart:
     """Choose what a run goes on from by `resume_from_checkpoint`: a folder, or with `auto` the newest complete one.
 
     It only reads. A checkpoint that was never complete, or is not any more, is passed over.
@@ -161,7 +162,7 @@ def choose_restart(args: RewardTrainingArguments) -> Restart:
         CheckpointError: when a checkpoint was complete, and none verifies any more.
     """
     choice = str(args.resume_from_checkpoint or "false")
-    output = Path(args.output_dir)
+    output = Path(str(args.output_dir))
     steps = own_checkpoints(output)
     if choice.lower() == "false":
         existing = [path for path in (output / FINAL, output / BEST) if path.exists()] + steps[-1:]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from transformers import TrainingArguments
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import data_fingerprint
@@ -61,7 +62,7 @@ CONTENT = {"dataset_path": "dataset_path_content", "model_name_or_path": "model_
 PATHS = ("dataset_path", "output_dir", "resume_from_checkpoint", "run_name", "logging_dir")
 
 
-def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
+def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
     """Return the checkpoint that a run goes on from, None for a fresh start, and set broken ones aside.
 
     The first process chooses for all.
@@ -89,7 +90,7 @@ def checkpoint_to_resume(args: RewardTrainingArguments) -> Path | None:
     return path
 
 
-def restart_of(args: RewardTrainingArguments, mended: bool) -> Restart:
+def restart_of(args: TrainingArguments, mended: bool) -> Restart:
     """Return what a run goes on from, once its checkpoint was verified; with `mended` broken ones are set aside.
 
     Raises:
@@ -105,7 +106,7 @@ def restart_of(args: RewardTrainingArguments, mended: bool) -> Restart:
                 f"{path} has no optimizer state (save_only_model?): train from it as model_name_or_path."
             )
     if mended:
-        mend(Path(args.output_dir), restart)
+        mend(Path(str(args.output_dir)), restart)
     return restart
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import math
-import shutil
 import sys
 import time
 from collections.abc import Generator
@@ -19,30 +18,27 @@ import datasets
 import torch
 import trl
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from vlmrm.batching import Batch, ComparisonCollator, Part, to_device
 from vlmrm.batching.pieces import log_cut
 from vlmrm.engine import Engine, ScoredRow
-from vlmrm.errors import ConfigError, RowError, ScoreError, TrainingError, first_line
+from vlmrm.errors import ConfigError, RowError, ScoreError, TrainingError
 from vlmrm.libraries import relies_on
 from vlmrm.measures.analysis import trl_summary
 from vlmrm.measures.pairs import scored_pairs
-from vlmrm.modeling import write_complete
 from vlmrm.modeling.experts import Routers, balance_loss, find_routers
-from vlmrm.modeling.manifest import COMPLETE
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import PROBED, EpochCallback, PreemptionCallback, ProbedDataset, RowTally
 from vlmrm.training.endless import EndlessStream
 from vlmrm.training.figures import StepFigures
-from vlmrm.training.folder import rotate, set_aside
 from vlmrm.training.losses import PreferenceLoss, weights
 from vlmrm.training.optimizer import check_rates, keep_head_in_32_bits, logged_rates, rate_of, set_rate, split_groups
 from vlmrm.training.passes import forwards_of, passes_of
 from vlmrm.training.progress import Bar, ChanceCallback, CurvesCallback, FiguresCallback
-from vlmrm.training.resume import any_rank, is_lost_rank
+from vlmrm.training.resume import any_rank
+from vlmrm.training.saving import CompleteCheckpoints
 from vlmrm.training.sharding import describe, own_part, reduce_all
 
 logger = logging.getLogger("vlmrm")
@@ -63,7 +59,7 @@ relies_on(
 relies_on(Trainer.save_model, "_internal_call")
 
 
-class ComparisonTrainer(trl.RewardTrainer):
+class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
     """Trains a reward model on batches of `ComparisonCollator`.
 
     Args:
@@ -387,20 +383,8 @@ class ComparisonTrainer(trl.RewardTrainer):
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, model, trial) -> None:
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        if self.row_tally.nothing_trained():
-            logger.warning("%s is not saved: no row was trained on yet", folder)
-            return
-        keep, self.args.save_total_limit = self.args.save_total_limit, None  # older ones go once this one is complete
-        try:
-            with self._saving(folder):
-                # Past TRL's: its model card shows a text pipeline that cannot load a vision-language model.
-                Trainer._save_checkpoint(self, model, trial)
-        finally:
-            self.args.save_total_limit = keep
-        if self.args.should_save:
-            rotate(folder, keep, self.state.best_model_checkpoint)
+    def worth_saving(self) -> bool:
+        return not self.row_tally.nothing_trained()
 
     def save_final(self, folder: Path) -> None:
         """Save the model, without optimizer state, as a complete checkpoint.
@@ -436,41 +420,6 @@ class ComparisonTrainer(trl.RewardTrainer):
             f"{finding}: lower learning_rate or max_grad_norm and continue with --resume_from_checkpoint auto, from "
             f"the last checkpoint in {self.args.output_dir} or from the beginning."
         )
-
-    @contextmanager
-    def _saving(self, folder: Path) -> Generator[None]:
-        """Save a complete checkpoint: the files saved inside, then those for scoring, then `COMPLETE.json`.
-
-        Raises:
-            TrainingError: when weights are not finite, or a file cannot be written.
-        """
-        self._check_finite()
-        try:
-            if self.args.should_save and folder.exists():
-                if (folder / COMPLETE).exists():
-                    # A folder that is overwritten must not count until it is complete again.
-                    (folder / COMPLETE).unlink()
-                else:
-                    set_aside(folder)  # left by a killed run
-            self.accelerator.wait_for_everyone()
-            yield
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                self.save_extras(folder)
-                write_complete(folder, world_size=self.args.world_size, step=self.state.global_step)
-            self.accelerator.wait_for_everyone()
-        except (ConfigError, OSError, SafetensorError, RuntimeError) as error:  # RuntimeError is torch's
-            if is_lost_rank(error):
-                raise
-            raise _save_error(error, folder) from error
-
-
-def _save_error(error: Exception, folder: Path) -> TrainingError:
-    full = "No space left" in str(error) or shutil.disk_usage(folder.parent).free < 2**20
-    reason = "the disk is full" if full else first_line(error).rstrip(".")
-    return TrainingError(
-        f"{folder} could not be saved: {reason}; earlier checkpoints are untouched, free space and resume."
-    )
 
 
 def adapt(

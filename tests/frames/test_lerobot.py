@@ -1,0 +1,159 @@
+"""LeRobot's classifiers compute the same here, and its datasets are asked of its own library.
+
+That library itself is driven in tests/neighbours/drive_lerobot.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from squares import small_classifier, square_trajectory
+from torch import Tensor, nn
+from transformers import ResNetConfig, ResNetModel
+
+from vlmrm import cli
+from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.frames.checkpoint import load_classifier, save_classifier
+from vlmrm.frames.lerobot import episodes_of
+from vlmrm.frames.lerobot_classifier import write_lerobot
+from vlmrm.frames.trajectory import write_trajectory
+
+CAMERAS = ("observation.images.front", "observation.images.wrist")
+HIDDEN, MAPS = 12, 3
+
+
+class Theirs(nn.Module):
+    """What LeRobot computes: a ResNet of transformers for all cameras, a pooling of 4 x 4 and a head."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "layer_type": "basic"}
+        self.encoder = ResNetModel(ResNetConfig(**sizes))
+        self.encoders = nn.ModuleDict()
+        for key in CAMERAS:
+            part = nn.Module()
+            part.kernel = nn.Parameter(torch.randn(512, 4, 4, MAPS) / 4)
+            parts = {"1": part, "3": nn.Linear(512 * MAPS, HIDDEN), "4": nn.LayerNorm(HIDDEN)}
+            self.encoders[key.replace(".", "_")] = nn.ModuleDict(parts)
+        width = HIDDEN * len(CAMERAS)
+        head = [nn.Linear(width, HIDDEN), nn.Dropout(0.1), nn.LayerNorm(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1)]
+        self.classifier_head = nn.Sequential(*head)
+
+    def forward(self, images: dict[str, Tensor]) -> Tensor:
+        features = []
+        for key, frames in images.items():
+            parts = self.encoders[key.replace(".", "_")]
+            maps = self.encoder(frames).last_hidden_state.unsqueeze(-1)
+            pooled = (maps * parts["1"].kernel).sum((2, 3)).flatten(1)  # ty: ignore
+            features.append(torch.tanh(parts["4"](parts["3"](pooled))))  # ty: ignore
+        return self.classifier_head(torch.hstack(features)).squeeze(-1)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Theirs:
+    torch.manual_seed(0)
+    model = Theirs()
+    with torch.no_grad():
+        model({key: torch.rand(4, 3, 128, 128) for key in CAMERAS})  # statistics of its own
+    return model.eval()
+
+
+def write_theirs(folder: Path, model: nn.Module, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    described = {
+        "type": "reward_classifier",
+        "input_features": {key: {"type": "VISUAL", "shape": [3, 128, 128]} for key in CAMERAS},
+        "hidden_dim": HIDDEN,
+        "latent_dim": HIDDEN,
+        "image_embedding_pooling_dim": MAPS,
+        "model_type": "cnn",
+        "num_classes": 2,
+        "normalization_mapping": {"VISUAL": "IDENTITY"},
+    }
+    (folder / "config.json").write_text(json.dumps(described | changes))
+    save_file(model.state_dict(), folder / "model.safetensors")
+    return folder
+
+
+def test_a_reward_classifier_computes_the_same_both_ways(tmp_path, theirs):
+    loaded = load_classifier(write_theirs(tmp_path / "theirs", theirs), device="cpu")
+    assert loaded.config.image_keys == ("front", "wrist") and loaded.config.architecture == "resnet18"
+    images = {key: torch.rand(3, 3, 128, 128) for key in CAMERAS}
+    with torch.no_grad():
+        expected = theirs(images)
+        actual = loaded.model({key.removeprefix("observation.images."): frames for key, frames in images.items()})
+    torch.testing.assert_close(actual.sigmoid(), expected.sigmoid(), rtol=0, atol=1e-6)
+    save_classifier(tmp_path / "own", loaded.model, loaded.config)
+    assert "reward_classifier" in write_lerobot(loaded.model, tmp_path / "own", tmp_path / "back")
+    written, kept = load_file(tmp_path / "back" / "model.safetensors"), theirs.state_dict()
+    assert written.keys() == kept.keys()
+    assert all((written[name] == value).all() for name, value in kept.items() if "num_batches" not in name)
+
+
+def test_lerobots_own_resnet10_pads_its_max_pool_as_jax_does(tmp_path):
+    model = small_classifier(image_size=(3, 128, 128), use_pretrain=True, freeze_encoder=True, max_pool="same")
+    save_classifier(tmp_path / "own", model, model.spec)
+    write_lerobot(model, tmp_path / "own", tmp_path / "theirs")
+    loaded = load_classifier(tmp_path / "theirs", device="cpu")
+    assert loaded.config.max_pool == "same"
+    frames = {"base_camera": torch.rand(2, 3, 128, 128)}
+    torch.testing.assert_close(loaded.model(frames), model(frames), rtol=1e-4, atol=1e-5)
+    pool, picture = model.encoders["base_camera"].resnet_backbone.maxpool, torch.rand(1, 1, 6, 6)  # ty: ignore
+    assert pool(picture)[0, 0, -1, -1] == picture[0, 0, 4:, 4:].max()
+    assert pool(picture)[0, 0, 0, 0] == picture[0, 0, :3, :3].max()
+
+
+def test_imagenets_normalisation_is_known_by_the_preprocessors_file(tmp_path, theirs):
+    folder = write_theirs(tmp_path / "theirs", theirs, normalization_mapping={"VISUAL": "MEAN_STD"})
+    with pytest.raises(CheckpointError, match=r"other statistics than ImageNet's, or without"):
+        load_classifier(folder, device="cpu")
+    stats = {"mean": torch.tensor([0.485, 0.456, 0.406]), "std": torch.tensor([0.229, 0.224, 0.225])}
+    stored = {f"{key}.{name}": value.clone() for key in CAMERAS for name, value in stats.items()}
+    save_file(stored, folder / "classifier_preprocessor_step_0_normalizer_processor.safetensors")
+    assert load_classifier(folder, device="cpu").config.normalisation == "imagenet"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"type": "sarm"}, "is read if it is a reward_classifier"),
+        ({"num_classes": 3}, "is read if it is a reward_classifier"),
+        ({"latent_dim": None}, "no config.json of a reward_classifier"),
+        ({"input_features": 3}, "no config.json of a reward_classifier"),
+        ({"input_features": {CAMERAS[0]: {"shape": [3, 64, 64]}}}, r"images of \[3, 64, 64\]"),
+        ({"input_features": {"observation.image": {"shape": [3, 128, 128]}}}, "it is no reward_classifier of these"),
+        ({"hidden_dim": 0, "latent_dim": 0}, "no classifier that can be built"),
+    ],
+)
+def test_what_is_no_such_classifier_is_named(tmp_path, theirs, changes, reason):
+    with pytest.raises(CheckpointError, match=reason):
+        load_classifier(write_theirs(tmp_path / "theirs", theirs, **changes), device="cpu")
+
+
+def test_a_classifier_that_lerobot_does_not_compute_is_not_written(tmp_path):
+    model = small_classifier()
+    save_classifier(tmp_path / "own", model, model.spec)
+    with pytest.raises(ConfigError, match="by its frames"):
+        write_lerobot(model, tmp_path / "own", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_without_lerobot_its_datasets_are_a_sentence_on_where_to_install_it(tmp_path, capsys):
+    if "lerobot" in sys.modules:
+        pytest.skip("lerobot is installed")
+    with pytest.raises(ConfigError, match=r"in an environment of their own, .*pip install 'lerobot\[dataset\]'"):
+        episodes_of(str(tmp_path))
+    write_trajectory(tmp_path / "own", square_trajectory(np.random.default_rng(0), 3))
+    words = ["frames", "export", str(tmp_path / "own"), "--to", "lerobot", "--output", str(tmp_path / "set")]
+    with pytest.raises(ConfigError, match="environment of their own"):
+        cli.app(words, result_action="return_value", exit_on_error=False)
+    words = [*words[:4], "rlinf", "--output", str(tmp_path / "set")]
+    cli.app(words, result_action="return_value", exit_on_error=False)
+    assert "1 trajectories are in" in capsys.readouterr().out
+    assert [path.name for path in sorted((tmp_path / "set").rglob("*.npy"))] == ["000000.npy"]

@@ -1,0 +1,168 @@
+"""LeRobotDatasets in and out, by LeRobot's own library: episodes with cameras, tasks, rewards and success.
+
+The library pins releases of torch and transformers that the extras here do not take. It goes into an environment of
+its own, where vlmrm needs no extra.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from vlmrm.errors import ConfigError, DataError, first_line
+from vlmrm.files import make_folder, require_new_folder
+from vlmrm.frames.importing import Episode, stored_as_bytes
+from vlmrm.frames.trajectory import Trajectory, TrajectoryFile, listed
+
+IMAGES = "observation.images."
+SUCCESS, REWARD = "next.success", "next.reward"
+
+
+def _library() -> Any:
+    if find_spec("lerobot") is None:
+        raise ConfigError(
+            "LeRobotDatasets are read and written by lerobot: install it and vlmrm in an environment of their own, "
+            "without vlmrm's extras (pip install 'lerobot[dataset]' safetensors tqdm)."
+        )
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset  # ty: ignore[import-not-found]
+
+    return LeRobotDataset
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+def episodes_of(source: str, label: str | None = None) -> list[Episode]:
+    """Return the episodes of a LeRobotDataset: a folder, or a repository of the hub.
+
+    Args:
+        label: the column whose values in [0, 1] are the labels; default: `next.success`, else a `next.reward` of 0
+            and 1. A frame's label is that of its own row.
+
+    Raises:
+        ConfigError: without lerobot.
+        DataError: if it cannot be opened, or has no cameras or no such column.
+    """
+    library, folder = _library(), Path(source)
+    try:
+        opened = library("local", root=folder) if folder.is_dir() else library(source)
+    except Exception as error:  # of files, parquet, JSON, video and the hub
+        raise DataError(f"{source} cannot be opened as a LeRobotDataset ({first_line(error)}): check it.") from error
+    if not opened.meta.camera_keys:
+        raise DataError(f"{source} has no cameras, but {listed(opened.meta.features)}.")
+    column = label or next((name for name in (SUCCESS, REWARD) if name in opened.meta.features), None)
+    if column is None or column not in opened.meta.features:
+        raise DataError(
+            f"{source} has no {column or f'{SUCCESS} or {REWARD}'}, but {listed(opened.meta.features)}: name a column."
+        )
+    return [
+        Episode(f"episode {number}", partial(_digest, row), partial(_read, opened, row, column, label))
+        for number, row in enumerate(opened.meta.episodes)
+    ]
+
+
+def _digest(row: dict[str, Any]) -> str:
+    """Return a hash of what a dataset says of an episode, in which are statistics of all its columns."""
+    return sha256(repr(sorted(row.items())).encode()).hexdigest()
+
+
+def _read(opened: Any, row: dict[str, Any], column: str, label: str | None) -> tuple[Trajectory, str]:
+    try:
+        frames = [opened[i] for i in range(row["dataset_from_index"], row["dataset_to_index"])]
+    except Exception as error:  # of parquet, pictures and video
+        raise DataError(f"{opened.root} cannot be read ({first_line(error)}): copy it again.") from error
+    labels = np.array([float(frame[column]) for frame in frames], dtype=np.float32)
+    subject = f"{opened.root}: {column}"
+    if column == REWARD and label is None and not np.isin(labels, (0, 1)).all():
+        raise DataError(f"{subject} has values other than 0 and 1: name it with --label to take it as it is.")
+    cameras = {key: key.removeprefix(IMAGES).replace(".", "_") for key in opened.meta.camera_keys}
+    images = {name: np.stack([frame[key].numpy() for frame in frames]) for key, name in cameras.items()}
+    trajectory, kind = stored_as_bytes(images, labels, str(opened.root))
+    trajectory.metadata["task"] = str(frames[0]["task"])
+    return trajectory, kind
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def write_dataset(files: Sequence[TrajectoryFile], folder: Path, fps: int, task: str | None = None) -> int:
+    """Write trajectories as a LeRobotDataset of exact pictures, and return the number of its frames.
+
+    `next.success` says of each row whether its own frame succeeds, `next.reward` is its label, and `progress` the
+    share of the way to the first success; where there is none, it is 0. `sarm_progress.parquet` has it as LeRobot's
+    weights of samples by progress read it.
+
+    Raises:
+        ConfigError: without lerobot, or if the folder has files or cannot be written.
+        DataError: if the trajectories do not have the same cameras and sizes.
+    """
+    library = _library()
+    require_new_folder(folder, "the LeRobotDataset")
+    make_folder(folder.parent)
+    shapes = files[0].shapes
+    for file in files:
+        if file.shapes != shapes:
+            raise DataError(f"{file.path} has {file.shapes}, and {files[0].path} {shapes}: export equal ones.")
+    features: dict[str, Any] = {
+        IMAGES + key: {"dtype": "image", "shape": (height, width, 3), "names": ["height", "width", "channels"]}
+        for key, (_, height, width) in shapes.items()
+    }
+    scalars = ((REWARD, "float32"), (SUCCESS, "bool"), ("progress", "float32"))
+    features |= {name: {"dtype": kind, "shape": (1,), "names": None} for name, kind in scalars}
+    partial_folder = folder.with_name(f".{uuid4().hex}.tmp")  # the library leaves half a set where it fails
+    try:
+        dataset = library.create("local", fps=fps, features=features, root=partial_folder, use_videos=False)
+        for file in files:
+            _add(dataset, file, task or file.metadata.get("task") or file.metadata.get("environment") or "the task")
+        dataset.finalize()
+        _write_sarm(files, partial_folder / "sarm_progress.parquet")
+        if folder.exists():
+            folder.rmdir()
+        partial_folder.rename(folder)
+    finally:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+    return sum(map(len, files))
+
+
+def _write_sarm(files: Sequence[TrajectoryFile], path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    columns = {
+        "index": np.arange(sum(map(len, files))),
+        "episode_index": np.repeat(np.arange(len(files)), [len(file) for file in files]),
+        "frame_index": np.concatenate([np.arange(len(file)) for file in files]),
+        "progress_sparse": np.concatenate([_progress(file) for file in files]),
+    }
+    parquet.write_table(pyarrow.table(columns), path)
+
+
+def _progress(file: TrajectoryFile) -> np.ndarray:
+    """Return the share of the way to the first success at each frame, float32 [T]."""
+    if not file.successes.any():
+        return np.zeros(len(file), dtype=np.float32)
+    reached = max(int(np.argmax(file.successes)), 1)
+    return np.minimum(np.arange(len(file), dtype=np.float32) / reached, np.float32(1))
+
+
+def _add(dataset: Any, file: TrajectoryFile, task: str) -> None:
+    images = {key: file.frames(key) for key in file.keys}
+    progress = _progress(file)
+    for i, success in enumerate(file.successes):
+        row: dict[str, Any] = {IMAGES + key: _rgb(frames[i]) for key, frames in images.items()}
+        row |= {REWARD: file.labels[i : i + 1], SUCCESS: np.array([success]), "task": task}
+        dataset.add_frame(row | {"progress": progress[i : i + 1]})
+    dataset.save_episode()
+
+
+def _rgb(frame: np.ndarray) -> np.ndarray:
+    """Return a frame [H,W,3]; a grey one three times, since LeRobot knows no other pictures."""
+    return np.ascontiguousarray(np.broadcast_to(frame, (3, *frame.shape[1:])).transpose(1, 2, 0))
