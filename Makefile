@@ -2,7 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-COSMOS := .cache/cosmos/.installed
 LOWEST := .cache/lowest/.installed
 DOCS := .cache/docs/.installed
 
@@ -16,11 +15,11 @@ HEART := tests/batching/test_shared.py tests/batching/test_collator.py tests/mod
 # Tools that find each other on PATH: ninja for DeepSpeed, torchrun for the launch scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo frames-demo test lowest resolve constraints cosmos neighbours lint format types bench gpu docs
+.PHONY: help demo frames-demo test lowest resolve constraints neighbours neighbours-check lint format types bench gpu docs
 .DEFAULT_GOAL := help
 
 help:  ## list the verbs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s%s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-17s%s\n", $$1, $$2}' Makefile
 
 demo: $(INSTALLED)  ## train, sweep and score on the bundled digits
 	$(BIN)/vlmrm demo
@@ -41,11 +40,13 @@ constraints: $(INSTALLED)  ## write the versions of .venv into constraints.txt, 
 	$(BIN)/python -m pip freeze --disable-pip-version-check --exclude-editable | grep -E '^[A-Za-z0-9._-]+==[^ ]+$$' \
 	  | sed 's/+.*//' > constraints.txt
 
-cosmos: $(COSMOS)  ## fetch cosmos-rl, whose trainer a test has ask for rewards
-
 neighbours: $(INSTALLED)  ## drive the reward paths of other frameworks, and write docs/rewards.md's table of what was proved
 	OMP_NUM_THREADS=1 $(BIN)/python tests/neighbours/drive.py
 	$(BIN)/python tests/neighbours/table.py
+
+neighbours-check: $(INSTALLED)  ## drive those that CI has, and fail where the table says otherwise
+	OMP_NUM_THREADS=1 $(BIN)/python tests/neighbours/drive.py trl ms_swift verl openrlhf cosmos
+	$(BIN)/python tests/neighbours/table.py --check
 
 lint: $(INSTALLED)  ## check style and formatting
 	$(BIN)/ruff check .
@@ -84,12 +85,6 @@ $(LOWEST): pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$(@D)/bin/uv pip install --system-certs --quiet --python $(@D)/bin/python --resolution lowest-direct --editable '.[dev]'
-	touch $@
-
-# In a folder of its own and without its dependencies, which would replace half of .venv.
-$(COSMOS): tests/serving/protocols/cosmos_requirements.txt | $(INSTALLED)
-	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) --requirement $<
 	touch $@
 
 # The pages are built from the source as text: what the package itself needs is not installed.

@@ -8,6 +8,7 @@ BENCHMARKS = {
     "vision": "operations and host waits of the vision tower in training, against transformers' own",
     "scoring": "forward alone: many candidates for one prompt, and pairs",
     "rewards": "a group's candidates at once, several judges, and what a reward set adds",
+    "faults": "advantages of TRL's GRPO while rewards fail, and the wait for what is down",
     "frames": "labelled frames collected, classifiers of them trained and used",
     "frames_rl": "policies rewarded by frames, by the true success and by both, over three seeds",
     "serving": "the reward service: its throughput, its latency, and groups of candidates",

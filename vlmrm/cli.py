@@ -204,7 +204,7 @@ def export(*, model: str, output: Path, base_model: str | None = None, push_to_h
 @app.command
 @needs("train", "the demo")
 def demo(*, output: Path = Path("outputs/demo")) -> None:
-    """Train on handwritten digits, sweep the checkpoints and score: the whole path in two minutes.
+    """Train on handwritten digits, sweep the checkpoints and score: the whole path in one or two minutes.
 
     Args:
         output: Folder for the data, the checkpoints and summary.json; replaces an earlier demo in it.

@@ -5,7 +5,7 @@ VlmrmError                  exit 1   anything below
 ├── DataError               exit 3   a data set that cannot be read as preferences
 │   └── RowError            exit 3   one row of it, named by its id
 │       ├── MediaError      exit 3   an image or video of that row
-│       ├── ScoreError      exit 3   a score of that row that is not finite
+│       ├── ScoreError      exit 3   a score of that row that is no finite number
 │       └── UnreadColumnError exit 3 a column of that row that holds media or a prompt and is not read
 ├── CheckpointError         exit 4   a checkpoint that is missing, broken, incomplete or of another kind
 ├── TrainingError           exit 5   a run that cannot go on: a non-finite loss, a full disk
@@ -102,9 +102,15 @@ class Preempted(VlmrmError):
 
 
 def finite_or_error(score: float, label: str = "score", row_id: str | None = None) -> float | ScoreError:
-    """Return the score, or an error if it is NaN or infinite: NaN would pass unnoticed into means and advantages."""
-    if math.isfinite(score):
-        return score
+    """Return the score, or an error if it is NaN or infinite: NaN would pass unnoticed into means and advantages.
+
+    A user's own scorer may also answer what is no number.
+    """
+    try:
+        if math.isfinite(score):
+            return score
+    except TypeError:
+        return ScoreError(f"its {label} is {score!r:.60}, which is no number", row_id)
     return ScoreError(f"its {label} is {score}: look for broken weights, or compute in float32", row_id)
 
 

@@ -95,7 +95,8 @@ def rows(
     return [
         row("overload", timely / seconds / rate, "of capacity", at_least=GOODPUT, capacity_per_s=rate, **counts)
         | {"answered_p99_ms": _p99_ms(answered)},
-        row("overload_refusals", _p99_ms(refused), "ms at p99", at_most=REFUSED_MS),
+        # A smoke run may refuse nothing.
+        *([row("overload_refusals", _p99_ms(refused), "ms at p99", at_most=REFUSED_MS)] if refused else []),
         row(
             "overload_other",
             _p99_ms(others) / _p99_ms([reply.seconds for reply in alone]),

@@ -227,17 +227,19 @@ def test_a_missing_score_beside_another_reward_of_trl_neither_pays_nor_punishes(
     assert trl_advantages(scores, [1.0] * 4, weights=[1.0, 1.0], size=4)[2] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_part_of_a_trl_group_without_any_score_ends_the_run_where_the_rest_may_be_elsewhere(monkeypatch):
-    """Its None would be the 0 of the other reward function, beside the -3 of the samples on another process."""
-    assert TRLReward(Given(1.0, NAN, NAN))(["a", "b", "b"], ANSWERS[:3]) == [1.0, None, None]
+def test_a_part_of_a_trl_group_on_a_thread_ends_the_run_where_the_rest_may_be_elsewhere(monkeypatch):
+    """Its mean would be that of this process alone, and calls on threads cannot ask the others."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+
+    def reward(*scores, size):
+        return asyncio.run(AsyncTRLReward(Given(*scores), num_generations=size)(["a", "b", "b"], ANSWERS[:3]))
+
     for size in (None, 4):
         with pytest.raises(RewardError, match=r"reward vlmrm: sample 1: its score is nan.*num_generations"):
-            TRLReward(Given(1.0, NAN, NAN), num_generations=size)(["a", "b", "b"], ANSWERS[:3])
-    whole = TRLReward(Given(1.0, NAN, NAN), num_generations=2)
-    assert whole(["a", "b", "b"], ANSWERS[:3]) == [1.0, None, None]
-    assert TRLReward(Given(1.0, NAN, 3.0))(["a", "b", "b"], ANSWERS[:3]) == [1.0, 3.0, 3.0]
+            reward(1.0, NAN, 3.0, size=size)
+    assert reward(1.0, NAN, 3.0, size=2) == [1.0, 3.0, 3.0]
+    assert reward(1.0, 2.0, 3.0, size=None) == [1.0, 2.0, 3.0]
 
 
 def test_groups_of_one_text_and_other_images_are_kept_apart():
@@ -411,14 +413,26 @@ def test_a_group_of_ms_swift_without_any_score_is_level():
 def test_where_no_mean_would_be_neutral_ms_swift_s_run_ends_with_the_sample_named():
     with pytest.raises(RewardError, match="reward People: sample 0: its score is nan"):
         swift_orm(NAN, NAN)(ANSWERS[:2], **swift_columns("a", "a"))
-    elsewhere = SimpleNamespace(num_generations=4, num_generations_eval=None)  # the other two are on another rank
-    with pytest.raises(RewardError, match=r"reward People: sample 2: .* 2 of the 4"):
-        swift_orm(1.0, 2.0, NAN, NAN, args=elsewhere)(ANSWERS, **swift_columns("a", "a", "b", "b"))
-    halved = SimpleNamespace(num_generations=8, num_generations_eval=2)  # four of eight are more than two
-    with pytest.raises(RewardError, match=r"reward People: sample 1: .* 3 of the 8"):
-        swift_orm(1.0, NAN, NAN, NAN, args=halved)(ANSWERS, **swift_columns("a", "b", "b", "b"))
     with pytest.raises(RewardError, match="reward People: sample 1: its score is nan"):
         swift_orm(1.0, NAN, policy="raise")(ANSWERS[:2], **swift_columns("a", "a"))
+
+
+def test_a_part_of_an_ms_swift_group_on_a_thread_ends_the_run(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+
+    class People(AsyncVlmrmORM):
+        model = Given(1.0, NAN, 3.0, 4.0)
+
+    def rewards(**sizes):
+        reward = People(SimpleNamespace(**sizes))
+        return asyncio.run(reward(ANSWERS, **swift_columns("a", "b", "b", "b")))
+
+    with pytest.raises(RewardError, match=r"reward People: sample 1: .* only 3 of the 4"):
+        rewards(num_generations=4, num_generations_eval=None)
+    with pytest.raises(RewardError, match=r"only 3 of the 8"):
+        rewards(num_generations=2, num_generations_eval=8)
+    assert rewards(num_generations=3) == [1.0, 3.5, 3.0, 4.0]
 
 
 def test_swift_s_asynchronous_orm(tiny_reward_model, expected):
@@ -441,7 +455,7 @@ def test_ms_swift_gets_each_reward_of_a_set():
     assert rewards == {"all": [3.0, 1.0, 2.0, 2.0], "some": [3.0, 1.0, 2.0, 2.0]}
     [lone] = set_orms(both[1]).values()
     assert lone()(["a", "aaa", "?"], **swift_columns("x", "x", "x")) == [1.0, 3.0, 2.0]
-    with pytest.raises(RewardError, match=r"sample 1 has no reward, .* here: reward some: its reward is nan"):
+    with pytest.raises(RewardError, match=r"sample 1 has no reward, .*: reward some: its reward is nan"):
         lone()(["a", "?"], **swift_columns("x", "y"))
 
 

@@ -30,7 +30,7 @@ from vlmrm.modeling import make_tiny, make_tiny_reward_model
 from vlmrm.scoring import load_scorer
 
 TOLERANCE = 1e-5
-LIMIT_S = 300  # for a driver
+LIMIT_S = 480  # for a driver
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def served(model: Path) -> Generator[str]:
             process.terminate()
 
 
-def written_case(folder: Path, url: str) -> Path:
+def written_case(folder: Path, model: Path, url: str) -> Path:
     """Write what the drivers are given."""
     noise = random.Random(0)
     pictures = [folder / f"picture_{number}.png" for number in range(2)]
@@ -62,8 +62,9 @@ def written_case(folder: Path, url: str) -> Path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         away = f"http://127.0.0.1:{free.getsockname()[1]}"
-    case = {"url": url, "away": away, "policy": str(make_tiny(folder / "policy")), "broken": str(broken)}
-    case |= {"pictures": [str(one) for one in pictures], "folder": ""}
+    policy = make_tiny(folder / "policy")
+    case: dict[str, Any] = {"url": url, "model": str(model), "away": away, "policy": str(policy)}
+    case |= {"broken": str(broken), "pictures": [str(one) for one in pictures], "folder": ""}
     file = folder / "case.json"
     file.write_text(json.dumps(case), encoding="utf-8")
     return file
@@ -76,6 +77,8 @@ def drive(neighbour: Neighbour, case: Path) -> dict[str, Any]:
     own.write_text(json.dumps({**json.loads(case.read_text()), "folder": str(folder)}), encoding="utf-8")
     command = [str(neighbour.python), str(HERE / f"drive_{neighbour.name}.py"), str(own), str(report)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if neighbour.checkout is not None:
+        environment["PYTHONPATH"] = str(neighbour.checkout / neighbour.sources)
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     log = FOLDER / f"{neighbour.name}.log"
     began = time.monotonic()
@@ -89,26 +92,40 @@ def drive(neighbour: Neighbour, case: Path) -> dict[str, Any]:
 
 
 def compared(rows: Sequence[dict[str, Any]], scorer: Any, pictures: Sequence[str]) -> dict[str, Any]:
-    """Compare a framework's rewards with the scorer's own, and those with the scores of the other picture."""
-    texts = json.dumps([row["messages"] for row in rows])
-    first, second = (json.dumps(picture) for picture in pictures)
-    swapped = texts.replace(first, "\0").replace(second, first).replace("\0", second)
-    expected, other = scorer.score(json.loads(texts)), scorer.score(json.loads(swapped))
+    """Compare a framework's rewards with the scorer's own, and that with the scores of other pictures."""
+    expected = scorer.score([row["messages"] for row in rows])
+    text = json.dumps([row["messages"] for row in rows])
+    # A framework that sends texts alone must tell those apart.
+    other = scorer.score(json.loads(swapped(text, pictures))) if '"image"' in text else expected[1:] + expected[:1]
     if min(abs(one - two) for one, two in zip(expected, other, strict=True)) < 100 * TOLERANCE:
-        return {"proved": False, "what": "the scorer itself hardly tells the pictures apart"}
+        return {"proved": False, "what": "the scorer itself hardly tells the samples apart"}
     worst = max(abs(row["reward"] - score) for row, score in zip(rows, expected, strict=True))
-    return {"proved": worst <= TOLERANCE, "what": f"{len(rows)} rewards, at most {worst:.0e} off"}
+    kind = "rewards" if '"image"' in text else "rewards of texts"
+    return {"proved": worst <= TOLERANCE, "what": f"{len(rows)} {kind}, at most {worst:.0e} off"}
+
+
+def swapped(text: str, pictures: Sequence[str]) -> str:
+    """Return the JSON of conversations with the pictures of its first half in place of those of its second.
+
+    If they show one of two `pictures` alone, the other is in its place.
+    """
+    names = list(dict.fromkeys([*re.findall(r'"image": ("[^"]+")', text), *map(json.dumps, pictures)]))
+    others = dict(zip(names, names[len(names) // 2 :] + names[: len(names) // 2], strict=True))
+    return re.sub(r'(?<="image": )"[^"]+"', lambda match: others[match[0]], text)
 
 
 def released(neighbour: Neighbour) -> str:
-    """The version of the framework that the environment has."""
-    name = neighbour.requires[0].split("==")[0]
+    """The version of the framework that the environment has, or the commit of its checkout."""
+    if neighbour.checkout is not None:
+        command = ["git", "-C", neighbour.checkout, "rev-parse", "--short=10", "HEAD"]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    name = re.split(r"[\[=]", neighbour.requires[0])[0]
     packages = [str(it) for it in neighbour.folder.glob("lib/python*/site-packages")]
     return next(it.version for it in distributions(name=name, path=packages))
 
 
 def main(names: Sequence[str]) -> int:
-    asked = [one for one in neighbours() if one.name in names or not names]
+    asked = [one for one in neighbours() if one.name in names or (not names and one.is_here)]
     began = time.monotonic()
     unmade = make_all(asked)
     minutes = (time.monotonic() - began) / 60
@@ -118,15 +135,17 @@ def main(names: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_reward_model(Path(folder, "model"))
         with served(model) as url, ThreadPoolExecutor(2) as pool:
-            case = written_case(Path(folder), url)
+            case = written_case(Path(folder), model, url)
             made = [one for one in asked if unmade[one.name] is None]
             reports = dict(zip(made, pool.map(lambda one: drive(one, case), made), strict=True))
             scorer = load_scorer(model, device="cpu", dtype="float32")
             pictures = json.loads(case.read_text(encoding="utf-8"))["pictures"]
             for report in reports.values():
-                equal = report["checks"].setdefault("equal", {"proved": False, "what": report["said"]})
-                if equal["proved"]:
-                    report["checks"]["equal"] = compared(equal["what"], scorer, pictures)
+                if not report["checks"]:
+                    report["checks"]["equal"] = {"proved": False, "what": report["said"]}
+                for name, check in report["checks"].items():
+                    if check["proved"] and isinstance(check["what"], list):
+                        report["checks"][name] = compared(check["what"], scorer, pictures)
     for neighbour in asked:
         result = {"title": neighbour.title, "date": datetime.now(UTC).date().isoformat(), "seconds": 0}
         if reason := unmade[neighbour.name]:

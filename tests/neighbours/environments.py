@@ -34,6 +34,19 @@ class Neighbour:
     requires: tuple[str, ...]
     excludes: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
+    interpreter: str = sys.executable
+    copy: str | None = None
+    sources: str = "."
+
+    @property
+    def checkout(self) -> Path | None:
+        """The copy of a framework that no registry has, below NEIGHBOUR_PATH."""
+        return None if self.copy is None else Path(os.environ.get("NEIGHBOUR_PATH", "neighbours"), self.copy).resolve()
+
+    @property
+    def is_here(self) -> bool:
+        """False for one of which there is no copy."""
+        return self.checkout is None or self.checkout.is_dir()
 
     @property
     def folder(self) -> Path:
@@ -46,7 +59,9 @@ class Neighbour:
     @property
     def stamp(self) -> str:
         """What an environment was made of; another one is made anew."""
-        asked = repr((self.requires, self.excludes, (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+        asked = repr(
+            (self.requires, self.excludes, self.interpreter, (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+        )
         return hashlib.sha256(asked.encode()).hexdigest()
 
 
@@ -62,6 +77,8 @@ def _frozen(value: Any) -> Any:
 
 def make(neighbour: Neighbour) -> str | None:
     """Make the environment unless it is there; return why it cannot be made, in uv's words."""
+    if not neighbour.is_here:
+        return f"{neighbour.checkout} is no copy of it: check one out there, or set NEIGHBOUR_PATH"
     made = neighbour.folder / ".installed"
     if made.exists() and made.read_text(encoding="utf-8") == neighbour.stamp:
         return None
@@ -71,7 +88,7 @@ def make(neighbour: Neighbour) -> str | None:
     without.write_text("".join(f"{name}; python_version < '3'\n" for name in neighbour.excludes), encoding="utf-8")
     install = [UV, "pip", "install", "--quiet", "--system-certs", "--python", neighbour.python]
     install += ["--config-file", SOURCES, "--overrides", without, "--editable", ROOT, *neighbour.requires]
-    for command in ([UV, "venv", "--quiet", "--clear", "--python", sys.executable, neighbour.folder], install):
+    for command in ([UV, "venv", "--quiet", "--clear", "--python", neighbour.interpreter, neighbour.folder], install):
         ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "DS_BUILD_OPS": "0"})
         if ran.returncode:
             return ran.stderr.strip()

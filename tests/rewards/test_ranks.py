@@ -43,3 +43,6 @@ def test_two_ranks_equal_one():
     assert metrics["rewards/length/group_std"] > 0
     assert first["error"] == "rank 1: reward judge: the judge cannot be reached"
     assert second["error"] == "reward judge: the judge cannot be reached"
+    # The mean of the samples of its prompt on both ranks; and for ms-swift, whose None is 0, that of all.
+    assert first["trl"] == pytest.approx([-3.0, -4.0, None]) and second["trl"] == [-5.0, -1.0, -2.0]
+    assert first["swift"] == pytest.approx([-3.0, -4.0, -2.75]) and second["swift"] == [-5.0, -1.0, -2.0]

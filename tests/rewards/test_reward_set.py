@@ -121,7 +121,8 @@ def test_columns_that_do_not_fit_are_refused(prompt, image, message):
         ([1.0, float("nan")], "failed for 1 samples, first sample 1: its reward is nan"),
         ([1.0, float("inf")], "first sample 1: its reward is inf"),
         ([1.0, None], "first sample 1: its reward is nan"),
-        (["good", 1], "return one number a sample"),
+        (["good", 1], "first sample 0: its reward is 'good', which is no number"),
+        (["good", "bad"], "return one number a sample"),
     ],
 )
 def test_what_is_no_reward_is_an_error_and_never_shifted_or_broadcast(answer, message):

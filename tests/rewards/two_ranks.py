@@ -11,7 +11,9 @@ import sys
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from vlmrm.errors import RewardError
+from vlmrm.adapters.swift_orm import VlmrmORM
+from vlmrm.adapters.trl_reward import TRLReward
+from vlmrm.errors import RewardError, RowError
 from vlmrm.rewards import RewardSet
 
 PROMPTS = [["aaa", "x", "a", "solo"], ["yyy", "aa", "zz", "bbbb"]]
@@ -34,6 +36,30 @@ try:
     RewardSet({"name": "judge", "reward_model": "reward_examples.Down"})(prompt=[["up"], ["down"]][rank])
 except RewardError as error:
     found["error"] = str(error)
+
+
+class Given:
+    """A scorer of known scores; None fails."""
+
+    def __init__(self, *scores: float | None):
+        self.scores = scores
+
+    def score_each(self, conversations: list[object]) -> list[float | RowError]:
+        return [RowError("it is broken") if score is None else score for score in self.scores]
+
+
+# Of "a" one sample is on the other rank, of "b" none has a score, and the second rank has no failure.
+ASKED = [["a", "a", "b"], ["a", "c", "c"]]
+SCORES = [(-3.0, None, None), (-5.0, -1.0, -2.0)]
+found["trl"] = TRLReward(Given(*SCORES[rank]))(ASKED[rank], ["x", "y", "z"])
+
+
+class ORM(VlmrmORM):
+    model = Given(*SCORES[rank])
+
+
+messages = [[{"role": "user", "content": text}, {"role": "assistant", "content": "x"}] for text in ASKED[rank]]
+found["swift"] = ORM()(["x", "y", "z"], messages=messages)
 everyone = gather_object([found])
 rewards.close()
 if state.is_main_process:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import pickle
+import socket
 import subprocess
 import sys
 from email import message_from_bytes
@@ -195,6 +196,21 @@ def test_what_may_pass_is_asked_again(fault):
     with stamina.set_testing(True, attempts=2):  # without pauses
         assert ask(service, [asked("aaa")]) == [3]
     assert len(service.requests) == 2
+
+
+def test_a_service_that_is_down_is_named_within_the_timeout():
+    waits = []
+    hooks = stamina.instrumentation.get_on_retry_hooks()
+    stamina.instrumentation.set_on_retry_hooks([lambda details: waits.append(details.wait_for)])
+    try:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))  # nothing listens there
+            address = f"http://127.0.0.1:{free.getsockname()[1]}"
+            with RemoteScorer(address, timeout=0.6) as scorer, pytest.raises(RewardError, match="cannot be reached"):
+                scorer.score([asked("a")])
+    finally:
+        stamina.instrumentation.set_on_retry_hooks(hooks)
+    assert waits and max(waits) < 0.061  # so that the last of them ends soon after the timeout
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from vlmrm.data.media import hashed_once, media_key
 from vlmrm.errors import ConfigError, RewardError, RowError, finite_or_error
 from vlmrm.formats.rollouts import read_answer, zip_columns
 from vlmrm.rewards.outcome import with_group_means
+from vlmrm.rewards.ranks import gather, rank, world_size
 from vlmrm.scoring.loading import load_scorer
 from vlmrm.scoring.protocol import ConversationLike, Scorer
 from vlmrm.scoring.remote import RemoteScorer
@@ -196,8 +197,28 @@ class MicroBatcher:
                 future.set_result(score)
 
 
+def values_elsewhere(groups: Sequence[Hashable], values: np.ndarray) -> list[tuple[Hashable, float]]:
+    """Return the values of all other ranks that are no NaN, each with its group.
+
+    A collective call: of every rank, whether its own lack one or not.
+    """
+    if world_size() == 1:
+        return []
+    own = [pair for pair in zip(groups, values.tolist(), strict=True) if not np.isnan(pair[1])]
+    return [pair for number, share in enumerate(gather(own)) if number != rank() for pair in share]
+
+
+def numbers(scores: Sequence[float | RowError]) -> np.ndarray:
+    """Return the scores, NaN for those that failed: [N]."""
+    return np.array([np.nan if isinstance(score, RowError) else score for score in scores], dtype=np.float64)
+
+
 def without_failures(
-    name: str, scores: Sequence[float | RowError], groups: Sequence[Hashable], on_failure: str
+    name: str,
+    scores: Sequence[float | RowError],
+    groups: Sequence[Hashable],
+    on_failure: str,
+    elsewhere: Sequence[tuple[Hashable, float]] = (),
 ) -> list[float | None]:
     """Return the scores with each failed one as the mean of its group; None where the whole group failed.
 
@@ -207,13 +228,14 @@ def without_failures(
         name: the reward in messages.
         groups: a key of each sample's prompt, such as `prompt_key`.
         on_failure: `mean`, or `raise`.
+        elsewhere: groups and scores of other ranks.
 
     Raises:
         RewardError: with the index of the first sample that failed, under `raise`.
     """
     failed = {index: score.reason for index, score in enumerate(scores) if isinstance(score, RowError)}
-    values = np.array([np.nan if isinstance(score, RowError) else score for score in scores], dtype=np.float64)
-    settled = [None if np.isnan(value) else value for value in with_group_means(values, groups).tolist()]
+    filled = with_group_means(numbers(scores), groups, elsewhere)
+    settled = [None if np.isnan(value) else value for value in filled.tolist()]
     for index, reason in failed.items():
         if on_failure == "raise":
             raise RewardError(f"reward {name}: sample {index}: {reason}")

@@ -24,15 +24,24 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vlmrm.adapters.rows import SharedRound, SharedScorer, checked_on_failure, prompt_key, without_failures
+from vlmrm.adapters.rows import (
+    SharedRound,
+    SharedScorer,
+    checked_on_failure,
+    numbers,
+    prompt_key,
+    values_elsewhere,
+    without_failures,
+)
 from vlmrm.adapters.trl_reward import NO_COLUMNS, text_columns
 from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.rewards import RewardSet, reward_arguments
 from vlmrm.rewards.outcome import with_group_means, without_missing
+from vlmrm.rewards.ranks import world_size
 
 
 class VlmrmORM:
-    """The raw logit of each completion; of a failed one the mean of its prompt's completions in the call.
+    """The raw logit of each completion; of a failed one the mean of its prompt's completions on all processes.
 
     ms-swift turns None into 0, which is a high reward among negative logits, so None is never returned. The prompt is
     the row's `messages` without the last, its media the row's `images` and `videos`.
@@ -58,7 +67,7 @@ class VlmrmORM:
         prompts = [messages[:-1] for messages in columns["messages"]]
         media = [columns.get(name) or [None] * len(prompts) for name in ("images", "videos")]
         scores = self.scorer.score_rows(prompts, completions, *media)
-        if not any(isinstance(score, RowError) for score in scores):
+        if world_size() == 1 and not any(isinstance(score, RowError) for score in scores):
             return [score for score in scores if not isinstance(score, RowError)]
         # ms-swift's prompt_id does not depend on the media.
         ids = columns.get("prompt_id") or [""] * len(prompts)
@@ -66,31 +75,45 @@ class VlmrmORM:
             (name or prompt_key(prompt), prompt_key(media_of_row))
             for name, prompt, *media_of_row in zip(ids, prompts, *media, strict=True)
         ]
-        settled = without_failures(type(self).__name__, scores, groups, self.on_failure)
-        return self._fill_empty_groups(scores, settled, groups)
+        elsewhere = self._elsewhere(groups, scores)
+        settled = without_failures(type(self).__name__, scores, groups, self.on_failure, elsewhere)
+        if None not in settled:
+            return [score for score in settled if score is not None]
+        # The mean of all processes' batch for groups without any: equal rewards prefer no completion.
+        present = [score for score in scores if not isinstance(score, RowError)]
+        present += [score for _, score in elsewhere]
+        if not present:
+            index = settled.index(None)
+            raise RewardError(f"{self._where(index, scores)}; no sample of the batch has a score")
+        mean = float(np.mean(sorted(present)))  # the same number on each process
+        return [mean if score is None else score for score in settled]
 
-    def _fill_empty_groups(
-        self, scores: Sequence[float | RowError], settled: Sequence[float | None], groups: Sequence[Hashable]
-    ) -> list[float]:
-        """Return the rewards with the mean of the batch for groups without any: equal rewards prefer no completion.
+    def _elsewhere(
+        self, groups: Sequence[Hashable], scores: Sequence[float | RowError]
+    ) -> list[tuple[Hashable, float]]:
+        return values_elsewhere(groups, numbers(scores))
 
-        Raises:
-            RewardError: where that could mislead: no sample has a score, or a part of the group is on another process.
-        """
-        present = [score for score in settled if score is not None]
-        for index, (score, group) in enumerate(zip(settled, groups, strict=True)):
-            failure, count = scores[index], groups.count(group)
-            if score is not None or not isinstance(failure, RowError):
-                continue
-            where = f"reward {type(self).__name__}: sample {index}: {failure.reason}"
-            if not present:
-                raise RewardError(f"{where}; no sample of the batch has a score")
-            if count < self._group_size():
+    def _where(self, index: int, scores: Sequence[float | RowError]) -> str:
+        return f"reward {type(self).__name__}: sample {index}: {getattr(scores[index], 'reason', '')}"
+
+
+class AsyncVlmrmORM(VlmrmORM):
+    """The same on a thread: ms-swift computes it concurrently with other asynchronous rewards.
+
+    It cannot ask other processes, as no order of the calls is given: a completion that cannot be scored ends the run
+    where samples of its group are missing here.
+    """
+
+    def _elsewhere(
+        self, groups: Sequence[Hashable], scores: Sequence[float | RowError]
+    ) -> list[tuple[Hashable, float]]:
+        for index, (group, score) in enumerate(zip(groups, scores, strict=True)):
+            if isinstance(score, RowError) and world_size() > 1 and groups.count(group) < self._group_size():
                 raise RewardError(
-                    f"{where}; nor has any of its prompt here, {count} of the {self._group_size()}: "
-                    "give each process whole groups, of as many in evaluation as in training"
+                    f"{self._where(index, scores)}; only {groups.count(group)} of the {self._group_size()} of its "
+                    "prompt are here: derive from VlmrmORM, or give each process whole groups"
                 )
-        return [float(np.mean(present)) if score is None else score for score in settled]
+        return []
 
     def _group_size(self) -> int:
         """Return the samples of a complete group; 1 where ms-swift does not tell.
@@ -99,10 +122,6 @@ class VlmrmORM:
         """
         sizes = [getattr(self.args, name, None) for name in ("num_generations", "num_generations_eval")]
         return max((size for size in sizes if size), default=1)
-
-
-class AsyncVlmrmORM(VlmrmORM):
-    """The same on a thread: ms-swift computes it concurrently with other asynchronous rewards."""
 
     async def __call__(  # ty: ignore[incompatible-method-override]
         self, completions: Sequence[Any], **columns: Any
@@ -146,10 +165,10 @@ class _SharedSet:
         scored = self.rewards(**{**own, **text_columns(prompts, completions, images), "groups": groups})
         rewards = {}
         for name, values in without_missing(scored.rewards, groups).items():
-            rewards[name] = with_group_means(values, groups)
+            rewards[name] = with_group_means(values, groups, values_elsewhere(groups, values))
             for index in np.flatnonzero(np.isnan(rewards[name])):  # ms-swift would make it 0
                 reasons = [f"reward {of}: {failures[index]}" for of, failures in scored.failures.items()]
-                raise RewardError(f"sample {index} has no reward, nor has any of its prompt here: {reasons[0]}")
+                raise RewardError(f"sample {index} has no reward, nor has any of its prompt: {reasons[0]}")
         return rewards
 
 

@@ -16,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from vlmrm.adapters.rows import SharedRound, SharedScorer, checked_on_failure, prompt_key, without_failures
+from vlmrm.adapters.rows import (
+    SharedRound,
+    SharedScorer,
+    checked_on_failure,
+    numbers,
+    prompt_key,
+    values_elsewhere,
+    without_failures,
+)
 from vlmrm.conversation import text_of
 from vlmrm.errors import RewardError, RowError
 from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
@@ -34,11 +42,9 @@ NO_COLUMNS = ("completion_ids", "trainer_state", "log_extra", "environments", "i
 
 
 class TRLReward:
-    """The raw logit of each completion; of a failed one the mean of its prompt's completions in the call.
+    """The raw logit of each completion; of a failed one the mean of its prompt's completions on all processes.
 
-    Where no completion of a prompt has a score, the rewards are None and TRL leaves the samples out. With a second
-    reward function TRL would turn a None beside scores into 0, so the run ends where other samples of the group may be
-    on another process. On several processes `num_generations`, TRL's own, tells a complete group.
+    Where no completion of a prompt has a score, the rewards are None and TRL leaves the samples out.
 
     TRL logs `rewards/{name}/mean`.
 
@@ -48,18 +54,9 @@ class TRLReward:
         options: keywords of `vlmrm.load_scorer`.
     """
 
-    def __init__(
-        self,
-        model: str | Path | Scorer,
-        *,
-        name: str = "vlmrm",
-        on_failure: str = "mean",
-        num_generations: int | None = None,
-        **options: Any,
-    ):
+    def __init__(self, model: str | Path | Scorer, *, name: str = "vlmrm", on_failure: str = "mean", **options: Any):
         self.scorer = SharedScorer(model, **options)
         self.on_failure = checked_on_failure(on_failure)
-        self.num_generations = num_generations
         self.__name__ = name
 
     def __call__(
@@ -75,38 +72,44 @@ class TRLReward:
         failed = sum(isinstance(score, RowError) for score in scores)
         if log_metric is not None:
             log_metric(f"rm/{self.__name__}/unscored", failed / max(len(scores), 1))
-        if not failed:
+        if not failed and world_size() == 1:
             return [score for score in scores if not isinstance(score, RowError)]
         prompt_columns = [prompts, *(column for column in (images, videos) if column is not None)]
         groups = [prompt_key(row) for row in zip(*prompt_columns, strict=True)]
-        settled = without_failures(self.__name__, scores, groups, self.on_failure)
-        self._refuse_partial_groups(scores, settled, groups)
-        return settled
+        elsewhere = self._elsewhere(groups, scores)
+        return without_failures(self.__name__, scores, groups, self.on_failure, elsewhere)
 
-    def _refuse_partial_groups(
-        self, scores: Sequence[float | RowError], settled: Sequence[float | None], groups: Sequence[Hashable]
-    ) -> None:
-        """Refuse a group without any score of which another process may have samples.
-
-        Raises:
-            RewardError: naming its first sample.
-        """
-        if None not in settled or world_size() == 1:
-            return
-        for index, score in enumerate(scores):
-            if settled[index] is not None or not isinstance(score, RowError):
-                continue
-            count = groups.count(groups[index])
-            if self.num_generations is None or count % self.num_generations:
-                raise RewardError(
-                    f"reward {self.__name__}: sample {index}: {score.reason}; nor has any of its prompt here, and "
-                    "another process may have more of it: give each process whole groups and say num_generations, "
-                    "or use TRLRewardSet"
-                )
+    def _elsewhere(
+        self, groups: Sequence[Hashable], scores: Sequence[float | RowError]
+    ) -> list[tuple[Hashable, float]]:
+        return values_elsewhere(groups, numbers(scores))
 
 
 class AsyncTRLReward(TRLReward):
-    """The same on a thread: TRL computes it concurrently with other asynchronous rewards."""
+    """The same on a thread: TRL computes it concurrently with other asynchronous rewards.
+
+    Several of them cannot ask other processes, as no order of their calls is given. There a completion that cannot be
+    scored takes the mean of its prompt's completions here, if these are `num_generations`, TRL's own; otherwise the
+    run ends.
+    """
+
+    def __init__(self, *args: Any, num_generations: int | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self.num_generations = num_generations
+
+    def _elsewhere(
+        self, groups: Sequence[Hashable], scores: Sequence[float | RowError]
+    ) -> list[tuple[Hashable, float]]:
+        for index, score in enumerate(scores):
+            if not isinstance(score, RowError) or world_size() == 1:
+                continue
+            if self.num_generations is None or groups.count(groups[index]) % self.num_generations:
+                raise RewardError(
+                    f"reward {self.__name__}: sample {index}: {score.reason}; another process may have more of its "
+                    "prompt, whose mean it would get: use TRLReward, or give each process whole groups and say "
+                    "num_generations"
+                )
+        return []
 
     async def __call__(self, *args: Any, **kwargs: Any) -> list[float | None]:  # ty: ignore[incompatible-method-override]
         return await asyncio.to_thread(super().__call__, *args, **kwargs)

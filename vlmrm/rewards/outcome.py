@@ -195,10 +195,15 @@ def _filled(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(means), overall, means)
 
 
-def with_group_means(values: np.ndarray, groups: Sequence[Hashable]) -> np.ndarray:
-    """Return `values` [N] with each NaN as the mean of its group; it stays where the whole group is missing."""
+def with_group_means(
+    values: np.ndarray, groups: Sequence[Hashable], elsewhere: Sequence[tuple[Hashable, float]] = ()
+) -> np.ndarray:
+    """Return `values` [N] with each NaN as the mean of its group; it stays where the whole group is missing.
+
+    `elsewhere` are groups and values of other ranks.
+    """
     present: dict[Hashable, list[float]] = {}
-    for group, value in zip(groups, values.tolist(), strict=True):
+    for group, value in (*zip(groups, values.tolist(), strict=True), *elsewhere):
         if not np.isnan(value):
             present.setdefault(group, []).append(value)
     means = [float(np.mean(present[group])) if group in present else np.nan for group in groups]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vlmrm")
 
-# Errors of a judge, server or picture that `on_failure` covers; any other is a bug, and ends the run.
+# Errors of a judge, server or picture: all samples of the call have failed. Any other may be of one sample alone.
 FAILURES = (RewardError, OSError, TimeoutError)
 
 
@@ -289,6 +289,7 @@ class _PendingReward:
     result: CallResult = field(default_factory=CallResult)
     seconds: float = 0.0
     error: RewardError | None = None
+    raised: Exception | None = None  # by the reward's own code, and none of FAILURES
     submitted: set[int] = field(default_factory=set)  # positions of samples that a thread has
     parts: list[Samples] = field(default_factory=list)
     shared: list[Samples] = field(default_factory=list)
@@ -390,7 +391,28 @@ class _PendingReward:
                 if self.reward.arguments.on_failure == "raise" or isinstance(error, ContractError):
                     raise
                 result = CallResult(failures=dict.fromkeys(part.indices, str(error).rstrip(".")))
+            except Exception as error:
+                if self.reward.arguments.on_failure == "raise":
+                    raise
+                self.raised = error
+                result = self._one_by_one(part, error)
             return result, time.perf_counter() - started
+
+    def _one_by_one(self, part: Samples, error: Exception) -> CallResult:
+        """Return what remains of a call whose code raised `error`: the rewards of the samples that pass alone."""
+        reason = f"{type(error).__name__}: {error}"
+        if self.reward.groupwise or len(part) == 1:
+            return CallResult(failures=dict.fromkeys(part.indices, reason))
+        logger.warning("reward %s: %s; asked again sample by sample", self.name, reason)
+        result = CallResult()
+        for position, index in enumerate(part.indices):
+            try:
+                result.update(call(self.reward.model, part.take([position])))
+            except ContractError:
+                raise
+            except Exception as own:
+                result.failures[index] = f"{type(own).__name__}: {own}"
+        return result
 
     def _collect_one(self, compute: Callable[[], tuple[CallResult, float]]) -> None:
         try:
@@ -407,6 +429,10 @@ class _PendingReward:
         """Apply `on_failure` to the samples that failed."""
         failures, arguments = self.result.failures, self.reward.arguments
         if not failures or self.error is not None:
+            return
+        if self.raised is not None and not self.result.rewards:  # a mistake in the program, not in a sample
+            self.error = RewardError(f"reward {self.name}: {type(self.raised).__name__}: {self.raised}")
+            self.error.__cause__ = self.raised
             return
         index, reason = min(failures.items())
         summary = f"reward {self.name} failed for {len(failures)} samples, first sample {index}: {reason}"

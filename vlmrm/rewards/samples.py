@@ -197,7 +197,7 @@ def _read_output(output: Any, indices: Sequence[int]) -> CallResult:
     """Return the result of the samples at `indices`; a bare tensor or list is taken as rewards."""
     if not isinstance(output, RewardModelOutput):
         output = RewardModelOutput(rewards=getattr(output, "rewards", output))
-    rewards = _as_array(output.rewards)
+    rewards, no_numbers = _as_array(output.rewards)
     if rewards.shape != (len(indices),):
         raise ContractError(
             f"it answered {list(rewards.shape)} rewards for {len(indices)} samples: return one a sample."
@@ -206,6 +206,8 @@ def _read_output(output: Any, indices: Sequence[int]) -> CallResult:
     for position, (index, reward) in enumerate(zip(indices, rewards.tolist(), strict=True)):
         if position in output.failures:
             result.failures[index] = output.failures[position]
+        elif position in no_numbers:
+            result.failures[index] = no_numbers[position]
         elif not np.isfinite(reward):
             result.failures[index] = f"its reward is {reward}"
         else:
@@ -266,13 +268,27 @@ def named_fields(model: BaseRewardModel) -> list[str]:
     return [name for name, parameter in parameters if name != "self" and parameter.kind is not parameter.VAR_KEYWORD]
 
 
-def _as_array(rewards: Any) -> np.ndarray:
+def _as_array(rewards: Any) -> tuple[np.ndarray, dict[int, str]]:
+    """Return the rewards, NaN where one is no number, and the reasons of those by position.
+
+    Raises:
+        ContractError: when none is a number, which is a mistake in the model.
+    """
     if _is_tensor(rewards):
         rewards = rewards.detach().double().cpu().numpy()
     try:
-        return np.array(rewards, dtype=np.float64)
+        return np.array(rewards, dtype=np.float64), {}
     except (TypeError, ValueError) as error:
-        raise ContractError(f"it answered {rewards!r}: return one number a sample.") from error
+        values, reasons = [], {}
+        for position, reward in enumerate(rewards if isinstance(rewards, (list, tuple)) else ()):
+            try:
+                values.append(float(reward))
+            except (TypeError, ValueError):
+                values.append(np.nan)
+                reasons[position] = f"its reward is {reward!r:.60}, which is no number"
+        if len(reasons) == len(values):
+            raise ContractError(f"it answered {rewards!r}: return one number a sample.") from error
+        return np.array(values), reasons
 
 
 def _info_by_index(info: dict[str, Any], indices: Sequence[int]) -> dict[int, dict[str, Any]]:

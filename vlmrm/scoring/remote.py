@@ -159,16 +159,24 @@ class AsyncRemoteScorer:
         import stamina
 
         started = time.monotonic()
+        refused: Exception | None = None
 
         def again(error: Exception) -> bool | float:
+            nonlocal refused
+            refused = error
             # A server that is down is given up sooner than one that is busy.
             patience = min(self.timeout, UNREACHABLE_S) if isinstance(error, Unreachable) else self.timeout
             return retry_delay(error, started + patience - time.monotonic())
 
         try:
-            async for attempt in stamina.retry_context(on=again, attempts=None, timeout=self.timeout, wait_max=10.0):
+            # Waits are short beside the timeout, which the last of them exceeds.
+            most = min(10.0, self.timeout / 10)
+            async for attempt in stamina.retry_context(on=again, attempts=None, timeout=self.timeout, wait_max=most):
                 with attempt:
-                    answer = await self._post(chunk, started + self.timeout - time.monotonic())
+                    left = started + self.timeout - time.monotonic()
+                    if refused is not None and left <= 0:
+                        raise refused
+                    answer = await self._post(chunk, left)
         except Unavailable as error:
             raise RewardError(f"{error} (retried for {time.monotonic() - started:.0f} s)") from None
         demanded = self._headers.get(REVISION_HEADER)

@@ -46,7 +46,7 @@ def test_it_is_the_classifiers_probability_or_its_verdict(checkpoint, tmp_path):
         expected = torch.sigmoid(model.eval()({"base_camera": frames}))
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4)
     threshold = float(np.sort(found)[1:3].mean())  # between two of them
-    config = model.config.model_copy(update={"threshold": threshold})
+    config = model.spec.model_copy(update={"threshold": threshold})
     save_classifier(tmp_path / "other", model, config)
     verdicts = reward_set(tmp_path / "other")(prompt=[""] * len(images), image=images).rewards["done"]
     assert verdicts.tolist() == (found > threshold).astype(float).tolist()
@@ -60,6 +60,19 @@ def test_an_image_of_another_size_fails_by_itself(checkpoint):
         prompt=[""] * len(images), image=images
     ).rewards["done"]
     assert np.isnan(masked).tolist() == [False, True, False]
+
+
+def test_whole_pictures_are_cut_and_scaled_as_a_classifiers_frames_were(tmp_path):
+    crop = {"base_camera": (16, 8, 64, 40)}  # 48 wide and 32 high: the size of the frames
+    whole = pictures((60, 80))[0]
+    cut = whole.crop(crop["base_camera"])
+    (tmp_path / "plain").mkdir()
+    plain = reward_set(saved(tmp_path / "plain", image_keys=("base_camera",)), reward_type="continuous")
+    cropping = reward_set(saved(tmp_path, image_keys=("base_camera",), crop=crop), reward_type="continuous")
+    expected = plain(prompt=[""], image=[cut]).rewards["done"]
+    np.testing.assert_allclose(cropping(prompt=[""], image=[whole]).rewards["done"], expected, rtol=1e-6)
+    with pytest.raises(RewardError, match="is not within its image, 20 wide and 10 high"):
+        cropping(prompt=[""], image=pictures((10, 20)))
 
 
 def test_what_cannot_be_is_refused(tmp_path, checkpoint):

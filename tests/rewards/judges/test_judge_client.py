@@ -53,9 +53,19 @@ def test_a_busy_server_is_asked_again_when_it_says_so(server, client, time):
 
 @pytest.mark.parametrize("status", [408, 409, 500, 503])
 def test_a_passing_fault_is_tried_again_after_waits_that_double(server, client, time, status):
-    server.behave = lambda body, number: error(status) if number < 3 else completion("yes")
+    server.behave = lambda body, number: error(status) if number < 2 else completion("yes")
     assert one(client()).text == "yes"
-    assert time.slept == [0.25, 0.5, 1.0]
+    assert time.slept == [0.25, 0.5]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_a_dead_server_costs_a_round_ten_seconds_however_few_calls_it_makes_at_once(server, client, time, slots):
+    server.behave = lambda body, number: None
+    asking = client(max_concurrent=slots, max_retries=10)
+    replies = asking.ask([asked(f"question {number}") for number in range(64)])
+    assert all("cannot be reached" in str(reply) or "not asked" in str(reply) for reply in replies)
+    assert sum(time.slept) <= 10
+    assert asking.usage.calls <= 16
 
 
 def test_an_outage_is_one_line_in_the_log(server, client, caplog):

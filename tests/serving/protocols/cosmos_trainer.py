@@ -1,6 +1,6 @@
 """Runs cosmos-rl's own clients, unmodified, in an environment that has them.
 
-    PYTHONPATH=FOLDER python cosmos_trainer.py DESCRIPTOR
+    .cache/neighbours/cosmos/bin/python cosmos_trainer.py DESCRIPTOR
 
 answers each line of its input, a JSON object, with one at DESCRIPTOR, since the package prints what it likes:
 `{"rewards", "advantages"}` or `{"error"}`. Its keys are `url`, `token`, `client`, `pictures` (the brightness of each,

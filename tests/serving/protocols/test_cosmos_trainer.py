@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from services import Gate, fake, served
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-COSMOS = HERE.parents[2] / ".cache" / "cosmos"
+COSMOS = HERE.parents[2] / ".cache" / "neighbours" / "cosmos"
 BRIGHT = fake("bright", "fake_reward.Brightness")
 FRAMES = fake("frames", "fake_reward.Frames")
 PULL_S = 4  # as a service's is: these clients read for 5 s, and then ask again
@@ -27,13 +26,13 @@ PULL_S = 4  # as a service's is: these clients read for 5 s, and then ask again
 def ask(tmp_path_factory):
     """Has one of the clients ask a server for rewards."""
     if not (COSMOS / ".installed").exists():
-        pytest.skip("cosmos-rl is not there: run `make cosmos`, or .ci/run")
+        pytest.skip("cosmos-rl is not there: run `make neighbours`, or .ci/run")
     folder = tmp_path_factory.mktemp("cosmos")
     answers, theirs = os.pipe()
     with (folder / "said").open("w") as said:
         trainer = subprocess.Popen(
-            [sys.executable, str(HERE / "cosmos_trainer.py"), str(theirs)],
-            env={**os.environ, "PYTHONPATH": str(COSMOS)},
+            [COSMOS / "bin" / "python", str(HERE / "cosmos_trainer.py"), str(theirs)],
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=said,

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import logging
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from vlmrm.conversation import Conversation
 from vlmrm.errors import ConfigError, RewardError, RowError, VlmrmError, first_line
@@ -18,7 +13,7 @@ from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import ConversationScorer, origin_of
 from vlmrm.evaluation.scorers.spec import Spec
-from vlmrm.settings import did_you_mean
+from vlmrm.imported import imported_function
 
 logger = logging.getLogger("vlmrm")
 
@@ -34,7 +29,9 @@ class FunctionEntry(Entry):
         spec.take(())
         module, _, name = spec.body.rpartition(".")
         super().__init__(f"python:{module}", name, spec.text)
-        self.function = _find(module, name, spec.text)
+        if not module:
+            raise ConfigError(f"scorer {spec.text} names no module: write python:module.function.")
+        self.function = imported_function(module, name, f"scorer {spec.text}")
 
     def digest(self) -> str | None:
         """Return the digest of the module's source; what it imports may change unnoticed."""
@@ -68,31 +65,3 @@ class _Function(ConversationScorer):
 
     def origin(self) -> Origin:
         return origin_of(self.entry.digest(), function=self.entry.path.partition(":")[2])
-
-
-def _find(module: str, name: str, text: str) -> Callable[[list[Conversation]], Any]:
-    if not module:
-        raise ConfigError(f"scorer {text} names no module: write python:module.function.")
-    try:
-        with _working_directory():
-            imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise ConfigError(f"scorer {text}: {module} needs {error.name}, which is not installed.") from error
-        raise ConfigError(f"scorer {text}: there is no module {error.name}, also not in this folder.") from None
-    function = getattr(imported, name, None)
-    if not callable(function):
-        names = [key for key, value in vars(imported).items() if callable(value)]
-        raise ConfigError(f"scorer {text}: {module} has no function {name}{did_you_mean(name, names)}")
-    return function
-
-
-@contextmanager
-def _working_directory():
-    """Look for modules in the working directory too, as `python -m` does."""
-    folder = str(Path.cwd())
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from vlmrm.errors import RewardError
 
+PACE = 0.125  # seconds for each of the `failures`: a row that lasts as long is one too, however few they were
 PROBES = 4  # failed ones after which the breaker opens
 FIRST_PAUSE = 0.5  # seconds before the first probe, twice as long before each further one: 7.5 s in all
 
@@ -14,9 +15,10 @@ FIRST_PAUSE = 0.5  # seconds before the first probe, twice as long before each f
 class CircuitBreaker:
     """Closed, it lets calls pass. After `failures` failed calls in a row one call at a time probes the server.
 
-    The others wait for it: one that passes closes the breaker, and so a short fault loses nothing. After `PROBES`
-    failed probes it opens: calls fail at once for `cool_down` seconds, after which one probe decides again. Used on
-    the judges' event loop only.
+    Where few calls are made at once, a row that lasts `failures` times `PACE` seconds is enough. The others wait for
+    the probe: one that passes closes the breaker, and so a short fault loses nothing. After `PROBES` failed probes it
+    opens: calls fail at once for `cool_down` seconds, after which one probe decides again. Used on the judges' event
+    loop only.
     """
 
     def __init__(self, failures: int, cool_down: float, clock: Callable[[], float]):
@@ -24,6 +26,7 @@ class CircuitBreaker:
         self.cool_down = cool_down
         self.clock = clock
         self.in_a_row = 0
+        self.first = 0.0  # the time of the first of them
         self.failed_probes = 0
         self.opened: float | None = None
         self.reason = ""
@@ -35,7 +38,7 @@ class CircuitBreaker:
         Raises:
             RewardError: while the breaker is open, with the reason of the last failure.
         """
-        while self.in_a_row >= self.failures:
+        while self.suspects:
             if self.opened is not None and self.clock() < self.opened + self.cool_down:
                 raise RewardError(
                     f"not asked, since {self.in_a_row} calls in a row failed, the last one because {self.reason}"
@@ -45,6 +48,16 @@ class CircuitBreaker:
                 return True
             await self.probe.wait()
         return False
+
+    @property
+    def suspects(self) -> bool:
+        """True while calls wait for a probe, or fail."""
+        return self.in_a_row >= self.failures or (self.in_a_row > 1 and self.patience == 0.0)
+
+    @property
+    def patience(self) -> float:
+        """Return the seconds for which calls may still fail in a row, if they have begun to."""
+        return max(0.0, self.first + self.failures * PACE - self.clock())
 
     @property
     def pause(self) -> float:
@@ -58,9 +71,12 @@ class CircuitBreaker:
 
     def failed(self, reason: str, probe: bool) -> None:
         """End a call that failed for `reason`."""
+        suspected = self.suspects
+        if not self.in_a_row:
+            self.first = self.clock()
         self.in_a_row += 1
         self.reason = reason
-        if probe and self.in_a_row > self.failures:  # else another call closed the breaker meanwhile
+        if probe and suspected:  # else another call closed the breaker meanwhile
             self.failed_probes += 1
             if self.failed_probes >= PROBES:
                 self.opened = self.clock()

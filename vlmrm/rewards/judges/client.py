@@ -240,6 +240,8 @@ class JudgeClient:
                 if number == tries:
                     raise
                 pause = wait_seconds(error, number, self.jitter())
+                if error.wait is None:  # the circuit paces the calls of a server that is down, and ends them
+                    pause = 0.0 if self.circuit.suspects else min(pause, self.circuit.patience)
                 if self.clock() + pause > end:
                     raise RewardError(
                         f"{error}; waiting {pause:.0f} s for another try would pass the deadline of "
