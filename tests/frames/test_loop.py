@@ -137,6 +137,8 @@ def test_a_loop_that_never_holds_says_so(planted, tmp_path):
         ({"train": {"positive_dir": "x"}}, "train has positive_dir, which the loop itself decides"),
         ({"policy": {"env": "x", "seeds": [1]}}, "policy has env, seeds"),
         ({"policy": {"total_step": 4}}, "total_step"),
+        ({"policy": {"hyperparameters": {"n_step": 64}}}, "unknown hyperparameter n_step: did you mean n_steps?"),
+        ({"policy": {"hyperparameters": {"mood": 1}}}, "unknown hyperparameter mood: ppo and sac of .* have none"),
         ({"round": 4}, "round"),
         ({"min_precision": 1.0}, "min_precision"),
     ],

@@ -19,7 +19,7 @@ from vlmrm.frames.checkpoint import load_classifier, read_config
 from vlmrm.frames.collecting import collect, summarise
 from vlmrm.frames.evaluation import evaluate
 from vlmrm.frames.qualification import episodes_needed, upper_bound
-from vlmrm.frames.rl import PolicyRun, train_policies
+from vlmrm.frames.rl import PolicyRun, check_hyperparameters, train_policies
 from vlmrm.frames.settings import CollectSettings, EnvironmentSettings, LoopSettings, RLSettings, TrainSettings
 from vlmrm.frames.training import train_classifier
 from vlmrm.frames.trajectory import trajectory_paths
@@ -64,7 +64,9 @@ def run_loop(settings: LoopSettings) -> list[Round]:
     for name, own in (("train", OWN), ("policy", OWN_POLICY)):
         if taken := sorted(own & set(getattr(settings, name))):
             raise ConfigError(f"{name} has {', '.join(taken)}, which the loop itself decides: leave it out.")
-    classifier_settings(settings, 1), policy_settings(settings, 1)  # so that a typo is found at once
+    # So that a typo is found at once.
+    classifier_settings(settings, 1)
+    check_hyperparameters(policy_settings(settings, 1))
     make_folder(settings.output_dir)
     say(summarise(collect(_collect_settings(settings, settings.demonstrator, settings.episodes, 2 * settings.seed))))
     if settings.random_episodes:

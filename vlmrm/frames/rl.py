@@ -6,6 +6,7 @@ any state is a success. Finished runs are kept and not repeated.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ from vlmrm.frames.environments import StableBaselinesEnv, TrueSuccess, make_envi
 from vlmrm.frames.frame_reward import FrameReward, FrameScorer
 from vlmrm.frames.pictures import NOT_DONE, Cell, draw_sheet
 from vlmrm.frames.settings import FrameRewardSettings, RewardModelSettings, RewardSource, RLSettings
+from vlmrm.settings import did_you_mean
 
 logger = logging.getLogger("vlmrm")
 
@@ -145,6 +147,15 @@ def _train_policy(trial: Trial) -> PolicyRun:
     run = PolicyRun(trial.source, trial.seed, random_rate, evaluations.points, records, trial.folder)
     _write_run(run, trial, policy, suspects)
     return run
+
+
+def check_hyperparameters(settings: RLSettings) -> None:
+    """Raise ConfigError for a hyperparameter that no algorithm in question has; no environment is made for it."""
+    algorithms = [settings.algorithm] if settings.algorithm else list(ALGORITHMS)
+    known = {name for algorithm in algorithms for name in inspect.signature(ALGORITHMS[algorithm]).parameters}
+    for name in sorted(set(settings.hyperparameters) - known):
+        hint = did_you_mean(name, known, f": {' and '.join(algorithms)} of Stable-Baselines3 have none of that name.")
+        raise ConfigError(f"unknown hyperparameter {name}{hint}")
 
 
 def untrained_policy(trial: Trial, env: VecEnv) -> BaseAlgorithm:
