@@ -65,8 +65,9 @@ def served(*rewards: dict[str, Any], listen: int = 0, **settings: Any) -> Genera
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        while not (server.started and all(service.health(name).ready for name in service.rewards)):
+        while not (server.started and all(health.ready for health in map(service.health, service.rewards))):
             assert thread.is_alive(), "the server ended"
+            assert not (errors := [error for name in service.rewards for error in service.health(name).errors]), errors
             time.sleep(0.01)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
