@@ -26,9 +26,15 @@ settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)
-def _messages_reach_caplog(monkeypatch) -> None:
-    """Let caplog see our messages even after a command has redirected them to a file."""
-    monkeypatch.setattr(logging.getLogger("vlmrm"), "propagate", True)
+def _messages_reach_caplog(monkeypatch) -> Generator[None]:
+    """Let caplog see our messages even after a command has redirected them to a file, which ends with its test."""
+    logger = logging.getLogger("vlmrm")
+    monkeypatch.setattr(logger, "propagate", True)
+    before = list(logger.handlers)
+    yield
+    for handler in set(logger.handlers) - set(before):
+        logger.removeHandler(handler)
+        handler.close()
 
 
 class _Deprecations(logging.Handler):

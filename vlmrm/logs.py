@@ -48,9 +48,18 @@ def start_log(kind: str) -> Path | None:
 
 
 class _File(logging.FileHandler):
-    """A handler that says once that its disk is full; Python's own would write a traceback for every line."""
+    """A handler that says once that it cannot write; Python's own would write a traceback for every line.
+
+    It also never raises: who logs is not to end where the disk is full or the folder of the log is gone.
+    """
 
     _failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # of opening it again, after another library has closed every handler of the process
+            self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._failed:

@@ -61,7 +61,7 @@ async def running(
 def served(*rewards: dict[str, Any], listen: int = 0, **settings: Any) -> Generator[str]:
     """The address of a server with loaded rewards on a port of this machine, for clients that need a network."""
     service = Service(settings_of(*(rewards or (fake(),)), **settings))
-    server = uvicorn.Server(uvicorn.Config(create_app(service), port=listen, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(create_app(service), port=listen, log_config=None))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
