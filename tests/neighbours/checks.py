@@ -22,6 +22,7 @@ from typing import Any
 
 QUESTION = "Which colour is this?"
 ANSWERS = ("It is red.", "It may be blue, I think.")
+NOT_DONE = {"proved": False, "what": "not done"}
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,15 @@ def chain(error: BaseException | None) -> list[str]:
 
 
 def main(checks: Mapping[str, Callable[[Case], Any]]) -> None:
-    """Run the checks one after another and write what came of each."""
+    """Run the checks one after another and write what came of each as soon as it did."""
     case = Case(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    report = {}
+    report: dict[str, dict[str, Any]] = dict.fromkeys(checks, NOT_DONE)
     for name, check in checks.items():
         try:
             report[name] = {"proved": True, "what": check(case)}
         except BaseException as error:
             report[name] = {"proved": False, "what": f"{type(error).__name__}: {error}"[:600]}
             traceback.print_exc()
-        Path(sys.argv[2]).write_text(json.dumps(report), encoding="utf-8")
+        written = Path(sys.argv[2] + ".part")
+        written.write_text(json.dumps(report), encoding="utf-8")
+        written.replace(sys.argv[2])  # whole at all times: the driver may be ended
