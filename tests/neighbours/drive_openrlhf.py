@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +38,7 @@ def outputs(case: Case, rows: list[tuple[str, str]], *endpoints: str, data_uri: 
 
     async def execute(picture: str, answer: str) -> dict[str, Any]:
         engine = Engine(processor.tokenizer(answer + "<|im_end|>")["input_ids"])
-        image = "data:image/png;base64," + base64.b64encode(Path(picture).read_bytes()).decode()
+        image = data_uri(picture)
         label = {"prompt": f"<image>{QUESTION}", "images": [image if data_uri else picture]}
         return await executor.execute(prompt, label, params, 4096, processor, engine, [case.pictures[0]])
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
-from checks import QUESTION, Case, main, raised, scored
+from checks import QUESTION, Case, data_uri, main, raised, scored
 from verifiers.v1.types import AssistantMessage, ImageUrlContentPart, ImageUrlSource, TextContentPart, UserMessage
 
 from vlmrm.adapters.plain import Reward
@@ -28,7 +26,7 @@ def task(url: str) -> vf.Task[vf.TaskData]:
 
 def rollout(one: vf.Task[vf.TaskData], picture: str, answer: str) -> vf.Trace:
     """A trace of a question about a picture, as an agent leaves it."""
-    image = "data:image/png;base64," + base64.b64encode(Path(picture).read_bytes()).decode()
+    image = data_uri(picture)
     question = [ImageUrlContentPart(image_url=ImageUrlSource(url=image)), TextContentPart(text=QUESTION)]
     nodes = [
         vf.MessageNode(message=UserMessage(content=question)),

@@ -23,6 +23,7 @@ REWARDS = {
     "a broken sample": ("broken",),
     "the service is away": ("away", "away_remote", "late"),
     "a group over two ranks": ("ranks", "ranks_broken"),
+    "GDPO of two rewards": ("gdpo", "gdpo_broken"),
 }
 FRAMES = {
     "episodes in its format": ("written", "read", "video", "progress"),
