@@ -154,6 +154,20 @@ def be_rank(number: int, port: int, function: Callable[[int, Case], Any], case: 
     torch.distributed.destroy_process_group()
 
 
+def begin_ray() -> None:
+    """Begin Ray, which gives its own node 30 s to start, and a busy machine may need more: it is tried again."""
+    import ray
+
+    for attempt in range(5):
+        try:
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt == 4 or "timed out during startup" not in str(error):
+                raise
+
+
 def raised(call: Callable[[], Any], *words: str) -> str:
     """Return what a call is refused with, all of it, which must have these words."""
     try:

@@ -61,7 +61,15 @@ def ready(process: subprocess.Popen[bytes], log: Path) -> str:
     raise RuntimeError("the service did not start: " + log.read_text(encoding="utf-8")[-600:])
 
 
-def written_case(folder: Path, model: Path, url: str) -> Path:
+@contextmanager
+def nowhere() -> Generator[str]:
+    """An address where nothing listens, nor anybody else can."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+def written_case(folder: Path, model: Path, url: str, away: str) -> Path:
     """Write what the drivers are given."""
     noise = random.Random(0)
     pictures = [folder / f"picture_{number}.png" for number in range(2)]
@@ -69,9 +77,6 @@ def written_case(folder: Path, model: Path, url: str) -> Path:
         Image.frombytes("RGB", (84, 56), noise.randbytes(84 * 56 * 3)).save(picture)
     broken = folder / "broken.png"
     broken.write_bytes(pictures[0].read_bytes()[:2000])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        away = f"http://127.0.0.1:{free.getsockname()[1]}"
     policy = make_tiny(folder / "policy")
     case: dict[str, Any] = {"url": url, "model": str(model), "away": away, "policy": str(policy)}
     case |= {"broken": str(broken), "pictures": [str(one) for one in pictures], "folder": ""}
@@ -90,7 +95,7 @@ def drive(neighbour: Neighbour, case: Path, limit: float = LIMIT_S) -> dict[str,
     if neighbour.checkout is not None:
         environment["PYTHONPATH"] = str(neighbour.checkout / neighbour.sources)
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-    environment[OWNER] = str(folder)
+    environment |= {OWNER: str(folder), "RAY_worker_register_timeout_seconds": str(LIMIT_S)}
     log = FOLDER / f"{neighbour.name}.log"
     began = time.monotonic()
     with log.open("w") as output:
@@ -173,8 +178,8 @@ def main(names: Sequence[str]) -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_reward_model(Path(folder, "model"))
-        with served(model) as url, ThreadPoolExecutor(2) as pool:
-            case = written_case(Path(folder), model, url)
+        with served(model) as url, nowhere() as away, ThreadPoolExecutor(2) as pool:
+            case = written_case(Path(folder), model, url, away)
             made = [one for one in asked if unmade[one.name] is None]
             reports = dict(zip(made, pool.map(lambda one: drive(one, case), made), strict=True))
             scorer = load_scorer(model, device="cpu", dtype="float32")

@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-from checks import QUESTION, Case, main, raised, recipe, scored
+from checks import QUESTION, Case, begin_ray, main, raised, recipe, scored
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.utils import ENV_REGISTRY, create_env
 from nemo_rl.experience.rollouts import calculate_rewards
@@ -48,5 +47,5 @@ def away(case: Case) -> str:
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    begin_ray()
     main({"equal": equal, "broken": broken, "away": away})

@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 import verl.trainer.config
-from checks import ANSWERS, MANY, QUESTION, Case, asked, gdpo, main, many_rewards, normalised, raised, scored
+from checks import (
+    ANSWERS,
+    MANY,
+    QUESTION,
+    Case,
+    asked,
+    begin_ray,
+    gdpo,
+    main,
+    many_rewards,
+    normalised,
+    raised,
+    scored,
+)
 from hydra import compose, initialize_config_module
 from PIL import Image
 from verl import DataProto
@@ -190,7 +202,7 @@ def away(case: Case) -> str:
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    begin_ray()
     main(
         {
             "equal": equal,
