@@ -93,7 +93,7 @@ def drive(neighbour: Neighbour, case: Path, limit: float = LIMIT_S) -> dict[str,
     command = [str(neighbour.python), str(neighbour.driver), str(own), str(report)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if neighbour.checkout is not None:
-        environment["PYTHONPATH"] = str(neighbour.checkout / neighbour.sources)
+        environment["PYTHONPATH"] = os.pathsep.join(str(neighbour.checkout / one) for one in neighbour.sources)
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {OWNER: str(folder), "RAY_worker_register_timeout_seconds": str(LIMIT_S)}
     log = FOLDER / f"{neighbour.name}.log"

@@ -37,7 +37,7 @@ class Neighbour:
     known: tuple[str, ...] = ()
     interpreter: str = sys.executable
     copy: str | None = None
-    sources: str = "."
+    sources: tuple[str, ...] = (".",)
 
     @property
     def checkout(self) -> Path | None:
