@@ -91,7 +91,9 @@ def drive(neighbour: Neighbour, case: Path, limit: float = LIMIT_S) -> dict[str,
     own, report = folder / "case.json", folder / "report.json"
     own.write_text(json.dumps({**json.loads(case.read_text()), "folder": str(folder)}), encoding="utf-8")
     command = [str(neighbour.python), str(neighbour.driver), str(own), str(report)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # Its compiled modules are kept: ranks and workers import all of them once more.
+    dropped = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
     if neighbour.checkout is not None:
         environment["PYTHONPATH"] = os.pathsep.join(str(neighbour.checkout / one) for one in neighbour.sources)
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}

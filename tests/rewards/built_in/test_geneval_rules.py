@@ -202,7 +202,7 @@ def scene(draw: random.Random) -> tuple[list[dict], list[Seen]]:
 
 def test_exact_counts_are_flow_grpo_s_in_random_scenes():
     draw, verdicts = random.Random(0), []
-    for _ in range(20_000):
+    for _ in range(5_000):
         include, found = scene(draw)
         wanted, grade = flow_grpo(include, found)
         result = judged(row("color_attr", *include), *found, judge=exact_conditions)
