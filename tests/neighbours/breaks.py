@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from vlmrm.errors import RowError
@@ -25,9 +26,16 @@ class BreaksOne:
         return scores
 
 
+def but_one(call: Callable[..., RewardModelOutput]) -> Callable[..., RewardModelOutput]:
+    @wraps(call)
+    def broken(self: VlmReward, **columns: Any) -> RewardModelOutput:
+        output = call(self, **columns)
+        return replace(output, rewards=[output.rewards[0], math.nan, *output.rewards[2:]])
+
+    return broken
+
+
 class VlmRewardButOne(VlmReward):
     """A reward whose model is in this process."""
 
-    def __call__(self, **columns: Any) -> RewardModelOutput:  # ty: ignore[invalid-method-override]
-        output = super().__call__(**columns)
-        return replace(output, rewards=[output.rewards[0], math.nan, *output.rewards[2:]])
+    __call__ = but_one(VlmReward.__call__)
