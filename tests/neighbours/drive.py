@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import distributions
@@ -175,36 +175,47 @@ def main(names: Sequence[str]) -> int:
     began = time.monotonic()
     unmade = make_all(asked)
     minutes = (time.monotonic() - began) / 60
-    kept = FOLDER / "results.json"
-    results: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() and names else {}
-    failed = 0
+    results = Results(keep=bool(names))
+    for neighbour in asked:
+        if reason := unmade[neighbour.name]:
+            results.add(neighbour, neighbour.requires[0], {"resolves": {"proved": False, "what": reason}})
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_reward_model(Path(folder, "model"))
+        scorer = load_scorer(model, device="cpu", dtype="float32")
         with served(model) as url, nowhere() as away, ThreadPoolExecutor(2) as pool:
             case = written_case(Path(folder), model, url, away)
-            made = [one for one in asked if unmade[one.name] is None]
-            reports = dict(zip(made, pool.map(lambda one: drive(one, case), made), strict=True))
-            scorer = load_scorer(model, device="cpu", dtype="float32")
             pictures = json.loads(case.read_text(encoding="utf-8"))["pictures"]
-            for report in reports.values():
-                for name, check in report["checks"].items():
+            driven = {pool.submit(drive, one, case): one for one in asked if unmade[one.name] is None}
+            for report in as_completed(driven):
+                checks = {"resolves": {"proved": True, "what": ""}, **report.result()["checks"]}
+                for name, check in checks.items():
                     if check["proved"] and isinstance(check["what"], list):
-                        report["checks"][name] = compared(check["what"], scorer, pictures)
-    for neighbour in asked:
-        result = {"title": neighbour.title, "date": datetime.now(UTC).date().isoformat(), "seconds": 0}
-        if reason := unmade[neighbour.name]:
-            result |= {"version": neighbour.requires[0], "checks": {"resolves": {"proved": False, "what": reason}}}
-        else:
-            checks = {"resolves": {"proved": True, "what": ""}, **reports[neighbour]["checks"]}
-            result |= {"version": released(neighbour), "checks": checks, "seconds": reports[neighbour]["seconds"]}
-        results[neighbour.name] = result
-        for name, check in result["checks"].items():
-            verdict = "proved" if check["proved"] else "NOT PROVED"
-            failed += not check["proved"] and (name not in neighbour.known or "ended" in check)
-            sys.stdout.write(f"{neighbour.title} {result['version']}: {name}: {verdict}: {check['what']}\n")
+                        checks[name] = compared(check["what"], scorer, pictures)
+                neighbour = driven[report]
+                results.add(neighbour, released(neighbour), checks, report.result()["seconds"])
     sys.stdout.write(f"environments: {size():.1f} GB, made in {minutes:.1f} min\n")
-    kept.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    return int(failed > 0)
+    return int(results.failed)
+
+
+class Results:
+    """What came of each framework; written as soon as it is known, so that no end of the others loses it."""
+
+    def __init__(self, keep: bool):
+        self.file = FOLDER / "results.json"
+        self.found = json.loads(self.file.read_text(encoding="utf-8")) if keep and self.file.exists() else {}
+        self.failed = False
+
+    def add(self, neighbour: Neighbour, version: str, checks: dict[str, Any], seconds: int = 0) -> None:
+        result = {"title": neighbour.title, "version": version, "date": datetime.now(UTC).date().isoformat()}
+        self.found[neighbour.name] = {**result, "seconds": seconds, "checks": checks}
+        ordered = {one.name: self.found[one.name] for one in neighbours() if one.name in self.found}
+        self.file.write_text(json.dumps(ordered, indent=1), encoding="utf-8")
+        for name, check in checks.items():
+            verdict = "proved" if check["proved"] else "NOT PROVED"
+            self.failed |= not check["proved"] and (name not in neighbour.known or "ended" in check)
+            sys.stdout.write(f"{neighbour.title} {version}: {name}: {verdict}: {check['what']}\n")
+        sys.stdout.write(f"{neighbour.title}: {seconds} s\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
