@@ -33,7 +33,7 @@ from vlmrm.scoring import load_scorer
 
 TOLERANCE = 1e-5
 LIMIT_S = 1500  # against a driver that hangs: a busy machine must not decide a check
-START_S = 300  # until the service is ready
+START_S = 900  # until the service is ready
 OWNER = "VLMRM_NEIGHBOUR"  # the environment variable that all processes of a driver have
 
 
