@@ -155,7 +155,7 @@ def whereabouts(one: Detection, other: Detection) -> set[str]:
 
 
 def flow_grpo(include: list[dict], found: list[Seen]) -> tuple[bool, float]:
-    """Its verdict and its graded reward, written anew: over 20,000 of these scenes equal to yifan123/reward-server's."""
+    """Its verdict and its graded reward, written anew: those of yifan123/reward-server in 20,000 such scenes."""
     right, grades, groups = True, [], []
     for clause in include:
         own = [each for each in found if each.label == clause["class"]]
