@@ -31,6 +31,7 @@ from vlmrm.rewards import RewardArguments, reward_model_class
 
 SAMPLES = 200
 SIZE = (512, 512)
+BATCH = 20
 PASSES = 4  # of EditScore
 ALPHABETS = (
     "abc XYZ",
@@ -94,6 +95,11 @@ class Program:
     encoding: str
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256  # a program may begin all its requests at once
+
+
 class Recorder:
     """A server of chat completions that keeps the bodies of its requests."""
 
@@ -125,8 +131,7 @@ class Recorder:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
+        self.server = Server(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
@@ -231,8 +236,10 @@ def unified_reward_1(given: Sequence[Sample], url: str) -> None:
     with importing(copy("RationalRewards") / "diffusion_rl_training", "flow_grpo"):
         rewards = importlib.import_module("flow_grpo.rewards")
     os.environ["UNIFIEDREWARD_BASE_URL"] = f"{url}/v1"
-    score = rewards.unifiedreward_score_sglang("cpu")
-    score([np.asarray(one.pictures["image"]) for one in given], [one.prompt for one in given], {})
+    for start in range(0, len(given), BATCH):  # it begins all requests of a batch at once
+        batch = given[start : start + BATCH]
+        score = rewards.unifiedreward_score_sglang("cpu")
+        score([np.asarray(one.pictures["image"]) for one in batch], [one.prompt for one in batch], {})
 
 
 def edit_score(case: Case) -> str:
