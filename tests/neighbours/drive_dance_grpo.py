@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +30,9 @@ UNUSED = (
     "parallel_states",
     "validation",
 )
-sys.modules |= {f"fastvideo.utils.{name}": MagicMock() for name in UNUSED}
-sys.modules |= {name: MagicMock() for name in ("cv2", "hpsv3", "wandb", "fastvideo.dataset")}
-sys.modules["fastvideo.dataset.latent_qwenimage_rl_datasets"] = MagicMock()
+OTHERS = ("cv2", "hpsv3", "wandb", "fastvideo.dataset", "fastvideo.dataset.latent_qwenimage_rl_datasets")
+for name in (*(f"fastvideo.utils.{name}" for name in UNUSED), *OTHERS):
+    sys.modules[name] = MagicMock(__spec__=ModuleSpec(name, None))
 
 from fastvideo import train_grpo_qwenimage  # noqa: E402
 
