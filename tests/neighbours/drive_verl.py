@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 import verl.trainer.config
 from checks import (
@@ -108,13 +109,13 @@ def rewarded(case: Case, rows: Rows, loop: RewardLoopManager) -> DataProto:
 
 def advantages(data: DataProto, estimator: str, config: Any = None) -> np.ndarray:
     """What its estimator makes of the rewards, as its trainer calls it: [N]."""
+    each = {"non_tensor_batch": data.non_tensor_batch, "batch": data.batch} if estimator == "gdpo" else {}
     by_token, _ = get_adv_estimator_fn(estimator)(
         token_level_rewards=data.batch["rm_scores"],
         response_mask=data.batch["attention_mask"][:, 3:],
         index=data.non_tensor_batch["uid"],
         config=config,
-        non_tensor_batch=data.non_tensor_batch,
-        batch=data.batch,
+        **each,
     )
     return by_token[:, 0].numpy()
 
@@ -154,6 +155,8 @@ def of_many(case: Case) -> list[dict[str, Any]]:
         f"+algorithm.gdpo_reward_keys={list(MANY)}",
         f"+algorithm.gdpo_reward_weights={list(MANY.values())}",
     )
+    for worker in managers(case).reward_loop_workers:  # the others have their names
+        ray.kill(worker)
     rows = across(case)
     data = rewarded(case, rows, RewardLoopManager(config))
     found = advantages(data, "gdpo", config.algorithm)
