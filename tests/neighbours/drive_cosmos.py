@@ -53,7 +53,7 @@ def outcome(pictures: list[torch.Tensor], url: str) -> str:
 
 
 def broken(case: Case) -> str:
-    return outcome([tensor(line(case.folder))], case.url)
+    return outcome([tensor(line(case.folder))], case.url) + ", once its client has logged the failure at level INFO"
 
 
 def away(case: Case) -> str:
