@@ -77,7 +77,7 @@ def equal(case: Case) -> list[dict[str, Any]]:
 
 
 def broken(case: Case) -> str:
-    raised(partial(asked, case.url, line(case.folder)), "HTTP scoring failed")
+    raised(partial(asked, case.url, line(case.folder)), "HTTP 400", "400x1 pixels")
     raised(partial(managed, case.url, line(case.folder), many=True), "RuntimeError", "sample 7 of drawn")
     return raised(partial(managed, case.url, line(case.folder)), "RewardError", "sample 7 of drawn")
 
