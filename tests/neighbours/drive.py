@@ -109,11 +109,13 @@ def drive(neighbour: Neighbour, case: Path, limit: float = LIMIT_S) -> dict[str,
         finally:
             end_all(str(folder))
             process.wait()
-    said = log.read_text(encoding="utf-8", errors="replace")[-600:]
+    said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    if "status" in ended and said:
+        ended += f": {said[-1][:300]}"
     checks = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {"equal": NOT_DONE}
     for name, check in checks.items():
         if check == NOT_DONE:
-            checks[name] = {"proved": False, "ended": True, "what": f"{ended}: {said}" if "status" in ended else ended}
+            checks[name] = {"proved": False, "ended": True, "what": ended}
     return {"checks": checks, "seconds": round(time.monotonic() - began)}
 
 
