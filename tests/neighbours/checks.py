@@ -88,9 +88,9 @@ def recipe(framework: str, url: str, folder: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def many_rewards(case: Case, model: str = "vlm_reward") -> Path:
+def many_rewards(case: Case, reward: str, model: str) -> Path:
     """Write the configuration of two rewards: that of a model, which masks what is missing, and brevity."""
-    people = {"name": "people", "reward_model": model, "model_path": case.model, "on_failure": "mask"}
+    people = {"name": "people", "reward_model": reward, "model_path": model, "on_failure": "mask"}
     brief = {"name": "brief", "reward_model": "format", "pattern": ".{1,12}"}
     rewards = [{**people, "dtype": "float32", "device": "cpu"}, brief]
     file = Path(case.folder, "rewards.yaml")  # JSON is YAML

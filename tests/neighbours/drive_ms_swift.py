@@ -139,7 +139,7 @@ def ranks_broken(case: Case) -> str:
 def of_many(case: Case) -> list[dict[str, Any]]:
     """Each reward of a set as one of its own, as its GDPO takes them; of one a sample is missing."""
     rows = [(picture, answer) for picture in case.pictures for answer in MORE]
-    configuration = str(many_rewards(case, "breaks.VlmRewardButOne"))
+    configuration = str(many_rewards(case, "breaks.VlmRewardButOne", case.model))
     values = rewards(case, rows, MANY_PLUGIN.format(file=configuration), tuple(MANY))
     advantages, _ = compute_advantages(values, torch.tensor(list(MANY.values())), len(MORE), scale_rewards="gdpo")
     columns = dict(zip(MANY, values.T.tolist(), strict=True))

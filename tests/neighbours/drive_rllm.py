@@ -21,7 +21,7 @@ class Given(RolloutEngine):
 
     async def get_model_response(self, messages: Any, *, application_id: str, **_: Any) -> ModelOutput:
         answer = self.answers[int(application_id.partition(":")[0])]
-        return ModelOutput(text=answer, content=answer, finish_reason="stop")
+        return ModelOutput(text=answer, content=answer, reasoning="", finish_reason="stop")
 
 
 def rewards(case: Case, url: str, rows: Sequence[tuple[str, str]]) -> list[float]:

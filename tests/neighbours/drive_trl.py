@@ -131,7 +131,7 @@ def broken(case: Case) -> str:
 
 def of_many(case: Case) -> list[dict[str, Any]]:
     """Rewards one by one, as TRL's GDPO takes them, of which one lacks a sample."""
-    rewards = TRLRewardSet(many_rewards(case, "breaks.VlmRewardButOne"), GROUP)
+    rewards = TRLRewardSet(many_rewards(case, "breaks.VlmRewardButOne", case.model), GROUP)
     how = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": rewards.weights()}
     logs = step(case, rewards.each(), **how)._logs
     rows = rows_of(case, logs)

@@ -145,11 +145,14 @@ def broken(case: Case) -> str:
 
 
 def of_many(case: Case) -> list[dict[str, Any]]:
-    """Several rewards by compute_rewards, on two workers, and GDPO's advantages."""
+    """Several rewards by compute_rewards, on two workers, and GDPO's advantages.
+
+    verl's transformers are too old for a model in its processes: the reward asks the service.
+    """
     config = configured(
         case,
         FUNCTION,
-        f"{GIVEN}.rewards={many_rewards(case)}",
+        f"{GIVEN}.rewards={many_rewards(case, 'served.Served', case.url)}",
         "reward.custom_reward_function.name=compute_rewards",
         "algorithm.adv_estimator=gdpo",
         f"+algorithm.gdpo_reward_keys={list(MANY)}",
