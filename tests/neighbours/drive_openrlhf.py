@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from checks import QUESTION, Case, main, raised, scored
+from checks import QUESTION, Case, data_uri, main, raised, scored
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from transformers import AutoProcessor
 
