@@ -97,7 +97,7 @@ def equal(case: Case) -> list[dict[str, Any]]:
 
 
 def broken(case: Case) -> str:
-    return raised(lambda: rewards(case, case.url, [line(case.folder)]), "RewardError", "reward people: sample 0")
+    return raised(lambda: rewards(case, case.url, [line(case.folder)]), "RewardError", "reward people", "sample 0")
 
 
 def away(case: Case) -> str:

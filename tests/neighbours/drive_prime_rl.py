@@ -25,6 +25,7 @@ async def episode(case: Case, url: str, picture: str, answer: str) -> vf.Episode
         await one.score(trace)
     except vf.TaskError as error:
         trace.record_error(error)
+    trace.ok = not trace.errors
     return vf.Episode(task=trace.task, traces=[trace])
 
 
