@@ -59,6 +59,11 @@ def rewards(case: Case, url: str, rows: Rows) -> list[float]:
 
 
 def equal(case: Case) -> list[dict[str, Any]]:
+    rows = case.rows()
+    return [scored(*row, value) for row, value in zip(rows, rewards(case, case.url, rows), strict=True)]
+
+
+def ranks(case: Case) -> list[dict[str, Any]]:
     """Each picture's answers are on both workers."""
     rows = case.rows()[::2] + case.rows()[1::2]
     return [scored(*row, value) for row, value in zip(rows, rewards(case, case.url, rows), strict=True)]
@@ -77,4 +82,4 @@ def away(case: Case) -> str:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     begin_ray()
-    main({"equal": equal, "broken": broken, "away": away})
+    main({"equal": equal, "ranks": ranks, "broken": broken, "away": away})
