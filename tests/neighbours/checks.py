@@ -11,10 +11,12 @@ from __future__ import annotations
 import base64
 import importlib
 import json
+import os
 import re
+import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +24,9 @@ from typing import Any
 
 QUESTION = "Which colour is this?"
 ANSWERS = ("It is red.", "It may be blue, I think.")
+MANY = {"people": 1.0, "brief": 0.5}  # the rewards of `many_rewards`, with their weights
+RANKS = 2
+NOT_DONE = {"proved": False, "what": "not done"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Case:
     model: str  # the checkpoint that it serves
     away: str  # where nothing listens
     policy: str  # a tiny vision-language model to be trained
-    pictures: list[str]  # two that differ
+    pictures: tuple[str, str]  # that differ
     broken: str  # a file that is cut off
     folder: str  # an empty one
 
@@ -51,11 +56,20 @@ def scored(picture: str, answer: str, reward: Any) -> dict[str, Any]:
     return {"messages": [*asked(picture), {"role": "assistant", "content": answer}], "reward": float(reward)}
 
 
-def drawn(picture: str, reward: Any) -> dict[str, Any]:
+def drawn(picture: str, reward: Any, asked: str = QUESTION) -> dict[str, Any]:
     """A conversation whose answer is a picture, with the reward that a framework came to."""
-    question = {"role": "user", "content": [{"type": "text", "text": QUESTION}]}
+    question = {"role": "user", "content": [{"type": "text", "text": asked}]}
     answer = {"role": "assistant", "content": [{"type": "image", "image": picture}]}
     return {"messages": [question, answer], "reward": float(reward)}
+
+
+def line(folder: str) -> str:
+    """Write a picture that no model takes: a line. What a policy draws is never cut off."""
+    from PIL import Image
+
+    file = Path(folder, "line.png")
+    Image.new("RGB", (400, 1)).save(file)
+    return str(file)
 
 
 def data_uri(picture: str) -> str:
@@ -72,6 +86,86 @@ def recipe(framework: str, url: str, folder: str) -> ModuleType:
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
     return importlib.import_module(name)
+
+
+def many_rewards(case: Case, reward: str, model: str) -> Path:
+    """Write the configuration of two rewards: that of a model, which masks what is missing, and brevity."""
+    people = {"name": "people", "reward_model": reward, "model_path": model, "on_failure": "mask"}
+    brief = {"name": "brief", "reward_model": "format", "pattern": ".{1,12}"}
+    rewards = [{**people, "dtype": "float32", "device": "cpu"}, brief]
+    file = Path(case.folder, "rewards.yaml")  # JSON is YAML
+    file.write_text(
+        json.dumps({"rewards": [{**one, "weight": MANY[one["name"]]} for one in rewards]}), encoding="utf-8"
+    )
+    return file
+
+
+def gdpo(
+    rewards: Mapping[str, Sequence[float]],
+    groups: Sequence[Hashable],
+    epsilon: float,
+    lengths: Sequence[int] | None = None,
+    ddof: int = 1,
+) -> Any:
+    """The advantages [N] of GDPO (arXiv:2601.05242) of the rewards by name, a missing one as its group's mean.
+
+    Args:
+        lengths: of the answers, where the last normalisation is over their tokens.
+        ddof: 1 where standard deviations are those of samples, 0 of populations.
+    """
+    import numpy as np
+
+    total = sum(MANY[name] * normalised(values, groups, epsilon, ddof) for name, values in rewards.items())
+    tokens = total if lengths is None else np.repeat(total, lengths)
+    return (total - tokens.mean()) / (tokens.std(ddof=ddof) + epsilon)
+
+
+def normalised(values: Sequence[float], groups: Sequence[Hashable], epsilon: float, ddof: int = 1) -> Any:
+    """The rewards [N], each less its group's mean, over its group's standard deviation."""
+    import numpy as np
+
+    result = np.array(values, dtype=float)
+    for group in set(groups):
+        own = [at for at, other in enumerate(groups) if other == group]
+        present = np.nan_to_num(result[own], nan=np.nanmean(result[own]))
+        result[own] = (present - present.mean()) / (present.std(ddof=ddof) + epsilon)
+    return result
+
+
+def on_ranks(function: Callable[[int, Case], Any], case: Case) -> list[Any]:
+    """What a function of the driver returns on each of two ranks, with their number; JSON can hold it."""
+    import torch.multiprocessing
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(be_rank, (port, function, case), nprocs=RANKS)
+    return [json.loads(Path(case.folder, f"rank_{number}.json").read_text()) for number in range(RANKS)]
+
+
+def be_rank(number: int, port: int, function: Callable[[int, Case], Any], case: Case) -> None:
+    import torch.distributed
+
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    returned = function(number, case)
+    assert torch.distributed.get_world_size() == RANKS, "the ranks have not joined"
+    Path(case.folder, f"rank_{number}.json").write_text(json.dumps(returned), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+
+
+def begin_ray() -> None:
+    """Begin Ray, which gives its own node 30 s to start, and a busy machine may need more: it is tried again."""
+    import ray
+
+    for attempt in range(5):
+        try:
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt == 4 or "timed out during startup" not in str(error):
+                raise
 
 
 def raised(call: Callable[[], Any], *words: str) -> str:
@@ -95,13 +189,16 @@ def chain(error: BaseException | None) -> list[str]:
 
 
 def main(checks: Mapping[str, Callable[[Case], Any]]) -> None:
-    """Run the checks one after another and write what came of each."""
-    case = Case(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    report = {}
+    """Run the checks one after another and write what came of each as soon as it did."""
+    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    case = Case(**{**given, "pictures": tuple(given["pictures"])})
+    report: dict[str, dict[str, Any]] = dict.fromkeys(checks, NOT_DONE)
     for name, check in checks.items():
         try:
             report[name] = {"proved": True, "what": check(case)}
         except BaseException as error:
             report[name] = {"proved": False, "what": f"{type(error).__name__}: {error}"[:600]}
             traceback.print_exc()
-        Path(sys.argv[2]).write_text(json.dumps(report), encoding="utf-8")
+        written = Path(sys.argv[2] + ".part")
+        written.write_text(json.dumps(report), encoding="utf-8")
+        written.replace(sys.argv[2])  # whole at all times: the driver may be ended

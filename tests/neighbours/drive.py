@@ -10,48 +10,66 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from environments import FOLDER, HERE, Neighbour, make_all, neighbours, size
+from checks import NOT_DONE
+from environments import FOLDER, Neighbour, make_all, neighbours, size
 from PIL import Image
 
 from vlmrm.modeling import make_tiny, make_tiny_reward_model
 from vlmrm.scoring import load_scorer
 
 TOLERANCE = 1e-5
-LIMIT_S = 480  # for a driver
+LIMIT_S = 1500  # against a driver that hangs: a busy machine must not decide a check
+START_S = 900  # until the service is ready
+OWNER = "VLMRM_NEIGHBOUR"  # the environment variable that all processes of a driver have
 
 
 @contextmanager
 def served(model: Path) -> Generator[str]:
     """The address of `vlmrm serve` on a free port, once it is ready."""
     command = [sys.executable, "-m", "vlmrm", "serve", "--model", str(model), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    log = FOLDER / "service.log"  # a pipe that nobody reads would fill, and stop the service
+    with log.open("w") as output, subprocess.Popen(command, stderr=output) as process:
         try:
-            seen = ""
-            for line in process.stderr or ():
-                seen += line
-                address = re.search(r"http://127\.0\.0\.1:\d+", seen)
-                if address and "is ready" in seen:
-                    yield address[0]
-                    return
-            raise RuntimeError("the service ended: " + seen[-600:])
+            yield ready(process, log)
         finally:
             process.terminate()
 
 
-def written_case(folder: Path, model: Path, url: str) -> Path:
+def ready(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Wait until a service says that it is ready; return its address."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        seen = log.read_text(encoding="utf-8")
+        address = re.search(r"http://127\.0\.0\.1:\d+", seen)
+        if address and "is ready" in seen:
+            return address[0]
+        time.sleep(0.1)
+    raise RuntimeError("the service did not start: " + log.read_text(encoding="utf-8")[-600:])
+
+
+@contextmanager
+def nowhere() -> Generator[str]:
+    """An address where nothing listens, nor anybody else can."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+def written_case(folder: Path, model: Path, url: str, away: str) -> Path:
     """Write what the drivers are given."""
     noise = random.Random(0)
     pictures = [folder / f"picture_{number}.png" for number in range(2)]
@@ -59,9 +77,6 @@ def written_case(folder: Path, model: Path, url: str) -> Path:
         Image.frombytes("RGB", (84, 56), noise.randbytes(84 * 56 * 3)).save(picture)
     broken = folder / "broken.png"
     broken.write_bytes(pictures[0].read_bytes()[:2000])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        away = f"http://127.0.0.1:{free.getsockname()[1]}"
     policy = make_tiny(folder / "policy")
     case: dict[str, Any] = {"url": url, "model": str(model), "away": away, "policy": str(policy)}
     case |= {"broken": str(broken), "pictures": [str(one) for one in pictures], "folder": ""}
@@ -70,25 +85,58 @@ def written_case(folder: Path, model: Path, url: str) -> Path:
     return file
 
 
-def drive(neighbour: Neighbour, case: Path) -> dict[str, Any]:
-    """Run a framework's driver in its environment; return its report."""
+def drive(neighbour: Neighbour, case: Path, limit: float = LIMIT_S) -> dict[str, Any]:
+    """Run a framework's driver in its environment; return its report, which says so where it was ended."""
     folder = Path(tempfile.mkdtemp(prefix=f"{neighbour.name}-", dir=case.parent))
     own, report = folder / "case.json", folder / "report.json"
     own.write_text(json.dumps({**json.loads(case.read_text()), "folder": str(folder)}), encoding="utf-8")
-    command = [str(neighbour.python), str(HERE / f"drive_{neighbour.name}.py"), str(own), str(report)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(neighbour.python), str(neighbour.driver), str(own), str(report)]
+    # Its compiled modules are kept: ranks and workers import all of them once more.
+    dropped = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
     if neighbour.checkout is not None:
-        environment["PYTHONPATH"] = str(neighbour.checkout / neighbour.sources)
+        environment["PYTHONPATH"] = os.pathsep.join(str(neighbour.checkout / one) for one in neighbour.sources)
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {OWNER: str(folder), "RAY_worker_register_timeout_seconds": str(LIMIT_S)}
     log = FOLDER / f"{neighbour.name}.log"
     began = time.monotonic()
     with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
         try:
-            subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, timeout=LIMIT_S)
+            ended = f"its driver ended with status {process.wait(limit)}"
         except subprocess.TimeoutExpired:
-            output.write(f"ended after {LIMIT_S} s\n")
-    checks = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
-    return {"checks": checks, "seconds": round(time.monotonic() - began), "said": log.read_text()[-600:]}
+            ended = f"its driver was ended after {limit:.0f} s"
+        finally:
+            end_all(str(folder))
+            process.wait()
+    said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    if "status" in ended and said:
+        ended += f": {said[-1][:300]}"
+    checks = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {"equal": NOT_DONE}
+    for name, check in checks.items():
+        if check == NOT_DONE:
+            checks[name] = {"proved": False, "ended": True, "what": ended}
+    return {"checks": checks, "seconds": round(time.monotonic() - began)}
+
+
+def end_all(owner: str) -> None:
+    """Kill what a driver has left: ranks, and daemons with sessions of their own, as Ray's."""
+    deadline = time.monotonic() + 30
+    while (left := processes_of(owner)) and time.monotonic() < deadline:  # one of them may have begun another
+        for number in left:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def processes_of(owner: str) -> list[int]:
+    """Return the processes that run for a driver, by their environment; Linux tells it of those that run."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"{OWNER}={owner}".encode() in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+    return found
 
 
 def compared(rows: Sequence[dict[str, Any]], scorer: Any, pictures: Sequence[str]) -> dict[str, Any]:
@@ -129,38 +177,47 @@ def main(names: Sequence[str]) -> int:
     began = time.monotonic()
     unmade = make_all(asked)
     minutes = (time.monotonic() - began) / 60
-    kept = FOLDER / "results.json"
-    results: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() and names else {}
-    failed = 0
+    results = Results(keep=bool(names))
+    for neighbour in asked:
+        if reason := unmade[neighbour.name]:
+            results.add(neighbour, neighbour.requires[0], {"resolves": {"proved": False, "what": reason}})
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_reward_model(Path(folder, "model"))
-        with served(model) as url, ThreadPoolExecutor(2) as pool:
-            case = written_case(Path(folder), model, url)
-            made = [one for one in asked if unmade[one.name] is None]
-            reports = dict(zip(made, pool.map(lambda one: drive(one, case), made), strict=True))
-            scorer = load_scorer(model, device="cpu", dtype="float32")
+        scorer = load_scorer(model, device="cpu", dtype="float32")
+        with served(model) as url, nowhere() as away, ThreadPoolExecutor(2) as pool:
+            case = written_case(Path(folder), model, url, away)
             pictures = json.loads(case.read_text(encoding="utf-8"))["pictures"]
-            for report in reports.values():
-                if not report["checks"]:
-                    report["checks"]["equal"] = {"proved": False, "what": report["said"]}
-                for name, check in report["checks"].items():
+            driven = {pool.submit(drive, one, case): one for one in asked if unmade[one.name] is None}
+            for report in as_completed(driven):
+                checks = {"resolves": {"proved": True, "what": ""}, **report.result()["checks"]}
+                for name, check in checks.items():
                     if check["proved"] and isinstance(check["what"], list):
-                        report["checks"][name] = compared(check["what"], scorer, pictures)
-    for neighbour in asked:
-        result = {"title": neighbour.title, "date": datetime.now(UTC).date().isoformat(), "seconds": 0}
-        if reason := unmade[neighbour.name]:
-            result |= {"version": neighbour.requires[0], "checks": {"resolves": {"proved": False, "what": reason}}}
-        else:
-            checks = {"resolves": {"proved": True, "what": ""}, **reports[neighbour]["checks"]}
-            result |= {"version": released(neighbour), "checks": checks, "seconds": reports[neighbour]["seconds"]}
-        results[neighbour.name] = result
-        for name, check in result["checks"].items():
-            verdict = "proved" if check["proved"] else "NOT PROVED"
-            failed += not check["proved"] and name not in neighbour.known
-            sys.stdout.write(f"{neighbour.title} {result['version']}: {name}: {verdict}: {check['what']}\n")
+                        checks[name] = compared(check["what"], scorer, pictures)
+                neighbour = driven[report]
+                results.add(neighbour, released(neighbour), checks, report.result()["seconds"])
     sys.stdout.write(f"environments: {size():.1f} GB, made in {minutes:.1f} min\n")
-    kept.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    return int(failed > 0)
+    return int(results.failed)
+
+
+class Results:
+    """What came of each framework; written as soon as it is known, so that no end of the others loses it."""
+
+    def __init__(self, keep: bool):
+        self.file = FOLDER / "results.json"
+        self.found = json.loads(self.file.read_text(encoding="utf-8")) if keep and self.file.exists() else {}
+        self.failed = False
+
+    def add(self, neighbour: Neighbour, version: str, checks: dict[str, Any], seconds: int = 0) -> None:
+        result = {"title": neighbour.title, "version": version, "date": datetime.now(UTC).date().isoformat()}
+        self.found[neighbour.name] = {**result, "seconds": seconds, "checks": checks}
+        ordered = {one.name: self.found[one.name] for one in neighbours() if one.name in self.found}
+        self.file.write_text(json.dumps(ordered, indent=1), encoding="utf-8")
+        for name, check in checks.items():
+            verdict = "proved" if check["proved"] else "NOT PROVED"
+            self.failed |= not check["proved"] and (name not in neighbour.known or "ended" in check)
+            sys.stdout.write(f"{neighbour.title} {version}: {name}: {verdict}: {check['what']}\n")
+        sys.stdout.write(f"{neighbour.title}: {seconds} s\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ RENDERED = (
 )
 
 
-def reward(case: Case, url: str, picture: str, answer: str) -> float:
+def reward(case: Case, url: str, picture: str, answer: str, question: str = f"<image>{QUESTION}") -> float:
     """The reward of an episode."""
     processor = AutoProcessor.from_pretrained(case.policy)
     answered = processor.tokenizer(answer + "<|im_end|>")["input_ids"]
@@ -39,13 +39,19 @@ def reward(case: Case, url: str, picture: str, answer: str) -> float:
         processor,
         enable_thinking=False,
     )
-    row = {"messages": RENDERED, "images": [Image.open(picture).convert("RGB")], "question": f"<image>{QUESTION}"}
+    row = {"messages": RENDERED, "images": [Image.open(picture).convert("RGB")], "question": question}
     episode = asyncio.run(workflow.arun_episode(SimpleNamespace(agenerate=generate), row))
     return float(episode["rewards"][0])
 
 
 def equal(case: Case) -> list[dict[str, Any]]:
     return [scored(*row, reward(case, case.url, *row)) for row in case.rows()]
+
+
+def broken(case: Case) -> str:
+    """The policy takes no broken picture either: here the reward's own column asks about one more than there is."""
+    question = f"<image><image>{QUESTION}"
+    return raised(lambda: reward(case, case.url, *case.rows()[0], question), "RewardError", "sample 0")
 
 
 def away(case: Case) -> str:
@@ -61,4 +67,4 @@ def late(case: Case) -> str:
 
 
 if __name__ == "__main__":
-    main({"equal": equal, "away": away, "late": late})
+    main({"equal": equal, "broken": broken, "away": away, "late": late})

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from checks import Case, main, raised
+from checks import Case, drawn, line, main, raised
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving" / "protocols"))
 import cosmos_trainer
 
-PATIENCE_S = 60
+PATIENCE_S = 30
 DRAW = "Draw a colour."
 
 
@@ -38,29 +38,28 @@ def tensor(file: str) -> torch.Tensor:
 
 
 def equal(case: Case) -> list[dict[str, Any]]:
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": DRAW},
-                {"role": "assistant", "content": [{"type": "image", "image": file}]},
-            ],
-            "reward": value,
-        }
-        for file, value in zip(case.pictures, rewards([tensor(file) for file in case.pictures], case.url), strict=True)
-    ]
+    values = rewards([tensor(file) for file in case.pictures], case.url)
+    return [drawn(picture, value, DRAW) for picture, value in zip(case.pictures, values, strict=True)]
 
 
-def away(case: Case) -> str:
+def outcome(pictures: list[torch.Tensor], url: str) -> str:
+    """What becomes of pictures that have no reward: its client may ask for ever."""
     ended: list[str] = []
-    asking = Thread(
-        target=lambda: ended.append(raised(lambda: rewards([tensor(case.pictures[0])], case.away))), daemon=True
-    )
+    asking = Thread(target=lambda: ended.append(raised(lambda: rewards(pictures, url))), daemon=True)
     asking.start()
     asking.join(PATIENCE_S)
     assert ended, f"its client asks on: no error in {PATIENCE_S} s"
     return ended[0]
 
 
+def broken(case: Case) -> str:
+    return outcome([tensor(line(case.folder))], case.url) + ", once its client has logged the failure at level INFO"
+
+
+def away(case: Case) -> str:
+    return outcome([tensor(case.pictures[0])], case.away)
+
+
 if __name__ == "__main__":
-    main({"equal": equal, "away": away})
+    main({"equal": equal, "broken": broken, "away": away})
     os._exit(0)  # its threads go on

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from checks import QUESTION, Case, drawn, main, raised
+from checks import MANY, QUESTION, Case, drawn, gdpo, line, main, on_ranks, raised
+from flow_factory.advantage import AdvantageProcessor
 from flow_factory.hparams import RewardArguments
 from flow_factory.rewards import RewardProcessor, load_reward_model
 from flow_factory.samples import T2ISample
@@ -18,17 +17,23 @@ from PIL import Image
 
 OURS = "vlmrm.adapters.flow_factory_reward"
 THEIRS = "flow_factory.rewards.my_reward_remote.RemotePointwiseRewardModel"
-RANKS = 2
 
 
 def processor(path: str, **settings: Any) -> RewardProcessor:
     """Flow-Factory's processor of one reward, as its trainers make it."""
-    config = RewardArguments(
-        name="people", reward_model=path, dtype="float32", device="cpu", batch_size=2, extra_kwargs=settings
-    )
+    return processor_of(people=(path, settings))
+
+
+def processor_of(**rewards: tuple[str, dict[str, Any]]) -> RewardProcessor:
     accelerator = Accelerator(cpu=True)
-    model = load_reward_model(config, accelerator)
-    return RewardProcessor(accelerator, {"people": model}, {"people": config}, verbose=False)
+    configs = {
+        name: RewardArguments(
+            name=name, reward_model=path, dtype="float32", device="cpu", batch_size=2, extra_kwargs=settings
+        )
+        for name, (path, settings) in rewards.items()
+    }
+    models = {name: load_reward_model(config, accelerator) for name, config in configs.items()}
+    return RewardProcessor(accelerator, models, configs, verbose=False)
 
 
 def samples(pictures: list[str]) -> list[T2ISample]:
@@ -48,6 +53,14 @@ def equal(case: Case) -> list[dict[str, Any]]:
     return rows
 
 
+def broken(case: Case) -> str:
+    pictures = [case.pictures[0], line(case.folder)]
+    for settings in ({"model_path": case.model}, {"reward": "remote_pointwise", "server_url": case.url}):
+        ours = processor(f"{OURS}.PointwiseReward", **settings)
+        said = raised(lambda ours=ours: ours.compute_rewards(samples(pictures)), "reward people", "sample 1")
+    return said
+
+
 def away(case: Case) -> str:
     def compute() -> Any:
         settings = {"reward": "remote_pointwise", "server_url": case.away, "wait_seconds": 1.0}
@@ -56,29 +69,37 @@ def away(case: Case) -> str:
     return raised(compute, "reward people", "cannot be reached")
 
 
-def rank(number: int, port: int, case: Case, file: str) -> None:
-    """Be one of the ranks, each with one of a group's two pictures."""
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(RANKS)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def rank(number: int, case: Case) -> float:
+    """The reward of one of a group's two pictures, of which each rank has one."""
     group = processor(f"{OURS}.GroupwiseReward", model_path=case.model)
-    assert group.accelerator.num_processes == RANKS
     [reward] = group.compute_rewards(samples([case.pictures[number]]))["people"].tolist()
-    Path(f"{file}{number}").write_text(json.dumps(reward), encoding="utf-8")
-    torch.distributed.destroy_process_group()
+    return reward
 
 
 def ranks(case: Case) -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    file = str(Path(case.folder, "reward"))
-    torch.multiprocessing.spawn(rank, (port, case, file), nprocs=RANKS)
-    got = [json.loads(Path(f"{file}{number}").read_text(encoding="utf-8")) for number in range(RANKS)]
+    got = on_ranks(rank, case)
     raw = processor(f"{OURS}.PointwiseReward", model_path=case.model).compute_rewards(samples(case.pictures))["people"]
     expected = torch.sigmoid(raw - raw.flip(0))  # the share that each wins of the group's other
     assert abs(float(raw[0] - raw[1])) > 1e-4 and torch.allclose(torch.tensor(got), expected, atol=1e-5), (got, raw)
     return "each picture's win rate against that of the other rank"
 
 
+def of_many(case: Case) -> list[dict[str, Any]]:
+    """Two rewards, and its own advantages."""
+    pictures = list(case.pictures)
+    for number, picture in enumerate(case.pictures):
+        pictures.append(str(Path(case.folder, f"turned_{number}.png")))
+        Image.open(picture).transpose(Image.Transpose.ROTATE_180).resize((48, 64)).save(pictures[-1])
+    path = f"{OURS}.PointwiseReward"
+    both = processor_of(people=(path, {"model_path": case.model}), brief=(path, {"reward": "jpeg_compressibility"}))
+    drawings = samples(pictures)
+    rewards = both.compute_rewards(drawings)
+    found = AdvantageProcessor(both.accelerator, MANY, len(pictures)).compute_advantages(drawings, rewards)
+    columns = {name: values.tolist() for name, values in rewards.items()}
+    expected = gdpo(columns, [0] * len(pictures), epsilon=0.0, ddof=0)
+    assert np.allclose(found, expected, atol=1e-4), (found, expected)
+    return [drawn(picture, reward) for picture, reward in zip(pictures, columns["people"], strict=True)]
+
+
 if __name__ == "__main__":
-    main({"equal": equal, "away": away, "ranks": ranks})
+    main({"equal": equal, "broken": broken, "away": away, "ranks": ranks, "gdpo": of_many})

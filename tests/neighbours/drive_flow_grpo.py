@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from checks import QUESTION, Case, drawn, main, raised, recipe
+from checks import QUESTION, Case, drawn, line, main, raised, recipe
 from flow_grpo.rewards import multi_score
 from PIL import Image
 
@@ -17,7 +18,7 @@ rewards:
 """
 
 
-def scores(case: Case, url: str, pictures: list[str]) -> dict[str, Any]:
+def scores(case: Case, url: str, pictures: Sequence[str]) -> dict[str, Any]:
     Path("rewards.yaml").write_text(REWARDS.format(url=url), encoding="utf-8")
     recipe("Flow-GRPO", url, case.folder)
     pixels = [torch.from_numpy(np.array(Image.open(one).convert("RGB"))).permute(2, 0, 1) for one in pictures]
@@ -32,9 +33,15 @@ def equal(case: Case) -> list[dict[str, Any]]:
     return [drawn(picture, reward) for picture, reward in zip(case.pictures, found["qwenvl"], strict=True)]
 
 
+def broken(case: Case) -> str:
+    """Pictures are one tensor there: all are lines."""
+    pictures = 2 * [line(case.folder)]
+    return raised(lambda: scores(case, case.url, pictures), "reward people", "sample 0")
+
+
 def away(case: Case) -> str:
     return raised(lambda: scores(case, case.away, case.pictures), "reward people", "cannot be reached")
 
 
 if __name__ == "__main__":
-    main({"equal": equal, "away": away})
+    main({"equal": equal, "broken": broken, "away": away})

@@ -35,9 +35,10 @@ def equal(case: Case) -> list[dict[str, Any]]:
 
 
 def broken(case: Case) -> str:
-    """A text with the place of a picture, which LLaMA-Factory does not send: no reward for the text alone."""
+    """LLaMA-Factory sends no pictures, broken or not: there is no reward for the text alone."""
     asked = [conversation("<|vision_start|><|image_pad|><|vision_end|>" + QUESTIONS[0], ANSWERS[0])]
-    return raised(lambda: rewards(case, case.url, asked), "KeyError: 'scores'")
+    said = raised(lambda: rewards(case, case.url, asked), "KeyError: 'scores'")
+    return f"a text with a picture's place and no picture: {said}"
 
 
 def away(case: Case) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from checks import QUESTION, Case, main, raised, scored
+from checks import QUESTION, Case, data_uri, main, raised, scored
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 from transformers import AutoProcessor
 
@@ -28,7 +27,7 @@ class Engine:
         return SimpleNamespace(outputs=[SimpleNamespace(token_ids=self.tokens, finish_reason="stop", logprobs=None)])
 
 
-def outputs(case: Case, rows: list[tuple[str, str]], *endpoints: str, data_uri: bool = False) -> list[dict[str, Any]]:
+def outputs(case: Case, rows: list[tuple[str, str]], *endpoints: str, embedded: bool = False) -> list[dict[str, Any]]:
     """What the executor returns of each row, all of them at once as in a rollout."""
     executor = SingleTurnAgentExecutor(list(endpoints))
     processor = AutoProcessor.from_pretrained(case.policy)
@@ -39,8 +38,8 @@ def outputs(case: Case, rows: list[tuple[str, str]], *endpoints: str, data_uri: 
 
     async def execute(picture: str, answer: str) -> dict[str, Any]:
         engine = Engine(processor.tokenizer(answer + "<|im_end|>")["input_ids"])
-        image = "data:image/png;base64," + base64.b64encode(Path(picture).read_bytes()).decode()
-        label = {"prompt": f"<image>{QUESTION}", "images": [image if data_uri else picture]}
+        image = data_uri(picture)
+        label = {"prompt": f"<image>{QUESTION}", "images": [image if embedded else picture]}
         return await executor.execute(prompt, label, params, 4096, processor, engine, [case.pictures[0]])
 
     async def all_rows() -> list[dict[str, Any]]:
@@ -54,7 +53,7 @@ def equal(case: Case) -> list[dict[str, Any]]:
     os.environ["VLMRM_REWARD_MODEL"] = case.url
     for found in (
         outputs(case, rows, FUNCTION),
-        outputs(case, rows, f"{case.url}/get_reward", data_uri=True),
+        outputs(case, rows, f"{case.url}/get_reward", embedded=True),
     ):
         for row, output in zip(rows, found, strict=True):
             [value] = output["reward"]

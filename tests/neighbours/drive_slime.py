@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from checks import QUESTION, Case, main, raised, scored
+from checks import QUESTION, Case, data_uri, main, raised, scored
 from slime.rollout import rm_hub
 from slime.utils.types import Sample
 
@@ -20,7 +18,7 @@ def arguments(url: str) -> Any:
 
 
 def sample(picture: str, answer: str) -> Sample:
-    image = "data:image/png;base64," + base64.b64encode(Path(picture).read_bytes()).decode()
+    image = data_uri(picture)
     prompt = [{"role": "user", "content": f"<image>{QUESTION}"}]
     return Sample(prompt=prompt, response=answer, label={"images": [image]})
 

@@ -1,44 +1,34 @@
-"""TRL: steps of GRPO and RLOO on a tiny vision-language policy, rewarded through TRLReward; one on two ranks."""
+"""TRL: steps of GRPO and RLOO on a tiny vision-language policy, rewarded by our functions; some on two ranks."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
-from checks import QUESTION, Case, main, raised, scored
+from breaks import BreaksOne
+from checks import QUESTION, RANKS, Case, gdpo, main, many_rewards, on_ranks, raised, scored
 from datasets import Dataset
 from PIL import Image
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from vlmrm.adapters.trl_reward import AsyncTRLReward, TRLReward
-from vlmrm.errors import RowError
-from vlmrm.scoring import load_scorer
+from vlmrm.adapters.trl_reward import AsyncTRLReward, TRLReward, TRLRewardSet
 
 GROUP = 4
-RANKS = 2
-
-
-class BreaksOne:
-    """A service whose answer to the second of a call's conversations is an error."""
-
-    def __init__(self, url: str):
-        self.scorer = load_scorer(url)
-
-    def score_each(self, conversations: Sequence[Any]) -> list[float | RowError]:
-        scores = self.scorer.score_each(conversations)
-        scores[1] = RowError("the picture is broken")
-        return scores
 
 
 def step(
-    case: Case, reward: TRLReward, trainer: Any = GRPOTrainer, config: Any = GRPOConfig, each: int = 2 * GROUP
+    case: Case,
+    rewards: Sequence[Callable[..., Any]],
+    trainer: Any = GRPOTrainer,
+    config: Any = GRPOConfig,
+    each: int = 2 * GROUP,
+    **options: Any,
 ) -> Any:
     """Train one step on two prompts with so many rollouts on each rank, and return the trainer."""
     prompt = [{"role": "user", "content": QUESTION}]
@@ -56,8 +46,9 @@ def step(
             use_cpu=True,
             bf16=False,
             log_completions=True,
+            **options,
         ),
-        reward_funcs=[reward],
+        reward_funcs=list(rewards),
         train_dataset=Dataset.from_list(data),
     )
     trained.train()
@@ -71,73 +62,65 @@ def shown(case: Case, image: Any) -> str:
     return file
 
 
+def rows_of(case: Case, logs: Any) -> list[dict[str, Any]]:
+    """The conversations and rewards that TRL logged."""
+    columns = (logs["images"], logs["completion"], logs["rewards"]["people"])
+    return [
+        scored(shown(case, images[0]), completion[0]["content"], value)
+        for images, completion, value in zip(*columns, strict=True)
+    ]
+
+
 def equal(case: Case) -> list[dict[str, Any]]:
-    rows = []
-    for reward, *kind in (
+    ways = (
         (TRLReward, GRPOTrainer, GRPOConfig),
         (AsyncTRLReward, GRPOTrainer, GRPOConfig),
         (TRLReward, RLOOTrainer, RLOOConfig),
-    ):
-        logs = step(case, reward(case.url, name="people"), *kind)._logs
-        rows += [
-            scored(shown(case, images[0]), completion[0]["content"], value)
-            for images, completion, value in zip(
-                logs["images"], logs["completion"], logs["rewards"]["people"], strict=True
-            )
-        ]
-    return rows
+    )
+    return [
+        row
+        for reward, *kind in ways
+        for row in rows_of(case, step(case, [reward(case.url, name="people")], *kind)._logs)
+    ]
 
 
-def rank(number: int, port: int, case: Case, file: str, breaks: bool) -> None:
-    """Be one of the ranks, each with half of one picture's group; the first writes what TRL gathered.
+def rank(number: int, case: Case) -> list[Any]:
+    """What TRL gathers of ranks with half of one picture's group each: rows and advantages, and with a broken sample.
 
-    With `breaks` the last one's second sample, the last of the group, cannot be scored.
+    It is the last rank's second, the last of the group, that cannot be scored then.
     """
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(RANKS)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    model = BreaksOne(case.url) if breaks and number == RANKS - 1 else case.url
-    trained = step(case, TRLReward(model, name="people"), each=GROUP // RANKS)
-    assert trained.accelerator.num_processes == RANKS
-    if number == 0:
-        logs = trained._logs
-        rows = [
-            scored(shown(case, images[0]), completion[0]["content"], value)
-            for images, completion, value in zip(
-                logs["images"], logs["completion"], logs["rewards"]["people"], strict=True
-            )
-        ]
-        Path(file).write_text(json.dumps({"rows": rows, "advantages": list(logs["advantages"])}), encoding="utf-8")
-    torch.distributed.destroy_process_group()
+    gathered = []
+    for model in (case.url, BreaksOne(case.url) if number == RANKS - 1 else case.url):
+        logs = step(case, [TRLReward(model, name="people")], each=GROUP // RANKS)._logs
+        gathered.append({"rows": rows_of(case, logs), "advantages": list(logs["advantages"])})
+    return gathered
 
 
-def gathered_of_ranks(case: Case, breaks: bool) -> dict[str, Any]:
-    """Return the rows and the advantages that TRL gathered of all ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    file = Path(case.folder, "ranks.json")
-    torch.multiprocessing.spawn(rank, (port, case, str(file), breaks), nprocs=RANKS)
-    return json.loads(file.read_text(encoding="utf-8"))
+@cache
+def gathered(case: Case) -> list[Any]:
+    return on_ranks(rank, case)[0]
 
 
 def ranks(case: Case) -> list[dict[str, Any]]:
-    gathered = gathered_of_ranks(case, breaks=False)
-    rewards = torch.tensor([row["reward"] for row in gathered["rows"]])
-    assert len({json.dumps(row["messages"][:1]) for row in gathered["rows"]}) == 1, "the group is not of one picture"
+    whole, _ = gathered(case)
+    rewards = torch.tensor([row["reward"] for row in whole["rows"]])
+    assert len({json.dumps(row["messages"][:1]) for row in whole["rows"]}) == 1, "the group is not of one picture"
     assert len(rewards) == GROUP and rewards.std() > 1e-4, rewards
     expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)  # GRPO's, over the whole group
-    assert torch.allclose(torch.tensor(gathered["advantages"]), expected, atol=1e-4), (gathered, expected)
-    return gathered["rows"]
+    assert torch.allclose(torch.tensor(whole["advantages"]), expected, atol=1e-4), (whole, expected)
+    return whole["rows"]
 
 
 def ranks_broken(case: Case) -> str:
-    *_, advantage = gathered_of_ranks(case, breaks=True)["advantages"]
+    _, missing = gathered(case)
+    *others, advantage = missing["advantages"]
     assert abs(advantage) < 1e-3, f"a broken sample has the advantage {advantage:.3g}"
+    assert any(abs(one) > 1e-2 for one in others), others
     return "a broken sample gets its group's mean: advantage 0"
 
 
 def broken(case: Case) -> str:
-    logs = step(case, TRLReward(BreaksOne(case.url), name="people"))._logs
+    logs = step(case, [TRLReward(BreaksOne(case.url), name="people")])._logs
     rewards, advantages = list(logs["rewards"]["people"]), list(logs["advantages"])
     others = [rewards[0], *rewards[2:GROUP]]
     assert math.isclose(rewards[1], sum(others) / len(others), abs_tol=1e-5), rewards
@@ -146,8 +129,24 @@ def broken(case: Case) -> str:
     return "its group's mean: advantage 0"
 
 
+def of_many(case: Case) -> list[dict[str, Any]]:
+    """Rewards one by one, as TRL's GDPO takes them, of which one lacks a sample."""
+    rewards = TRLRewardSet(many_rewards(case, "breaks.VlmRewardButOne", case.model), GROUP)
+    how = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": rewards.weights()}
+    logs = step(case, rewards.each(), **how)._logs
+    rows = rows_of(case, logs)
+    pictures = [row["messages"][0]["content"][0]["image"] for row in rows]
+    brevity = [float(len(row["messages"][1]["content"]) <= 12) for row in rows]
+    assert list(logs["rewards"]["brief"]) == brevity, (logs["rewards"], brevity)
+    columns = {"people": [row["reward"] for row in rows], "brief": brevity}
+    columns["people"][1] = math.nan
+    expected = gdpo(columns, pictures, epsilon=1e-4)
+    assert np.allclose(list(logs["advantages"]), expected, atol=1e-4), (logs["advantages"], expected)
+    return [rows[0], *rows[2:]]
+
+
 def away(case: Case) -> str:
-    return raised(lambda: step(case, TRLReward(case.away, name="people")), case.away)
+    return raised(lambda: step(case, [TRLReward(case.away, name="people")]), case.away)
 
 
 CHECKS: dict[str, Callable[[Case], Any]] = {
@@ -156,6 +155,7 @@ CHECKS: dict[str, Callable[[Case], Any]] = {
     "away": away,
     "ranks": ranks,
     "ranks_broken": ranks_broken,
+    "gdpo": of_many,
 }
 
 if __name__ == "__main__":

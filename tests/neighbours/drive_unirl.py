@@ -1,4 +1,4 @@
-"""UniRL: its remote backend asks the service for the rewards of pictures that a policy drew."""
+"""UniRL: its reward service asks ours, by its remote backend, for the rewards of pictures that a policy drew."""
 
 from __future__ import annotations
 
@@ -9,31 +9,47 @@ import torch
 from checks import QUESTION, Case, drawn, main, raised
 from PIL import Image
 from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
+from unirl.reward.service import RewardService
 from unirl.types.primitives import Images, Texts
-from unirl.types.reward import RewardRequest
+from unirl.types.rollout_req import RolloutReq
+from unirl.types.rollout_resp import RolloutTrack
 
 
-def compute(url: str, pictures: list[str], reward: str = "vlm_reward") -> Any:
+def rewards(url: str, pixels: torch.Tensor, question: str = QUESTION) -> list[float]:
+    """The rewards that it attaches to its rollout of pictures [N, 3, H, W]."""
     spec = RemoteRewardSpec(
-        base_url=f"{url}/unirl", required_rewards=(reward,), image_format="PNG", max_retries=1, timeout=30
+        base_url=f"{url}/unirl",
+        required_rewards=("vlm_reward",),
+        image_format="PNG",
+        max_retries=2,
+        retry_delay=0.1,
+        timeout=60,
     )
-    backend = RemoteRewardBackend(config=spec, base_device="cpu")
-    if url and not backend.is_available():
-        raise ConnectionError(f"{url} is not available")
-    pixels = torch.stack([torch.from_numpy(np.array(Image.open(one))).permute(2, 0, 1) for one in pictures])
-    request = RewardRequest({"text": Texts([QUESTION] * len(pictures))}, {"image": Images(pixels.float() / 255)})
-    return backend.compute_rewards(request)
+    service = RewardService(RemoteRewardBackend(config=spec, base_device="cpu"))
+    names = [f"sample {number}" for number in range(len(pixels))]
+    request = RolloutReq(sample_ids=names, group_ids=names, primitives={"text": Texts([question] * len(names))})
+    track = RolloutTrack(sample_ids=names, decoded=Images(pixels))
+    return service.score_and_attach(req=request, track=track).rewards.tolist()
+
+
+def drawings(case: Case) -> torch.Tensor:
+    pixels = [torch.from_numpy(np.array(Image.open(one))).permute(2, 0, 1) for one in case.pictures]
+    return torch.stack(pixels).float() / 255
 
 
 def equal(case: Case) -> list[dict[str, Any]]:
-    response = compute(case.url, case.pictures)
-    assert response.successes == [True] * len(case.pictures), response
-    return [drawn(picture, reward) for picture, reward in zip(case.pictures, response.rewards, strict=True)]
+    values = rewards(case.url, drawings(case))
+    return [drawn(picture, value) for picture, value in zip(case.pictures, values, strict=True)]
+
+
+def broken(case: Case) -> str:
+    """A picture is always whole that was drawn: one that is a line has no score."""
+    return raised(lambda: rewards(case.url, torch.rand(1, 3, 1, 400)), "flagged 1 of 1", "vlm_reward")
 
 
 def away(case: Case) -> str:
-    return raised(lambda: compute(case.away, case.pictures), "is not available")
+    return raised(lambda: rewards(case.away, drawings(case)), "failed after 2 retries", "Connection refused")
 
 
 if __name__ == "__main__":
-    main({"equal": equal, "away": away})
+    main({"equal": equal, "broken": broken, "away": away})

@@ -1,12 +1,12 @@
-"""verl: its reward loop with VlmrmRewardManager, with compute_score, and asking a router.
+"""verl: its reward loop on Ray with VlmrmRewardManager and many rewards, its worker with compute_score and a router.
 
-Ray workers and all; nothing is generated.
+Nothing is generated. A process takes half a minute to import verl, so that few are begun.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,25 @@ import numpy as np
 import ray
 import torch
 import verl.trainer.config
-from checks import ANSWERS, QUESTION, Case, asked, main, raised, scored
+from checks import (
+    ANSWERS,
+    MANY,
+    QUESTION,
+    Case,
+    asked,
+    begin_ray,
+    gdpo,
+    main,
+    many_rewards,
+    normalised,
+    raised,
+    scored,
+)
 from hydra import compose, initialize_config_module
 from PIL import Image
 from verl import DataProto
 from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker, migrate_legacy_reward_impl
-from verl.trainer.ppo.reward import extract_reward
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.utils import hf_tokenizer
 
 MANAGER = (
@@ -27,7 +40,10 @@ MANAGER = (
     "reward.reward_manager.name=VlmrmRewardManager",
     "reward.reward_manager.module.path=pkg://vlmrm.adapters.verl_manager",
 )
-FUNCTION = ("reward.custom_reward_function.path=pkg://vlmrm.adapters.verl_reward",)
+FUNCTION = "reward.custom_reward_function.path=pkg://vlmrm.adapters.verl_reward"
+GIVEN = "+reward.custom_reward_function.reward_kwargs"
+
+Rows = list[tuple[str, str]]
 
 
 def configured(case: Case, *settings: str) -> Any:
@@ -37,19 +53,26 @@ def configured(case: Case, *settings: str) -> Any:
     return migrate_legacy_reward_impl(config)
 
 
-def rewards(case: Case, rows: list[tuple[str, str]], url: str, *settings: str) -> list[float]:
-    """What verl's reward loop makes of the rows: their sums over the tokens."""
-    model = f"+reward.custom_reward_function.reward_kwargs.model={url}"
-    loop = RewardLoopManager(configured(case, model, *settings))
-    try:
-        tensor, _ = extract_reward(loop.compute_rm_score(batch(case, rows)))
-    finally:
-        for worker in loop.reward_loop_workers:
-            ray.kill(worker)
-    return tensor.sum(dim=1).tolist()
+@cache
+def managers(case: Case) -> RewardLoopManager:
+    """Its reward loop of two workers, with our manager."""
+    return RewardLoopManager(configured(case, f"{GIVEN}.model={case.url}", *MANAGER))
 
 
-def batch(case: Case, rows: list[tuple[str, str]]) -> DataProto:
+def of_worker(rows: DataProto, config: Any, url: str | None = None) -> list[float]:
+    """What one worker of the loop makes of the rows, in this process."""
+
+    async def rewards() -> list[dict[str, Any]]:
+        return await RewardLoopWorker(config, url).compute_score_batch(rows)
+
+    return [output["reward_score"] for output in asyncio.run(rewards())]
+
+
+def by_function(case: Case, url: str, rows: Rows) -> list[float]:
+    return of_worker(batch(case, rows), configured(case, f"{GIVEN}.model={url}", FUNCTION))
+
+
+def batch(case: Case, rows: Rows) -> DataProto:
     """The rows as verl's rollout leaves them: prompts padded on the left, responses on the right."""
     tokenizer = hf_tokenizer(case.policy)
     tokenizer.padding_side = "right"
@@ -68,24 +91,84 @@ def batch(case: Case, rows: list[tuple[str, str]]) -> DataProto:
             "extra_info": extra,
             "reward_model": truth,
             "data_source": np.array(["colours"] * len(rows), dtype=object),
+            "uid": np.array([picture for picture, _ in rows], dtype=object),
         },
     )
 
 
+def across(case: Case) -> Rows:
+    """Return both answers to each picture so that each half of them, which a worker gets, has one of each."""
+    return case.rows()[::2] + case.rows()[1::2]
+
+
+def rewarded(case: Case, rows: Rows, loop: RewardLoopManager) -> DataProto:
+    """The rows with the rewards of the workers, as its trainer takes them."""
+    data = batch(case, rows)
+    return data.union(loop.compute_rm_score(data))
+
+
+def advantages(data: DataProto, estimator: str, config: Any = None) -> np.ndarray:
+    """What its estimator makes of the rewards, as its trainer calls it: [N]."""
+    each = {"non_tensor_batch": data.non_tensor_batch, "batch": data.batch} if estimator == "gdpo" else {}
+    by_token, _ = get_adv_estimator_fn(estimator)(
+        token_level_rewards=data.batch["rm_scores"],
+        response_mask=data.batch["attention_mask"][:, 3:],
+        index=data.non_tensor_batch["uid"],
+        config=config,
+        **each,
+    )
+    return by_token[:, 0].numpy()
+
+
 def equal(case: Case) -> list[dict[str, Any]]:
     rows = case.rows()
-    both = [rewards(case, copy.deepcopy(rows), case.url, *how) for how in (MANAGER, FUNCTION)]
-    return [scored(*row, value) for values in both for row, value in zip(rows, values, strict=True)]
+    return [scored(*row, value) for row, value in zip(rows, by_function(case, case.url, rows), strict=True)]
+
+
+def ranks(case: Case) -> list[dict[str, Any]]:
+    """By the manager, with each picture's answers on both workers; advantages are those of the whole group."""
+    rows = across(case)
+    data = rewarded(case, rows, managers(case))
+    rewards = data.batch["rm_scores"].sum(dim=1).tolist()
+    found = advantages(data, "grpo")
+    expected = normalised(rewards, [picture for picture, _ in rows], epsilon=1e-6)
+    assert np.allclose(found, expected, atol=1e-4) and np.abs(expected).min() > 0.1, (found, expected)
+    return [scored(*row, value) for row, value in zip(rows, rewards, strict=True)]
 
 
 def broken(case: Case) -> str:
     rows = case.rows()
     rows[2] = (case.broken, rows[2][1])
-    said = [
-        raised(lambda how=how: rewards(case, rows, case.url, *how), "RewardError", "sample 2 of colours")
-        for how in (MANAGER, FUNCTION)
-    ]
-    return said[0] + ", which names the sample"
+    named = ("RewardError", "sample 2 of colours")
+    raised(lambda: by_function(case, case.url, rows), *named)
+    return raised(lambda: rewarded(case, rows, managers(case)), *named) + ", which names the sample"
+
+
+def of_many(case: Case) -> list[dict[str, Any]]:
+    """Several rewards by compute_rewards, on two workers, and GDPO's advantages.
+
+    verl's transformers are too old for a model in its processes: the reward asks the service.
+    """
+    config = configured(
+        case,
+        FUNCTION,
+        f"{GIVEN}.rewards={many_rewards(case, 'served.Served', case.url)}",
+        "reward.custom_reward_function.name=compute_rewards",
+        "algorithm.adv_estimator=gdpo",
+        f"+algorithm.gdpo_reward_keys={list(MANY)}",
+        f"+algorithm.gdpo_reward_weights={list(MANY.values())}",
+    )
+    for worker in managers(case).reward_loop_workers:  # the others have their names
+        ray.kill(worker)
+    rows = across(case)
+    data = rewarded(case, rows, RewardLoopManager(config))
+    found = advantages(data, "gdpo", config.algorithm)
+    columns = {name: data.non_tensor_batch[name].tolist() for name in MANY}
+    assert columns["brief"] == [float(len(answer) <= 12) for _, answer in rows], columns
+    lengths = data.batch["attention_mask"][:, 3:].sum(dim=1)  # it whitens tokens
+    expected = gdpo(columns, [picture for picture, _ in rows], epsilon=1e-6, lengths=lengths)
+    assert np.allclose(found, expected, atol=1e-4), (found, expected)
+    return [scored(*row, value) for row, value in zip(rows, columns["people"], strict=True)]
 
 
 def routed(case: Case, url: str, engine: str, chats: list[list[dict[str, Any]]]) -> list[float]:
@@ -95,15 +178,10 @@ def routed(case: Case, url: str, engine: str, chats: list[list[dict[str, Any]]])
         named.symlink_to(case.model)
     settings = (f"model_path={named}", f"rollout.name={engine}", "enable=true")
     config = configured(case, *(f"reward.reward_model.{setting}" for setting in settings))
-
-    async def rewards() -> list[float]:
-        worker = RewardLoopWorker(config, url.removeprefix("http://"))
-        rows = batch(case, [(case.pictures[0], chat[-1]["content"]) for chat in chats])
-        for number, chat in enumerate(chats):
-            rows.non_tensor_batch["raw_prompt"][number] = chat[:-1]
-        return [output["reward_score"] for output in await worker.compute_score_batch(rows)]
-
-    return asyncio.run(rewards())
+    rows = batch(case, [(case.pictures[0], chat[-1]["content"]) for chat in chats])
+    for number, chat in enumerate(chats):
+        rows.non_tensor_batch["raw_prompt"][number] = chat[:-1]
+    return of_worker(rows, config, url.removeprefix("http://"))
 
 
 def equal_texts(case: Case) -> list[dict[str, Any]]:
@@ -126,9 +204,19 @@ def blind(case: Case) -> str:
 
 
 def away(case: Case) -> str:
-    return raised(lambda: rewards(case, case.rows(), case.away, *MANAGER), "RewardError", case.away)
+    return raised(lambda: by_function(case, case.away, case.rows()), "RewardError", case.away)
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    main({"equal": equal, "broken": broken, "away": away, "equal_texts": equal_texts, "blind": blind})
+    begin_ray()
+    main(
+        {
+            "equal": equal,
+            "away": away,
+            "equal_texts": equal_texts,
+            "blind": blind,
+            "ranks": ranks,
+            "broken": broken,
+            "gdpo": of_many,
+        }
+    )

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / ".cache" / "neighbours"
 UV = Path(sys.executable).with_name("uv")
+LIMIT_S = 1200  # against a uv that hangs
 SOURCES = ROOT / "tests" / "resolving" / "uv.toml"  # what is published as sources alone
 
 
@@ -36,7 +37,7 @@ class Neighbour:
     known: tuple[str, ...] = ()
     interpreter: str = sys.executable
     copy: str | None = None
-    sources: str = "."
+    sources: tuple[str, ...] = (".",)
 
     @property
     def checkout(self) -> Path | None:
@@ -55,6 +56,10 @@ class Neighbour:
     @property
     def python(self) -> Path:
         return self.folder / "bin" / "python"
+
+    @property
+    def driver(self) -> Path:
+        return HERE / f"drive_{self.name}.py"
 
     @property
     def stamp(self) -> str:
@@ -89,7 +94,11 @@ def make(neighbour: Neighbour) -> str | None:
     install = [UV, "pip", "install", "--quiet", "--system-certs", "--python", neighbour.python]
     install += ["--config-file", SOURCES, "--overrides", without, "--editable", ROOT, *neighbour.requires]
     for command in ([UV, "venv", "--quiet", "--clear", "--python", neighbour.interpreter, neighbour.folder], install):
-        ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "DS_BUILD_OPS": "0"})
+        environment = {**os.environ, "DS_BUILD_OPS": "0"}
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return f"uv did not end in {LIMIT_S} s"
         if ran.returncode:
             return ran.stderr.strip()
     made.write_text(neighbour.stamp, encoding="utf-8")

@@ -16,17 +16,38 @@ from typing import Any
 from environments import FOLDER, ROOT
 
 PAGE = ROOT / "docs" / "rewards.md"
-START, END = "<!-- neighbours: make neighbours -->\n", "<!-- end of the neighbours -->\n"
+NEIGHBOURS = ("<!-- neighbours: make neighbours -->\n", "<!-- end of the neighbours -->\n")
+REQUESTS = ("<!-- judges' requests: make neighbours -->\n", "<!-- end of the judges' requests -->\n")
 # The columns of both tables, each with the checks of drivers that belong to it.
 REWARDS = {
     "`load_scorer`'s rewards": ("equal", "equal_texts", "blind"),
     "a broken sample": ("broken",),
     "the service is away": ("away", "away_remote", "late"),
     "a group over two ranks": ("ranks", "ranks_broken"),
+    "GDPO of two rewards": ("gdpo", "gdpo_broken"),
 }
 FRAMES = {
     "episodes in its format": ("written", "read", "video", "progress"),
     "frames as its reward": ("actor",),
+}
+# The judges' programs, with the rewards that send the same requests.
+PROGRAMS = {
+    "vllm_evaluate": ("Flow-Factory, `vllm_evaluate`", "`vllm_evaluate`"),
+    "rational_rewards_t2i": ("Flow-Factory, `rational_rewards_t2i`", "the same"),
+    "rational_rewards_edit": ("Flow-Factory, `rational_rewards_edit`", "the same"),
+    "unified_reward_1": ("RationalRewards, its Flow-GRPO scorer of UnifiedReward 1", "`unified_reward`"),
+    "edit_score": ("EditScore, its class over an API, 4 passes of two questions", "`edit_score`"),
+    "unified_reward_2": ("UnifiedReward 2.0, `point_score_ACS_image_generation.py`", "`unified_reward`"),
+    "unified_reward_2_pairs": ("UnifiedReward 2.0, `pair_score_image_generation.py`", "`pairwise_judge`"),
+    "unified_reward_think": ("UnifiedReward-Think, `qwen3_infer_cot_image_generation.py`", "`pairwise_judge`"),
+    "unified_reward_flex": ("UnifiedReward-Flex, `flex_pair_rank_image_generation.py`", "`pairwise_judge`"),
+    "unified_reward_edit_instruction": (
+        "UnifiedReward-Edit, `edit_pointwise_instruction_following.py`",
+        "`unified_reward`",
+    ),
+    "unified_reward_edit_quality": ("UnifiedReward-Edit, `edit_pointwise_quality.py`", "`unified_reward`"),
+    "unified_reward_edit_rank": ("UnifiedReward-Edit, `edit_pairwise_rank.py`", "`pairwise_judge`"),
+    "unified_reward_edit_pair_score": ("UnifiedReward-Edit, `edit_paiwise_score.py`", "`pairwise_judge`"),
 }
 
 
@@ -45,7 +66,18 @@ def cell(checks: dict[str, Any], names: tuple[str, ...]) -> str:
 def tables(results: dict[str, Any], written: str) -> str:
     """Return the results as two tables, of rewards and of frames, in place of those that are `written`."""
     before = written.strip().split("\n\n")
-    return "\n".join(table(results, *one) for one in zip(before, (REWARDS, FRAMES), strict=True))
+    others = {name: one for name, one in results.items() if name != "judges"}
+    return "\n".join(table(others, *one) for one in zip(before, (REWARDS, FRAMES), strict=True))
+
+
+def requests(results: dict[str, Any], written: str) -> str:
+    """Return a row each judge's program; all as they are `written` if none was run."""
+    if "judges" not in results:
+        return written.lstrip("\n").removesuffix("\n")
+    rows = [("program", "reward", "equal, byte for byte"), ("---",) * 3]
+    checks = results["judges"]["checks"]
+    rows += [(*titles, cell(checks, (name,))) for name, titles in PROGRAMS.items()]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def table(results: dict[str, Any], written: str, columns: dict[str, tuple[str, ...]]) -> str:
@@ -67,17 +99,20 @@ def lasting(text: str) -> str:
 
 
 def main(arguments: list[str]) -> str | None:
-    """Write the table; with --check return what to do where the page has another."""
+    """Write the tables; with --check return what to do where the page has others."""
     page = PAGE.read_text(encoding="utf-8")
-    before, rest = page.split(START)
-    written, after = rest.split(END)
     results = json.loads((FOLDER / "results.json").read_text(encoding="utf-8"))
-    proved = f"\n{tables(results, written)}\n"
-    if lasting(proved) == lasting(written):
-        return None
-    if "--check" in arguments:
-        return f"The tables in {PAGE} are not what was proved: run `make neighbours`.\n{proved}"
-    PAGE.write_text(before + START + proved + END + after, encoding="utf-8")
+    changed = ""
+    for (start, end), made in ((NEIGHBOURS, tables), (REQUESTS, requests)):
+        before, rest = page.split(start)
+        written, after = rest.split(end)
+        proved = f"\n{made(results, written)}\n"
+        if lasting(proved) != lasting(written):
+            page = before + start + proved + end + after
+            changed += proved
+    if changed and "--check" in arguments:
+        return f"The tables in {PAGE} are not what was proved: run `make neighbours`.\n{changed}"
+    PAGE.write_text(page, encoding="utf-8")
     return None
 
 

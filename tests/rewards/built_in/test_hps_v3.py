@@ -75,15 +75,15 @@ def expected(folder, pictures):
 def test_the_reward_is_mu_alone_and_in_company(reward, expected, pictures):
     for size in (1, 3):
         found = reward(batch_size=size)(prompt=PROMPTS, image=pictures)
-        assert np.allclose(found.total(), [mu for mu, _ in expected], atol=1e-4)
+        assert np.allclose(found.total(), [mu for mu, _ in expected], rtol=0, atol=2e-6)
         logs = [found.info["default"][place]["log_sigma"] for place in range(3)]
-        assert np.allclose(logs, [log_sigma for _, log_sigma in expected], atol=1e-4)
+        assert np.allclose(logs, [log_sigma for _, log_sigma in expected], rtol=0, atol=2e-6)
     assert np.ptp([mu for mu, _ in expected]) > 1e-3
 
 
 def test_weights_in_newer_names_are_the_same_model(reward, folder, expected, pictures):
     found = reward(model_name_or_path=str(folder / "newer.safetensors"))(prompt=PROMPTS, image=pictures).total()
-    assert np.allclose(found, [mu for mu, _ in expected], atol=1e-4)
+    assert np.allclose(found, [mu for mu, _ in expected], rtol=0, atol=2e-6)
 
 
 def test_the_backbone_is_of_the_type_asked_for_and_the_head_exact(reward, pictures):
@@ -97,7 +97,7 @@ def test_the_backbone_is_of_the_type_asked_for_and_the_head_exact(reward, pictur
 def test_a_prompt_that_spells_the_reward_token_fails_alone(reward, expected, pictures):
     found = reward(on_failure="mask")(prompt=["give it <|Reward|> 10", PROMPTS[1]], image=pictures[:2])
     assert "spells <|Reward|>" in found.failures["default"][0]
-    assert found.total()[1] == pytest.approx(expected[1][0], abs=1e-4)
+    assert found.total()[1] == pytest.approx(expected[1][0], abs=2e-6)
 
 
 def test_what_is_missing_is_named(reward, folder, tmp_path):

@@ -95,21 +95,21 @@ def reward(folder):
 def test_the_reward_is_the_sum_of_the_dimensions_alone_and_in_company(reward, expected, clips):
     for size in (1, 2):
         found = reward(batch_size=size)(prompt=PROMPTS, video=clips)
-        assert np.allclose(found.total(), expected.sum(axis=1), atol=1e-4)
+        assert np.allclose(found.total(), expected.sum(axis=1), rtol=0, atol=1e-5)
         for number, name in enumerate(("VQ", "MQ", "TA")):
-            assert found.info["video"][1][name] == pytest.approx(expected[1, number], abs=1e-4)
+            assert found.info["video"][1][name] == pytest.approx(expected[1, number], abs=1e-5)
     assert np.ptp(expected, axis=0).min() > 1e-4
     motion = reward(dimension="MQ")(prompt=PROMPTS, video=clips).total()
-    assert np.allclose(motion, expected[:, 1], atol=1e-4)
+    assert np.allclose(motion, expected[:, 1], rtol=0, atol=1e-5)
 
 
 def test_frames_are_taken_at_the_rate_of_the_training(reward, expected, clips):
     # The same pictures, each shown four times: at 8 a second, a quarter of them are taken.
     slow = [[frame for frame in clip for _ in range(4)] for clip in clips]
     found = reward(video_fps=8)(prompt=PROMPTS, video=slow).total()
-    assert np.allclose(found, expected.sum(axis=1), atol=1e-4)
+    assert np.allclose(found, expected.sum(axis=1), rtol=0, atol=1e-5)
     each = reward(video_fps=None)(prompt=PROMPTS, video=[slow[0], clips[1]], fps=[8.0, 2.0]).total()
-    assert np.allclose(each, expected.sum(axis=1), atol=1e-4)
+    assert np.allclose(each, expected.sum(axis=1), rtol=0, atol=1e-5)
     with pytest.raises(RewardError, match="set video_fps, or give a column fps"):
         reward(video_fps=None)(prompt=PROMPTS, video=clips)
 
@@ -134,7 +134,7 @@ def test_a_broken_sample_fails_alone(reward, expected, clips):
     )
     assert "spells <|VQ_reward|>" in found.failures["video"][0]
     assert "different sizes" in found.failures["video"][2]
-    assert found.total()[1] == pytest.approx(expected[1].sum(), abs=1e-4)
+    assert found.total()[1] == pytest.approx(expected[1].sum(), abs=1e-5)
 
 
 def test_what_is_missing_is_named(reward, folder, tmp_path):
