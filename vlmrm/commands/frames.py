@@ -265,7 +265,7 @@ def pairs(
         task: The instruction of trajectories that do not say theirs.
         kinds: What an episode up to its success is preferred to: a failure (outcome), its own beginning (truncation),
             its own frames back again (rewind), the same under another task (instruction). Default: the first three.
-        frames: Frames of an answer, evenly spread.
+        frames: Frames of an answer, evenly spread; fewer in both answers of a pair where one has fewer.
         per_episode: Pairs of each kind for each episode with a success.
         image_key: The camera. Default: the first.
         seed: Seed of what is drawn.
