@@ -21,24 +21,15 @@ from vlmrm.engine import Engine, rendered_each
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.rollouts import read_candidates
-from vlmrm.formats.texts import read_prompt
 from vlmrm.modeling import LoadedReward, batcher_for, sequence_limit
 from vlmrm.modeling.vision_cache import FeatureCache
 from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
-from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, regrouped
+from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, prefixes_of, regrouped
 
 logger = logging.getLogger("vlmrm")
 
 GREY = Image(Pillow.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey"))
 PLACEHOLDER = Conversation((Message.of("user", GREY), Message.of("assistant", "-")))
-
-
-def prefixes_of(task: Any, frames: Sequence[Reference]) -> list[Conversation]:
-    """Return the conversation of each prefix of an episode: its frames up to each one, as the answer to `task`."""
-    prompt = read_prompt(task)
-    images = [Image(frame) for frame in frames]
-    answers = (Message.of("assistant", *images[:stop]) for stop in range(1, len(images) + 1))
-    return [Conversation((*prompt, answer)) for answer in answers]
 
 
 class LocalScorer:
@@ -155,12 +146,11 @@ class LocalScorer:
         Raises:
             RowError: when there is no frame, or with the number of the first prefix that cannot be scored, from 0.
         """
-        if not frames:
-            raise RowError("an episode has no frames: give one image or more")
+        conversations = prefixes_of(task, frames)
         if self.repeats_prefixes and not self._told:
             self._told = True
             logger.warning("score_prefixes computes each prefix from its start, because %s", self.repeats_prefixes)
-        return self.score(prefixes_of(task, frames))
+        return self.score(conversations)
 
     @property
     def repeats_prefixes(self) -> str | None:
