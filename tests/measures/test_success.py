@@ -8,7 +8,7 @@ from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from vlmrm.measures.success import AreaUnderCurve, fitted_calibration, held_out_probabilities
+from vlmrm.measures.success import AreaUnderCurve, fitted_calibration, held_out_calibrations
 
 
 def drawn(count: int, seed: int, ties: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -17,6 +17,11 @@ def drawn(count: int, seed: int, ties: bool = False) -> tuple[np.ndarray, np.nda
     good = np.arange(count) < count // 2
     scores = chance.normal(size=count) + 1.2 * good
     return np.round(scores) if ties else scores, good
+
+
+def held_out_probabilities(scores: np.ndarray, good: np.ndarray) -> np.ndarray:
+    curves = held_out_calibrations(scores, good)
+    return np.array([curve.probabilities(score) for curve, score in zip(curves, scores, strict=True)])
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -82,18 +82,15 @@ def fitted_calibration(scores: np.ndarray, successes: np.ndarray) -> Calibration
     return Calibration(float(slope / scale), float(height - slope * centre / scale))
 
 
-def held_out_probabilities(scores: np.ndarray, successes: np.ndarray) -> np.ndarray:
-    """Return for each of scores[N] the probability by the curve that the other folds give: [N].
+def held_out_calibrations(scores: np.ndarray, successes: np.ndarray) -> list[Calibration]:
+    """Return for each of scores[N] the curve of the other folds, which its own outcome has no part in: [N].
 
     Each of at most `FOLDS` folds has its share of both outcomes, so two of each are needed; otherwise all are NaN.
     """
     good = np.asarray(successes, dtype=bool)
     folds = min(FOLDS, int(good.sum()), int((~good).sum()))
-    probabilities = np.full(len(good), NAN)
     if folds < 2:
-        return probabilities
+        return [Calibration(NAN, NAN)] * len(good)
     number = np.where(good, np.cumsum(good), np.cumsum(~good)) % folds
-    for fold in range(folds):
-        out = number == fold
-        probabilities[out] = fitted_calibration(scores[~out], good[~out]).probabilities(scores[out])
-    return probabilities
+    curves = [fitted_calibration(scores[number != fold], good[number != fold]) for fold in range(folds)]
+    return [curves[fold] for fold in number]

@@ -123,8 +123,8 @@ class AsyncRemoteScorer:
     async def score_prefixes(self, task: Any, frames: Sequence[Reference]) -> list[float]:
         """Return the raw logit of each prefix of an episode, as `LocalScorer.score_prefixes` does.
 
-        The prefixes are the answers of one group: one request that holds each frame once, and of which the service
-        computes the task and every frame once.
+        The prefixes are the answers of one group: a request that holds each frame once. Those of one batch of the
+        service, whose budget counts each prefix in full, share the task and the frames.
         """
         [scores] = await self.score_each_group([prefixes_of(task, frames)])
         return all_scores(scores)
@@ -257,7 +257,7 @@ class RemoteScorer:
         return running.run(running.scorer.score_each_group(groups))
 
     def score_prefixes(self, task: Any, frames: Sequence[Reference]) -> list[float]:
-        """Return the raw logit of each prefix of an episode, [T]; one request, and one forward of the service."""
+        """Return the raw logit of each prefix of an episode, [T]; an episode is one request."""
         running = self._start()
         return running.run(running.scorer.score_prefixes(task, frames))
 
