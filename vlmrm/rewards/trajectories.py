@@ -47,15 +47,19 @@ def _frames(image: Any, video: Any, response: Any, convert: Callable[[Any], Any]
 
 
 def _of_answer(response: Any, convert: Callable[[Any], Any]) -> list[Any]:
-    """Return the frames of an answer as messages.
+    parts = [part for message in read_messages(response, "assistant") for part in message.content]
+    return [convert(reference) for reference in frames_in(parts)]
+
+
+def frames_in(parts: Sequence[Part]) -> Sequence[Any]:
+    """Return the frames that an answer consists of: its images, or those of its one video.
 
     Raises:
-        RowError: when it holds anything but images, or one video.
+        RowError: when it holds anything else.
     """
-    parts: list[Part] = [part for message in read_messages(response, "assistant") for part in message.content]
     if len(parts) == 1 and isinstance(parts[0], Video) and isinstance(parts[0].reference, (list, tuple)):
-        return [convert(frame) for frame in parts[0].reference]
+        return parts[0].reference
     images = [part.reference for part in parts if isinstance(part, Image)]
     if not images or len(images) < len(parts):
         raise RowError("its answer is no list of images, and this reward looks at frames: give images, or a video")
-    return [convert(reference) for reference in images]
+    return images

@@ -38,6 +38,7 @@ class LocalScorer:
     Args:
         cache_bytes: bound on what is kept in memory between calls: processed media, features of images, and what the
             model's layers made of prompts, so that a later answer to a prompt costs its own tokens. 0 keeps nothing.
+        renderer: what a conversation is shown to the model as, for one that was not trained here.
     """
 
     def __init__(
@@ -47,13 +48,14 @@ class LocalScorer:
         max_tokens_per_batch: int = 16384,
         batching: str = "shared",
         cache_bytes: int = 0,
+        renderer: Callable[..., Renderer] = Renderer,
     ):
         self.loaded = loaded
         self.model = loaded.model.eval().requires_grad_(False)
         limits = MediaLimits(loaded.info.get("min_pixels"), loaded.info.get("max_pixels"))
         self.cache = ByteCache(cache_bytes)
         store = MediaCache(self.cache) if cache_bytes else None
-        self.renderer = Renderer(loaded.processor, limits, store, by_content=store is not None)
+        self.renderer = renderer(loaded.processor, limits, store, by_content=store is not None)
         collator = ComparisonCollator(
             self.renderer,
             batcher_for(loaded.model, loaded.processor, batching),
