@@ -47,6 +47,7 @@ BUILT_IN: dict[str, str] = {
     "jpeg_compressibility": "vlmrm.rewards.built_in.jpeg_size.JpegCompressibility",
     "jpeg_incompressibility": "vlmrm.rewards.built_in.jpeg_size.JpegIncompressibility",
     "gen_eval": "vlmrm.rewards.built_in.gen_eval.GenEval",
+    "robometer": "vlmrm.rewards.built_in.robometer.Robometer",
     "topreward": "vlmrm.rewards.built_in.top_reward.TOPReward",
     "frame_success": "vlmrm.frames.success_reward.FrameSuccess",
     "cosmos_reason1": "vlmrm.rewards.built_in.cosmos_reason1.CosmosReason1",

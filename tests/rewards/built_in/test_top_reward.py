@@ -110,13 +110,13 @@ def test_at_most_so_many_frames_are_shown(folder, frames):
 
 
 def test_what_cannot_be_is_refused(folder, frames, tmp_path, tiny_reward_model):
-    with pytest.raises(CheckpointError, match="writes 'unheard' in . tokens"):
+    with pytest.raises(CheckpointError, match=r"writes 'unheard' in \d tokens"):
         rewards(folder, answers=["unheard", "digit"])
     with pytest.raises(CheckpointError, match="has no language head"):
         rewards(tiny_reward_model)
     with pytest.raises(CheckpointError, match="writes 'number' in 2 tokens"):
         rewards(folder, chat_template=True)
-    with pytest.raises(ConfigError, match="answers is .* write two different words"):
+    with pytest.raises(ConfigError, match=r"answers is .* write two different words"):
         rewards(folder, answers=["True", "True"])
     with pytest.raises(ConfigError, match="max_frames is 0"):
         rewards(folder, max_frames=0)
