@@ -55,6 +55,7 @@ BUILT_IN: dict[str, str] = {
     "rational_rewards_t2i": "vlmrm.rewards.judges.rational_rewards.RationalRewardsT2I",
     "rational_rewards_edit": "vlmrm.rewards.judges.rational_rewards.RationalRewardsEdit",
     "edit_score": "vlmrm.rewards.judges.edit_score.EditScore",
+    "robo_reward": "vlmrm.rewards.judges.robo_reward.RoboReward",
     "unified_reward": "vlmrm.rewards.judges.unified_reward.UnifiedReward",
     "pairwise_judge": "vlmrm.rewards.judges.pairwise.PairwiseJudge",
     "rubric": "vlmrm.rewards.judges.rubric.RubricJudge",
