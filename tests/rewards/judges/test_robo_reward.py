@@ -24,10 +24,10 @@ def frames():
         ("The cup is in the bowl.\n**ANSWER:** <5>", 5.0),
         ("answer: 2/5", 2.0),
         ("<think>ANSWER: 1</think>ANSWER: 3", 3.0),
-        ("ANSWER: 2\nNo: it fell. ANSWER: 1", 1.0),
+        ("ANSWER: 2\nThe rubric says ANSWER: 1 for less.", 2.0),
     ],
 )
-def test_the_last_answer_is_the_reward(server, judge, frames, text, reward):
+def test_the_first_answer_is_the_reward(server, judge, frames, text, reward):
     server.behave = lambda *_: completion(text)
     assert judge("robo_reward")(prompt=["Fill the bowl."], video=[frames]).rewards == [reward]
 

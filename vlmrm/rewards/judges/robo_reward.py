@@ -79,10 +79,10 @@ class RoboReward(Judge):
         return "You judge the work of robots.", [*self.media(sample), text_part(question)]
 
     def verdict(self, reply: Reply, sample: JudgeSample) -> Verdict:
-        answers = [match["value"] for match in ANSWER.finditer(without_thinking(reply.text))]
-        if not answers:
+        answer = ANSWER.search(without_thinking(reply.text))  # the first counts, as in the published code
+        if answer is None:
             raise RewardError("the reply has no ANSWER")
-        score = read_score(answers[-1], BEST)
+        score = read_score(answer["value"], BEST)
         if not isinstance(score, float) or not 1 <= score <= BEST:
-            raise RewardError(f"its ANSWER is {answers[-1].strip()[:40]!r}, which is no number from 1 to {BEST:g}")
+            raise RewardError(f"its ANSWER is {answer['value'].strip()[:40]!r}, which is no number from 1 to {BEST:g}")
         return Verdict(score)
