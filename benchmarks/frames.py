@@ -41,7 +41,7 @@ from vlmrm.frames.settings import CollectSettings, RewardModelSettings, TrainSet
 from vlmrm.frames.training import FrameTrainer, initial_classifier, training_arguments
 from vlmrm.frames.trajectory import Trajectory, find_trajectory, open_folder, write_trajectory
 from vlmrm.scoring.loading import load_local_scorer
-from vlmrm.scoring.scorer import prefixes_of
+from vlmrm.scoring.protocol import prefixes_of
 from vlmrm.settings import validate
 
 COLLECT = 150.0  # frames a second

@@ -114,6 +114,7 @@ class Renderer:
         store: where processed media are kept beyond the caller's own cache.
         written: control tokens that texts may contain, for a model that was trained on such texts.
         by_content: name the media by what is in their files, not by their paths, for stores that outlive the files.
+        variables: of the chat template, for a model that was trained with others than its processor's.
     """
 
     processor: Any
@@ -121,6 +122,7 @@ class Renderer:
     store: Store | None = None
     written: Sequence[str] = ()
     by_content: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         if not getattr(self.processor, "chat_template", None):
@@ -244,6 +246,7 @@ class Renderer:
                 chat_template=template if isinstance(template, str) else None,
                 tokenize=False,
                 add_generation_prompt=False,
+                **self.variables,
             )
         except TemplateError as error:
             raise RowError(f"the chat template does not take it: {error}") from error

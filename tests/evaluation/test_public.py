@@ -26,6 +26,7 @@ from vlmrm.evaluation.public import (
 )
 from vlmrm.evaluation.public.rows import frames_of
 from vlmrm.evaluation.public.rules import accuracy_with_ties
+from vlmrm.measures.pairs import scored_pairs
 
 SECTIONS = benchmark("rewardbench").groups
 
@@ -131,6 +132,19 @@ ROWS = {
             "fps_A": 24.0,
         },
         ("A fox.", [], [("/data/videos/a.mp4", 0.0), ("/data/videos/b.mp4", 1.0)], None),
+    ),
+    "roborewardbench": (  # of several rows
+        {
+            "file_name": ["droid/3.mp4", "droid/3_attempt_1_score_2.mp4"],
+            "task": ["put the cup in the sink", "put the cup in the sink"],
+            "reward": [5, 2],
+        },
+        (
+            "put the cup in the sink",
+            [],
+            [("/data/droid/3.mp4", 5.0), ("/data/droid/3_attempt_1_score_2.mp4", 2.0)],
+            "droid",
+        ),
     ),
     "multimodal-rewardbench-2": (
         {
@@ -311,6 +325,7 @@ def test_an_empty_cell_is_named(name):
         ("rm-bench", {"chosen": ["4."]}, "1 chosen and 3 rejected"),
         ("editreward-bench-tiger", {"ranking": "A>B"}, "must be a vote on A and C"),
         ("omni-rewardbench", {"criteria_preference": "both"}, "must be one of response1"),
+        ("roborewardbench", {"reward": [5, 0]}, "`reward` is 0: it must be 1, 2, 3, 4 or 5"),
     ],
 )
 def test_a_cell_outside_the_schema_is_named(name, changes, said):
@@ -599,6 +614,30 @@ def test_a_json_file_in_its_folder(tmp_path):
     assert len(load_benchmark("hpdv2", str(tmp_path), DataArguments(max_eval_samples=2))) == 2
 
 
+def test_rows_of_one_answer_become_lists(tmp_path, caplog):
+    rows = [("droid/a.mp4", "Wash it.", 5), ("viola/b.mp4", "Wash it.", 1), ("droid/c.mp4", "Dry it.", 3)]
+    rows += [("droid/a_attempt_0_score_2.mp4", "Wash it.", 2), ("droid/d.mp4", "Wash it.", 2)]
+    rows += [("viola/e.mp4", "Lift it.", 4), ("viola/f.mp4", "Lift it.", 1)]
+    table = tmp_path / "test" / "metadata.jsonl"
+    table.parent.mkdir()
+    lines = (dict(zip(("file_name", "task", "reward"), row, strict=True)) for row in rows)
+    table.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    comparisons = [row["comparison"] for row in load_benchmark("roborewardbench", str(tmp_path))]
+    assert [(c.category, text_of(c.prompt), c.ratings) for c in comparisons] == [
+        ("droid", "Wash it.", (5.0, 2.0, 2.0)),
+        ("viola", "Lift it.", (4.0, 1.0)),
+    ]
+    shown = [reference for answer in comparisons[0].answers for reference in references(answer)]
+    assert shown == [str(tmp_path / "test" / name) for name in ("droid/a.mp4", rows[3][0], "droid/d.mp4")]
+    assert "2 rows of RoboRewardBench have none to be compared with" in caplog.text
+    scored = scored_pairs(comparisons, [[0.5, 0.1, 0.7], [2.0, -1.0]])
+    figures = benchmark("roborewardbench").estimate(scored)
+    assert {name: figure.value for name, figure in figures.items()} == {"overall": 2 / 3, "droid": 0.5, "viola": 1.0}
+    table.write_text(json.dumps({"file_name": "droid/a.mp4", "task": "Wash it.", "reward": 5}))
+    with pytest.raises(DataError, match="no two rows of RoboRewardBench can be compared: give the whole copy"):
+        load_benchmark("roborewardbench", str(tmp_path))
+
+
 def test_a_benchmark_of_several_configurations(tmp_path, caplog):
     rows = [{name: value for name, value in ROWS["m-rewardbench"][0].items() if name != "config"}] * 2
     for language in ("fra_Latn", "tur_Latn"):
@@ -758,6 +797,7 @@ def test_published_figures_are_shares_of_metrics_that_are_measured(name):
         "genai-bench-edit": {"accuracy", "accuracy_with_ties"},
         "multimodal-rewardbench-2": {"overall", "t2i", "edit", "interleaved", "reasoning"},
         "rewardbench-2": {"overall"},
+        "roborewardbench": {"overall"},
         "rm-bench": {"overall", "easy", "normal", "hard", "chat", "math", "code", "safety"},
         "m-rewardbench": {"overall"},
         "editreward-bench-tiger": {"overall", "2pair", "3pair", "4pair"},

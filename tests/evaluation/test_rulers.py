@@ -7,7 +7,7 @@ import pytest
 from PIL import Image as Pillow
 
 from vlmrm import cli
-from vlmrm.conversation import Comparison, Image, Judgement, Message
+from vlmrm.conversation import Comparison, Image, Judgement, Message, Video
 from vlmrm.errors import DataError, RowError
 from vlmrm.evaluation.public import benchmark
 from vlmrm.evaluation.rulers import RULERS, block, format_rulers, meaning, read_rulers
@@ -46,6 +46,7 @@ def test_a_set_that_needs_its_images_has_no_ruler():
         assert accuracy.low <= 0.5 <= accuracy.high and abs(accuracy.value - 0.5) < 0.08, name
     assert readings["more_markdown"].verdict == "no answer has more Markdown than another"
     assert readings["larger_image"].verdict == "no answer has a larger image than another"
+    assert readings["more_images"].verdict == "no answer has more images than another"
     assert meaning([*readings.values()]) == ["No ruler is found above chance, as far as these pairs can tell."]
 
 
@@ -127,6 +128,22 @@ def test_answers_that_are_images_are_measured(tmp_path):
     assert readings["image_blind"].verdict == "the answers have no text, which is all that it reads"
     assert readings["larger_image"].verdict == "below chance: its opposite is a ruler"
     assert "The opposite of `larger_image` alone is right" in " ".join(meaning([*readings.values()]))
+
+
+def test_the_number_of_frames_is_a_ruler(tmp_path):
+    """Of pairs of episodes the better one is shown with more frames, as a list of images or as a video of frames."""
+    frame, rng, rows = picture(tmp_path, 0, 100), np.random.default_rng(3), []
+    for number in range(60):
+        long, short = [frame] * int(rng.integers(4, 9)), [frame] * int(rng.integers(1, 4))
+        sides = [Message.of("assistant", *side) for side in (long, short)]
+        if number % 2:
+            sides = [Message.of("assistant", Video((frame.reference,) * len(side))) for side in (long, short)]
+        prompt = (Message.of("user", "Push it."),)
+        columns = {"chosen_episode": f"episodes/{number // 3}"}
+        answers = tuple((side,) for side in sides)
+        rows.append(Comparison(str(number), prompt, answers, (Judgement((0, 1), (1.0, 0.0)),), None, columns))
+    found = by_name(rows)["more_images"]
+    assert found.accuracy.value == 1.0 and found.accuracy.prompts == 20 and found.verdict == "above chance"
 
 
 def test_position_says_nothing_where_the_layout_decides_it():

@@ -89,9 +89,13 @@ def test_the_best_is_that_of_the_mean_or_of_the_set_that_is_named(here):
     assert result.choice["value"] == pytest.approx(2 / 3)
     assert result.choice["metric"] == "mean preference_accuracy of 3 sets"
     assert load_results("out/all/long.json")["best"] == result.choice, "its report is about the same checkpoint"
+    assert "best by mean preference accuracy of 3 sets" in build_report(["out/all/long.csv"], "report").read_text()
     assert [line.model for line in leaderboard(["out/all"], best_only=True).lines] == ["python:suite_scorers.brevity"]
     named = run(**sets, metric_for_best="long:preference_accuracy", fail_under=1.0)
     assert (named.choice["checkpoint"], named.choice["metric"]) == ("length", "long:preference_accuracy")
+    for name in ("long", "short"):  # the set that chose, and one that did not
+        page = build_report([f"out/all/{name}.csv"], "report").read_text()
+        assert "best by long:preference accuracy" in page
     with pytest.raises(BelowThreshold, match=r"has 0\.6667: preference_accuracy is below the 0\.9"):
         run(**sets, fail_under=0.9)
     with pytest.raises(ConfigError, match="no set is called lang: did you mean long"):

@@ -50,38 +50,47 @@ def test_each_kind_compares_the_frames_that_it_says(tmp_path):
     rows = rows_of(tmp_path / "pairs.jsonl")
     assert {kind: sum(row["category"] == kind for row in rows) for kind in KINDS} == counts
     for row in rows:
-        assert steps_of(row, "chosen") == [0, 1, 2, 3, 4]  # to the first success, and not beyond
+        better, worse = steps_of(row, "chosen"), steps_of(row, "rejected")
+        assert better[-1] == 4  # the first success, and not beyond
         assert "won" in row["chosen_episode"]
-        worse = steps_of(row, "rejected")
         if row["category"] == "outcome":
-            assert "lost" in row["rejected_episode"] and worse == [*range(FRAMES)]
+            assert "lost" in row["rejected_episode"] and worse == [0, 1, 2, 4, 5]
             assert row["rejected_episode"].split("/")[-2] == row["chosen_episode"].split("/")[-2]  # of one task
         else:
             assert row["rejected_episode"] == row["chosen_episode"]
         if row["category"] == "truncation":
             assert worse == [*range(len(worse))] and len(worse) <= 3
+        else:
+            assert better == [0, 1, 2, 3, 4]
         if row["category"] == "rewind":
-            assert worse[:4] == [0, 1, 2, 3] and worse[4:] == [*range(2, worse[-1] - 1, -1)]
+            peak = worse.index(max(worse))
+            assert worse == [*sorted(worse[: peak + 1]), *sorted(worse[peak:], reverse=True)[1:]] and max(worse) < 4
         if row["category"] == "instruction":
             better, other = row["chosen"], row["rejected"]
             assert better[0]["content"] != other[0]["content"] and better[1] == other[1]
 
 
 def test_a_frame_is_written_once_and_is_the_trajectory_s(tmp_path):
-    [lost, won] = write_episodes(tmp_path / "data", 1)
+    [won, lost] = write_episodes(tmp_path / "data", 1)
     write_pairs([won, lost], tmp_path / "pairs.jsonl", per_episode=4)
     pictures = sorted((tmp_path / "pairs_frames").iterdir())
-    assert len(pictures) == 5 + FRAMES
+    assert len(pictures) == 5 + FRAMES - 1  # the failure shows five of its six
     with Image.open(pictures[3]) as picture:
         assert (np.asarray(picture).transpose(2, 0, 1) == won.frame("front", 3)).all()
 
 
-def test_answers_have_equally_many_frames(tmp_path):
-    files = write_episodes(tmp_path / "data", 2)
-    write_pairs(files, tmp_path / "pairs.jsonl", kinds=["rewind", "outcome"], frames=3)
-    for row in rows_of(tmp_path / "pairs.jsonl"):
-        assert len(steps_of(row, "chosen")) == len(steps_of(row, "rejected")) == 3
-        assert steps_of(row, "chosen")[-1] == 4
+@pytest.mark.parametrize("frames", [3, 8])  # of clips that have as many, and of clips that have fewer
+def test_the_number_of_frames_tells_nothing(tmp_path, frames):
+    write_episodes(tmp_path / "light", 3, task="Make it bright.")
+    files = open_folder(tmp_path / "light") + write_episodes(tmp_path / "dark", 2, seed=1, task="Make it dark.")
+    write_pairs(files, tmp_path / "pairs.jsonl", kinds=KINDS, per_episode=5, frames=frames)
+    rows = rows_of(tmp_path / "pairs.jsonl")
+    counts = {(len(steps_of(row, "chosen")), len(steps_of(row, "rejected"))) for row in rows}
+    assert all(chosen == rejected <= frames for chosen, rejected in counts)
+    assert max(counts) == (min(frames, 5),) * 2
+    assert {steps_of(row, "chosen")[-1] for row in rows} == {4}
+    for row in (row for row in rows if "chosen" in row):  # the columns say what is shown
+        assert [len(row[side][-1]["content"]) for side in ("chosen", "rejected")] == [len(steps_of(row, "chosen"))] * 2
 
 
 def test_what_there_is_no_pair_of_is_named(tmp_path):

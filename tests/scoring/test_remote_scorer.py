@@ -330,3 +330,21 @@ def test_scores_say_which_model_gave_them():
     assert scorer.digest is None
     asyncio.run(scorer.score([asked("one")]))
     assert scorer.digest == "abc"
+
+
+def test_an_episode_is_one_request_in_which_each_frame_is_once():
+    frames = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in (0, 90, 180)]
+    service = Service()
+    service.answer = lambda index, item: {"index": index, "raw": float(len(item["messages"][-1]["content"]))}
+
+    async def ask() -> list[float]:
+        async with service.scorer() as scorer:
+            return await scorer.score_prefixes("Push it.", [*frames, frames[0]])
+
+    assert asyncio.run(ask()) == [1.0, 2.0, 3.0, 4.0]
+    [(_, body, files)] = service.requests
+    assert len(files) == 3 and len({item["group"] for item in body["items"]}) == 1
+    shown = [part["image"] for part in body["items"][-1]["messages"][-1]["content"]]
+    assert shown[0] == shown[3] and len(set(shown)) == 3
+    with pytest.raises(RowError, match="an episode has no frames"):
+        asyncio.run(AsyncRemoteScorer(URL).score_prefixes("Push it.", []))

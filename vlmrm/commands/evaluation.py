@@ -196,7 +196,7 @@ def rulers(
     limit: int | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
-    """Audit a set of preferences: what length, position, Markdown, size, and models without images or question score.
+    """Audit a set of preferences: what length, position, images, and models blind to images or question score.
 
     Args:
         data: Preferences: files, folders or hub ids; with --benchmark its local copy.

@@ -265,7 +265,7 @@ def pairs(
         task: The instruction of trajectories that do not say theirs.
         kinds: What an episode up to its success is preferred to: a failure (outcome), its own beginning (truncation),
             its own frames back again (rewind), the same under another task (instruction). Default: the first three.
-        frames: Frames of an answer, evenly spread.
+        frames: Frames of an answer, evenly spread; fewer in both answers of a pair where one has fewer.
         per_episode: Pairs of each kind for each episode with a success.
         image_key: The camera. Default: the first.
         seed: Seed of what is drawn.
@@ -288,32 +288,33 @@ def pairs(
 @needs("train", "scoring episodes")
 def progress(
     *folders: Path,
-    model: Path,
+    model: str,
     output: Path,
     task: str | None = None,
     frames: int = 8,
     image_key: str | None = None,
 ) -> None:
-    """Score episodes after each of their frames, and say whether scores rise with time (value-order correlation).
+    """Score episodes after each of their frames: do scores rise with time (value-order correlation), and tell success?
+
+    Each episode is scored twice more as a control: with its first frame in place of all, and with its frames shuffled.
 
     Args:
         folders: Folders of trajectories.
-        model: A trained reward model.
-        output: The new .jsonl file: a line for each episode, with its steps and scores.
+        model: A trained reward model, the address of a service, or a YAML file of one reward.
+        output: The new .jsonl file: a line for each episode, with its steps, scores and probabilities of success.
         task: The instruction of trajectories that do not say theirs.
         frames: Frames of an episode, evenly spread; of a success, up to the first one.
         image_key: The camera. Default: the first.
     """
     from vlmrm.files import require_new_file
-    from vlmrm.frames.progress import score_episodes, summarise, write_scores
+    from vlmrm.frames.progress import open_prefix_scorer, score_episodes, summarise, write_scores
     from vlmrm.frames.trajectory import open_folder
-    from vlmrm.scoring.loading import load_local_scorer
 
     if not folders:
         raise ConfigError("there is nothing to score: name folders of trajectories.")
     require_new_file(output)
     files = [file for folder in folders for file in open_folder(folder)]
-    scored = score_episodes(load_local_scorer(model), files, task=task, frames=frames, image_key=image_key)
+    scored = score_episodes(open_prefix_scorer(model), files, task=task, frames=frames, image_key=image_key)
     write_scores(scored, output)
     say(summarise(scored))
 

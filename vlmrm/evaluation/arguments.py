@@ -129,7 +129,7 @@ class EvaluationArguments(ComputeArguments):
         default=None,
         metadata={
             "help": "A YAML file of data sets by name, each with its keys, or a list of public benchmarks by name: "
-            "image-understanding, image-generation, image-editing, video, text."
+            "image-understanding, image-generation, image-editing, video, robots, text."
         },
     )
     group_by: list[str] = field(

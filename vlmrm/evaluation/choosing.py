@@ -20,6 +20,7 @@ from vlmrm.measures.selection import contributions, without_luck
 
 CHOOSABLE = {metric.name for metric in METRICS if metric.better}  # each has a standard error
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
+MEAN = "mean "  # begins the name of a figure that is the mean of several sets
 
 
 def step_of(checkpoint: str) -> int | None:

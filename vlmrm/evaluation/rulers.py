@@ -21,7 +21,7 @@ import pandas as pd
 from scipy.optimize import minimize
 from scipy.sparse import csr_matrix
 
-from vlmrm.conversation import Comparison, Image, Messages, media_of, text_of
+from vlmrm.conversation import Comparison, Image, Medium, Messages, media_of, text_of
 from vlmrm.data.media import open_image
 from vlmrm.data.rows import with_row_id
 from vlmrm.errors import DataError, RowError
@@ -184,6 +184,16 @@ def larger_image(data: Answered) -> Scores:
     return _unless_equal(scores, "no answer has a larger image than another")
 
 
+def more_images(data: Answered) -> Scores:
+    scores = [[float(sum(map(_shown, media_of(answer)))) for answer in row.answers] for row in data.rows]
+    return _unless_equal(scores, "no answer has more images than another")
+
+
+def _shown(medium: Medium) -> int:
+    """Return the number of pictures of an image, or of a video as frames."""
+    return len(medium.reference) if isinstance(medium.reference, (list, tuple)) else 1
+
+
 def _unless_equal(scores: Scores, reason: str) -> Scores:
     if all(len(set(of_row)) == 1 for of_row in scores):
         raise Silent(reason)
@@ -314,6 +324,7 @@ RULERS: dict[str, tuple[str, Callable[[Answered], Scores]]] = {
     "first": ("the place in the row", first),
     "more_markdown": ("the marks of Markdown", more_markdown),
     "larger_image": ("the pixels of an answer's images", larger_image),
+    "more_images": ("the number of an answer's images or frames", more_images),
     "image_blind": ("question and answer without images, learned from other prompts", image_blind),
     "question_blind": ("answers and measures of their images, learned from other prompts", question_blind),
 }

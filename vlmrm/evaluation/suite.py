@@ -37,6 +37,7 @@ SUITES: Mapping[str, tuple[str, ...]] = {
     "image-generation": (*("genai-bench-image", "hpdv2", "hpdv3", "hpdv3-plusplus", "imagereward", "pick-a-pic"),),
     "image-editing": ("genai-bench-edit", "editreward-bench-tiger", "editreward-bench-editscore"),
     "video": ("genai-bench-video", "videogen-rewardbench"),
+    "robots": ("roborewardbench",),
     "text": ("rewardbench", "rewardbench-2", "rm-bench", "m-rewardbench"),
 }
 NAME = re.compile(r"\w[\w.+-]*")  # a set's files have its name

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation.choosing import Criterion, split_metric
+from vlmrm.evaluation.choosing import MEAN, Criterion, split_metric
 from vlmrm.evaluation.results import Results, digest
 from vlmrm.evaluation.schema import Best, Row
 from vlmrm.files import write_file
@@ -41,7 +41,7 @@ class MeanCriterion(Criterion):
     @property
     def label(self) -> str:
         return (
-            f"{self.sets[0]}:{self.metric}" if len(self.sets) == 1 else f"mean {self.metric} of {len(self.sets)} sets"
+            f"{self.sets[0]}:{self.metric}" if len(self.sets) == 1 else f"{MEAN}{self.metric} of {len(self.sets)} sets"
         )
 
     def value(self, row: Any) -> float:

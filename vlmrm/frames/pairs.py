@@ -7,7 +7,8 @@ The task is the prompt, and the frames of an episode up to its first success are
     rewind       its own frames up to a step before success, and back again
     instruction  the same frames under the instruction of another task
 
-Every answer has equally many frames, evenly spread, where the episodes have so many: the number tells nothing.
+Both answers of a pair have equally many frames, evenly spread: as many as the shorter of the two has, up to a limit.
+Otherwise a model that only counts frames would prefer the better one, as most beginnings are shorter than their whole.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ def _comparison(
     name: str, kind: str, clips: tuple[Clip, Clip], frames: int, picture: Callable[[TrajectoryFile, int], Path]
 ) -> Comparison:
     prompts = [Message.of("user", task) for _, task, _ in clips]
-    shown = [spread_steps(steps, frames) for _, _, steps in clips]
+    count = min(frames, *(len(steps) for _, _, steps in clips))
+    shown = [spread_steps(steps, count) for _, _, steps in clips]
     answers = [
         Message.of("assistant", *map(Image, map(str, map(partial(picture, file), steps))))
         for (file, _, _), steps in zip(clips, shown, strict=True)

@@ -28,6 +28,7 @@ COLUMNS = (
     *(f"{side}_{name}" for side in SIDES for name in ("branch", "rating", "score")),
 )
 TEXT = 2000  # characters kept of a text, for the report
+EPISODE = "chosen_episode"  # a column of pairs of episodes, which may all have one prompt: the task
 
 
 @dataclass
@@ -57,8 +58,8 @@ class Candidates(NamedTuple):
 def scored_pairs(comparisons: Sequence[Comparison], scores: Sequence[Sequence[float]]) -> pd.DataFrame:
     """Return one row for each pair of each comparison, in order; `scores[i]` has one score a branch.
 
-    Columns: comparison_id, pair, prompt_id (a hash of the prompt, the cluster of the bootstrap), category, tie,
-    weight; chosen_ and rejected_ branch, rating, score.
+    Columns: comparison_id, pair, prompt_id (a hash of the prompt, or the better episode of pairs of episodes: the unit
+    of intervals), category, tie, weight; chosen_ and rejected_ branch, rating, score.
     """
     rows: list[dict[str, Any]] = []
     for comparison, branch_scores in zip(comparisons, scores, strict=True):
@@ -173,7 +174,7 @@ def unknown_column(name: str) -> ConfigError:
 def _pairs_of(comparison: Comparison) -> Iterator[dict[str, Any]]:
     shared = {
         "comparison_id": comparison.id,
-        "prompt_id": prompt_id(comparison),
+        "prompt_id": _unit(comparison),
         "category": comparison.category,
         "weight": comparison.judgement.weight,
     }
@@ -183,6 +184,12 @@ def _pairs_of(comparison: Comparison) -> Iterator[dict[str, Any]]:
         for side, i in zip(SIDES, (chosen, rejected), strict=True):
             row |= {f"{side}_branch": i, f"{side}_rating": ratings[i]}
         yield row
+
+
+def _unit(comparison: Comparison) -> str:
+    """Return the name of what rows may share and others do not: the prompt, or of pairs of episodes the better one."""
+    episode = comparison.columns.get(EPISODE)
+    return prompt_id(comparison) if episode is None else "/".join(Path(str(episode)).parts[-2:])
 
 
 def _of_comparison(comparison: Comparison, group_by: Sequence[str]) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from vlmrm.conversation import Conversation
+from vlmrm.conversation import Conversation, Image, Message, Reference
 from vlmrm.errors import RowError
 from vlmrm.formats.rollouts import read_candidates
+from vlmrm.formats.texts import read_prompt
 
 # A conversation, or its messages as OpenAI writes them, ending in the answer; images as PIL, path, bytes or data URI.
 ConversationLike: TypeAlias = Conversation | Sequence[Mapping[str, Any]]
@@ -36,6 +37,32 @@ class Scorer(Protocol):
     def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """Return the raw logit of each candidate of each (prompt, candidates)."""
         ...
+
+
+class PrefixScorer(Protocol):
+    """A model that scores an episode after each of its frames: the local and the remote scorer, and some rewards."""
+
+    def score_prefixes(self, task: Any, frames: Sequence[Reference]) -> list[float]:
+        """Return the score of each prefix of an episode, [T].
+
+        Raises:
+            RowError: when there is no frame, or with the number of the first prefix that cannot be scored, from 0.
+        """
+        ...
+
+
+def prefixes_of(task: Any, frames: Sequence[Reference]) -> list[Conversation]:
+    """Return the conversation of each prefix of an episode: its frames up to each one, as the answer to `task`.
+
+    Raises:
+        RowError: when there is no frame.
+    """
+    if not frames:
+        raise RowError("an episode has no frames: give one image or more")
+    prompt = read_prompt(task)
+    images = [Image(frame) for frame in frames]
+    answers = (Message.of("assistant", *images[:stop]) for stop in range(1, len(images) + 1))
+    return [Conversation((*prompt, answer)) for answer in answers]
 
 
 def all_scores(scores: Sequence[float | RowError]) -> list[float]:

@@ -40,7 +40,7 @@ from vlmrm.http import (
     timeouts,
     translate_http_errors,
 )
-from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, regrouped
+from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, prefixes_of, regrouped
 
 ROUTE = "/v1/rewards"
 REVISION_HEADER = "X-Vlmrm-Revision"
@@ -119,6 +119,15 @@ class AsyncRemoteScorer:
         counter = count()
         numbered = [[(next(counter), conversation) for conversation in group] for group in groups]
         return regrouped(await self._score(numbered, grouped=True), groups)
+
+    async def score_prefixes(self, task: Any, frames: Sequence[Reference]) -> list[float]:
+        """Return the raw logit of each prefix of an episode, as `LocalScorer.score_prefixes` does.
+
+        The prefixes are the answers of one group: a request that holds each frame once. Those of one batch of the
+        service, whose budget counts each prefix in full, share the task and the frames.
+        """
+        [scores] = await self.score_each_group([prefixes_of(task, frames)])
+        return all_scores(scores)
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -246,6 +255,11 @@ class RemoteScorer:
         """Return, for the answers of each prompt as conversations, the raw logit of each, or its error."""
         running = self._start()
         return running.run(running.scorer.score_each_group(groups))
+
+    def score_prefixes(self, task: Any, frames: Sequence[Reference]) -> list[float]:
+        """Return the raw logit of each prefix of an episode, [T]; an episode is one request."""
+        running = self._start()
+        return running.run(running.scorer.score_prefixes(task, frames))
 
     def close(self) -> None:
         """Close the connections; the next call opens them again."""

@@ -21,24 +21,15 @@ from vlmrm.engine import Engine, rendered_each
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.rollouts import read_candidates
-from vlmrm.formats.texts import read_prompt
 from vlmrm.modeling import LoadedReward, batcher_for, sequence_limit
 from vlmrm.modeling.vision_cache import FeatureCache
 from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
-from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, regrouped
+from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, prefixes_of, regrouped
 
 logger = logging.getLogger("vlmrm")
 
 GREY = Image(Pillow.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey"))
 PLACEHOLDER = Conversation((Message.of("user", GREY), Message.of("assistant", "-")))
-
-
-def prefixes_of(task: Any, frames: Sequence[Reference]) -> list[Conversation]:
-    """Return the conversation of each prefix of an episode: its frames up to each one, as the answer to `task`."""
-    prompt = read_prompt(task)
-    images = [Image(frame) for frame in frames]
-    answers = (Message.of("assistant", *images[:stop]) for stop in range(1, len(images) + 1))
-    return [Conversation((*prompt, answer)) for answer in answers]
 
 
 class LocalScorer:
@@ -47,6 +38,7 @@ class LocalScorer:
     Args:
         cache_bytes: bound on what is kept in memory between calls: processed media, features of images, and what the
             model's layers made of prompts, so that a later answer to a prompt costs its own tokens. 0 keeps nothing.
+        renderer: what a conversation is shown to the model as, for one that was not trained here.
     """
 
     def __init__(
@@ -56,13 +48,14 @@ class LocalScorer:
         max_tokens_per_batch: int = 16384,
         batching: str = "shared",
         cache_bytes: int = 0,
+        renderer: Callable[..., Renderer] = Renderer,
     ):
         self.loaded = loaded
         self.model = loaded.model.eval().requires_grad_(False)
         limits = MediaLimits(loaded.info.get("min_pixels"), loaded.info.get("max_pixels"))
         self.cache = ByteCache(cache_bytes)
         store = MediaCache(self.cache) if cache_bytes else None
-        self.renderer = Renderer(loaded.processor, limits, store, by_content=store is not None)
+        self.renderer = renderer(loaded.processor, limits, store, by_content=store is not None)
         collator = ComparisonCollator(
             self.renderer,
             batcher_for(loaded.model, loaded.processor, batching),
@@ -155,12 +148,11 @@ class LocalScorer:
         Raises:
             RowError: when there is no frame, or with the number of the first prefix that cannot be scored, from 0.
         """
-        if not frames:
-            raise RowError("an episode has no frames: give one image or more")
+        conversations = prefixes_of(task, frames)
         if self.repeats_prefixes and not self._told:
             self._told = True
             logger.warning("score_prefixes computes each prefix from its start, because %s", self.repeats_prefixes)
-        return self.score(prefixes_of(task, frames))
+        return self.score(conversations)
 
     @property
     def repeats_prefixes(self) -> str | None:

@@ -75,6 +75,36 @@ def test_whole_pictures_are_cut_and_scaled_as_a_classifiers_frames_were(tmp_path
         cropping(prompt=[""], image=pictures((10, 20)))
 
 
+def test_of_a_trajectory_it_is_the_last_frame_s(checkpoint, tmp_path):
+    frames = pictures(*[(32, 48)] * 6)
+    rewards = reward_set(checkpoint, reward_type="continuous", batch_size=8, on_failure="mask")
+    alone = rewards(prompt=[""] * 6, image=frames).rewards["done"]
+    videos = [frames[:3], frames[3:], frames[:1]]
+    assert rewards(prompt=[""] * 3, video=videos).rewards["done"] == pytest.approx(alone[[2, 5, 0]])
+    frames[4].save(tmp_path / "last.png")
+    answers = [[frame_turn(*frames[:2])], [frame_turn(frames[0], str(tmp_path / "last.png"))]]
+    assert rewards(prompt=[""] * 2, response=answers).rewards["done"] == pytest.approx(alone[[1, 4]])
+    # An answer as a text beside an image is another reward's; what is no trajectory fails by itself, and says why.
+    assert rewards(prompt=[""], image=frames[:1], response=["Left."]).rewards["done"] == pytest.approx(alone[[0]])
+    described = frame_turn(*frames[:2])
+    described["content"].append({"type": "text", "text": "It is done."})
+    broken = rewards(
+        prompt=[""] * 4, response=["Left.", [described], [frame_turn(str(tmp_path / "gone.png"))], answers[0]]
+    )
+    assert np.isnan(broken.rewards["done"]).tolist() == [True, True, True, False]
+    reasons = broken.failures["done"].values()
+    for reason, expected in zip(reasons, ("no list of images", "no list of images", "gone.png"), strict=True):
+        assert expected in reason
+    with pytest.raises(RewardError, match="several of an image, a video and an answer"):
+        reward_set(checkpoint)(prompt=[""], image=frames[:1], response=[answers[0]])
+    with pytest.raises(RewardError, match="it has no image, video or answer"):
+        reward_set(checkpoint)(prompt=[""])
+
+
+def frame_turn(*frames) -> dict:
+    return {"role": "assistant", "content": [{"type": "image", "image": frame} for frame in frames]}
+
+
 def test_what_cannot_be_is_refused(tmp_path, checkpoint):
     with pytest.raises(CheckpointError, match="there is no reward model"):
         reward_set(tmp_path / "nowhere")

@@ -381,8 +381,11 @@ def test_every_setting_is_documented():
         "rational_rewards_t2i",
         "rational_rewards_edit",
         "unified_reward",
+        "robo_reward",
         "rubric",
         "pairwise_judge",
+        "TOPReward",
+        "Robometer",
     ):
         for option in (name, *(reward_model_class(name).options or ())):
             assert re.search(rf"^\| [^|]*`{option}`[^|]* \|", page, re.MULTILINE), option

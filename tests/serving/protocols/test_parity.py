@@ -172,6 +172,17 @@ def test_the_clients_are_the_scorer(local, url, monkeypatch, tmp_path):
     assert asyncio.run(ask()) == expected
 
 
+def test_the_prefixes_of_an_episode_have_the_scores_of_the_local_scorer(local, url):
+    frames = [PICTURE.rotate(angle) for angle in range(0, 360, 30)]
+    expected = local.score_prefixes("Turn it around.", frames)
+    with RemoteScorer(url, token=TOKEN) as scorer:
+        assert scorer.score_prefixes("Turn it around.", frames) == pytest.approx(expected, abs=1e-5)
+        other = scorer.score_prefixes("Turn it around.", frames[::-1])
+        with pytest.raises(RowError, match=r"conversation 1: .*3x900"):
+            scorer.score_prefixes("Turn it around.", [PICTURE, Image.new("RGB", (3, 900))])
+    assert max(abs(a - b) for a, b in zip(other, expected, strict=True)) > 1e-3
+
+
 def test_a_wrong_token_or_name_is_said_in_a_sentence(url):
     with pytest.raises(ConfigError, match="refused the token: set VLMRM_TOKEN"):
         RemoteScorer(url, token="wrong").score([asked("a")])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from vlmrm.data.rows import read_row, with_row_id
 from vlmrm.data.tables import KINDS, Source, open_tables
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.evaluation.public.estimates import rows_of, with_intervals
-from vlmrm.evaluation.public.rows import ADAPTERS, frames_of, labelled, ratings_of
+from vlmrm.evaluation.public.rows import ADAPTERS, LISTS, frames_of, labelled, ratings_of
 from vlmrm.evaluation.public.rules import GROUPED, RULES, Groups
 from vlmrm.formats.layout import image_turn, video_turn
 from vlmrm.measures.intervals import Estimate
@@ -114,6 +114,8 @@ class Benchmark(Strict):
         by: keys that the rule reads as columns by/NAME of the scored pairs.
         unit: which of `by` names what intervals take as independent; by default the prompt.
         frames: the number of frames to take of a video that is a folder of frames.
+        lists: a function in `rows.py` that names the list of a row, of data with one answer a row: the rows of a list
+            become one, whose cells are the lists of theirs.
         adapt: a function in `rows.py` that finishes a row.
         groups: categories by group, for the rule or `adapt`, with their weights if they have any.
         rule: the authors' scoring of scored pairs, a function in `rules.py`.
@@ -132,6 +134,7 @@ class Benchmark(Strict):
     by: tuple[str, ...] = ()
     unit: str | None = None
     frames: int | None = None
+    lists: Annotated[str, AfterValidator(partial(_known, LISTS))] | None = None
     adapt: Annotated[str, AfterValidator(partial(_known, ADAPTERS))] | None = None
     groups: Groups = Field(default_factory=dict)
     rule: Annotated[str, AfterValidator(partial(_known, RULES))]
@@ -356,7 +359,29 @@ def _open(chosen: Benchmark, location: str, split: str, config: str | None) -> l
                 f"{source.path} is no copy of {chosen.title}: it lacks the columns {', '.join(missing)} and has "
                 f"{', '.join(columns)}"
             )
-    return [replace(source, table=_with_origin(source, origin, chosen.required)) for source in sources]
+    opened = [replace(source, table=_with_origin(source, origin, chosen.required)) for source in sources]
+    return opened if chosen.lists is None else [_as_lists(chosen, source, LISTS[chosen.lists]) for source in opened]
+
+
+def _as_lists(chosen: Benchmark, source: Source, naming: Callable[[Any], Hashable]) -> Source:
+    """Return the table with a row for each list of two or more of its rows.
+
+    Raises:
+        DataError: when there is none.
+    """
+    from datasets import Dataset
+
+    lists: dict[Hashable, list[Mapping[str, Any]]] = {}
+    for row in cast("Dataset", source.table):
+        lists.setdefault(naming(row), []).append(row)
+    compared = [rows for rows in lists.values() if len(rows) > 1]
+    if not compared:
+        raise DataError(f"{source.path}: no two rows of {chosen.title} can be compared: give the whole copy")
+    if alone := len(lists) - len(compared):
+        logger.warning("%s: %d rows of %s have none to be compared with", source.path, alone, chosen.title)
+    return replace(
+        source, table=Dataset.from_list([{name: [row[name] for row in rows] for name in rows[0]} for rows in compared])
+    )
 
 
 def _with_origin(source: Source, origin: Mapping[str, str | None], required: list[str]) -> Dataset:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -23,6 +23,7 @@ from vlmrm.formats.openai import read_reference
 SLOT = re.compile(r"<image_\d+>")  # where an image of Multimodal RewardBench 2 stands in its text
 VIDEOS = "../media_data"  # of Omni-RewardBench, beside the folders of its tasks
 PAIR = re.compile("([A-D])([>=])([A-D])(=.*)?")  # a vote of EditReward-Bench: A>B, C>A, A=B, A=B=Good
+RATINGS = range(1, 6)  # of RoboRewardBench, 5 for a task that is done
 MM_RLHF_CATEGORIES = ("mcq", "long", "short", "safety", "video")  # the first that is part of the path
 
 
@@ -162,11 +163,31 @@ def omni_rewardbench(row: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
     return {"responses": answers, "question_key": blake2b(row["prompt"].encode(), digest_size=8).hexdigest(), **media}
 
 
+def roborewardbench(row: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
+    """Read the episodes of one task; each of the row's cells is the list of theirs."""
+    if wrong := [reward for reward in row["reward"] if reward not in RATINGS]:
+        raise RowError(f"`reward` is {wrong[0]!r}: it must be 1, 2, 3, 4 or 5")
+    return {"prompt": row["task"][0], "category": _first_folder(row["file_name"][0])}
+
+
+def _first_folder(path: Any) -> str:
+    return str(path).partition("/")[0]
+
+
+def episodes_of_task(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the list that a row of RoboRewardBench is in: its robot data set and its task."""
+    return _first_folder(row["file_name"]), str(row["task"])
+
+
+Naming = Callable[[Mapping[str, Any]], Hashable]
+# Functions that name the list of a row, where the rows of a list are answers to compare.
+LISTS: dict[str, Naming] = {naming.__name__: naming for naming in (episodes_of_task,)}
+
 Adapter = Callable[[Mapping[str, Any], Groups], dict[str, Any]]
 ADAPTERS: dict[str, Adapter] = {
     adapter.__name__: adapter
     for adapter in (
         *(vl_rewardbench, multimodal_rewardbench, mm_rlhf, first_is_better, rewardbench_2, rm_bench),
-        *(multimodal_rewardbench_2, editreward_bench, omni_rewardbench),
+        *(multimodal_rewardbench_2, editreward_bench, omni_rewardbench, roborewardbench),
     )
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.evaluation.choosing import Criterion
+from vlmrm.evaluation.choosing import MEAN, Criterion, split_metric
 from vlmrm.evaluation.schema import Best, ResultsFile, load_results
 from vlmrm.measures.analysis import GROUP, analyse, figures
 from vlmrm.measures.audit import Finding, audit
@@ -235,8 +235,9 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     reason = _reason(chosen.get((best.model, best.name)))
     if len(named) > 1:
         reason = f"the most accurate of {len(named)} that are {reason} in their results"
-    criterion = Criterion(**_criterion(chosen.get((best.model, best.name))))
-    honest = criterion.without_luck([checkpoint.rows for checkpoint in checkpoints], "preference_accuracy")
+    criterion = _criterion(chosen.get((best.model, best.name)), {sweep.get("set_name") for sweep in sweeps})
+    rows = [checkpoint.rows for checkpoint in checkpoints]
+    honest = None if criterion is None else criterion.without_luck(rows, "preference_accuracy")
     accuracy = best.accuracy if honest is None else Share(honest.value, honest.low, honest.high, honest.n)
     among = 1 if honest is None else len(checkpoints)
     name = (best.model, best.name)
@@ -248,11 +249,16 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     return Choice(best, reason, accuracy, sweep["leakage"], benchmark, among, row.get("limits", {}))
 
 
-def _criterion(best: Best | None) -> dict[str, Any]:
-    """Return the metric by which a checkpoint was chosen, accuracy unless the results say so."""
+def _criterion(best: Best | None, sets: Collection[str | None]) -> Criterion | None:
+    """Return the criterion by which a checkpoint was chosen on these sets, accuracy unless the results say so.
+
+    None where other sets chose it, whose luck is not in these figures.
+    """
     if best is None:
-        return {}
-    return {"metric": best["metric"], "one_standard_error": best["one_standard_error"]}
+        return Criterion()
+    named, figure = split_metric(best["metric"])
+    chosen_here = named in sets if named is not None else not best["metric"].startswith(MEAN)
+    return Criterion(figure, best["one_standard_error"]) if chosen_here else None
 
 
 def _reason(best: Best | None) -> str:
