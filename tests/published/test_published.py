@@ -22,7 +22,7 @@ from vlmrm.modeling import load_checkpoint, load_for_training, published_source
 from vlmrm.modeling.published_import import import_reward
 from vlmrm.modeling.published_layouts import LAYOUTS
 from vlmrm.modeling.published_source import StoredWeights, read_adapter, weight_files
-from vlmrm.modeling.published_template import Turn, question_template
+from vlmrm.modeling.published_template import TurnTemplate, question_template
 from vlmrm.training.main import train
 
 from . import __main__ as table
@@ -282,7 +282,7 @@ def test_a_head_that_is_not_used_points_to_the_import(made, load):
 def test_an_instruction_is_written_character_for_character():
     """Beyond the 16 bits of JSON's escapes too, and with what Jinja and JSON mean something by."""
     text = 'Rate \U0001f600 "é" \\n {{ 7 }} {% x %}\nof {text_prompt} \u2028<|Reward|>'
-    around = Turn("\U0001f642 ", "", "", {})
+    around = TurnTemplate("\U0001f642 ", "", "", {})
     template = Template(question_template(around, text, ["{text_prompt}"], "<|Reward|>"))
     written = template.render(messages=[{"role": "user", "content": "a \U0001f431"}])
     assert written == around.before + text.replace("{text_prompt}", "a \U0001f431")

@@ -55,7 +55,7 @@ class Finding(NamedTuple):
     averaged: int
 
 
-class _Question(NamedTuple):
+class _AuditQuestion(NamedTuple):
     """A question before it is answered: `claim` is the nearer one, `p` its own probability by mistake."""
 
     name: str
@@ -110,7 +110,7 @@ def deciding(findings: Sequence[Finding], family: str) -> Finding | None:
     return of_family[0]
 
 
-def _answer(question: _Question, adjusted: float, count: int) -> Finding:
+def _answer(question: _AuditQuestion, adjusted: float, count: int) -> Finding:
     state, reason = question.claim, question.reason
     if reason or adjusted > LEVEL:
         state = "undecided"
@@ -133,7 +133,7 @@ def _answer(question: _Question, adjusted: float, count: int) -> Finding:
     )
 
 
-def _of_intervention(pairs: PairArrays, name: str) -> _Question | None:
+def _of_intervention(pairs: PairArrays, name: str) -> _AuditQuestion | None:
     """Return the question of an intervention; None for a repeat, and where it was not scored."""
     intervention = INTERVENTIONS[name]
     if intervention.repeats is not None:
@@ -171,23 +171,25 @@ def _of_intervention(pairs: PairArrays, name: str) -> _Question | None:
         reason = f"{of_loss.prompts} prompts are too few to tell."
     left = Mean(np.where(np.isnan(pairs.credits), np.nan, mean), scale="share").estimate(pairs.prompts)
     error, freedom = tests[0].error, tests[0].freedom
-    return _Question(name, intervention.family, of_loss, left, MARGIN, claim, p, error, freedom, reason, len(altered))
+    return _AuditQuestion(
+        name, intervention.family, of_loss, left, MARGIN, claim, p, error, freedom, reason, len(altered)
+    )
 
 
-def _of_length(pairs: PairArrays) -> _Question | None:
+def _of_length(pairs: PairArrays) -> _AuditQuestion | None:
     if not np.nan_to_num(pairs.longer).any():
         return None  # all are equally long
     return _contrasted("length", pairs, pairs.longer > 0, pairs.longer < 0)
 
 
-def _of_position(pairs: PairArrays) -> _Question:
+def _of_position(pairs: PairArrays) -> _AuditQuestion:
     """Return the question whether it prefers the first answer."""
     chosen, rejected = pairs.sides("branch").T
     decided = ~np.isnan(pairs.margins)
     return _contrasted("position", pairs, decided & (chosen < rejected), decided & (chosen > rejected))
 
 
-def _contrasted(name: str, pairs: PairArrays, first: np.ndarray, second: np.ndarray) -> _Question:
+def _contrasted(name: str, pairs: PairArrays, first: np.ndarray, second: np.ndarray) -> _AuditQuestion:
     contrast = Contrast(pairs.credits, first, second)
     counts = [len(np.unique(pairs.prompts[side])) for side in (first, second)]
     reason = ""
@@ -199,7 +201,7 @@ def _contrasted(name: str, pairs: PairArrays, first: np.ndarray, second: np.ndar
         reason = f"{min(counts)} prompts on one side are too few to tell."
     test = _test(contrast, pairs.prompts, OBSERVED_MARGIN)
     left = Mean(np.where(second, pairs.credits, np.nan), scale="share").estimate(pairs.prompts)
-    return _Question(
+    return _AuditQuestion(
         name, OBSERVED, test.estimate, left, OBSERVED_MARGIN, test.claim, test.p, test.error, test.freedom, reason
     )
 

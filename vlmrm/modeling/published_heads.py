@@ -10,13 +10,13 @@ import torch
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling.head import Head
-from vlmrm.modeling.published_layouts import Layout
+from vlmrm.modeling.published_layouts import PublishedLayout
 
 # The weight and the bias of each linear layer, in order.
 Layers = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def chosen_output(layout: Layout, output_name: str | None) -> str:
+def chosen_output(layout: PublishedLayout, output_name: str | None) -> str:
     """Return the name of the output to import.
 
     Raises:
@@ -32,7 +32,7 @@ def chosen_output(layout: Layout, output_name: str | None) -> str:
 
 
 def convert_head(
-    layout: Layout, output_name: str, names: Iterable[str], read: Callable[[str], Any], width: int
+    layout: PublishedLayout, output_name: str, names: Iterable[str], read: Callable[[str], Any], width: int
 ) -> tuple[Head, dict[str, torch.Tensor]]:
     """Return a published head over hidden states of `width` channels, and its weights by our names, float32.
 
@@ -64,7 +64,7 @@ def convert_head(
     return head, {name: weight.float().contiguous() for name, weight in weights.items()}
 
 
-def _layers(layout: Layout, output_name: str, names: Iterable[str], read: Callable[[str], Any]) -> Layers:
+def _layers(layout: PublishedLayout, output_name: str, names: Iterable[str], read: Callable[[str], Any]) -> Layers:
     wanted = layout.outputs[output_name].head
     layers: dict[Any, dict[str, torch.Tensor]] = {}
     for name in names:

@@ -31,7 +31,7 @@ from vlmrm.modeling.manifest import (
     write_complete,
 )
 from vlmrm.modeling.published_heads import chosen_output, convert_head
-from vlmrm.modeling.published_layouts import HEAD_WEIGHTS, Layout, find_layout, named_layout
+from vlmrm.modeling.published_layouts import HEAD_WEIGHTS, PublishedLayout, find_layout, named_layout
 from vlmrm.modeling.published_names import Naming
 from vlmrm.modeling.published_source import (
     Reader,
@@ -50,7 +50,7 @@ EMBEDDINGS = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedModel:
     """What was imported: the folder, the layout that was recognised, and the output."""
 
     folder: Path
@@ -70,7 +70,7 @@ def import_reward(
     max_pixels: int | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-) -> Imported:
+) -> ImportedModel:
     """Write a published reward model as a full checkpoint that scores by its authors' formula and trains further.
 
     Args:
@@ -138,7 +138,7 @@ def import_reward(
         )
         write_complete(made, world_size=1, step=None)
         os.replace(made, output_folder)  # an empty folder gives way
-    return Imported(output_folder, form.name, chosen)
+    return ImportedModel(output_folder, form.name, chosen)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Opened:
     """
 
     folder: Path
-    layout: Layout
+    layout: PublishedLayout
     weights: StoredWeights
     adapter: StoredWeights
     scale: float | None
@@ -157,7 +157,7 @@ class Opened:
     described: str | Path
 
 
-def _check_options(layout: Layout, output_name: str | None, template: str | Path | None) -> str:
+def _check_options(layout: PublishedLayout, output_name: str | None, template: str | Path | None) -> str:
     """Return the name of the output to import.
 
     Raises:
@@ -174,7 +174,7 @@ def _check_options(layout: Layout, output_name: str | None, template: str | Path
     return chosen
 
 
-def _open(source: str | Path, base: str | Path | None, named: Layout | None, revision: str | None) -> Opened:
+def _open(source: str | Path, base: str | Path | None, named: PublishedLayout | None, revision: str | None) -> Opened:
     if not Path(source).is_file() and find_file(source, REWARD_FILE, revision) is not None:
         raise CheckpointError(f"{source} is a reward model of vlmrm already: open it as it is.")
     path = local_copy(source, revision)
@@ -227,7 +227,7 @@ def _skeleton(config: PreTrainedConfig) -> Any:
         return reward_model_class(config)(config)
 
 
-def _settings(layout: Layout, folder: Path) -> dict[str, Any]:
+def _settings(layout: PublishedLayout, folder: Path) -> dict[str, Any]:
     """Return the content of the layout's file of settings; empty for one without.
 
     Raises:
@@ -268,7 +268,7 @@ def _processor(opened: Opened, trust_remote_code: bool) -> Any:
     return processor
 
 
-def _set_template(processor: Any, layout: Layout, output_name: str, path: str | Path | None) -> None:
+def _set_template(processor: Any, layout: PublishedLayout, output_name: str, path: str | Path | None) -> None:
     """Give the processor the chat template that writes the authors' instruction, if they have one."""
     if path is None:
         return
@@ -296,7 +296,9 @@ def _limit_pixels(processor: Any, least: int | None, most: int | None) -> None:
     processor.image_processor.size = size | {name: area for name, area in limits.items() if area is not None}
 
 
-def _fit_vocabulary(config: PreTrainedConfig, processor: Any, layout: Layout, weights: Mapping[str, Reader]) -> None:
+def _fit_vocabulary(
+    config: PreTrainedConfig, processor: Any, layout: PublishedLayout, weights: Mapping[str, Reader]
+) -> None:
     """Let the weights decide the size of the vocabulary of a model with reward tokens.
 
     Raises:

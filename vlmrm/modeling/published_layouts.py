@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.modeling.published_template import Turn, llava_turn
+from vlmrm.modeling.published_template import TurnTemplate, llava_turn
 
 # Weights of other trainers' heads (v_head.summary.bias, rm_head.0.weight, classifier.weight), and biases of `score`.
 HEAD_WEIGHTS = re.compile(r"(^|\.)((?!lm_head)\w+_heads?|score\w*|classifier|regression\w*)\.")
@@ -34,7 +34,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PublishedLayout:
     """A layout: the names of its head's weights, and what its authors compute from them.
 
     Args:
@@ -68,7 +68,7 @@ class Layout:
     ids: Sequence[str] = ()
     outputs: Mapping[str, Output] = field(default_factory=lambda: {"score": Output()})
     question: Sequence[str] = ()
-    turn: Callable[[Any], Turn] | None = None
+    turn: Callable[[Any], TurnTemplate] | None = None
     pixels: int | None = None
     text_positions: bool = False
     model_types: Sequence[str] = ()
@@ -87,14 +87,14 @@ class Layout:
         return re.fullmatch(rf"(?:\w+\.)*?{self.head}", name)
 
 
-VALUE_HEAD = Layout(
+VALUE_HEAD = PublishedLayout(
     "value_head",
     rf"v_head\.summary\.{KIND}",
     "TRL, AutoModelForCausalLMWithValueHead; LLaMA-Factory ff6d4d1, train/rm/trainer.py",
     bias=True,
 )
 # Two numbers at the token, of which the first is the score: μ and log σ.
-RANKNET = Layout(
+RANKNET = PublishedLayout(
     "",
     rf"rm_head\.(?P<layer>\d+)\.{KIND}",
     "",
@@ -131,12 +131,12 @@ LAYOUTS = (
         ids=["skywork-vl-reward"],
         source="the model card of Skywork/Skywork-VL-Reward-7B; arXiv:2505.07263",
     ),
-    Layout(
+    PublishedLayout(
         "score",
         rf"score\.{KIND}",
         "transformers, GenericForSequenceClassification; TRL, RewardTrainer; ms-swift 3602360, model/patcher.py",
     ),
-    Layout(
+    PublishedLayout(
         "basereward",
         rf"(?:score|v_head|rm_head|reward_head|value_head)\.(?:\w+\.)??(?P<layer>\d+)\.{KIND}",
         "arXiv:2509.16127, section on the reward head; its code is not published",
@@ -163,7 +163,7 @@ LAYOUTS = (
         source="TIGER-AI-Lab/EditReward edb027e, model/qwen3_vl_trainer.py",
     ),
     EDIT,
-    Layout(
+    PublishedLayout(
         "videoalign",
         rf"rm_head\.{KIND}",
         "KwaiVGI/VideoAlign 219ab9d, trainer.py and inference.py",
@@ -177,7 +177,7 @@ LAYOUTS = (
         base="Qwen/Qwen2-VL-2B-Instruct",
         settings="model_config.json",
     ),
-    Layout(
+    PublishedLayout(
         "mm_rlhf",
         rf"rm_head\.(?P<layer>dense|out_proj)\.{KIND}",
         "Kwai-YuanQi/MM-RLHF 7c8af1d, llava/model/language_model/llava_qwen.py and llava/eval/eval_mm_reward_bench.py",
@@ -191,7 +191,7 @@ LAYOUTS = (
         renamed=LLAVA_NEXT,
         base="llava-hf/llava-onevision-qwen2-7b-ov-hf",
     ),
-    Layout(
+    PublishedLayout(
         "ixc_reward",
         rf"score\.{KIND}",
         "internlm/internlm-xcomposer2d5-7b-reward; arXiv:2501.12368",
@@ -203,7 +203,7 @@ LAYOUTS = (
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
-def named_layout(source: str | Path, name: str | None = None) -> Layout | None:
+def named_layout(source: str | Path, name: str | None = None) -> PublishedLayout | None:
     """Return the layout called `name`, or else that of a source's own name; None where it has none.
 
     Raises:
@@ -218,7 +218,7 @@ def named_layout(source: str | Path, name: str | None = None) -> Layout | None:
     return layout
 
 
-def find_layout(source: str | Path, names: Iterable[str], named: Layout | None) -> Layout:
+def find_layout(source: str | Path, names: Iterable[str], named: PublishedLayout | None) -> PublishedLayout:
     """Return the layout of a source's head: the one that is `named`, or else that of the names of its weights.
 
     Raises:
@@ -240,7 +240,7 @@ def find_layout(source: str | Path, names: Iterable[str], named: Layout | None) 
     return named
 
 
-def _is_called(source: str | Path, layout: Layout) -> bool:
+def _is_called(source: str | Path, layout: PublishedLayout) -> bool:
     """Return whether a file, its folder or a repository has one of the layout's names."""
     return any(part.lower().startswith(start) for part in Path(source).parts[-2:] for start in layout.ids)
 

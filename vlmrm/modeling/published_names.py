@@ -13,7 +13,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from vlmrm.errors import CheckpointError
 from vlmrm.libraries import relies_on
-from vlmrm.modeling.published_layouts import Layout
+from vlmrm.modeling.published_layouts import PublishedLayout
 from vlmrm.modeling.published_source import Reader, with_lora
 from vlmrm.modeling.reward_model import RewardModel
 
@@ -33,7 +33,7 @@ class Naming:
     What transformers converts further when it loads them (the experts of a mixture) keeps its stored name.
     """
 
-    def __init__(self, model: RewardModel, layout: Layout, source: str | Path):
+    def __init__(self, model: RewardModel, layout: PublishedLayout, source: str | Path):
         transforms = conversion_mapping.get_model_conversion_mapping(model)
         self.renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         self.converters: Any = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]

@@ -56,7 +56,7 @@ ONE_ANSWER = """\
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnTemplate:
     """What stands around a user's turn: `before` its media, `after` its text, and `closed` after the assistant's.
 
     `media` has what stands for a medium, by kind; `line` comes after all of them.
@@ -69,7 +69,7 @@ class Turn:
     line: str = ""
 
 
-def turn_of(processor: Any) -> Turn:
+def turn_of(processor: Any) -> TurnTemplate:
     """Return the turn of a processor's own chat template."""
     before, after = _written(processor, []).split(MARK)
     answer = {"role": "assistant", "content": [{"type": "text", "text": MARK}]}
@@ -80,12 +80,12 @@ def turn_of(processor: Any) -> Turn:
             start = _written(processor, [kind]).split(MARK)[0]
             if start != before and start.startswith(before):
                 media[kind] = start.removeprefix(before)
-    return Turn(before, after, closed, media)
+    return TurnTemplate(before, after, closed, media)
 
 
-def llava_turn(processor: Any) -> Turn:
+def llava_turn(processor: Any) -> TurnTemplate:
     """Return the turn of LLaVA-NeXT's `qwen_1_5` conversations, which transformers' processors do not write."""
-    return Turn(
+    return TurnTemplate(
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
         "<|im_end|>\n<|im_start|>assistant\n",
         "<|im_end|>\n",
@@ -94,7 +94,7 @@ def llava_turn(processor: Any) -> Turn:
     )
 
 
-def question_template(turn: Turn, instruction: str, placeholders: Sequence[str], token: str | None) -> str:
+def question_template(turn: TurnTemplate, instruction: str, placeholders: Sequence[str], token: str | None) -> str:
     """Return a chat template in Jinja: media first, then the instruction, in a user's turn.
 
     With a reward token it ends there. Without, the answer's critique follows as the assistant's turn; where there is

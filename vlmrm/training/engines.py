@@ -220,7 +220,7 @@ def engine_of(args: RewardTrainingArguments) -> str:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Unsupported:
     """A part of a run that some engines do not carry: its name, whether a run has it, and what to do instead."""
 
     part: str
@@ -230,25 +230,25 @@ class Refused:
 
 
 REFUSED = (
-    Refused(
+    Unsupported(
         "vision_cache_dir",
         ("FSDP2",),
         lambda model, args: model.vision_cache_dir,
         "remove one, or use deepspeed: zero2.json",
     ),
-    Refused(
+    Unsupported(
         "load_in_4bit",
         ("ZeRO-3", "FSDP2"),
         lambda model, args: model.load_in_4bit,
         "weights of 4 bits cannot be shared out: remove one, or use deepspeed: zero2.json",
     ),
-    Refused(
+    Unsupported(
         "activation_offloading",
         ("ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"),
         lambda model, args: args.activation_offloading,
         "it would move their copies of the weights too: write activation_checkpointing_kwargs: {offload: true}",
     ),
-    Refused("fp16", ("FSDP2",), lambda model, args: args.fp16, "write bf16: true"),
+    Unsupported("fp16", ("FSDP2",), lambda model, args: args.fp16, "write bf16: true"),
 )
 
 

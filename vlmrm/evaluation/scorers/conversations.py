@@ -109,13 +109,13 @@ class ConversationScorer(ABC):
             elif not (intervention.attack and self.compares):
                 unit.groups[name] = group
             elif len(group.keys) == 2:
-                unit.groups[name, 0] = _Group.of([group.conversations[0], plain.conversations[1]])
-                unit.groups[name, 1] = _Group.of([plain.conversations[0], group.conversations[1]])
+                unit.groups[name, 0] = _ConversationGroup.of([group.conversations[0], plain.conversations[1]])
+                unit.groups[name, 1] = _ConversationGroup.of([plain.conversations[0], group.conversations[1]])
             else:
                 unit.failed[name] = "it compares answers, and a list has no pair to change one answer of"
         return unit
 
-    def _shown(self, comparison: Comparison) -> tuple[_Group, bool]:
+    def _shown(self, comparison: Comparison) -> tuple[_ConversationGroup, bool]:
         """Return the conversations as the scorer is shown them, and whether media are left out.
 
         Raises:
@@ -126,7 +126,7 @@ class ConversationScorer(ABC):
         media = [medium for c in conversations for message in c.messages for medium in message.media]
         unseen = next((medium.kind for medium in media if medium.kind not in self.sees), None)
         if unseen is None:
-            return _Group.of(conversations), False
+            return _ConversationGroup.of(conversations), False
         kind = f"{'an image' if unseen == 'image' else 'a video'}"
         if not self.args.scorer_drops_media:
             raise RewardError(
@@ -136,7 +136,7 @@ class ConversationScorer(ABC):
         conversations = [self._without_unseen(conversation) for conversation in conversations]
         if not all(conversation.answer.content for conversation in conversations):
             raise RewardError(f"{self.name} cannot see an answer of row {comparison.id}, which is {kind} alone.")
-        return _Group.of(conversations), True
+        return _ConversationGroup.of(conversations), True
 
     def _without_unseen(self, conversation: Conversation) -> Conversation:
         def parts(message: Message) -> Iterator[Part]:
@@ -144,7 +144,7 @@ class ConversationScorer(ABC):
 
         return Conversation(tuple(Message(message.role, tuple(parts(message))) for message in conversation.messages))
 
-    def _ask(self, groups: Sequence[_Group]) -> None:
+    def _ask(self, groups: Sequence[_ConversationGroup]) -> None:
         """Ask for what has not been asked yet."""
         if self.compares:
             missing = {group.keys: group for group in groups if group.keys not in self._outcomes}
@@ -155,7 +155,7 @@ class ConversationScorer(ABC):
             answers = self.score_each(list(missing.values()))
         self._outcomes.update(zip(missing, answers, strict=True))
 
-    def _answer(self, group: _Group) -> Compared | RowError:
+    def _answer(self, group: _ConversationGroup) -> Compared | RowError:
         if self.compares:
             return self._outcomes[group.keys]
         return compared([self._outcomes[key] for key in group.keys])
@@ -209,14 +209,14 @@ def limits_of(interventions: Iterable[str], *, compares: bool) -> dict[str, str]
     return dict.fromkeys(orders, "it scores each answer alone, whatever their order")
 
 
-class _Group(NamedTuple):
+class _ConversationGroup(NamedTuple):
     """The conversations of one comparison, and their keys."""
 
     conversations: list[Conversation]
     keys: tuple[str, ...]
 
     @classmethod
-    def of(cls, conversations: list[Conversation]) -> _Group:
+    def of(cls, conversations: list[Conversation]) -> _ConversationGroup:
         return cls(conversations, tuple(map(conversation_key, conversations)))
 
 
@@ -229,7 +229,7 @@ class _AskedRow:
 
     index: int
     id: str
-    groups: dict[str | tuple[str, int] | None, _Group] = field(default_factory=dict)
+    groups: dict[str | tuple[str, int] | None, _ConversationGroup] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     error: RowError | None = None
 
