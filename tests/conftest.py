@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -35,6 +36,14 @@ def _messages_reach_caplog(monkeypatch) -> Generator[None]:
     for handler in set(logger.handlers) - set(before):
         logger.removeHandler(handler)
         handler.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_server_is_known_from_another_test() -> Generator[None]:
+    """A port may be another server's in another test."""
+    yield
+    if (servers := sys.modules.get("vlmrm.rewards.servers")) is not None:
+        servers._servers.clear()
 
 
 class _Deprecations(logging.Handler):

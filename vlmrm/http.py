@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import math
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -19,21 +20,30 @@ from vlmrm.errors import ConfigError, RewardError
 
 REFUSED_STATUSES = (400, 413, 422)  # of an item
 RETRIED_STATUSES = (429, 502, 503, 504)  # any other will be the same next time
-CONNECT_TIMEOUT = 10.0  # seconds
+CONNECT_TIMEOUT = 9.0  # seconds
+FIRST_WAIT = 0.5  # seconds before another try
 LONGEST_WAIT = 60.0  # seconds; if a server asks for more, the request fails
 MAX_CHARACTERS = 300  # of a server's message within ours
 
 
 class Unavailable(RewardError):
-    """A server that may answer later; `wait` is its Retry-After in seconds, None without one."""
+    """A server that may answer later; `wait` is its Retry-After in seconds, None without one.
 
-    def __init__(self, message: str, wait: float | None = None):
+    One that is `busy` works, and asks for patience: it is not down.
+    """
+
+    def __init__(self, message: str, wait: float | None = None, *, busy: bool = False):
         super().__init__(message)
         self.wait = wait
+        self.busy = busy or wait is not None
 
 
 class Unreachable(Unavailable):
-    """A server that refused or broke the connection."""
+    """A server that refused or broke the connection, or has answered nothing at all."""
+
+
+class Silent(RewardError):
+    """A server that took a call and did not answer in time; asked again it would do the same work twice."""
 
 
 class Refused(RewardError):
@@ -64,6 +74,7 @@ class ServerAddress:
             name = bare.copy_with(query=None, fragment=None)  # a query may hold a secret
             raise ConfigError(f"{setting} {name} cannot be used: write http://host:port, and a path where it has one.")
         self.name = str(bare).rstrip("/")
+        self.origin = str(bare.copy_with(path="/"))
         self._options = {
             "base_url": bare,
             "headers": {"Authorization": f"Bearer {token}"} if token else {},
@@ -104,10 +115,17 @@ def translate_http_errors(where: str, late: RewardError) -> Generator[None]:
     except (httpx.ReadTimeout, httpx.WriteTimeout):
         raise late from None
     except httpx.TransportError as error:
-        reason = one_line(str(error) or type(error).__name__)
-        raise Unreachable(f"{where} cannot be reached ({reason})") from None
+        raise Unreachable(f"{where} cannot be reached ({_cause(error)})") from None
     except httpx.HTTPError as error:
         raise RewardError(f"{where}: {one_line(str(error))}") from None
+
+
+def _cause(error: BaseException) -> str:
+    """Return the system's reason of a failed connection, which an asynchronous client's own message leaves out."""
+    text = str(error) or type(error).__name__
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return os.strerror(error.errno) if isinstance(error, ConnectionError) and error.errno else one_line(text)
 
 
 def read_json_response(response: Any, where: str) -> Any:
@@ -121,7 +139,7 @@ def read_json_response(response: Any, where: str) -> Any:
     status = response.status_code
     if status in RETRIED_STATUSES:
         wait = retry_after(response.headers.get("Retry-After"))
-        raise Unavailable(f"{where} answered {status}: {error_text(response)}", wait)
+        raise Unavailable(f"{where} answered {status}: {error_text(response)}", wait, busy=status == 429)
     if response.is_redirect:
         raise RewardError(f"{where} answered {status}, a redirect: give the address it leads to")
     if not response.is_success:
@@ -153,6 +171,16 @@ def retry_delay(error: Exception, patience: float = math.inf) -> bool | float:
     if wait > LONGEST_WAIT or wait >= patience:
         return False
     return True if error.wait is None else wait
+
+
+def wait_seconds(error: Unavailable, tries: int, jitter: float, longest: float) -> float:
+    """Return the seconds before the next try, after `tries` of them.
+
+    The server's `Retry-After`, otherwise twice as long each time; `jitter` in [0, 1) spreads the callers.
+    """
+    if error.wait is not None:
+        return error.wait + FIRST_WAIT * jitter
+    return min(longest, FIRST_WAIT * 2 ** (tries - 1)) * (1 + jitter) / 2
 
 
 def retry_after(header: str | None) -> float | None:

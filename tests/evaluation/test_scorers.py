@@ -388,7 +388,7 @@ def test_a_judge_is_attacked_with_one_answer_changed(here, data, judge):
 
 
 def test_what_a_judge_does_not_say_is_an_error_and_no_zero(here, data, judge):
-    spec = f"judge:m@{judge.url}?max_retries=0&breaker_failures=100"
+    spec = f"judge:m@{judge.url}?max_retries=0"
     judge.behave = lambda body, number: completion("Both are fine.")
     [row] = sweep(asked(data, spec, interventions="none", output_file="prose.csv")).rows
     assert "no verdict in the form that was asked for; it begins 'Both are fine.'" in (row["error"] or "")

@@ -11,14 +11,15 @@ Any server of this protocol will do, Flow-Factory's template among them.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import itertools
 import json
 import logging
-import threading
+import math
+import random
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image
@@ -26,7 +27,16 @@ from pydantic import Field
 
 from vlmrm.data.media import png_of
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.http import ServerAddress, Unavailable, read_json_response, retry_delay, translate_http_errors
+from vlmrm.http import (
+    LONGEST_WAIT,
+    ServerAddress,
+    Silent,
+    Unavailable,
+    Unreachable,
+    read_json_response,
+    translate_http_errors,
+    wait_seconds,
+)
 from vlmrm.rewards.contract import (
     BaseRewardModel,
     GroupwiseRewardModel,
@@ -34,6 +44,7 @@ from vlmrm.rewards.contract import (
     RewardArguments,
     RewardModelOutput,
 )
+from vlmrm.rewards.servers import NotAsked, run, server_at
 from vlmrm.settings import Strict, validate
 
 if TYPE_CHECKING:
@@ -41,8 +52,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vlmrm")
 
-AVOID_S = 10.0  # seconds for which a server that failed is asked last
+REST = 10.0  # seconds for which a server that failed is asked last
 HEALTH_TIMEOUT = 5.0
+CONNECTIONS = 256  # of one server, as many as the threads that ask it
 
 
 class _Settings(Strict, strict=True):
@@ -93,7 +105,7 @@ class _Remote(BaseRewardModel):
 class RemotePointwiseRewardModel(_Remote, PointwiseRewardModel):
     """A server's reward of each sample; a request has at most `batch_size` of them.
 
-    Settings: `server_url`, one address or a list of replicas; `timeout` (60 s) to connect and of silence;
+    Settings: `server_url`, one address or a list of replicas; `timeout` (60 s) for a request;
     `retry_attempts` (3), how often all servers are tried; `wait_seconds` (0) until the first must be ready.
     """
 
@@ -140,37 +152,38 @@ class Endpoints:
 
     Args:
         urls: their addresses, `http://[user:password@]host:port[/path]`.
-        timeout: seconds to connect, and of silence while a server works.
+        timeout: seconds for a request.
         attempts: how often all of them are tried; the wait between two attempts grows, or is what a server asks for
             (`Retry-After`).
         token: sent as `Authorization: Bearer`.
     """
 
+    sleep: Callable[[float], Awaitable[object]] = staticmethod(asyncio.sleep)
+
     def __init__(self, urls: Sequence[str], *, timeout: float, attempts: int, token: str | None = None):
         self.endpoints = [Endpoint(url, timeout, token) for url in urls]
         self.attempts = attempts
-        self._lock = threading.Lock()
         self._calls = itertools.count(1)
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Wait until at least one server is ready; those that are not are avoided for a while.
+        """Wait until at least one server is ready; those that are not are asked last for a while.
 
         Raises:
             RewardError: when after `seconds` none is, with the reasons.
         """
 
-        def ask() -> None:
-            reasons = {endpoint: endpoint.problem() for endpoint in self.endpoints}
-            unready = {endpoint: reason for endpoint, reason in reasons.items() if reason is not None}
-            for endpoint in unready:
-                self._avoid(endpoint)
-            why = "; ".join(unready.values())
+        async def ask() -> None:
+            reasons = await asyncio.gather(*(endpoint.problem() for endpoint in self.endpoints))
+            unready = [reason for reason in reasons if reason is not None]
+            for endpoint, reason in zip(self.endpoints, reasons, strict=True):
+                endpoint.rests_until = -math.inf if reason is None else time.monotonic() + REST
+            why = "; ".join(unready)
             if len(unready) == len(self.endpoints):
                 raise Unavailable(f"no reward server is ready ({why}): start it, or set wait_seconds to wait for it")
             if unready:
                 logger.warning("going on without %d of %d reward servers (%s)", len(unready), len(reasons), why)
 
-        _retry(ask, attempts=None if seconds else 1, timeout=seconds or None, wait_max=2.0)
+        run(self._retry(ask, attempts=math.inf, seconds=seconds, longest=2.0))
 
     def post(self, path: str, body: bytes) -> Any:
         """Return the JSON answer of the first server that can be reached.
@@ -179,85 +192,98 @@ class Endpoints:
             RewardError: when none can, or one refuses the request.
         """
         try:
-            return _retry(lambda: self._post_to_any(path, body), self.attempts, timeout=None, wait_max=10.0)
+            return run(self._retry(lambda: self._post_to_any(path, body), self.attempts, math.inf, longest=10.0))
         except Unavailable as error:
             times = "once" if self.attempts == 1 else f"up to {self.attempts} times"
             raise RewardError(f"{error} (asked {times})") from None
 
-    def _post_to_any(self, path: str, body: bytes) -> Any:
-        tried: dict[Endpoint, Unavailable] = {}
-        while len(tried) < len(self.endpoints):
-            with self._next(tried) as endpoint:
-                try:
-                    return endpoint.post(path, body)
-                except Unavailable as error:
-                    self._avoid(endpoint)
-                    tried[endpoint] = error
-        waits = [error.wait for error in tried.values() if error.wait is not None]
-        wait = min(waits) if len(waits) == len(tried) else None
-        raise Unavailable("; ".join(str(error) for error in tried.values()), wait)
+    async def _retry(self, ask: Callable[[], Awaitable[Any]], attempts: float, seconds: float, longest: float) -> Any:
+        end = time.monotonic() + seconds
+        for number in itertools.count(1):
+            try:
+                return await ask()
+            except Unavailable as error:
+                pause = wait_seconds(error, number, random.random(), longest)
+                if not error.busy and all(endpoint.circuit.suspects for endpoint in self.endpoints):
+                    pause = 0.0  # the breakers pace the calls of servers that are down
+                if number >= attempts or time.monotonic() + pause >= end or (error.wait or 0.0) > LONGEST_WAIT:
+                    raise
+                await self.sleep(pause)
 
-    @contextmanager
-    def _next(self, tried: dict[Endpoint, Unavailable]) -> Generator[Endpoint]:
-        """Reserve the best server: not avoided, then least busy, then least recently used."""
-        with self._lock:
+    async def _post_to_any(self, path: str, body: bytes) -> Any:
+        tried: dict[Endpoint, RewardError] = {}
+        while len(tried) < len(self.endpoints):
+            # Not one that rests, then the least busy, then the one that was used least recently.
             now = time.monotonic()
             endpoint = min(
                 (endpoint for endpoint in self.endpoints if endpoint not in tried),
-                key=lambda candidate: (candidate.avoid_until > now, candidate.busy, candidate.last_used),
+                key=lambda candidate: (candidate.rests_until > now, candidate.busy, candidate.last_used),
             )
             endpoint.busy += 1
             endpoint.last_used = next(self._calls)
-        try:
-            yield endpoint
-        finally:
-            with self._lock:
+            try:
+                return await endpoint.post(path, body, self.sleep)
+            except (Unavailable, NotAsked) as error:
+                endpoint.rests_until = time.monotonic() + REST
+                tried[endpoint] = error
+            finally:
                 endpoint.busy -= 1
-
-    def _avoid(self, endpoint: Endpoint) -> None:
-        with self._lock:
-            endpoint.avoid_until = time.monotonic() + AVOID_S
-
-
-def _retry(ask: Callable[[], Any], attempts: int | None, timeout: float | None, wait_max: float) -> Any:
-    import stamina
-
-    for attempt in stamina.retry_context(on=retry_delay, attempts=attempts, timeout=timeout, wait_max=wait_max):
-        with attempt:
-            return ask()
+        reasons = "; ".join(str(error) for error in tried.values())
+        asked = [error for error in tried.values() if isinstance(error, Unavailable)]
+        if not asked:
+            raise NotAsked(reasons)
+        waits = [error.wait for error in asked if error.wait is not None]
+        raise Unavailable(reasons, min(waits) if len(waits) == len(asked) else None)
 
 
 class Endpoint:
     """One address; `name` is it without credentials."""
 
     def __init__(self, url: str, timeout: float, token: str | None = None):
-        server = ServerAddress(url, "server_url", token)
-        self.name = server.name
+        address = ServerAddress(url, "server_url", token)
+        self.name = address.name
+        self.timeout = timeout
         self.busy = 0
         self.last_used = 0
-        self.avoid_until = 0.0
-        self.client = server.client(timeout)
+        self.rests_until = -math.inf
+        self.circuit = server_at(address.origin).circuit(address.name)
+        self.client = address.async_client(timeout, connections=CONNECTIONS)
 
-    def problem(self) -> str | None:
+    async def problem(self) -> str | None:
         """Return why the server cannot be used now; None where it can."""
-        where = f"{self.name}/health"
         try:
-            with translate_http_errors(where, RewardError(f"{where} was silent for {HEALTH_TIMEOUT:g} s")):
-                status = self.client.get("/health", timeout=HEALTH_TIMEOUT).status_code
+            status = await self._health()
         except RewardError as error:
             return str(error)
-        return None if status < 400 else f"{where} answered {status}"
+        return None if status < 400 else f"{self.name}/health answered {status}"
 
-    def post(self, path: str, body: bytes) -> Any:
+    async def _health(self) -> int:
+        where = f"{self.name}/health"
+        with translate_http_errors(where, Unreachable(f"{where} was silent for {HEALTH_TIMEOUT:g} s")):
+            return (await self.client.get("/health", timeout=HEALTH_TIMEOUT)).status_code
+
+    async def post(self, path: str, body: bytes, sleep: Callable[[float], Awaitable[object]]) -> Any:
         """Return the JSON answer to a JSON `body`.
 
         Raises:
             Unavailable: when a retry may succeed.
+            NotAsked: when those before it failed.
             RewardError: when it would not.
         """
         where = f"{self.name}{path}"
-        # No retry: the server would do the same work twice.
-        late = f"{where} was silent for {self.client.timeout.read:g} s: raise timeout, or lower batch_size"
-        with translate_http_errors(where, RewardError(late)):
-            answer = self.client.post(path, content=body, headers={"Content-Type": "application/json"})
-        return read_json_response(answer, where)
+
+        async def send(probe: bool) -> Any:
+            if probe:  # one that fell silent would take another call as long; that it is there, it says at once
+                await self._health()
+            late = Silent(f"{where} did not answer in {self.timeout:g} s: raise timeout, or lower batch_size")
+            with translate_http_errors(where, late):
+                try:
+                    async with asyncio.timeout(self.timeout):
+                        answer = await self.client.post(
+                            path, content=body, headers={"Content-Type": "application/json"}
+                        )
+                except TimeoutError:
+                    raise late from None
+            return read_json_response(answer, where)
+
+        return await self.circuit.call(send, sleep)

@@ -10,12 +10,13 @@ import pytest
 from judge_server import completion, error
 
 from vlmrm.errors import ConfigError, RewardError
+from vlmrm.http import Unavailable
 from vlmrm.rewards import RewardSet
 from vlmrm.rewards.contract import RewardArguments
-from vlmrm.rewards.judges.circuit import FIRST_PAUSE, PROBES, CircuitBreaker
-from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, current_loop, run
+from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed
 from vlmrm.rewards.judges.replies import Question, Reply
 from vlmrm.rewards.registry import identity
+from vlmrm.rewards.servers import FAILURES, FIRST_PAUSE, PROBES, CircuitBreaker, current_loop, run
 
 
 @pytest.fixture
@@ -252,18 +253,18 @@ def test_a_fault_of_seconds_loses_no_sample(server, client):
     assert [answer.text for answer in answers] == [str(i) for i in range(64)]
 
 
-def test_a_busy_server_is_not_down(server, client):
-    server.behave = lambda body, number: error(429, Retry_After="1") if number < 30 else completion("yes")
+@pytest.mark.parametrize("headers", [{}, {"Retry_After": "1"}])
+def test_a_busy_server_is_not_down(server, client, headers):
+    server.behave = lambda body, number: error(429, **headers) if number < 30 else completion("yes")
     answers = client(max_concurrent=8, max_retries=5).ask([asked(str(i)) for i in range(8)])
     assert [answer.text for answer in answers] == ["yes"] * 8
 
 
 def test_after_the_cool_down_one_probe_decides_for_all_that_wait(server, client, time):
     server.behave = lambda *_: error(500)
-    failing = client(max_retries=9, breaker_failures=2, breaker_seconds=30.0, max_concurrent=4)
+    failing = client(max_retries=9, max_concurrent=4)
     failing.ask([asked("a"), asked("b")])
     asked_so_far = len(server.bodies)
-    assert asked_so_far <= 2 + 3 + PROBES
 
     time.now += 31
     failing.ask([asked(str(i)) for i in range(4)])
@@ -275,24 +276,36 @@ def test_after_the_cool_down_one_probe_decides_for_all_that_wait(server, client,
 
 
 def test_a_probe_that_is_cancelled_leaves_its_place_to_the_next(time):
-    async def scenario() -> list[bool]:
-        circuit = CircuitBreaker(failures=1, cool_down=30.0, clock=time.clock)
-        circuit.failed("it is down", probe=False)
-        first = await circuit.enter()
-        waiting = asyncio.ensure_future(circuit.enter())
+    async def down(probe: bool) -> None:
+        raise Unavailable("it is down")
+
+    async def held(probe: bool) -> None:
+        await asyncio.Event().wait()
+
+    async def told(probe: bool) -> bool:
+        return probe
+
+    async def scenario() -> bool:
+        circuit = CircuitBreaker(time.clock)
+        for _ in range(FAILURES):
+            with pytest.raises(Unavailable):
+                await circuit.call(down, time.sleep)
+        first = asyncio.ensure_future(circuit.call(held, time.sleep))
         await asyncio.sleep(0)
-        circuit.abandoned(first)
-        return [first, await waiting]
+        waiting = asyncio.ensure_future(circuit.call(told, time.sleep))
+        await asyncio.sleep(0)
+        first.cancel()
+        return await waiting
 
-    assert asyncio.run(scenario()) == [True, True]
+    assert asyncio.run(scenario()) is True
 
 
-def test_successes_and_refused_items_keep_the_circuit_closed(server, client):
+def test_successes_and_refused_items_keep_the_circuit_closed(server, client, time):
     server.behave = lambda body, number: {"bad": error(500), "long": error(400)}.get(text_of(body), completion("yes"))
-    mixed = client(max_retries=0, breaker_failures=2, max_concurrent=1)
-    for text in ("bad", "long", "bad", "good", "bad"):
+    mixed = client(max_retries=0, max_concurrent=1)
+    for text in ("bad", "long", "bad", "good", "bad") * FAILURES:
         one(mixed, asked(text))
-    assert one(mixed, asked("good")).text == "yes"
+    assert one(mixed, asked("good")).text == "yes" and time.slept == []
 
 
 # Replies that cannot be read -----------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
@@ -24,20 +24,22 @@ from vlmrm.http import (
     Refused,
     ServerAddress,
     Unavailable,
+    Unreachable,
     one_line,
     retry_after,
     translate_http_errors,
+    wait_seconds,
 )
 from vlmrm.rewards.contract import RewardArguments
-from vlmrm.rewards.judges.circuit import CircuitBreaker
 from vlmrm.rewards.judges.replies import Question, Reply, ReplyCache, read_completion
+from vlmrm.rewards.servers import run, server_at
 from vlmrm.settings import validate
 
 logger = logging.getLogger("vlmrm")
 
 NO_KEY = "EMPTY"  # sent to servers without keys
 TRANSIENT = (408, 409, 429)  # timeout, conflict, too many requests; and 500 or more
-FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds
+LONGEST_PAUSE = 30.0  # seconds before another try, unless the server asks for more
 
 
 class JudgeSettings(BaseModel):
@@ -69,10 +71,8 @@ class JudgeSettings(BaseModel):
     """Seconds for one call."""
     deadline: float = Field(600.0, gt=0)
     """Seconds for a round, the samples of one call, including retries and waits."""
-    breaker_failures: int = Field(8, ge=1)
-    """Failed calls in a row after which one at a time tries the server; four more, and items fail at once."""
-    breaker_seconds: float = Field(30.0, ge=0)
-    """Seconds until one call tries the server again."""
+    silence: float = Field(9.0, gt=0)
+    """Seconds without any answer of the server, to calls or to `GET /models`, after which it is taken to be down."""
     max_cache_size: int = Field(1024, ge=0)
     """Replies kept in memory."""
     cache_dir: str | None = None
@@ -98,7 +98,6 @@ class JudgeSettings(BaseModel):
 
 
 Settings = TypeVar("Settings", bound=JudgeSettings)
-Result = TypeVar("Result")
 Check = Callable[[Question, Reply], object]  # raises a RewardError for a reply that cannot be read
 
 
@@ -161,13 +160,15 @@ class JudgeClient:
         self.sleep, self.clock, self.jitter = sleep, clock, jitter
         self.cache = ReplyCache(settings.max_cache_size, settings.cache_dir)
         self.usage = Usage(settings.prompt_price, settings.completion_price)
-        self.circuit = CircuitBreaker(settings.breaker_failures, settings.breaker_seconds, clock)
         self.slots = asyncio.Semaphore(settings.max_concurrent)
         self.takes_response_format = True  # until the server refuses one
         self.healthy = True  # False once a warning was logged, until the next reply
         self._key = SecretStr(settings.key())
-        server = ServerAddress(settings.api_base_url, "api_base_url", self._key.get_secret_value())
-        self._http = server.async_client(settings.timeout, settings.max_concurrent)
+        address = ServerAddress(settings.api_base_url, "api_base_url", self._key.get_secret_value())
+        self.server = server_at(address.origin)
+        self.circuit = self.server.circuit(f"{address.name} {settings.vlm_model}", clock)
+        # One connection more than calls, so that whether the server lives can always be asked.
+        self._http = address.async_client(settings.timeout, settings.max_concurrent + 1)
 
     def ask(self, questions: Sequence[Question], check: Check | None = None) -> list[Reply | RewardError]:
         """Return a reply to each question, in order, or why there is none. Equal questions are asked once.
@@ -239,8 +240,8 @@ class JudgeClient:
             except Unavailable as error:
                 if number == tries:
                     raise
-                pause = wait_seconds(error, number, self.jitter())
-                if error.wait is None:  # the circuit paces the calls of a server that is down, and ends them
+                pause = wait_seconds(error, number, self.jitter(), LONGEST_PAUSE)
+                if not error.busy:  # the circuit paces the calls of a server that is down, and ends them
                     pause = 0.0 if self.circuit.suspects else min(pause, self.circuit.patience)
                 if self.clock() + pause > end:
                     raise RewardError(
@@ -258,26 +259,11 @@ class JudgeClient:
             logger.warning(message, self.settings.vlm_model, self.settings.api_base_url, error, retries)
 
     async def _through_circuit(self, question: Question, retried: bool) -> Reply:
-        probe = await self.circuit.enter()
-        self.usage.add(retries=int(retried))
-        try:
-            if probe:
-                await self.sleep(self.circuit.pause)
-            reply = await self._call(question)
-        except Refused:  # an answer all the same: the server works
-            self.circuit.passed()
-            raise
-        except RewardError as error:
-            # A server that says when to come back is busy, not down.
-            if isinstance(error, Unavailable) and error.wait is not None:
-                self.circuit.abandoned(probe)
-            else:
-                self.circuit.failed(str(error), probe)
-            raise
-        except BaseException:
-            self.circuit.abandoned(probe)
-            raise
-        self.circuit.passed()
+        async def send(_: bool) -> Reply:
+            self.usage.add(retries=int(retried))
+            return await self._call(question)
+
+        reply = await self.circuit.call(send, self.sleep)
         self.healthy = True
         return reply
 
@@ -308,16 +294,22 @@ class JudgeClient:
             RewardError: when it refuses every question, or its answer is no completion.
         """
         self.usage.add(calls=1)
+        post = self._http.post(
+            "/chat/completions", content=question.content, headers={"Content-Type": "application/json"}
+        )
         with translate_http_errors("it", Unavailable(f"it did not answer within {self.settings.timeout:g} s")):
-            answer = await self._http.post(
-                "/chat/completions", content=question.content, headers={"Content-Type": "application/json"}
-            )
+            answer = await self.server.watched(post, self._ping, self.settings.silence)
         text = self._redacted(answer.text)
         if not answer.is_success:
             raise call_error(answer.status_code, one_line(text), retry_after(answer.headers.get("Retry-After")))
         reply = read_completion(text)
         self.usage.add(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
         return reply
+
+    async def _ping(self) -> None:
+        """Ask for anything: whatever the answer, a server that gives one works."""
+        with translate_http_errors("it", Unreachable("it is silent")):
+            await self._http.get("/models")
 
     def _redacted(self, text: str) -> str:
         """Remove the API key, which a server's error message may repeat."""
@@ -329,57 +321,8 @@ def call_error(status: int, detail: str, retry_after: float | None) -> RewardErr
     """Return the error of an HTTP status: Unavailable, Refused, or a RewardError that no retry mends."""
     reason = f"it answered {status}: {detail}"
     if status in TRANSIENT or status >= 500:
-        return Unavailable(reason, retry_after)
+        return Unavailable(reason, retry_after, busy=status == 429)
     return Refused(reason) if status in REFUSED_STATUSES else RewardError(reason)
-
-
-def wait_seconds(error: Unavailable, tries: int, jitter: float) -> float:
-    """Return the seconds before the next try, after `tries` of them.
-
-    The server's `Retry-After`, otherwise twice as long each time; `jitter` in [0, 1) spreads the callers.
-    """
-    if error.wait is not None:
-        return error.wait + FIRST_WAIT * jitter
-    return min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tries - 1)) * (1 + jitter) / 2
-
-
-_starting = threading.Lock()
-_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process id: a fork copies this, but no threads
-
-
-def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """Return what `coroutine` returns on the judges' event loop; cancel it when this thread is interrupted.
-
-    A connection or a semaphore belongs to the loop of its first use. All judges of a process share one loop that never
-    ends, in a thread, so that they can be called from any thread, also from one with a running loop.
-
-    Raises:
-        RewardError: in a process that was forked from one whose judges were in use.
-    """
-    try:
-        future = asyncio.run_coroutine_threadsafe(coroutine, current_loop())
-    except RewardError:
-        coroutine.close()
-        raise
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
-
-
-def current_loop() -> asyncio.AbstractEventLoop:
-    """Return the judges' event loop of this process, started on first use; raises RewardError as `run` does."""
-    with _starting:
-        if os.getpid() not in _loops:
-            if _loops:
-                raise RewardError(
-                    "this process was forked from one whose judges were in use, and has none of their connections: "
-                    "start it by `spawn`, or fork before the first reward."
-                )
-            loop = _loops[os.getpid()] = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="judges", daemon=True).start()
-        return _loops[os.getpid()]
 
 
 @dataclass
