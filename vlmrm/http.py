@@ -42,7 +42,7 @@ class Unreachable(Unavailable):
     """A server that refused or broke the connection, or has answered nothing at all."""
 
 
-class Silent(RewardError):
+class Overdue(RewardError):
     """A server that took a call and did not answer in time; asked again it would do the same work twice."""
 
 

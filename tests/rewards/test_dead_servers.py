@@ -31,6 +31,11 @@ REPLY = {
 }
 
 
+class Quiet(ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        pass  # who gave up waiting is gone
+
+
 class ReadyServer:
     """Says that it is ready, and answers a call with the status that `answer(body, headers)` returns."""
 
@@ -61,7 +66,7 @@ class ReadyServer:
             def log_message(self, format, *args):
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = Quiet(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

@@ -29,8 +29,8 @@ from vlmrm.data.media import png_of
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.http import (
     LONGEST_WAIT,
+    Overdue,
     ServerAddress,
-    Silent,
     Unavailable,
     Unreachable,
     read_json_response,
@@ -275,7 +275,7 @@ class Endpoint:
         async def send(probe: bool) -> Any:
             if probe:  # one that fell silent would take another call as long; that it is there, it says at once
                 await self._health()
-            late = Silent(f"{where} did not answer in {self.timeout:g} s: raise timeout, or lower batch_size")
+            late = Overdue(f"{where} did not answer in {self.timeout:g} s: raise timeout, or lower batch_size")
             with translate_http_errors(where, late):
                 try:
                     async with asyncio.timeout(self.timeout):

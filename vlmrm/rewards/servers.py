@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from vlmrm.errors import RewardError
-from vlmrm.http import Refused, Silent, Unavailable, Unreachable
+from vlmrm.http import Overdue, Refused, Unavailable, Unreachable
 
 FAILURES = 8  # failed calls in a row that make a server suspect
 PACE = 0.125  # seconds for each of them: a row that lasts as long as all is one too, however few they were
@@ -73,7 +73,7 @@ class CircuitBreaker:
                 await sleep(pause)
                 started = self.clock()
             answer = await send(probe)
-        except (Unavailable, Silent) as error:
+        except (Unavailable, Overdue) as error:
             if not getattr(error, "busy", False):
                 self._failed(error, probe, started)
             raise

@@ -133,7 +133,7 @@ class Malformed(RewardError):
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundLimits:
     """The end of one call of `ask`, by the loop's clock and by the client's, and its check of replies."""
 
     loop_end: float
@@ -199,10 +199,10 @@ class JudgeClient:
 
     async def _answer_all(self, questions: Sequence[Question], check: Check | None) -> list[Reply | RewardError]:
         seconds = self.settings.deadline
-        round_ = Round(asyncio.get_running_loop().time() + seconds, self.clock() + seconds, check)
+        round_ = RoundLimits(asyncio.get_running_loop().time() + seconds, self.clock() + seconds, check)
         return await asyncio.gather(*(self._answer(question, round_) for question in questions))
 
-    async def _answer(self, question: Question, round_: Round) -> Reply | RewardError:
+    async def _answer(self, question: Question, round_: RoundLimits) -> Reply | RewardError:
         try:
             async with asyncio.timeout_at(round_.loop_end), self.slots:
                 return await self._readable(question, round_)
@@ -216,7 +216,7 @@ class JudgeClient:
         self.usage.add(failures=1)
         return RewardError(f"the judge {self.settings.vlm_model} at {self.settings.api_base_url}: {error}")
 
-    async def _readable(self, question: Question, round_: Round) -> Reply:
+    async def _readable(self, question: Question, round_: RoundLimits) -> Reply:
         """Return a reply that the round's check passes."""
         sent = question
         for left in range(self.settings.malformed_retries, -1, -1):
