@@ -12,6 +12,7 @@ import pytest
 
 from vlmrm import cli
 from vlmrm.errors import DataError
+from vlmrm.frames import pickles
 from vlmrm.frames.importing import LARGE, UNIT, Imported, import_episodes, read_pickled
 from vlmrm.frames.pickles import read_dictionary
 from vlmrm.frames.sources import episodes_in
@@ -214,8 +215,8 @@ TYPE_NAMED_SO = (
 @pytest.mark.parametrize(
     ("stream", "reason"),
     [
-        (doubled(pickle.LIST) + pickle.EMPTY_DICT + NUMBER + VALUE + pickle.SETITEM, "more than 1,000,000 values"),
-        (doubled(pickle.TUPLE) + pickle.EMPTY_DICT + NUMBER + VALUE + pickle.SETITEM, "more than 1,000,000 values"),
+        (doubled(pickle.LIST) + pickle.EMPTY_DICT + NUMBER + VALUE + pickle.SETITEM, "more than 1,000 values"),
+        (doubled(pickle.TUPLE) + pickle.EMPTY_DICT + NUMBER + VALUE + pickle.SETITEM, "more than 1,000 values"),
         (doubled(pickle.TUPLE) + pickle.EMPTY_DICT + VALUE + NUMBER + pickle.SETITEM, "a tuple as a key"),
         (
             doubled(pickle.TUPLE) + pickle.EMPTY_DICT + pickle.MARK + VALUE + NUMBER + pickle.SETITEMS,
@@ -227,7 +228,8 @@ TYPE_NAMED_SO = (
         (doubled(pickle.TUPLE) + TYPE_NAMED_SO, "an array of something else than numbers"),
     ],
 )
-def test_a_small_pickle_of_endlessly_many_values_is_refused(tmp_path, stream, reason):
+def test_a_small_pickle_of_endlessly_many_values_is_refused(tmp_path, stream, reason, monkeypatch):
+    monkeypatch.setattr(pickles, "MAX_VALUES", 1000)
     path = pickled(tmp_path / "0.npy", stream + pickle.STOP)
     with pytest.raises(DataError, match=rf"0\.npy is refused: it holds {reason}"):
         read_dictionary(path)

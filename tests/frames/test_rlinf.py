@@ -42,7 +42,10 @@ def test_an_episode_is_read_with_its_cameras_and_labels(tmp_path):
         assert (trajectory.images[key] == FRAMES.transpose(0, 3, 1, 2)).all()
     views = np.stack([FRAMES[0], FRAMES[1]])
     observation = {"main_images": FRAMES[0], "extra_view_images": torch.from_numpy(views)}
-    trajectory, _ = read_episode(episode(tmp_path / "1.pkl", observations=[observation], infos=[{}], success=False))
+    failure = {"success": False}
+    trajectory, _ = read_episode(
+        episode(tmp_path / "1.pkl", observations=[observation], infos=[failure], success=False)
+    )
     assert (trajectory.images["extra_view_images-1"] == FRAMES[1].transpose(2, 0, 1)).all()
     assert not trajectory.positive
 
@@ -82,7 +85,7 @@ def test_a_folder_of_episodes_is_imported_once(tmp_path):
     folders = tmp_path / "positive", tmp_path / "negative"
     (tmp_path / "raw").mkdir()
     episode(tmp_path / "raw" / "0.pkl")
-    episode(tmp_path / "raw" / "1.pkl", infos=[{}] * 4, success=False)
+    episode(tmp_path / "raw" / "1.pkl", infos=[{"success": False}] * 4, success=False)
     write_trajectory(tmp_path / "own", square_trajectory(np.random.default_rng(0), 3))
     write_payload(open_folder(tmp_path / "own"), tmp_path / "raw" / "train.pt")
     actual = import_episodes(episodes_in(None, None, tmp_path / "raw"), *folders, "Toy")

@@ -57,7 +57,8 @@ def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_di
     positive. Episodes that were imported before are left out, by their content.
 
     Raises:
-        DataError: after all others were imported, if some could not be: their number and names, and the first error.
+        DataError: after all others were imported, if some could not be: what was imported, the number and names of
+            those, and the first error.
     """
     digests = {
         open_trajectory(path).metadata.get("source")
@@ -86,14 +87,19 @@ def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_di
         digests.add(source)
         numbers[kind] += 1
         moved += episode.positive not in (None, trajectory.positive)
+    imported = Imported(written[True], written[False], numbers, moved, earlier)
     if errors:
         first = next(iter(errors.values()))
-        count = f"{len(errors)} of {len(episodes)}"
-        raise DataError(f"{count} episodes were not imported ({listed(errors)}), the first because {first}")
-    return Imported(written[True], written[False], numbers, moved, earlier)
+        raise DataError(
+            f"{len(errors)} of {len(episodes)} episodes were not imported ({listed(errors)}), beside "
+            f"{summarise(imported)}; the first because {first}"
+        )
+    return imported
 
 
 def file_digest(path: Path) -> str:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise DataError(f"{path} is no file: leave it out.")
     try:
         return content_digest(path)
     except OSError as error:

@@ -1,17 +1,17 @@
 """Read pickled dictionaries of arrays and tensors without running anything in them.
 
 A few names of numpy and torch stand for records of the stored values, every other name is refused, and arrays are made
-from the records' bytes. The unpickler is the one written in Python: that in C allocates memory for whatever sizes a
-file states. A kilobyte can hold nested containers that expand to 2^200 values, so values are counted, and containers
-are neither keys nor in sets, since hashing would expand them.
+from the records' bytes. A kilobyte can hold nested containers that expand to 2^200 values, or a thousand references to
+one array, so values are counted, and the bytes of arrays, as often as they occur.
 """
 
 from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,13 +19,32 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.lib import format as npy
 
-from vlmrm.errors import DataError
+from vlmrm.errors import DataError, first_line
+from vlmrm.unpickling import PLAIN, PlainKeyUnpickler, load_torch
 
 # Not a set: the name of a pickled type may be any object, and must not be hashed.
 NUMBERS = ("f2", "f4", "f8", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "b1")
 MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
-PLAIN = (str, bytes, int, float, bool, type(None))
 MAX_VALUES = 1_000_000  # outside arrays, each counted as often as it occurs
+REPEATS = 16  # times the bytes of a file: those of its arrays, each counted as often as it occurs
+
+
+@dataclass
+class Budget:
+    """What a file of some bytes may still hold."""
+
+    bytes: int
+    values: int
+
+    @classmethod
+    def of(cls, path: Path) -> Budget:
+        return cls(REPEATS * path.stat().st_size, MAX_VALUES)
+
+    def spend(self, count: int) -> None:
+        """Take the bytes of an array; UnpicklingError if there are not as many."""
+        self.bytes -= count
+        if self.bytes < 0:
+            raise pickle.UnpicklingError(f"its arrays have more than {REPEATS} times as many bytes as it has")
 
 
 def read_dictionary(path: Path) -> dict[Any, Any]:
@@ -41,7 +60,7 @@ def read_dictionary(path: Path) -> dict[Any, Any]:
         shape, _, dtype = read_header(file)
         if shape != () or dtype.kind != "O":
             raise DataError(f"{path} holds an array of {dtype}, not a dictionary of images and labels.")
-        return _dictionary(path, plain(_ArrayUnpickler(file).load(), iter(range(MAX_VALUES))))
+        return _dictionary(path, plain(_ArrayUnpickler(file).load(), Budget.of(path)))
 
 
 def read_pickle(path: Path) -> tuple[dict[Any, Any], Callable[[Any], Any]]:
@@ -54,7 +73,7 @@ def read_pickle(path: Path) -> tuple[dict[Any, Any], Callable[[Any], Any]]:
     """
     with _plain_errors(path, "pickle.dump writes"), path.open("rb") as file:
         stored = _dictionary(path, _ArrayUnpickler(file).load())
-    budget = iter(range(MAX_VALUES))
+    budget = Budget.of(path)
 
     def made_plain(value: Any) -> Any:
         with _plain_errors(path, "pickle.dump writes"):
@@ -70,10 +89,9 @@ def _plain_errors(path: Path, what: str) -> Generator[None]:
     except DataError:
         raise
     except pickle.UnpicklingError as error:
-        raise DataError(f"{path} is refused: {error}.") from error
+        raise DataError(f"{path} is refused: {first_line(error)}.") from error
     except Exception as error:  # a malicious file can raise anything
-        reason = str(error) or type(error).__name__
-        raise DataError(f"{path} cannot be read ({reason}): it is not what {what}.") from error
+        raise DataError(f"{path} cannot be read ({first_line(error)[:200]}): it is not what {what}.") from error
 
 
 def _dictionary(path: Path, stored: Any) -> dict[Any, Any]:
@@ -82,9 +100,10 @@ def _dictionary(path: Path, stored: Any) -> dict[Any, Any]:
     return stored
 
 
-def plain(stored: Any, budget: Iterator[int]) -> Any:
-    """Return plain containers with arrays in place of records; `budget` has an item for each value still allowed."""
-    if next(budget, None) is None:
+def plain(stored: Any, budget: Budget) -> Any:
+    """Return plain containers with arrays in place of records, which are taken from `budget`."""
+    budget.values -= 1
+    if budget.values < 0:
         raise pickle.UnpicklingError(f"it holds more than {MAX_VALUES:,} values outside its arrays")
     if isinstance(stored, _Record):
         return stored.value(budget)
@@ -124,12 +143,12 @@ class _Record:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.state = state
 
-    def value(self, budget: Iterator[int]) -> Any:
+    def value(self, budget: Budget) -> Any:
         raise NotImplementedError
 
 
 class _ArrayRecord(_Record):
-    def value(self, budget: Iterator[int]) -> Any:
+    def value(self, budget: Budget) -> Any:
         _, shape, kind, fortran, content = self.state
         if isinstance(kind, _TypeRecord) and kind.name == "O8":  # np.save wraps a dictionary in an array of no axes
             if shape != () or len(content) != 1:
@@ -140,29 +159,33 @@ class _ArrayRecord(_Record):
             raise pickle.UnpicklingError("it holds an array without a shape")
         if type(content) is not bytes or len(content) != math.prod(shape) * dtype.itemsize:
             raise pickle.UnpicklingError("it holds an array whose shape is not that of its content")
+        budget.spend(len(content))
         return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 class _ScalarRecord(_Record):
-    def value(self, budget: Iterator[int]) -> Any:
+    def value(self, budget: Budget) -> Any:
         kind, content = self.arguments
         return np.frombuffer(content, _TypeRecord.of_numbers(kind), count=1)[0].item()
 
 
 class _StorageRecord(_Record):
-    """The numbers of a tensor, as torch.save writes them."""
+    """The numbers of tensors, as torch.save writes them, which are read once."""
 
-    def value(self, budget: Iterator[int]) -> Any:
-        import torch
+    numbers: Any = None
 
-        [content] = self.arguments
-        return torch.load(BytesIO(content), map_location="cpu", weights_only=True)
+    def value(self, budget: Budget) -> Any:
+        if self.numbers is None:
+            [content] = self.arguments
+            budget.spend(len(content))
+            self.numbers = load_torch(BytesIO(content), len(content))
+        return self.numbers
 
 
 class _TensorRecord(_Record):
     """A torch tensor; its value is an array."""
 
-    def value(self, budget: Iterator[int]) -> Any:
+    def value(self, budget: Budget) -> Any:
         import torch
 
         storage, offset, shape, stride, *_ = self.arguments
@@ -173,6 +196,7 @@ class _TensorRecord(_Record):
         # Neither beyond its numbers, nor one of them repeated without end.
         if not 0 <= offset <= last < len(numbers) or math.prod(shape) > len(numbers):
             raise pickle.UnpicklingError("it holds a tensor whose shape is not that of its content")
+        budget.spend(math.prod(shape) * numbers.element_size())
         return numbers.as_strided(shape, stride, offset).numpy()
 
 
@@ -180,36 +204,9 @@ def _no_hooks() -> None:
     """Stand for the empty OrderedDict of a tensor's hooks."""
 
 
-OPCODES: dict[int, Callable[[Any], None]] = vars(pickle._Unpickler)["dispatch"]
-
-
-def _with_plain_keys(opcode: bytes, keys: slice) -> Callable[[Any], None]:
-    """Return an opcode that changes a dictionary once its keys, this slice of the stack, are known to be plain."""
-
-    def load(reader: Any) -> None:
-        for key in reader.stack[keys]:
-            if not isinstance(key, PLAIN):
-                raise pickle.UnpicklingError(f"it holds a {type(key).__name__} as a key")
-        OPCODES[opcode[0]](reader)
-
-    return load
-
-
-def _refuse_set(reader: Any) -> None:
-    raise pickle.UnpicklingError("it holds a set, which is neither an array nor a plain value")
-
-
-class _ArrayUnpickler(pickle._Unpickler):
+class _ArrayUnpickler(PlainKeyUnpickler):
     """Makes records, and refuses every name but those of numpy's arrays and torch's tensors."""
 
-    dispatch: ClassVar = {
-        **OPCODES,
-        pickle.SETITEM[0]: _with_plain_keys(pickle.SETITEM, slice(-2, -1)),
-        pickle.SETITEMS[0]: _with_plain_keys(pickle.SETITEMS, slice(None, None, 2)),
-        pickle.DICT[0]: _with_plain_keys(pickle.DICT, slice(None, None, 2)),
-        pickle.ADDITEMS[0]: _refuse_set,
-        pickle.FROZENSET[0]: _refuse_set,
-    }
     names: ClassVar[dict[tuple[str, str], Any]] = {
         **{(module, "_reconstruct"): _ArrayRecord for module in MODULES},
         **{(module, "scalar"): _ScalarRecord for module in MODULES},

@@ -12,7 +12,7 @@ import numpy as np
 from vlmrm.errors import CheckpointError, DataError
 from vlmrm.files import make_folder, write_file
 from vlmrm.frames.importing import stored_as_bytes
-from vlmrm.frames.pickles import read_pickle
+from vlmrm.frames.pickles import REPEATS, read_pickle
 from vlmrm.frames.trajectory import Trajectory, TrajectoryFile, listed, to_unit
 
 # Of an observation: [H,W,C] or [C,H,W], or several views of that.
@@ -39,9 +39,12 @@ def read_episode(path: Path) -> tuple[Trajectory, str]:
                 f"{path}: observation {number} has {listed(frames[-1])}, and the first {listed(frames[0])}."
             )
     images = {key: _stacked([views[key] for views in frames], f"{path}: {key}") for key in frames[0]}
-    labels = np.array([_success(info, plain) for info in infos], dtype=np.float32)
+    successes = [_stored_success(info) for info in infos]
+    if all(success is None for success in successes):
+        raise DataError(f"{path} has no success in its infos, nor success_once of their episode: frames need labels.")
+    labels = np.array([_is_true(plain(success), str(path)) for success in successes], dtype=np.float32)
     trajectory, kind = stored_as_bytes(images, labels, str(path))
-    trajectory.metadata["success_once"] = str(bool(plain(content.get("success", False)))).lower()
+    trajectory.metadata["success_once"] = str(_is_true(plain(content.get("success")), str(path))).lower()
     return trajectory, kind
 
 
@@ -67,12 +70,19 @@ def _channels_first(frame: np.ndarray) -> np.ndarray:
     return frame.transpose(2, 0, 1) if frame.shape[-1] in (1, 3, 4) else frame
 
 
-def _success(info: Any, plain: Callable[[Any], Any]) -> bool:
+def _stored_success(info: Any) -> Any:
+    """Return what an info stores of its frame's success; None if it does not say."""
     if not isinstance(info, dict):
-        return False
+        return None
     episode = info.get("episode")
-    value = info.get("success", episode.get("success_once") if isinstance(episode, dict) else None)
-    return bool(np.any(plain(value)))
+    return info.get("success", episode.get("success_once") if isinstance(episode, dict) else None)
+
+
+def _is_true(success: Any, subject: str) -> bool:
+    try:
+        return success is not None and bool(np.any(np.asarray(success, dtype=float)))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{subject} has a success that is neither true nor false: {str(success)[:40]!r}.") from error
 
 
 def _stacked(frames: Sequence[np.ndarray], subject: str) -> np.ndarray:
@@ -102,8 +112,8 @@ def read_payload(path: Path) -> tuple[Trajectory, str]:
     wrong = [image for image in images if not isinstance(image, torch.Tensor) or image.layout != torch.strided]
     if wrong or any(image.is_meta or image.dim() != 3 for image in images):
         raise DataError(f"{path} has images that are no tensors [C,H,W] or [H,W,C].")
-    if any(image.untyped_storage().nbytes() < image.numel() * image.element_size() for image in images):
-        raise DataError(f"{path} has images that claim more numbers than it stores.")
+    if sum(image.nbytes for image in images) > REPEATS * path.stat().st_size:
+        raise DataError(f"{path} has images that claim more than {REPEATS} times the bytes of the file.")
     if not all(type(label) in (int, float, bool) for label in labels):
         raise DataError(f"{path} has labels that are no numbers.")
     frames = _stacked([_channels_first(image.numpy()) for image in images], f"{path}: images")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from vlmrm.errors import DataError
 from vlmrm.frames import hdf5, rlinf
@@ -36,12 +37,23 @@ def _mixed_episodes(mixed: Path) -> list[Episode]:
     found: list[Episode] = []
     for path in [mixed] if mixed.is_file() else _files_of(mixed, [*readers, *hdf5.SUFFIXES]):
         if path.suffix in hdf5.SUFFIXES:
-            found += hdf5.episodes_of(path)
+            found += _in_hdf5(path)
         elif path.suffix in readers:
             found.append(Episode(path.name, partial(file_digest, path), partial(readers[path.suffix], path)))
         else:
             raise DataError(f"{path} is no file of episodes: they are {listed([*readers, *hdf5.SUFFIXES])}.")
     return found
+
+
+def _in_hdf5(path: Path) -> list[Episode]:
+    try:
+        return hdf5.episodes_of(path)
+    except DataError as error:  # of this file alone: the others are imported
+
+        def refuse(error: DataError = error) -> NoReturn:
+            raise error
+
+        return [Episode(path.name, refuse, refuse)]
 
 
 def _files_of(folder: Path, suffixes: Sequence[str]) -> list[Path]:

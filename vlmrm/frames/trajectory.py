@@ -177,6 +177,8 @@ def _validate(shapes: Mapping[str, tuple[int, ...]], types: Iterable[str], label
             f"{subject} has labels of shape {list(labels.shape)}: one for each of at least one frame is needed."
         )
     for key, shape in shapes.items():
+        if not key or not key.isprintable():
+            raise DataError(f"{subject} has images named {key!r}: name them by letters that can be printed.")
         if len(shape) != 4 or shape[1] not in (1, 3):
             raise DataError(
                 f"{subject} has images {key!r} of shape {list(shape)}: they are [T,C,H,W] with 1 or 3 channels."
@@ -265,7 +267,7 @@ def open_trajectory(path: Path) -> TrajectoryFile:
         images = {name.removeprefix(IMAGES): file.get_slice(name) for name in names if name.startswith(IMAGES)}
         shapes = {key: tuple(values.get_shape()) for key, values in images.items()}
         types = [values.get_dtype() for values in images.values()]
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, TypeError, AttributeError) as error:  # the last two of types NumPy lacks
         raise _corrupted(path, error) from error
     keys = _read_keys(path, metadata, list(shapes))
     if set(keys) != set(shapes):

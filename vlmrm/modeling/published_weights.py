@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from vlmrm.errors import CheckpointError, first_line
 from vlmrm.modeling.manifest import find_file
+from vlmrm.unpickling import load_torch
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ def read_weights(path: str | Path, name: str | None = None) -> dict[str, Any]:
     try:
         if is_torch_file(file):
             with open(file, "rb") as stream:  # of a path torch would go by the suffix
-                content = torch.load(stream, map_location="cpu", weights_only=True)
+                content = load_torch(stream, file.stat().st_size)
         else:
             content = load_file(file)
     except Exception as error:  # each broken file has an error of its own kind
