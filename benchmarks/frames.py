@@ -4,7 +4,7 @@
 same number of frames at the simulator's own size and scaling them down takes alone. `train_compute_share` is the time
 of a training's steps on batches that are in memory as the model takes them, over that of the training without its
 evaluation and checkpoints. `write_flat` is the median time of files from a folder's 2,000th on over that of files from
-another's 10th on, by turns, each stored as the collector does: looked for, written, noted.
+another's 10th on, by turns, each stored as the collector does: held against a limit, looked for, written, noted.
 `score_64` is a step of `FrameReward` with 64 environments that take no time, over the model's forward pass alone.
 `prefix_scores` is a vision-language model (h512) that scores every prefix of an episode, in a forward for each over
 the one forward of `LocalScorer.score_prefixes`, whose scores are compared first; rendering is in neither.
@@ -39,7 +39,7 @@ from vlmrm.frames.dataset import FrameIndex, Inputs
 from vlmrm.frames.frame_reward import FrameReward
 from vlmrm.frames.settings import CollectSettings, RewardModelSettings, TrainSettings
 from vlmrm.frames.training import FrameTrainer, initial_classifier, training_arguments
-from vlmrm.frames.trajectory import Trajectory, find_trajectory, open_folder, write_trajectory
+from vlmrm.frames.trajectory import Trajectory, find_trajectory, holds, open_folder, write_trajectory
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.scoring.protocol import prefixes_of
 from vlmrm.settings import validate
@@ -56,6 +56,7 @@ ROUNDS = 5
 STEPS_SCORED = 4  # in a round
 FLAT = 1.2  # times the first files of a folder
 WRITTEN, TIMED = 2000, 100  # files before those whose writing is timed, and how many those are
+LIMIT = 10_000  # files that the folders may hold
 KEY = "base_camera"
 TASK = "Push the block to the goal."
 
@@ -185,7 +186,7 @@ def writing(before: int) -> Row:
 
     def store(folder: Path) -> float:
         began, unique = time.perf_counter(), next(names)
-        assert not folder.exists() or find_trajectory(folder, unique) is None
+        assert find_trajectory(folder, unique) is None and not (folder.exists() and holds(folder, LIMIT))
         write_trajectory(folder, trajectory, unique)
         return time.perf_counter() - began
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import pickletools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from vlmrm.frames import pickles
 from vlmrm.frames.importing import LARGE, UNIT, Imported, import_episodes, read_pickled
 from vlmrm.frames.pickles import read_dictionary
 from vlmrm.frames.sources import episodes_in
-from vlmrm.frames.trajectory import open_folder, open_trajectory, trajectory_paths
+from vlmrm.frames.trajectory import Trajectory, open_folder, open_trajectory, trajectory_paths
 
 STORED = np.random.default_rng(0).integers(0, 256, (3, 3, 4, 4), dtype=np.uint8)
 LABELS = np.array([0, 0, 1], dtype=np.float32)
@@ -80,6 +81,18 @@ def test_folders_are_imported_once_and_sorted_by_their_labels(folders, capsys):
     assert "0 positive and 0 negative trajectories" in (output := capsys.readouterr().out)
     assert "4 were imported before" in output
     assert len(trajectory_paths(folders[2])) == 3
+
+
+def test_an_episode_that_another_process_imports_meanwhile_is_stored_once(folders):
+    [episode] = episodes_in(save(folders[0] / "0.npy", {"cam": STORED}).parent, None)
+
+    def read_late() -> tuple[Trajectory, str]:
+        assert len(import_episodes([episode], *folders[2:], "Toy").positive) == 1
+        return episode.read()
+
+    late = import_episodes([replace(episode, read=read_late)], *folders[2:], "Toy")
+    assert (late.positive, late.earlier) == ([], 1)
+    assert len(trajectory_paths(folders[2])) == 1
 
 
 def test_what_cannot_be_imported_is_counted_and_named_after_the_rest_was(folders):

@@ -17,6 +17,7 @@ from vlmrm.frames import trajectory
 from vlmrm.frames.trajectory import (
     Trajectory,
     find_trajectory,
+    holds,
     open_folder,
     open_trajectory,
     to_uint8,
@@ -80,8 +81,14 @@ def test_a_folder_that_another_process_writes_to_is_known_without_listing_it_aga
     listings.clear()
     assert find_trajectory(tmp_path, "b") == tmp_path / "000001_b.safetensors"
     assert write("c") == "000002_c.safetensors" and not listings
+    monkeypatch.setattr(
+        trajectory, "trajectory_paths", lambda folder: (listings.append(folder), [*folder.glob("*_*")])[1]
+    )
+    assert not holds(tmp_path, 4) and not listings
+    assert holds(tmp_path, 3)
     (tmp_path / "000001_b.safetensors").unlink()
     assert find_trajectory(tmp_path, "b") is None
+    assert holds(tmp_path, 2) and not holds(tmp_path, 3)
 
 
 def test_floats_are_stored_to_the_nearest_byte_and_read_in_the_unit_interval():

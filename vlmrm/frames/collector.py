@@ -28,8 +28,8 @@ from vlmrm.frames.trajectory import (
     Trajectory,
     digest,
     find_trajectory,
+    holds,
     locked,
-    trajectory_paths,
     write_trajectory,
 )
 
@@ -258,7 +258,7 @@ class RewardDataCollector(VectorWrapper):
     def _has_room(self, positive: bool) -> bool:
         """Return whether a folder is below its limit, whoever wrote into it; a full one stays full."""
         limit, folder = self._limits[positive], self._folders[positive]
-        if limit is not None and positive not in self._full and len(trajectory_paths(folder)) >= limit:
+        if limit is not None and positive not in self._full and holds(folder, limit):
             self._full.add(positive)
             logger.info("%s holds %d trajectories: no more are collected there", folder, limit)
         return positive not in self._full

@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from vlmrm.errors import DataError
-from vlmrm.files import content_digest
+from vlmrm.files import content_digest, make_folder
 from vlmrm.frames.pickles import read_dictionary
 from vlmrm.frames.trajectory import (
     Trajectory,
+    find_trajectory,
     listed,
-    open_trajectory,
+    locked,
     to_uint8,
-    trajectory_paths,
     write_trajectory,
 )
 
@@ -60,31 +61,30 @@ def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_di
         DataError: after all others were imported, if some could not be: what was imported, the number and names of
             those, and the first error.
     """
-    digests = {
-        open_trajectory(path).metadata.get("source")
-        for folder in (positive_dir, negative_dir)
-        for path in trajectory_paths(folder)
-    }
+    folders = {True: positive_dir, False: negative_dir}
     written: dict[bool, list[Path]] = {True: [], False: []}
     numbers: Counter[str] = Counter()
     moved = earlier = 0
     errors: dict[str, DataError] = {}
     for episode in tqdm(episodes, desc="import", unit="episode", disable=None):
         try:
-            source = episode.digest()
-            if source in digests:
+            unique = sha256(episode.digest().encode()).hexdigest()[:16]
+            if any(find_trajectory(folder, unique) for folder in folders.values()):
                 earlier += 1
                 continue
             trajectory, kind = episode.read()
-            trajectory.metadata |= {"environment": environment, "source": source}
+            trajectory.metadata["environment"] = environment
             if episode.positive is not None:
                 trajectory.metadata["success_once"] = str(episode.positive).lower()
-            folder = positive_dir if trajectory.positive else negative_dir
-            written[trajectory.positive].append(write_trajectory(folder, trajectory))
+            make_folder(folder := folders[trajectory.positive])
+            with locked(folder):  # another process may import the same
+                if find_trajectory(folder, unique):
+                    earlier += 1
+                    continue
+                written[trajectory.positive].append(write_trajectory(folder, trajectory, unique))
         except DataError as error:
             errors[episode.name] = error
             continue
-        digests.add(source)
         numbers[kind] += 1
         moved += episode.positive not in (None, trajectory.positive)
     imported = Imported(written[True], written[False], numbers, moved, earlier)

@@ -94,9 +94,14 @@ def trajectory_paths(folder: Path) -> list[Path]:
 
 
 def find_trajectory(folder: Path, unique: str) -> Path | None:
-    """Return the file that `write_trajectory` wrote under this `unique` name."""
-    name = _names_in(folder).by_unique.get(unique)
+    """Return the file that `write_trajectory` wrote under this `unique` name; None also if there is no such folder."""
+    name = _names_in(folder).by_unique.get(unique) if folder.is_dir() else None
     return folder / name if name is not None and (folder / name).exists() else None
+
+
+def holds(folder: Path, count: int) -> bool:
+    """Return whether a folder has `count` trajectories or more, without listing it as long as fewer were written."""
+    return len(_names_in(folder).names) >= count and len(trajectory_paths(folder)) >= count
 
 
 WRITTEN = ".written"  # the names of a folder's files, a line each, in the order in which they were written
@@ -111,6 +116,7 @@ class _Names:
     """
 
     folder: Path
+    names: set[str] = field(default_factory=set)
     by_unique: dict[str, str] = field(default_factory=dict)
     number: int = 0  # of the next file
     read: int = 0  # bytes of WRITTEN
@@ -131,9 +137,10 @@ class _Names:
         self.read += len(whole)
 
     def _note(self, names: Iterable[str]) -> None:
-        for name in names:
+        for name in (name for name in names if name.endswith(SUFFIX)):
+            self.names.add(name)
             digits, _, unique = name.removesuffix(SUFFIX).partition("_")
-            if name.endswith(SUFFIX) and digits.isdecimal():
+            if digits.isdecimal():
                 self.by_unique[unique] = name
                 self.number = max(self.number, int(digits) + 1)
 
