@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
 import torch
 from redis_server import RedisServer
+from services import LONGEST_S, Hangs
+
+
+@pytest.fixture(autouse=True)
+def _deadline() -> Generator[None]:
+    """Ends a test that reads or waits for ever, there where it does, which its traceback shows."""
+
+    def end(*_: Any) -> None:
+        raise Hangs(f"a test has not ended in {2 * LONGEST_S:g} s: it waits here")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, 2 * LONGEST_S)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")

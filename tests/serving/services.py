@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import itertools
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
@@ -24,14 +26,50 @@ HERE = str(Path(__file__).parent)
 ATTENTIVE, TALKATIVE = {"silence": 1.0}, {"silence": 20.0}
 
 
+LONGEST_S = 300.0  # of a wait: the machine may be busy
+
+
+class Hangs(AssertionError):
+    """A test that has not ended in `LONGEST_S`."""
+
+
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs an `async def` test, ten minutes at most: the machine may be busy."""
+    """Runs an `async def` test, `LONGEST_S` at most; then says at which of its lines it waits."""
+
+    async def bounded(*args: Any, **kwargs: Any) -> None:
+        running = asyncio.create_task(test(*args, **kwargs))
+        await asyncio.wait({running}, timeout=LONGEST_S)
+        if not running.done():
+            [frame] = running.get_stack(limit=1)
+            running.cancel()
+            waits = inspect.getframeinfo(frame)
+            raise Hangs(f"{waits.filename}:{waits.lineno} waits: {''.join(waits.code_context or ()).strip()}")
+        running.result()
 
     @wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 600))
+        runner = asyncio.Runner()
+        try:
+            runner.run(bounded(*args, **kwargs))
+        except Hangs:
+            raise  # what does not end by itself would not end for the runner either
+        except BaseException:
+            runner.close()
+            raise
+        runner.close()
 
     return run
+
+
+async def eventually(holds: Callable[[], Any], tell: Callable[[], object] | None = None) -> None:
+    """Waits until something holds, or what it returns does; after `LONGEST_S` it says what was waited for."""
+    end = time.monotonic() + LONGEST_S
+    for tries in itertools.count():
+        held = holds()
+        if await held if inspect.isawaitable(held) else held:
+            return
+        assert time.monotonic() < end, tell() if tell is not None else f"in vain: {inspect.getsource(holds).strip()}"
+        await asyncio.sleep(0 if tries < 100 else 0.01)  # what is a few rounds of the loop away is not missed
 
 
 def fake(name: str = "length", engine: str = "fake_reward.Length", **settings: Any) -> dict[str, Any]:
@@ -65,14 +103,17 @@ def served(*rewards: dict[str, Any], listen: int = 0, **settings: Any) -> Genera
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
+        end = time.monotonic() + LONGEST_S
         while not (server.started and all(health.ready for health in map(service.health, service.rewards))):
             assert thread.is_alive(), "the server ended"
             assert not (errors := [error for name in service.rewards for error in service.health(name).errors]), errors
+            assert time.monotonic() < end, "the server did not become ready"
             time.sleep(0.01)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join()
+        thread.join(LONGEST_S)
+        assert not thread.is_alive(), "the server did not end"
 
 
 class Gate:
@@ -93,8 +134,7 @@ class Gate:
         return int(number) if number else None
 
     async def reached(self) -> None:
-        while self.worker is None:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: self.worker is not None, lambda: f"no worker came to {self.prompt}")
 
     def open(self) -> None:
         self._path.touch()
@@ -102,8 +142,11 @@ class Gate:
 
 async def queued(service: Service, jobs: int, reward: str = "length") -> None:
     """Until so many jobs wait for a worker."""
-    while (await service.backend.depth(reward))[0] != jobs:
-        await asyncio.sleep(0)
+
+    async def waits() -> bool:
+        return (await service.backend.depth(reward))[0] == jobs
+
+    await eventually(waits, lambda: f"there were never {jobs} jobs of {reward} in the queue")
 
 
 async def rewards(client: httpx.AsyncClient, *prompts: str, **body: Any) -> httpx.Response:

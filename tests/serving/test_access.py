@@ -11,7 +11,7 @@ import socket
 
 import httpx2 as httpx
 import pytest
-from services import fake, in_loop, rewards, running, served, settings_of
+from services import eventually, fake, in_loop, rewards, running, served, settings_of
 
 from vlmrm.serving.app import create_app
 from vlmrm.serving.errors import InvalidRequest
@@ -135,8 +135,7 @@ async def test_without_a_token_only_the_machine_s_own_names_are_answered():
 @in_loop
 async def test_probes_may_ask_for_the_head_alone():
     async with running() as (service, client):
-        while not service.health("length").ready:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: service.health("length").ready)
         for path in OPEN:
             answer = await client.head(path)
             assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json"), path

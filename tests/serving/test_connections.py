@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx2 as httpx
-from services import in_loop
+from services import eventually, in_loop
 from test_server import post, served
 
 from vlmrm.serving import server
@@ -82,8 +82,7 @@ async def test_a_body_that_is_refused_is_not_read_to_its_end(monkeypatch):
 
     protocol, sink = connected(refuse)
     protocol.data_received(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 200000000\r\n\r\n")
-    while b"401" not in sink.written:
-        await asyncio.sleep(0)
+    await eventually(lambda: b"401" in sink.written)
     protocol.data_received(b"x" * 1000)
     assert not sink.closing  # its sender can still read the answer
     protocol.data_received(b"x")
@@ -100,8 +99,7 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off(monkeypatch):
     await asyncio.sleep(0.1)
     assert not sink.aborted  # it read in time
     protocol.pause_writing()
-    while not sink.aborted:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: sink.aborted)
     protocol.connection_lost(None)
 
 
@@ -134,8 +132,7 @@ async def test_a_connection_that_has_ended_leaves_no_garbage():
             writer.close()
             await writer.wait_closed()
         del reader, writer
-        while state.connections:
-            await asyncio.sleep(0)
+        await eventually(lambda: not state.connections)
         await asyncio.sleep(0.01)
         assert [reference() for reference in ended] == [None] * 10
         # Of those that are left each is of a client here, which asyncio itself leaves to the collector.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 
 import numpy as np
 import pytest
 import torch
-from services import ATTENTIVE, TALKATIVE, fake, in_loop, running
+from services import ATTENTIVE, TALKATIVE, eventually, fake, in_loop, running
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import CheckpointError
@@ -115,8 +114,7 @@ async def test_a_decoder_that_cannot_be_loaded_is_seen_and_keeps_nobody_from_ima
     shared = {"decode_args": arguments, **redis_server.settings}
     api_process = running(workers=False, **shared, limits=ATTENTIVE)
     async with api_process as (api, client), running(**shared, limits=TALKATIVE) as (_, worker):
-        while not (api.health("length").ready and api.decoder_health().failing):
-            await asyncio.sleep(0.01)
+        await eventually(lambda: api.health("length").ready and api.decoder_health().failing)
         for one in (client, worker):
             ready = await one.get("/ready")
             decoder = (await one.get("/v1/status")).json()["decoder"]

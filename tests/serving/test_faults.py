@@ -19,7 +19,7 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 from hosts import Host, ask, hosts, score_of, scored_batches, until
-from services import Gate, in_loop
+from services import Gate, eventually, in_loop
 
 pytestmark = pytest.mark.slow
 
@@ -58,8 +58,11 @@ async def held_up(
 async def waiting(http: httpx.AsyncClient, api: Host, jobs: int) -> None:
     """Until so many jobs wait for a worker."""
     line = f'vlmrm_queue_jobs{{reward="length"}} {jobs}.0'
-    while line not in (await http.get(api.url + "/metrics")).text:
-        await asyncio.sleep(0.01)
+
+    async def says() -> bool:
+        return line in (await http.get(api.url + "/metrics")).text
+
+    await eventually(says, lambda: f"{line} was never in /metrics")
 
 
 async def said(host: Host, what: str) -> None:
@@ -197,9 +200,12 @@ async def test_redis_is_killed_and_comes_back(tmp_path, start_redis):
             refused = await http.post(api.url + "/v1/rewards", json={"items": [{"prompt": "away"}]})
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
             assert "the queue cannot be reached" in refused.json()["error"]["message"]
-            while (ready := await http.get(api.url + "/ready")).status_code == 200:
-                await asyncio.sleep(0.05)
-            assert ready.status_code == 503 and "the queue cannot be reached" in ready.json()["queue"]
+
+            async def unready() -> bool:
+                ready = await http.get(api.url + "/ready")
+                return ready.status_code == 503 and "the queue cannot be reached" in ready.json()["queue"]
+
+            await eventually(unready)
             server.start()
             await scored()
 
@@ -252,8 +258,7 @@ async def test_a_client_that_goes_takes_its_request_along_unless_another_wants_i
             await waiting(http, api, 2)
             staying = asyncio.create_task(ask(http, api.url, "shared"))
             jobs = redis.keys(f"{settings['redis_prefix']}:job:*")
-            while b"2" not in [redis.hget(job, "asked") for job in jobs]:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: b"2" in [redis.hget(job, "asked") for job in jobs])
             for one in going:
                 one.cancel()
             await waiting(http, api, 1)

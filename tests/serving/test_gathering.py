@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from services import in_loop
+from services import eventually, in_loop
 
 from vlmrm.conversation import Outcome
 from vlmrm.formats.wire import Item
@@ -130,14 +130,21 @@ async def test_what_must_not_join_a_batch_is_the_next_one(late):
     assert worker.batches == [["a"], ["late"]]
 
 
+async def nothing_waits(one: Replica) -> None:
+    async def empty() -> bool:
+        return await one.backend.depth("length") == (0, 0)
+
+    await eventually(empty)
+
+
 @in_loop
 async def test_what_was_gathered_goes_back_when_the_service_stops():
     one, worker = fed(budget=3)
     batch = asyncio.create_task(one._run_batch(worker))
     for prompt in "ab":
         await one.backend.put(job(prompt))
-        while not one.busy or await one.backend.depth("length") != (0, 0):
-            await asyncio.sleep(0)
+        await eventually(lambda: one.busy)
+        await nothing_waits(one)
     batch.cancel()
     await asyncio.wait({batch})
     assert worker.batches == []

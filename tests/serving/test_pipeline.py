@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from hosts import until
 from PIL import Image as Pillow
-from services import Gate, fake, in_loop, rewards, running
+from services import Gate, eventually, fake, in_loop, rewards, running
 
 from vlmrm.conversation import Conversation, Image, Message
 from vlmrm.errors import MediaError
@@ -40,8 +41,7 @@ async def two_batches(
         first = asyncio.create_task(rewards(client, gate.prompt))
         await gate.reached()
         asked = asyncio.create_task(rewards(client, second))
-        while second not in log.read_text():
-            await asyncio.sleep(0.01)
+        await eventually(lambda: second in log.read_text())
         assert "computed" not in log.read_text()
 
         async def answers() -> list[httpx.Response]:
@@ -60,8 +60,7 @@ async def test_a_batch_is_prepared_while_the_one_before_is_computed(tmp_path):
     async with two_batches(tmp_path, "second") as (service, gate, answers):
         assert service.replicas["length"][0].busy
         assert [score_of(answer) for answer in await answers()] == [len(gate.prompt), 6]
-        while service.replicas["length"][0].busy:
-            await asyncio.sleep(0)
+        await eventually(lambda: not service.replicas["length"][0].busy)
 
 
 @in_loop
@@ -98,8 +97,7 @@ async def test_what_is_prepared_for_ever_is_failed_and_the_batch_before_is_not(t
 async def test_what_killed_a_worker_comes_without_another_batch_beside_it(tmp_path):
     async with two_batches(tmp_path, "prepare: die") as (_, gate, answers):
         dead = gate.worker
-        while gate.worker == dead:  # the first batch, again
-            await asyncio.sleep(0.01)
+        await eventually(lambda: gate.worker != dead)  # the first batch, again
         await asyncio.sleep(0.5)  # in which the second would be taken
         assert (tmp_path / "log").read_text().count("die") == 1
         good, bad = await answers()
@@ -209,8 +207,7 @@ def test_no_process_survives_its_worker(renderer):
     assert len(set(numbers)) == 2
     os.kill(worker, signal.SIGKILL)
     os.waitpid(worker, 0)
-    while any(alive(number) for number in numbers):
-        pass
+    until(lambda: not any(map(alive, numbers)))
 
 
 def alive(number: str) -> bool:

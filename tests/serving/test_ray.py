@@ -7,7 +7,7 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-from services import fake, in_loop, rewards, running
+from services import eventually, fake, in_loop, rewards, running
 
 from vlmrm.errors import ConfigError
 from vlmrm.serving.settings import validate_settings
@@ -32,9 +32,11 @@ def cluster() -> Generator[Any]:
 
 
 async def ready(service: Any, count: int) -> None:
-    while service.health("length").ready != count:
+    def all_of_them() -> bool:
         assert not (errors := service.health("length").errors), errors
-        await asyncio.sleep(0.05)
+        return service.health("length").ready == count
+
+    await eventually(all_of_them)
 
 
 @pytest.mark.slow
@@ -58,8 +60,8 @@ async def test_a_node_that_dies_under_load_loses_no_request(cluster, tmp_path):
         assert [answer.status_code for answer in answers] == [200] * len(prompts)
         scores = [answer.json()["data"][0]["score"] for answer in answers]
         assert scores == [float(len(prompt)) for prompt in prompts]
-        while not service.health("length").restarts:  # the others' scores may come before Ray says that it is gone
-            await asyncio.sleep(0.05)
+        # The others' scores may come before Ray says that it is gone.
+        await eventually(lambda: service.health("length").restarts)
         cluster.nodes.append(cluster.add_node(num_cpus=1, **STORE))
         await ready(service, 2)  # where Ray has a place again
 
@@ -83,8 +85,8 @@ async def test_a_worker_in_the_cluster_is_like_one_of_this_machine(cluster, tmp_
         assert [item["score"] for item in answer.json()["data"]] == [1.0, 0.0]
     import ray
 
-    while ray.available_resources().get("CPU", 0) < ray.cluster_resources()["CPU"]:  # what the service had is free
-        await asyncio.sleep(0.05)
+    # What the service had is free.
+    await eventually(lambda: ray.available_resources().get("CPU", 0) >= ray.cluster_resources()["CPU"])
 
 
 @pytest.mark.slow
@@ -92,8 +94,7 @@ async def test_a_worker_in_the_cluster_is_like_one_of_this_machine(cluster, tmp_
 async def test_a_node_with_another_version_is_refused(cluster, monkeypatch):
     monkeypatch.setattr("vlmrm.__version__", "0.0.9")
     async with running(ray_address=cluster.address, **PLACE) as (service, client):
-        while not service.health("length").lost:
-            await asyncio.sleep(0.05)
+        await eventually(lambda: service.health("length").lost)
         answer = await rewards(client, "a")
     assert answer.status_code == 503
     [error] = service.health("length").errors

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import redis.exceptions
 from redis_server import RedisServer
-from services import ATTENTIVE, TALKATIVE, Gate, fake, in_loop, queued, rewards, running, settings_of
+from services import ATTENTIVE, TALKATIVE, Gate, eventually, fake, in_loop, queued, rewards, running, settings_of
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import ConfigError
@@ -75,8 +75,7 @@ async def test_the_bound_holds_for_all_processes_together(redis_server):
 async def test_who_stops_taking_as_something_comes_does_not_take_it(redis_server, rounds):
     async with queues(1, redis_server.settings) as [queue]:
         taking = asyncio.create_task(queue.take("length", 1000))
-        while not queue._queued or queue._takes:  # it has found nothing and waits
-            await asyncio.sleep(0.001)
+        await eventually(lambda: queue._queued and not queue._takes)  # it has found nothing and waits
         queue._on_message("come", "length")
         for _ in range(rounds):  # of the event loop, until the wait is over
             await asyncio.sleep(0)
@@ -123,8 +122,7 @@ async def test_who_works_long_says_so_and_keeps_what_it_has(redis_server):
         [held] = await one.take("length", 1000)
         client, running = redis_server.client(), f"{one._connection.prefix}:running:length"
         client.zadd(running, {held.id: 0.0})  # nothing was heard of it for years
-        while not client.zscore(running, held.id):
-            await asyncio.sleep(0.01)
+        await eventually(lambda: bool(client.zscore(running, held.id)))
         found = await other._connection.run("reclaim", "length", minute, "", 2, "", "", 1000, patience=None)
         assert found == 0 and (await other.status(job_id)).state is State.running
 
@@ -166,8 +164,11 @@ async def test_nothing_is_left_behind(redis_server):
             await queue.finish(one, [Outcome(1.0)], 0.1, "r1")
         await queue.fail(taken[4], "it broke")
     counts = {"waiting", "pace", "taken"}  # and what ends by itself
-    while {key.decode().split(":")[1] for key in redis_server.client().keys(f"{settings['redis_prefix']}:*")} - counts:
-        await asyncio.sleep(0.01)
+
+    def kept() -> set[str]:
+        return {key.decode().split(":")[1] for key in redis_server.client().keys(f"{settings['redis_prefix']}:*")}
+
+    await eventually(lambda: kept() <= counts)
 
 
 @in_loop
@@ -190,8 +191,7 @@ async def test_a_redis_that_may_lose_jobs_is_told_of(start_redis, caplog):
     server = start_redis("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru", "--appendonly", "no")
     with caplog.at_level(logging.INFO, "vlmrm"):
         async with queues(1, server.settings):
-            while "connected to Redis" not in caplog.text:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: "connected to Redis" in caplog.text)
     assert "set appendonly yes" in caplog.text and "set maxmemory-policy noeviction" in caplog.text
 
 
@@ -263,8 +263,7 @@ async def test_a_cluster_is_refused_by_name(start_redis, monkeypatch, caplog):
     monkeypatch.setattr(redis_backend, "PATIENCE_S", 0.1)
     server = start_redis("--cluster-enabled", "yes")
     async with queues(1, server.settings) as (queue,):
-        while "it is a Redis Cluster" not in caplog.text:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: "it is a Redis Cluster" in caplog.text)
         with pytest.raises(QueueAway, match="it is a Redis Cluster, which the queue cannot use"):
             await queue.put(job("a"))
 
@@ -273,14 +272,16 @@ async def test_a_cluster_is_refused_by_name(start_redis, monkeypatch, caplog):
 async def test_sentinels_name_the_master_and_a_fail_over_loses_nothing(start_redis, tmp_path):
     first = start_redis("--repl-diskless-sync-delay", "0")
     second = start_redis("--appenddirname", "second", "--replicaof", f"127.0.0.1 {first.port}")
+
+    def known(watcher: RedisServer) -> dict[str, Any]:
+        return watcher.client().sentinel_masters()["queue"]
+
     watchers = [start_sentinel(start_redis, tmp_path, number, first.port) for number in range(3)]
     settings = {"redis_sentinels": [f"127.0.0.1:{one.port}" for one in watchers], "redis_master": "queue"}
-    while any(one.client().sentinel_masters()["queue"]["num-other-sentinels"] < 2 for one in watchers):
-        await asyncio.sleep(0.05)
-    while any(one.client().sentinel_masters()["queue"]["num-slaves"] < 1 for one in watchers):
-        await asyncio.sleep(0.05)
-    while second.client().info("replication")["master_link_status"] != "up":
-        await asyncio.sleep(0.05)
+    await eventually(
+        lambda: all(of["num-other-sentinels"] == 2 and of["num-slaves"] == 1 for of in map(known, watchers))
+    )
+    await eventually(lambda: second.client().info("replication")["master_link_status"] == "up")
     ended: list[int] = []
     async with queues(2, settings, silence=1.0) as (api, host):
 
@@ -302,8 +303,7 @@ async def test_sentinels_name_the_master_and_a_fail_over_loses_nothing(start_red
 
         worker = asyncio.create_task(compute())
         asked = [asyncio.create_task(ask(number)) for number in range(100)]
-        while len(ended) < 50:
-            await asyncio.sleep(0)
+        await eventually(lambda: len(ended) >= 50)
         first.kill()
         asked += [asyncio.create_task(ask(number)) for number in range(100, 200)]
         await asyncio.gather(*asked)
@@ -329,8 +329,7 @@ async def test_an_api_process_knows_from_others_what_is_served(redis_server):
         ready = await client.get("/ready")
         assert ready.status_code == 503 and ready.json()["rewards"]["one"]["workers"] == 0
         async with running(both[0], **shared, limits=TALKATIVE):
-            while not api.health("one").ready:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: api.health("one").ready)
             ready = (await client.get("/ready")).json()
             assert (ready["ready"], ready["queue"]) == (False, "ok")
             assert [ready["rewards"][name]["ready"] for name in ("one", "two")] == [1, 0]
@@ -338,8 +337,7 @@ async def test_an_api_process_knows_from_others_what_is_served(redis_server):
             answer = (await rewards(client, "aaa", model="one")).json()
             assert (answer["data"][0]["score"], answer["revision"]) == (3, known["revision"])
             assert known["by"] == "one"
-        while api.health("one").ready:  # it has said that it leaves
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not api.health("one").ready)  # it has said that it leaves
 
 
 @in_loop
@@ -351,12 +349,10 @@ async def test_results_of_other_weights_are_not_served_under_the_name_of_a_rewar
         for number in (1, 2, 1):
             weights.write_text(str(number))
             async with running(model, **shared, limits=TALKATIVE):
-                while not api.health("model").ready:
-                    await asyncio.sleep(0.01)
+                await eventually(lambda: api.health("model").ready)
                 for _ in range(2):
                     answers.append((await rewards(client, "aaa")).json())
-            while api.health("model").ready:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: not api.health("model").ready)
     assert [one["data"][0]["score"] for one in answers] == [1, 1, 2, 2, 1, 1]
     revisions = [one["revision"] for one in answers]
     assert revisions[:2] == revisions[4:] and revisions[2] == revisions[3] != revisions[0]
@@ -384,8 +380,7 @@ async def test_a_reward_that_loads_nowhere_is_refused(redis_server):
     shared, broken = redis_server.settings, fake("broken", "fake_reward.Broken")
     api_process = running(broken, workers=False, **shared, limits=ATTENTIVE)
     async with api_process as (api, client), running(broken, **shared, limits=TALKATIVE):
-        while not api.health("broken").failing:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: api.health("broken").failing)
         assert "FileNotFoundError" in (await client.get("/ready")).json()["rewards"]["broken"]["errors"][0]
         assert (await rewards(client, "a")).status_code == 503
 

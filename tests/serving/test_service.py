@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from services import Gate, fake, in_loop, queued, rewards, running, settings_of
+from services import Gate, eventually, fake, in_loop, queued, rewards, running, settings_of
 
 from vlmrm.conversation import Outcome
 from vlmrm.serving.backend import Job, Overloaded, QueueAway
@@ -123,8 +123,7 @@ async def test_a_result_is_not_served_once_a_worker_has_loaded_other_weights(tmp
         assert await ask() == first
         weights.write_text("2")
         os.kill(replica.process_id, signal.SIGKILL)
-        while replica.ready:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: not replica.ready)
         second = await ask()
         assert (first[0], second[0]) == (1, 2) and None not in (first[1], second[1]) and first[1] != second[1]
         [known] = (await client.get("/v1/models")).json()["data"]
@@ -203,8 +202,7 @@ async def test_a_reward_that_cannot_be_loaded_is_said_and_refused(tmp_path):
         waiting = asyncio.create_task(rewards(client, "a", timeout=1))
         await queued(service, 1, "broken")
         gate.open()
-        while replica.error is None:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: replica.error is not None)
         ready = await client.get("/ready")
         assert ready.status_code == 503
         assert "FileNotFoundError: weights.bin" in ready.json()["rewards"]["broken"]["errors"][0]
@@ -221,8 +219,7 @@ async def test_a_reward_whose_configuration_cannot_work_is_not_loaded_again_and_
     service = Service(settings_of(fake("wrong", "fake_reward.Misconfigured", options={"log": str(log)})))
     [replica] = service.replicas["wrong"]
     loop = asyncio.create_task(replica.run())
-    while not loop.done() and not (log.exists() and log.read_text().count("loading") > 1):
-        await asyncio.sleep(0.01)
+    await eventually(lambda: loop.done() or (log.exists() and log.read_text().count("loading") > 1))
     assert loop.done() and log.read_text().count("loading") == 1
     assert "device is cuda:9, which this machine does not have" in service.health("wrong").errors[0]
     with pytest.raises(NotServing, match="the reward wrong cannot be computed now: see /ready"):
@@ -328,8 +325,11 @@ async def test_what_workers_say_that_they_computed_is_counted():
 async def test_results_that_nobody_fetched_before_the_end_are_told_of(caplog):
     async with running() as (service, _):
         job_id = await service.submit("length", [{"prompt": "aaa"}])
-        while not (await service.backend.status(job_id)).finished:
-            await asyncio.sleep(0.01)
+
+        async def finished() -> bool:  # looked at, and not fetched
+            return (await service.backend.status(job_id)).finished
+
+        await eventually(finished)
         await service.drain(0.01, fetched=True)
         assert "the results of 1 requests to length are lost" in caplog.text
         caplog.clear()
@@ -353,7 +353,10 @@ async def test_a_request_that_no_queue_would_hold_is_not_told_to_come_again():
 
 @in_loop
 async def test_figures_that_are_asked_for_twice_at_once_are_whole(monkeypatch):
-    monkeypatch.setattr("vlmrm.serving.service.WATCHED_S", 3600)  # nobody else asks for depths
+    async def nothing(self) -> None:
+        pass
+
+    monkeypatch.setattr(Service, "_watch_queues", nothing)  # nobody else asks for depths
     async with running(fake("one"), fake("two")) as (service, client):
         depth, asked, second, answered = service.backend.depth, [], asyncio.Event(), asyncio.Event()
 
@@ -368,8 +371,7 @@ async def test_figures_that_are_asked_for_twice_at_once_are_whole(monkeypatch):
 
         monkeypatch.setattr(service.backend, "depth", gated)
         first = asyncio.create_task(client.get("/metrics"))
-        while "two" not in asked:
-            await asyncio.sleep(0)
+        await eventually(lambda: "two" in asked)
         other = asyncio.create_task(client.get("/metrics"))
         texts = [(await first).text]
         answered.set()
@@ -408,8 +410,7 @@ async def test_what_was_accepted_is_finished_when_the_service_stops(tmp_path):
     gate = Gate(tmp_path)
 
     async def open_once_it_stops(service):
-        while not service.draining:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: service.draining)
         gate.open()
 
     async with running(fake(batch_tokens=1)) as (service, _):

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from json import dumps, loads
 
 import pytest
-from services import fake, in_loop, running, served
+from services import eventually, fake, in_loop, running, served
 from test_fetch import png
 from test_request_media import data_uri
 
@@ -48,8 +48,7 @@ async def test_scores_are_those_of_the_server_and_it_may_be_away_for_a_while():
         assert "a video cannot be handed to another server" in answer["data"][3]["error"]
         await asyncio.to_thread(first.__exit__, None, None, None)
         lost = asyncio.create_task(client.post("/v1/rewards", json={"items": [talk("another")]}))
-        while not service.health("far").unavailable:
-            await asyncio.sleep(0.05)
+        await eventually(lambda: service.health("far").unavailable)
         refused = await client.post("/v1/rewards", json={"items": [talk("again")]})
         assert refused.status_code == 503
         with far(port) as again:

@@ -16,7 +16,7 @@ from cosmos_client import CosmosClient
 from hosts import hosts, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from services import Gate, fake, in_loop, running
+from services import Gate, eventually, fake, in_loop, running
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import MediaError
@@ -74,8 +74,7 @@ async def test_the_trainer_asks_again_until_a_reward_is_computed(tmp_path):
         client = CosmosClient(http, attempts=10**6)
         ticket = await client.enqueue(IMAGES, **{**LENGTH, "prompts": ["a", gate.prompt]})
         fetching = asyncio.create_task(client.fetch(ticket, "length", "length"))
-        while 425 not in client.statuses:
-            await asyncio.sleep(0)
+        await eventually(lambda: 425 in client.statuses)
         gate.open()
         assert (await fetching).tolist() == [1, len(gate.prompt)]
     assert client.statuses[1:] == [*[425] * (len(client.statuses) - 2), 200]
@@ -220,8 +219,7 @@ async def test_where_a_queue_is_full_none_of_a_requests_rewards_is_accepted():
 async def test_a_reward_needs_what_its_worker_says_it_needs():
     geneval = fake("gen_eval", options={"info": {"required": ["prompt", "image", "metadata"]}})
     async with running(geneval) as (service, client):
-        while not service.health("gen_eval").ready:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: service.health("gen_eval").ready)
         refused = await enqueued(client, {**LENGTH, "reward_fn": {"gen_eval": 1}})
         alone = {
             "prompt": "a dog",
@@ -437,8 +435,9 @@ def test_what_was_enqueued_can_be_pulled_until_the_service_has_ended(tmp_path):
         gate.open()
         until(lambda: (tmp_path / "batches").exists())
         pull = {"uuid": ticket, "type": "length"}
-        while (answer := client.post("/api/reward/pull", data=pull)).status_code == 425:
-            pass
+        for _ in range(75):  # of 4 s each
+            if (answer := client.post("/api/reward/pull", data=pull)).status_code != 425:
+                break
         assert host.process.wait(300) == -signal.SIGTERM
     assert (refused.status_code, refused.json()["error"]["type"]) == (503, "NotServing")
     assert answer.json()["scores"] == {"length": [len(gate.prompt), 3]}

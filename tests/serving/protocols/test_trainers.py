@@ -5,7 +5,6 @@ Of slime/rollout/rm_hub, verl_omni/utils/reward_score/http_scorer_client.py and 
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import os
 import pickle
@@ -14,7 +13,7 @@ from datetime import UTC, datetime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from services import fake, in_loop, running
+from services import eventually, fake, in_loop, running
 from test_fetch import png
 from test_fuzz import CLIP, mutated
 
@@ -115,7 +114,7 @@ def wish(*turns: dict, rewards: tuple[str, ...] = ("characters",)) -> dict:
 async def test_unirl_gets_each_reward_of_each_request_or_its_error():
     rewards = (CHARACTERS, fake("size", "fake_reward.ImageBytes"), fake("broken", "fake_reward.Broken"))
     async with running(*rewards) as (service, client):
-        await until(lambda: service.health("broken").unavailable)
+        await eventually(lambda: service.health("broken").unavailable)
         picture = turn(image_b64=PNG)
         requests = [
             wish(picture, rewards=("characters", "size")),
@@ -153,8 +152,3 @@ async def test_the_history_of_unirl_is_what_the_last_turn_was_made_of(tmp_path):
             assert (answer["results"], answer["errors"][0]) == ([{"one": {"one": 1.0}}], {}) if error is None else (
                 answer["results"] == [{}] and error in answer["errors"][0]["one"]
             ), answer  # fmt: skip
-
-
-async def until(holds) -> None:
-    while not holds():
-        await asyncio.sleep(0.01)
