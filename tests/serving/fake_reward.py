@@ -10,8 +10,8 @@ from typing import ClassVar
 class Length:
     """Scores the length of the prompt; `log` is a file that each batch's prompts are written to.
 
-    A prompt may say what happens instead: "die", "die once FILE", "hang", "raise", "refuse", or "wait FILE", of which
-    `services.Gate` tells.
+    A prompt may say what happens instead: "die", "die once FILE", "hang", "raise", "refuse", "garble" (what is no
+    message is sent), or "wait FILE", of which `services.Gate` tells.
     """
 
     def __init__(self, log=None, info=None):
@@ -35,6 +35,8 @@ class Length:
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "hang":
             time.sleep(3600)
+        if what == "garble":
+            os.write(int(sys.argv[1]), (2).to_bytes(8, "big") + bytes(8) + b"no")
         if what == "raise":
             raise RuntimeError("out of memory")
         return {"error": "it is refused"} if what == "refuse" else {"score": float(len(prompt))}
@@ -51,12 +53,15 @@ def wait_at(prompt):
 
 
 class Weights:
-    """Scores the number that its weights are."""
+    """Scores the number that its weights are; a file `wait` there is a prompt at which it waits as it loads."""
 
     def __init__(self, model_path):
         self.info = {"model": model_path}
         with open(model_path + "/model.safetensors") as file:
             self.number = float(file.read())
+        if os.path.exists(model_path + "/wait"):
+            with open(model_path + "/wait") as file:
+                wait_at(file.read())
 
     def __call__(self, items):
         for item in items:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import shutil
+import signal
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from services import ATTENTIVE, TALKATIVE, Gate, fake, in_loop, queued, running, served
+from services import ATTENTIVE, Gate, eventually, fake, in_loop, queued, rewards, running, served
 
 from vlmrm.errors import RewardError
 from vlmrm.scoring.remote import AsyncRemoteScorer
+from vlmrm.serving.backend import QueueAway
 from vlmrm.serving.revision import DIGITS
+from vlmrm.serving.worker_process import WorkerDied
 
 ADMIN = {"Authorization": "Bearer operator"}
 
@@ -27,15 +32,15 @@ def model(folder: Path, name: str, score: float) -> str:
 
 
 @asynccontextmanager
-async def serving(folder: Path, replicas: int = 1, **settings: Any):
-    """A service of a model with the score 1, and clients of its users and its operator."""
-    first = model(folder / "models", "one", 1.0)
-    reward = fake("weights", "fake_reward.Weights", model_path=first, replicas=replicas)
+async def serving(folder: Path, replicas: int = 1, configured: dict[str, Any] | None = None, **settings: Any):
+    """A service of a model with the score 1, or as `configured`, and a client."""
+    reward = configured or fake(
+        "weights", "fake_reward.Weights", model_path=model(folder / "models", "one", 1.0), replicas=replicas
+    )
     roots = [str(folder / "models"), "org/*"]
     async with running(reward, admin_token="operator", model_roots=roots, **settings) as (service, client):
         if service.replicas["weights"]:
-            while service.health("weights").ready < replicas:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: service.health("weights").ready >= replicas)
         yield service, client
 
 
@@ -51,12 +56,11 @@ def score_of(answer) -> float:
     return answer.json()["data"][0]["score"]
 
 
-@pytest.mark.parametrize("beside", [True, False], ids=["beside", "in its place"])
 @in_loop
-async def test_a_model_is_changed_and_rolled_back_and_answers_say_which_computed_them(tmp_path, beside):
+async def test_a_model_is_changed_and_rolled_back_and_answers_say_which_computed_them(tmp_path):
     async with serving(tmp_path) as (_, client):
         before = await ask(client)
-        changed = await put(client, model(tmp_path / "models", "two", 2.0), beside=beside)
+        changed = await put(client, model(tmp_path / "models", "two", 2.0))
         assert changed.status_code == 200, changed.text
         state = changed.json()
         assert state["model"].endswith("two") and state["previous"].endswith("one") and not state["changing"]
@@ -73,42 +77,74 @@ async def test_a_model_is_changed_and_rolled_back_and_answers_say_which_computed
         assert back.json()["revisions"] == [before.json()["revision"]]
         assert score_of(await ask(client)) == 1
         assert (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json() == back.json()
+        again = await client.post("/v1/rewards/weights/rollback", headers=ADMIN)
+        assert again.json()["revisions"] == state["revisions"] and score_of(await ask(client)) == 2
 
 
-@pytest.mark.parametrize("beside", [True, False], ids=["beside", "in its place"])
 @in_loop
-async def test_a_model_that_cannot_be_loaded_leaves_the_old_one(tmp_path, beside):
+async def test_a_model_that_cannot_be_loaded_leaves_the_old_one(tmp_path):
     async with serving(tmp_path) as (_, client):
         broken = model(tmp_path / "models", "broken", 0.0)
         (Path(broken) / "model.safetensors").write_text("no number")
-        refused = await put(client, broken, beside=beside)
+        refused = await put(client, broken)
         assert refused.status_code == 409 and "could not convert string" in refused.text
         assert score_of(await ask(client)) == 1
-        assert (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()["previous"] is None
+        state = (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()
+        assert state["previous"] is None and state["model"].endswith("one") and not state["changing"]
+        for body in ({"shadows": 1}, {"model": broken, "beside": False}, {"model": 3}, {"model": ""}):
+            assert (await put(client, **{"model": broken, **body})).status_code == 422
 
 
 @in_loop
-async def test_all_replicas_are_changed_or_none(tmp_path):
-    async with serving(tmp_path, replicas=2) as (service, client):
+async def test_replicas_that_were_not_all_changed_have_the_wanted_model_again(tmp_path, monkeypatch):
+    async with serving(tmp_path, replicas=2, limits=ATTENTIVE) as (service, client):
         before = service.health("weights").revisions
+        _, second = service.replicas["weights"]
+
+        async def fail(candidate):
+            raise WorkerDied("has ended")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(second, "switch", fail)
+            refused = await put(client, model(tmp_path / "models", "two", 2.0))
+        assert refused.status_code == 409 and "is not put in place: it has ended" in refused.text
+        await eventually(lambda: service.health("weights").revisions == before)
+        assert service.health("weights").ready == 2 and score_of(await ask(client)) == 1
+
+
+@in_loop
+async def test_a_model_that_is_written_while_it_is_loaded_is_refused(tmp_path):
+    gate = Gate(tmp_path)
+    async with serving(tmp_path) as (_, client):
         two = model(tmp_path / "models", "two", 2.0)
-        first, second = service.replicas["weights"]
-        reload = first.reload
+        Path(two, "wait").write_text(gate.prompt)
+        change = asyncio.create_task(put(client, two))
+        await gate.reached()
+        busy = await put(client, two)
+        assert busy.status_code == 409 and "is being changed: try again once it is done" in busy.text
+        Path(two, "model.safetensors").write_text("3.0")
+        gate.open()
+        refused = await change
+        assert refused.status_code == 409 and "its weights were written meanwhile" in refused.text
+        assert score_of(await ask(client)) == 1
+        assert (await put(client, two)).status_code == 200 and score_of(await ask(client)) == 3
 
-        async def reload_and_break(*arguments):
-            await reload(*arguments)
-            (Path(two) / "model.safetensors").write_text("no number")
 
-        first.reload = reload_and_break
-        refused = await put(client, two, beside=False)
-        assert refused.status_code == 409 and "could not convert string" in refused.text
-        assert service.health("weights").revisions == before and first.ready and second.ready
+@in_loop
+async def test_the_same_folder_is_loaded_again_with_what_it_holds_now(tmp_path):
+    async with serving(tmp_path) as (service, client):
+        one = service.rewards["weights"].model_path
+        assert score_of(await ask(client)) == 1
+        Path(one, "model.safetensors").write_text("4.0")
+        assert score_of(await ask(client)) == 1  # until it is asked for
+        assert (await put(client, one)).status_code == 200
+        assert score_of(await ask(client)) == 4
 
 
 @in_loop
 async def test_a_rollback_to_files_that_have_changed_is_refused(tmp_path):
     async with serving(tmp_path) as (_, client):
-        changed = await put(client, model(tmp_path / "models", "two", 2.0), beside=False)
+        changed = await put(client, model(tmp_path / "models", "two", 2.0))
         (tmp_path / "models" / "one" / "model.safetensors").write_text("3")
         refused = await client.post("/v1/rewards/weights/rollback", headers=ADMIN)
         assert refused.status_code == 409 and "have changed" in refused.text
@@ -128,18 +164,16 @@ async def test_a_rollback_is_to_the_model_whatever_decodes_latents(tmp_path):
 
 
 @in_loop
-async def test_a_model_whose_predecessor_cannot_be_loaded_is_refused_at_once(tmp_path):
+async def test_a_model_takes_the_place_of_one_that_cannot_be_loaded(tmp_path):
     broken = model(tmp_path / "models", "broken", 0.0)
     (Path(broken) / "model.safetensors").write_text("no number")
     two = model(tmp_path / "models", "two", 2.0)
     reward = fake("weights", "fake_reward.Weights", model_path=broken)
     async with running(reward, admin_token="operator", model_roots=[str(tmp_path)]) as (service, client):
-        [replica] = service.replicas["weights"]
-        waiting = asyncio.create_task(put(client, two, beside=False))  # before the other is given up
-        while replica.error is None:
-            await asyncio.sleep(0.01)
-        for answer in (await waiting, await put(client, two), await put(client, two, beside=False)):
-            assert answer.status_code == 409 and "cannot load its reward" in answer.text
+        await eventually(lambda: service.health("weights").unavailable)
+        assert (await ask(client)).status_code == 503
+        assert (await put(client, two)).status_code == 200
+        assert score_of(await ask(client)) == 2 and (await client.get("/ready")).status_code == 200
 
 
 @in_loop
@@ -201,8 +235,7 @@ async def test_a_demanded_revision_is_the_one_that_computes_or_nothing_does(tmp_
         change = asyncio.create_task(put(client, model(tmp_path / "models", "two", 2.0)))
         waiting = [asyncio.create_task(ask(client, "c", headers)) for headers in (demand, {})]
         await queued(service, 2, "weights")  # equal, and yet two jobs: only one of them may be of the other revision
-        while not service.replicas["weights"][0]._turns:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: service.replicas["weights"][0]._turns)
         gate.open()
         late, free = await asyncio.gather(*waiting)
         assert score_of(await held) == 1 and (await change).status_code == 200
@@ -262,48 +295,158 @@ async def test_a_reward_that_sleeps_computes_nothing_until_it_is_woken(tmp_path)
         assert not (await client.post("/v1/rewards/weights/wake", headers=ADMIN)).json()["asleep"]
         assert score_of(await asked) == 1  # its weights are there again
         assert (await client.get("/ready")).status_code == 200
-    async with running(admin_token="operator") as (service, client):
-        while not service.health("length").ready:
-            await asyncio.sleep(0.01)
-        refused = await client.post("/v1/rewards/length/sleep", headers=ADMIN)
-        assert refused.status_code == 409 and "no attribute 'sleep'" in refused.text
 
 
 @in_loop
-async def test_processes_that_share_a_queue_follow(redis_server, tmp_path):
-    shared = redis_server.settings
+async def test_a_reward_without_a_method_for_it_sleeps_by_its_end(tmp_path):
+    async with running(admin_token="operator", limits=ATTENTIVE) as (service, client):
+        await eventually(lambda: service.health("length").ready)
+        [replica] = service.replicas["length"]
+        worker = replica.process_id
+        assert (await client.post("/v1/rewards/length/sleep", headers=ADMIN)).json()["asleep"]
+        assert not Path(f"/proc/{worker}").exists()
+        asked = asyncio.create_task(rewards(client, "aaa"))
+        await queued(service, 1)
+        assert (await client.post("/v1/rewards/length/wake", headers=ADMIN)).status_code == 200
+        assert (await asked).json()["data"][0]["score"] == 3
+
+
+@in_loop
+async def test_another_model_is_put_in_the_place_of_one_that_sleeps(tmp_path):
+    async with serving(tmp_path) as (service, client):
+        await client.post("/v1/rewards/weights/sleep", headers=ADMIN)
+        broken = model(tmp_path / "models", "broken", 0.0)
+        Path(broken, "model.safetensors").write_text("no number")
+        assert (await put(client, broken)).status_code == 409
+        state = (await put(client, model(tmp_path / "models", "two", 2.0))).json()
+        assert state["asleep"] and state["model"].endswith("two")
+        asked = asyncio.create_task(ask(client))
+        await queued(service, 1, "weights")
+        await client.post("/v1/rewards/weights/wake", headers=ADMIN)
+        assert score_of(await asked) == 2
+
+
+@in_loop
+async def test_a_worker_that_dies_in_its_sleep_takes_no_memory_until_it_is_woken(tmp_path):
+    async with serving(tmp_path) as (service, client):
+        [replica] = service.replicas["weights"]
+        await client.post("/v1/rewards/weights/sleep", headers=ADMIN)
+        worker = replica.process_id
+        os.kill(worker, signal.SIGKILL)
+        await eventually(lambda: replica.restarts)
+        asked = asyncio.create_task(ask(client))
+        await queued(service, 1, "weights")
+        assert replica.process_id == worker and not replica.ready and replica.asleep
+        assert (await client.post("/v1/rewards/weights/wake", headers=ADMIN)).status_code == 200
+        assert score_of(await asked) == 1
+
+
+@in_loop
+async def test_what_runs_when_a_reward_shall_sleep_is_finished_first(tmp_path):
+    gate = Gate(tmp_path)
+    async with serving(tmp_path) as (service, client):
+        running_job = asyncio.create_task(ask(client, gate.prompt))
+        await gate.reached()
+        sleep = asyncio.create_task(client.post("/v1/rewards/weights/sleep", headers=ADMIN))
+        await eventually(lambda: service.replicas["weights"][0]._turns)
+        gate.open()
+        assert score_of(await running_job) == 1 and (await sleep).json()["asleep"]
+
+
+@in_loop
+async def test_processes_that_share_a_queue_follow(redis_server, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    shared = {"limits": {"silence": 4.0}, **redis_server.settings}
     two = model(tmp_path / "models", "two", 2.0)
-    async with serving(tmp_path, workers=False, limits=ATTENTIVE, **shared) as (api, client):
-        reward = fake("weights", "fake_reward.Weights", model_path=str(tmp_path / "models" / "one"))
-        async with running(reward, **shared, limits=TALKATIVE):
+    reward = fake("weights", "fake_reward.Weights", model_path=str(tmp_path / "models" / "one"))
+    async with serving(tmp_path, workers=False, **shared) as (api, client):
+        async with running(reward, **shared):
             assert score_of(await ask(client)) == 1
             assert (await put(client, two)).status_code == 202  # nothing is proved yet
-            while not (await api.backend.load_record("model:weights"))["proved"]:
-                await asyncio.sleep(0.01)
-            while api.health("weights").info.get("model") != "two":
-                await asyncio.sleep(0.01)
+            await eventually(lambda: api.health("weights").info.get("model") == "two")
             assert score_of(await ask(client)) == 2
-        async with running(reward, **shared, limits=TALKATIVE):  # begins with what is wanted, not as configured
-            assert score_of(await ask(client, "b")) == 2
+            # Another process that answers, and starts late, says and does the same.
+            async with serving(tmp_path, workers=False, configured=reward, **shared) as (late, other):
+                await eventually(late.versions.begun["weights"].is_set)
+                for one in (client, other):
+                    await eventually(lambda one=one: is_settled(one))
+                    state = await state_of(one)
+                    assert (state["model"], state["previous"]) == (two, reward["model_path"])
+                assert (await other.post("/v1/rewards/weights/rollback", headers=ADMIN)).status_code == 202
+                await eventually(lambda: api.health("weights").info.get("model") == "one")
+                assert score_of(await ask(client, "b")) == 1
+                assert (await other.post("/v1/rewards/weights/rollback", headers=ADMIN)).status_code == 202
+                await eventually(lambda: api.health("weights").info.get("model") == "two")
+                assert (await other.post("/v1/rewards/weights/sleep", headers=ADMIN)).status_code == 202
+            await eventually(lambda: api.health("weights").asleep)
+        async with running(reward, **shared) as (host, _):  # begins with what is wanted, and not as configured
+            waiting = asyncio.create_task(ask(client, "c"))
+            await eventually(lambda: host.health("weights").asleep)
+            assert host.replicas["weights"][0].process_id is None  # nothing is loaded, to be put asleep
+            assert "weights begins with the model two, which was wanted last" in caplog.messages
+            assert (await client.post("/v1/rewards/weights/wake", headers=ADMIN)).status_code == 202
+            assert score_of(await waiting) == 2
+
+
+async def state_of(client) -> dict[str, Any]:
+    return (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()
+
+
+async def is_settled(client) -> bool:
+    state = await state_of(client)
+    return not state["changing"] and state["error"] is None
 
 
 @in_loop
-async def test_a_model_that_other_processes_refuse_is_neither_served_nor_begun_with(redis_server, tmp_path):
-    shared = redis_server.settings
+async def test_a_model_that_others_refuse_is_served_once_they_can_load_it(redis_server, tmp_path, monkeypatch):
+    monkeypatch.setattr("vlmrm.serving.versions.RETRY_S", (0.5, 0.5))
+    shared = {"limits": {"silence": 4.0}, **redis_server.settings}
     broken = model(tmp_path / "models", "broken", 0.0)
-    (Path(broken) / "model.safetensors").write_text("no number")
-    async with serving(tmp_path, workers=False, limits=ATTENTIVE, **shared) as (api, client):
+    weights = Path(broken) / "model.safetensors"
+    weights.write_text("no number")
+    async with serving(tmp_path, workers=False, **shared) as (api, client):
         reward = fake("weights", "fake_reward.Weights", model_path=str(tmp_path / "models" / "one"))
-        async with running(reward, **shared, limits=TALKATIVE):
+        async with running(reward, **shared):
             assert score_of(await ask(client)) == 1
             assert (await put(client, broken)).status_code == 202
-            while not api.health("weights").errors:
-                await asyncio.sleep(0.01)
-            state = (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()
-            assert "could not convert string" in state["error"]
+            await eventually(lambda: api.health("weights").errors)
+            assert "could not convert string" in (await state_of(client))["error"]
             assert score_of(await ask(client, "b")) == 1
-        async with running(reward, **shared, limits=TALKATIVE):
+        async with running(reward, **shared):  # begins with what served last
             assert score_of(await ask(client, "c")) == 1
+            weights.write_text("5")
+            await eventually(lambda: api.health("weights").info.get("model") == "broken")
+            assert score_of(await ask(client, "d")) == 5
+            await eventually(lambda: is_settled(client))
+
+
+@in_loop
+async def test_a_change_that_the_queue_does_not_know_of_is_told_once_it_is_back(redis_server, tmp_path, monkeypatch):
+    shared = {"limits": ATTENTIVE, **redis_server.settings}
+    async with serving(tmp_path, **shared) as (service, client):
+
+        async def away(*_) -> None:
+            raise QueueAway("the queue cannot be reached")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(service.backend, "save_record", away)
+            state = (await put(client, model(tmp_path / "models", "two", 2.0))).json()
+            assert state["model"].endswith("two") and "other processes do not know" in state["error"]
+            assert score_of(await ask(client)) == 2
+        await eventually(lambda: is_settled(client))
+        assert (await service.backend.load_record("model:weights"))["model"].endswith("two")
+        assert score_of(await ask(client)) == 2
+
+
+@in_loop
+async def test_what_no_process_can_follow_is_said_and_nothing_ends(redis_server, tmp_path):
+    async with serving(tmp_path, limits=ATTENTIVE, **redis_server.settings) as (service, client):
+        await service.backend.save_record("model:weights", {"configured": service.rewards["weights"].model_path}, 60)
+        await eventually(lambda: service.errors)
+        ready = (await client.get("/ready")).json()
+        assert ready["errors"][0].startswith("following which model of weights is wanted fails (TypeError)")
+        assert score_of(await ask(client)) == 1
+        assert (await put(client, service.rewards["weights"].model_path)).status_code == 500
 
 
 @in_loop

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 
 from vlmrm.serving.errors import error_responses
 from vlmrm.serving.gateway import Gateway, gateway_of
 from vlmrm.serving.versions import ModelRequest, ModelState
 
+ELSEWHERE: dict[int | str, dict[str, Any]] = {202: {"description": "Others have the workers.", "model": ModelState}}
 router = APIRouter(prefix="/v1/rewards/{name}", tags=["operators"], responses=error_responses())
 
 
@@ -17,7 +20,7 @@ async def model(name: str, request: Request) -> ModelState:
     return _state(_gateway(request, name), name)
 
 
-@router.put("/model", responses={202: {"description": "Other processes have the workers.", "model": ModelState}})
+@router.put("/model", responses=ELSEWHERE)
 async def change_model(name: str, body: ModelRequest, request: Request, response: Response) -> ModelState:
     """Load another model, prove it, and have it compute the reward; on any failure the old one goes on.
 
@@ -26,32 +29,31 @@ async def change_model(name: str, body: ModelRequest, request: Request, response
     """
     gateway = _gateway(request, name)
     await gateway.service.versions.change(name, body)
-    response.status_code = 200 if gateway.service.replicas[name] else 202
-    return _state(gateway, name)
+    return _changed(gateway, name, response)
 
 
-@router.post("/rollback")
-async def roll_back(name: str, request: Request) -> ModelState:
+@router.post("/rollback", responses=ELSEWHERE)
+async def roll_back(name: str, request: Request, response: Response) -> ModelState:
     """Have the previous model compute the reward again, if its files are as they were."""
     gateway = _gateway(request, name)
     await gateway.service.versions.roll_back(name)
-    return _state(gateway, name)
+    return _changed(gateway, name, response)
 
 
-@router.post("/sleep")
-async def sleep(name: str, request: Request) -> ModelState:
+@router.post("/sleep", responses=ELSEWHERE)
+async def sleep(name: str, request: Request, response: Response) -> ModelState:
     """Free the accelerator's memory of the reward's workers; requests wait until it is woken."""
     gateway = _gateway(request, name)
     await gateway.service.versions.sleep(name, asleep=True)
-    return _state(gateway, name)
+    return _changed(gateway, name, response)
 
 
-@router.post("/wake")
-async def wake(name: str, request: Request) -> ModelState:
+@router.post("/wake", responses=ELSEWHERE)
+async def wake(name: str, request: Request, response: Response) -> ModelState:
     """Bring the weights back, and go on."""
     gateway = _gateway(request, name)
     await gateway.service.versions.sleep(name, asleep=False)
-    return _state(gateway, name)
+    return _changed(gateway, name, response)
 
 
 def _gateway(request: Request, name: str) -> Gateway:
@@ -63,3 +65,9 @@ def _gateway(request: Request, name: str) -> Gateway:
 
 def _state(gateway: Gateway, name: str) -> ModelState:
     return gateway.service.versions.state(name, gateway.service.health(name))
+
+
+def _changed(gateway: Gateway, name: str, response: Response) -> ModelState:
+    """Return the state as the answer to a change, which others have yet to make where they have the workers."""
+    response.status_code = 200 if gateway.service.replicas[name] else 202
+    return _state(gateway, name)

@@ -133,8 +133,11 @@ async def ready(request: Request) -> JSONResponse:
     healths = {name: asdict(service.health(name)) for name in service.rewards}
     rewards = {name: {key: values[key] for key in fields} for name, values in healths.items()}
     queue = service.registry.error
-    is_ready = not service.draining and queue is None and all(reward["ready"] for reward in rewards.values())
+    loaded = all(reward["ready"] for reward in rewards.values())
+    is_ready = loaded and not service.draining and queue is None and not service.errors
     answer = {"ready": is_ready, "rewards": rewards, "queue": queue or "ok"}
+    if "errors" in fields and service.errors:
+        answer["errors"] = list(service.errors.values())
     if (decoder := service.decoder_health()) is not None:
         answer["decoder"] = {key: getattr(decoder, key) for key in fields}
     return JSONResponse(answer, 200 if is_ready else 503)

@@ -145,6 +145,9 @@ class Backend(Protocol):
     persistent: bool
     """Whether the queue outlives this process, so that other processes finish what waits."""
 
+    errors: dict[str, str]
+    """What is wrong with work that `start` began and that goes on beside all calls, by what it is."""
+
     async def start(self) -> None:
         """Start, once and before any other call; a queue that is away is not waited for."""
 

@@ -35,7 +35,7 @@ class DecodedItem:
 
 
 class Decoder:
-    """A worker that decodes latents while `run` runs, restarted and watched as those of rewards are."""
+    """A worker, `replica`, that decodes latents, run and watched as those of rewards are."""
 
     def __init__(self, settings: DecodeSettings, metrics: Metrics, silence: float):
         spec = WorkerSpec(
@@ -53,12 +53,6 @@ class Decoder:
         self._cache: LRUCache[str, Outcome] = LRUCache(
             settings.cache_bytes, getsizeof=lambda outcome: len(outcome.extra["video"])
         )
-
-    async def run(self) -> None:
-        """Keep the worker running and fed until cancelled; fail all jobs where it cannot be loaded."""
-        await self.replica.run()
-        if self.replica.lost:
-            await self.replica.fail_all()
 
     async def decode(self, items: Sequence[Item]) -> list[DecodedItem | RowError]:
         """Return each item with `video` in place of `latents`, or its error; items without latents are unchanged."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -43,8 +42,13 @@ class WorkerHealth:
             restarts=replica.restarts,
             errors=[redact_paths(error) for error in (replica.error, replica.refusal) if error],
             info={**replica.info, "revision": replica.revision} if replica.revision else {},
-            revisions=[replica.revision] if replica.ready else [],
+            revisions=[replica.revision] if replica.revision and (replica.ready or replica.asleep) else [],
         )
+
+    @classmethod
+    def read(cls, announced: Mapping[str, Any]) -> WorkerHealth:
+        """Return what a process announced, which may be of another version of vlmrm in a rolling update."""
+        return cls(**{name: value for name, value in announced.items() if name in cls.__dataclass_fields__})
 
     @classmethod
     def merge(cls, parts: Iterable[WorkerHealth]) -> WorkerHealth:
@@ -69,7 +73,7 @@ class WorkerHealth:
 
 
 class WorkerRegistry:
-    """The health of all workers, kept up to date by `run`; `error` says why it is not.
+    """The health of all workers, kept up to date by rounds of `update`; `error` says why it is not.
 
     Args:
         replicas: of this process, by reward.
@@ -87,16 +91,14 @@ class WorkerRegistry:
         local = map(WorkerHealth.of, self._replicas.get(reward, []))
         return WorkerHealth.merge([*local, *(rewards[reward] for rewards in self._remote if reward in rewards)])
 
-    async def run(self) -> None:
-        """Announce and refresh ten times in `silence`, so that one lost announcement does no harm."""
-        while True:
-            try:
-                await self.announce()
-                await self.refresh()
-                self.error = None
-            except QueueAway as error:  # what was announced last stays valid meanwhile
-                self.error = str(error)
-            await asyncio.sleep(self._silence / 10)
+    async def update(self) -> None:
+        """Announce and refresh."""
+        try:
+            await self.announce()
+            await self.refresh()
+            self.error = None
+        except QueueAway as error:  # what was announced last stays valid meanwhile
+            self.error = str(error)
 
     async def announce(self) -> None:
         """Tell other processes of this one's workers; raises QueueAway."""
@@ -112,7 +114,7 @@ class WorkerRegistry:
         """Read what other processes announced; raises QueueAway."""
         announcements = await self._backend.announcements()
         self._remote = [
-            {name: WorkerHealth(**health) for name, health in rewards.items()}
+            {name: WorkerHealth.read(health) for name, health in rewards.items()}
             for process, rewards in announcements.items()
             if process != self._name
         ]

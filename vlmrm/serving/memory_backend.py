@@ -47,6 +47,7 @@ class MemoryBackend:
 
     def __init__(self, limits: Limits, rewards: Mapping[str, tuple[int, int]] | None = None):
         self._limits = limits
+        self.errors: dict[str, str] = {}
         self._capacity = rewards or {}
         self._entries: dict[str, _Entry] = {}
         self._by_key: dict[str, str] = {}
@@ -116,8 +117,10 @@ class MemoryBackend:
 
     async def requeue(self, jobs: Sequence[Job], blame: str | None) -> None:
         for job in jobs:
+            entry = self._entries.get(job.id)
+            if entry is None or entry.status.finished:
+                continue
             job.attempts += blame is not None
-            entry = self._entries[job.id]
             if not entry.waiters:  # it was cancelled while it ran
                 self._finish(job, Status(State.cancelled, error=CANCELLED))
             elif job.attempts >= MAX_ATTEMPTS:

@@ -88,8 +88,6 @@ class ActorProcess:
 
     async def _pass(self, remote: socket.socket) -> int:
         """Pass on bytes in both directions until the process ends, and return its status."""
-        from ray.exceptions import RayError
-
         reader, writer = await asyncio.open_connection(sock=remote, limit=CHUNK_BYTES)
         sending = asyncio.create_task(self._send(reader))
         try:
@@ -97,7 +95,7 @@ class ActorProcess:
                 writer.write(data)
                 await writer.drain()
             return await self._actor.wait.remote()
-        except (RayError, OSError) as error:
+        except Exception as error:  # of Ray, mostly
             self.lost.set_result(f"was lost with its node or its actor in Ray ({type(error).__name__})")
             return -9
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 import uuid
 from collections import defaultdict
@@ -27,13 +26,12 @@ from vlmrm.serving.backend import (
     Status,
     has_errors,
 )
+from vlmrm.serving.loops import repeat
 from vlmrm.serving.redis_connection import RedisConnection
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.worker.channel import pack, unpack
 
 T = TypeVar("T")
-
-logger = logging.getLogger("vlmrm")
 
 STOPPING_S = 2.0  # for returning jobs that were taken and not begun
 PATIENCE_S = 3.0  # that a request waits for a Redis that is away before it is refused
@@ -54,6 +52,7 @@ class RedisBackend:
 
     def __init__(self, connection: RedisConnection, limits: Limits, rewards: Mapping[str, tuple[int, int]]):
         self._limits, self._capacity = limits, rewards
+        self.errors: dict[str, str] = {}
         self._silence = limits.silence
         self._connection = connection
         self._ttl = _milliseconds(limits.result_ttl)
@@ -66,10 +65,11 @@ class RedisBackend:
         self._takes: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        loops = (self._connection.listen(self._on_message, self._wake_all, "come", "over"), self._renew())
+        loops = (
+            self._connection.listen(self._on_message, self._wake_all, "come", "over"),
+            repeat("claiming what its workers compute", self._renew, self._silence / 4, self.errors),
+        )
         self._loops = [asyncio.create_task(loop) for loop in loops]
-        for loop in self._loops:
-            loop.add_done_callback(_log_failure)
 
     async def stop(self) -> None:
         if self._takes:  # jobs that were taken and not begun are returned
@@ -209,8 +209,10 @@ class RedisBackend:
             await self._release("give_back", job, job.receipt, blame or "", *self._ending)
 
     async def _release(self, operation: str, job: Job, *arguments: str | bytes | float) -> None:
-        await self._connection.run(operation, job.id, *arguments, patience=None)
-        self._held.pop(job.receipt, None)
+        try:
+            await self._connection.run(operation, job.id, *arguments, patience=None)
+        finally:  # were it refused, others would have the job once its claim is over
+            self._held.pop(job.receipt, None)
 
     # All processes ---------------------------------------------------------------------------------------------------
 
@@ -243,17 +245,15 @@ class RedisBackend:
 
     async def _renew(self) -> None:
         """Renew the claims of this process on its jobs, and queue again those of processes that are silent."""
-        while True:
-            await asyncio.sleep(self._silence / 4)
-            for receipt, job_id in list(self._held.items()):
-                await self._connection.run("renew", job_id, receipt, patience=None)
-            # After an outage of Redis all processes seem silent: they are given time to come back.
-            if time.monotonic() - self._connection.last_failure < self._silence:
-                continue
-            blame = f"the host of its worker was silent for {self._silence:g} s"
-            for reward in self._rewards:
-                with suppress(QueueAway):  # until the next round
-                    await self._connection.run("reclaim", reward, self._silence, blame, *self._ending, patience=0)
+        for receipt, job_id in list(self._held.items()):
+            await self._connection.run("renew", job_id, receipt, patience=None)
+        # After an outage of Redis all processes seem silent: they are given time to come back.
+        if time.monotonic() - self._connection.last_failure < self._silence:
+            return
+        blame = f"the host of its worker was silent for {self._silence:g} s"
+        for reward in list(self._rewards):
+            with suppress(QueueAway):  # until the next round
+                await self._connection.run("reclaim", reward, self._silence, blame, *self._ending, patience=0)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -264,11 +264,6 @@ class RedisBackend:
 
 def _milliseconds(ttl: float) -> int:
     return max(1000, round(1000 * ttl))  # at least a second, in which waiting requests read the result
-
-
-def _log_failure(loop: asyncio.Task[None]) -> None:
-    if not loop.cancelled() and (error := loop.exception()) is not None:
-        logger.error("the service no longer hears the queue in Redis: %s", error)
 
 
 async def _wait_event(event: asyncio.Event, seconds: float) -> None:

@@ -166,7 +166,7 @@ class RedisConnection:
     ) -> None:
         """Call `on_message` with the channel and text of each message, and `on_connect` after each connection.
 
-        Messages that were sent while there was no connection are lost.
+        Messages that were sent while there was no connection are lost. No error ends it.
         """
         logged = ""
         pauses = backoff()
@@ -181,12 +181,12 @@ class RedisConnection:
             try:
                 await self._listen(on_message, connected, channels)
             except Exception as error:
-                if not _is_transient(error):
-                    raise
+                reason = _reason(error) if _is_transient(error) else f"{type(error).__name__}, a fault of the service"
                 self.last_failure = time.monotonic()
-                if logged != _reason(error):
-                    logged = _reason(error)
-                    logger.error("Redis cannot be used (%s): the service retries until it can", logged)
+                if logged != reason:
+                    logged = reason
+                    fault = None if _is_transient(error) else error
+                    logger.error("Redis cannot be used (%s): the service retries until it can", reason, exc_info=fault)
             await asyncio.sleep(next(pauses))
 
     async def _listen(

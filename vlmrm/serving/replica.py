@@ -20,7 +20,7 @@ from vlmrm.errors import RowError, VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import NOT_SERVED, Backend, Job
 from vlmrm.serving.fair_queue import RecentPrefixes, tokens_of
-from vlmrm.serving.revision import digest, revision_of
+from vlmrm.serving.revision import digest, revision_of, weights_on_disk
 from vlmrm.serving.telemetry import Metrics, trace_batch
 from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess
 from vlmrm.serving.worker_spec import WorkerSpec
@@ -53,15 +53,21 @@ class Candidate:
     @classmethod
     async def load(cls, spec: WorkerSpec) -> Candidate:
         """Return a worker of `spec`; raises as `WorkerProcess.start`."""
-        worker = await _worker_class(spec).start(spec)
+        worker = None
+        files = partial(weights_on_disk, spec.options, spec.weights)
         try:
+            before = await run_sync(files, abandon_on_cancel=True)
+            worker = await _worker_class(spec).start(spec)
             content = (spec.path, spec.options, spec.weights, worker.info)
             revision = await run_sync(partial(revision_of, *content), abandon_on_cancel=True)
-        except OSError as error:
-            await worker.stop()
-            raise WorkerDied(f"cannot load its reward: its weights cannot be read ({error.strerror})") from error
-        except BaseException:
-            await worker.stop()
+            if await run_sync(files, abandon_on_cancel=True) != before:  # which of both it has, nobody could say
+                raise WorkerDied("cannot load its reward: its weights were written meanwhile")
+        except BaseException as error:
+            if worker is not None:
+                await worker.stop()
+            if isinstance(error, OSError):
+                reason = f"cannot load its reward: its weights cannot be read ({error.strerror})"
+                raise WorkerDied(reason) from error
             raise
         return cls(spec, worker, revision)
 
@@ -90,7 +96,7 @@ class Replica:
         self.reward, self.spec, self.backend, self.metrics = reward, spec, backend, metrics
         self.decoder = decoder
         self.ready = False
-        self.asleep = False
+        self.asleep = False  # set it before `run` to begin so
         self.lost = False
         self.closing = False  # set it to end after what the worker has been given
         self.error: str | None = None
@@ -102,6 +108,7 @@ class Replica:
         self._turns: deque[tuple[Callable[[], Awaitable[None]], asyncio.Future[None]]] = deque()
         self._turn_comes = asyncio.Event()
         self._sample: list[tuple[Item, Outcome]] | None = None  # of live traffic, while `sample` collects it
+        self._ended = False
         self._taken = 0  # batches that are not finished
         self._counted: dict[str, float] = {}  # of what the worker computed, what the metrics have
         self._spare = 0.0  # seconds of computing the current batch in which the next need not be prepared
@@ -123,52 +130,61 @@ class Replica:
         return self._taken > 0
 
     async def run(self) -> None:
-        """Keep a worker running and fed, until cancelled, `closing`, or `lost`."""
+        """Keep a worker running and fed, until cancelled, `closing`, or `lost`; while `asleep` there may be none."""
+        pause = 0.0
         try:
-            await self._keep_running()
-        except Exception as error:  # a fault of the service: requests fail rather than wait for ever
-            self.lost = True
-            self.error = f"the worker of {self.reward} is not fed any more ({type(error).__name__})"
-            logger.exception("%s: restart the service", self.error)
+            while not self.closing:
+                try:
+                    await self._rest(pause)
+                    if self._worker is None and not self.asleep:
+                        self._use(await Candidate.load(self.spec))
+                    pause = 0.0
+                    await self._feed()
+                except CannotLoad as error:
+                    self.lost = True
+                    self.error = f"the worker of {self.reward} {error}"
+                    logger.error("%s; correct its configuration and start the service again", self.error.rstrip("."))
+                    return
+                except Exception as error:
+                    pause = min(2 * pause or BACKOFF_S[0], BACKOFF_S[1])
+                    self._note_failure(error, pause)
+                finally:
+                    await self._end_worker()
         finally:
-            self._refuse_turns("has ended")
+            self._ended = True
+            for _, done in self._turns:
+                if not done.done():
+                    done.set_exception(WorkerDied("has ended"))
 
-    async def _keep_running(self) -> None:
-        pause = BACKOFF_S[0]
-        while True:
-            try:
-                self._use(await Candidate.load(self.spec))
-                pause = BACKOFF_S[0]
-                await self._feed()
-                return
-            except CannotLoad as error:
-                self.lost = True
-                self.error = f"the worker of {self.reward} {error}"
-                logger.error("%s; correct its configuration and start the service again", self.error.rstrip("."))
-                return
-            except WorkerDied as error:
-                message = f"the worker of {self.reward} {error}"
-                # While a worker that had loaded restarts, requests wait; while one cannot load, they are refused.
-                self.error = message if self._worker is None else None
-                if self.error is not None:
-                    self._refuse_turns(str(error))
-                self.metrics.restarts.labels(self.reward).inc()
-                self.restarts += 1
-                logger.error("%s; another is started in %.1f s", message.rstrip("."), pause)
-            finally:
-                self.ready = self.asleep = False
-                if self._worker is not None:
-                    await self._worker.stop()
-                    self._worker = None
-            # With jitter, so that replicas that died of the same cause do not load in step.
-            await asyncio.sleep(pause * random.uniform(1, 1.5))
-            pause = min(2 * pause, BACKOFF_S[1])
+    async def _rest(self, seconds: float) -> None:
+        """Wait before another worker is started, unless one is put in its place, or it shall sleep."""
+        end = time.monotonic() + seconds * random.uniform(1, 1.5)  # replicas that died together do not load in step
+        while self._worker is None and not self.asleep and (left := end - time.monotonic()) > 0:
+            await self._wait(None, patience=left)
+            await self._run_turns()
 
-    async def fail_all(self) -> None:
-        """Fail all jobs that wait and come until cancelled, as no worker of this reward will load."""
-        while True:
-            for job in await self.backend.take(self.reward, self.spec.budget):
-                await self.backend.fail(job, f"{self.error}".rstrip("."))
+    def _note_failure(self, error: Exception, pause: float) -> None:
+        """Count a worker that died, or could not be loaded, after which another is started."""
+        fault = not isinstance(error, WorkerDied)
+        reason = f"is stopped by a fault of the service ({type(error).__name__})" if fault else str(error)
+        message = f"the worker of {self.reward} {reason}"
+        # While a worker that had loaded restarts, requests wait; while one cannot load, they are refused.
+        self.error = message if self._worker is None and not self.asleep else None
+        self.metrics.restarts.labels(self.reward).inc()
+        self.restarts += 1
+        again = "once it is woken" if self.asleep else f"in {pause:.1f} s"
+        logger.error("%s; another is started %s", message.rstrip("."), again, exc_info=fault)
+
+    async def _end_worker(self) -> None:
+        self.ready = False
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.stop()
+
+    async def fail_waiting(self) -> None:
+        """Fail the jobs that wait, or the next that come, as no worker of this reward will load."""
+        for job in await self.backend.take(self.reward, self.spec.budget):
+            await self.backend.fail(job, f"{self.error}".rstrip("."))
 
     # Between batches -------------------------------------------------------------------------------------------------
 
@@ -176,30 +192,23 @@ class Replica:
         """Have `candidate` compute all further batches, and end the worker that did; returns once it does.
 
         Raises:
-            WorkerDied: when this replica's own worker cannot be loaded.
+            WorkerDied: when this replica has ended, or does before.
         """
         await self._take_turn(partial(self._put_in_place, candidate))
 
-    async def reload(self, spec: WorkerSpec, prove: Callable[[Candidate], Awaitable[None]] | None = None) -> None:
-        """End the worker, and start one of `spec`; where that cannot be, or `prove` raises, one as before.
-
-        Raises:
-            CannotSwitch: saying why.
-            WorkerDied: as `switch`.
-        """
-        await self._take_turn(partial(self._reload, spec, prove))
-
     async def sleep(self) -> None:
-        """Have the worker free its accelerator's memory, and begin no batch until `wake`; jobs wait.
+        """Free the worker's memory of the accelerator, and begin no batch until `wake`; jobs wait.
 
-        Raises:
-            RewardRaised: when it cannot.
-            WorkerDied: as `switch`.
+        Where the reward has no method for that, or it fails, the worker ends. Raises as `switch`.
         """
         await self._take_turn(self._sleep)
 
     async def wake(self) -> None:
-        """End a `sleep`; raises as it does."""
+        """End a `sleep`.
+
+        Raises:
+            WorkerDied: as `switch`, and when it cannot be loaded again; that is then tried further.
+        """
         await self._take_turn(self._wake)
 
     async def sample(self, count: int, seconds: float) -> list[tuple[Item, Outcome]]:
@@ -213,38 +222,25 @@ class Replica:
 
     async def _take_turn(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run `work` while no batch runs."""
-        if self.error is not None:  # no turn would come
-            raise WorkerDied(f"has no place: {self.error}")
+        if self._ended:
+            raise WorkerDied("has ended")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turns.append((work, done))
         self._turn_comes.set()
         await done
 
-    def _refuse_turns(self, reason: str) -> None:
-        for _, done in self._turns:
-            if not done.done():
-                done.set_exception(WorkerDied(reason))
-        self._turns.clear()
-
     async def _run_turns(self) -> None:
-        """Do what waits until no batch runs; while asleep, wait for more of it."""
-        assert self._worker is not None
-        while self._turns or self.asleep:
-            if not self._turns:
-                self._turn_comes.clear()
-                await self._wait(self._worker)
-                continue
+        """Do what waits until no batch runs."""
+        while self._turns:
             work, done = self._turns.popleft()
             try:
                 await work()
             except BaseException as error:
                 if not done.done():
                     done.set_exception(error if isinstance(error, Exception) else WorkerDied("is being stopped"))
-                if not isinstance(error, (RewardRaised, CannotSwitch)):
-                    raise
-            else:
-                if not done.done():
-                    done.set_result(None)
+                raise
+            if not done.done():
+                done.set_result(None)
         self._turn_comes.clear()
 
     async def _put_in_place(self, candidate: Candidate) -> None:
@@ -252,38 +248,36 @@ class Replica:
         self._use(candidate)
         if old is not None:
             await old.stop()
-
-    async def _reload(self, spec: WorkerSpec, prove: Callable[[Candidate], Awaitable[None]] | None) -> None:
-        assert self._worker is not None
-        self.ready = False
-        await self._worker.stop()
-        self._worker = None
-        candidate = None
-        try:
-            candidate = await Candidate.load(spec)
-            if prove is not None:
-                await prove(candidate)
-        except BaseException as error:
-            if candidate is not None:
-                await candidate.worker.stop()
-            if not isinstance(error, (WorkerDied, RewardRaised, CannotSwitch)):
-                raise
-            self._use(await Candidate.load(self.spec))
-            raise error if isinstance(error, CannotSwitch) else CannotSwitch(f"the new model {error}") from error
-        self._use(candidate)
+        if self.asleep:
+            await self._free()
 
     async def _sleep(self) -> None:
         if not self.asleep:
-            assert self._worker is not None
-            await self._worker.control("sleep", self.spec.load_timeout)
-            self._recent.clear()
-            self.asleep = True
+            self.asleep, self.error = True, None
+            await self._free()
+
+    async def _free(self) -> None:
+        """Free the worker's memory of the accelerator."""
+        self._recent.clear()
+        if not (self._worker is not None and self._worker.sleeps and await self._control("sleep")):
+            await self._end_worker()
 
     async def _wake(self) -> None:
         if self.asleep:
-            assert self._worker is not None
-            await self._worker.control("wake", self.spec.load_timeout)
             self.asleep = False
+            if self._worker is None or not await self._control("wake"):
+                await self._end_worker()
+                self._use(await Candidate.load(self.spec))
+
+    async def _control(self, action: str) -> bool:
+        """Return whether the worker has done so."""
+        assert self._worker is not None
+        try:
+            await self._worker.control(action, self.spec.load_timeout)
+        except (RewardRaised, WorkerDied) as error:
+            logger.error("the worker of %s ends, as it cannot %s: %s", self.reward, action, error)
+            return False
+        return True
 
     def _use(self, candidate: Candidate) -> None:
         """Have the worker of `candidate` compute what comes next."""
@@ -291,7 +285,7 @@ class Replica:
         self._recent.clear()
         self._spares.clear()
         self._counted = {}
-        self.info, self.error, self.ready, self.asleep = candidate.worker.info, None, True, False
+        self.info, self.error, self.ready = candidate.worker.info, None, True
         self.refusal = None
         self.process_id = candidate.worker.process.pid
         logger.info("the worker of %s is ready (process %d)", self.reward, self.process_id)
@@ -313,6 +307,9 @@ class Replica:
                     while batches:
                         await batches.pop(0)
                     await self._run_turns()
+                    if self.asleep:
+                        await self._wait(self._worker)
+                        continue
                 assert self._worker is not None
                 begun = asyncio.get_running_loop().create_future()
                 batches.append(asyncio.create_task(self._run_batch(self._worker, begun, *batches)))
@@ -382,6 +379,12 @@ class Replica:
         except asyncio.CancelledError:
             await self.backend.requeue(jobs, None)
             raise
+        except Exception as error:
+            # It may be what these jobs bring about: they are tried once more, each alone.
+            await self.backend.requeue(
+                jobs, f"the service failed at a batch of {self.reward} ({type(error).__name__})"
+            )
+            raise
         finally:
             self._taken -= 1
 
@@ -412,7 +415,9 @@ class Replica:
             await self.backend.fail(job, NOT_SERVED)
         return [job for job in jobs if job not in refused] if refused else jobs
 
-    async def _wait(self, worker: WorkerProcess, *others: asyncio.Future[Any], patience: float | None = None) -> None:
+    async def _wait(
+        self, worker: WorkerProcess | None, *others: asyncio.Future[Any], patience: float | None = None
+    ) -> None:
         """Wait until one of `others` is done, a turn comes, or so many seconds are over.
 
         Raises:
@@ -420,10 +425,11 @@ class Replica:
         """
         turn = asyncio.ensure_future(self._turn_comes.wait())
         try:
-            await asyncio.wait({*others, worker.died, turn}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            died = set() if worker is None else {worker.died}
+            await asyncio.wait({*others, *died, turn}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         finally:
             turn.cancel()
-        if worker.died.done():
+        if worker is not None and worker.died.done():
             raise WorkerDied(worker.died.result())
 
     async def _gather(self, worker: WorkerProcess, jobs: list[Job]) -> None:

@@ -14,6 +14,7 @@ from vlmrm.files import content_digests
 
 DIGITS = 16
 FILES = re.compile(r"(_path|_file|^rubric)$")  # options that name a file, a folder or a repository
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 DOWNLOADS = "download_path"  # a folder that a reward writes to: its content is not a setting
 IRRELEVANT = ("device", "api_key", "endpoint_api_key")  # options that change no score, or could be guessed by a digest
 
@@ -34,6 +35,15 @@ def revision_of(engine: str, options: Mapping[str, Any], weights: str, info: Map
     paths = {name: value for name, value in settings.items() if FILES.search(name) and isinstance(value, str)}
     files = {name: _content(value) for name, value in paths.items() if name != DOWNLOADS}
     return digest(vlmrm.__version__, engine, settings, dict(info), _content(weights), files)
+
+
+def weights_on_disk(options: Mapping[str, Any], weights: str) -> dict[Path, tuple[int, ...]]:
+    """Return the files of weights that a reward may load, as they are: one that is written again is another."""
+    named = [value for name, value in options.items() if FILES.search(name) or name == "model"]
+    roots = [Path(value) for value in (weights, *named) if isinstance(value, str) and value]
+    found = (file for root in roots for file in ([root] if root.is_file() else root.rglob("*")))
+    states = {file: file.stat() for file in found if file.suffix in WEIGHTS and file.is_file()}
+    return {file: (state.st_ino, state.st_size, state.st_mtime_ns) for file, state in states.items()}
 
 
 def digest(*parts: Any) -> str:

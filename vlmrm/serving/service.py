@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from vlmrm.serving.context import current_request
 from vlmrm.serving.cost import VIDEO_COLUMNS, children, count_pixels, count_prefixes, estimate_tokens
 from vlmrm.serving.decoding import Decoder
 from vlmrm.serving.health import WorkerHealth, WorkerRegistry
+from vlmrm.serving.loops import repeat
 from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
@@ -74,6 +75,7 @@ class Service:
         self.versions = Versions(settings, self.replicas, self.backend, self.registry.announce)
         self.draining = False
         self.started = time.time()
+        self._errors: dict[str, str] = {}  # of loops whose last round has failed
         self._loops: list[asyncio.Task[None]] = []
 
     def _replicas(self, reward: RewardSettings) -> list[Replica]:
@@ -86,18 +88,32 @@ class Service:
     async def start(self) -> None:
         """Start the workers, without waiting until they have loaded."""
         await self.backend.start()
-        await self.versions.start()
-        runs = [self.registry.run(), self.versions.run(), self._watch_queues()]
-        runs += [self._run(replicas) for replicas in self.replicas.values() if replicas]
+        moment = self.settings.limits.silence / 10  # so that one lost announcement does no harm
+        runs: list[Coroutine[Any, Any, None]] = [
+            repeat("saying which workers are ready", self.registry.update, moment, self._errors),
+            repeat("counting what waits", self._watch_queues, WATCHED_S, self._errors),
+        ]
+        for name, replicas in self.replicas.items():
+            follow = partial(self.versions.follow, name)
+            runs.append(repeat(f"following which model of {name} is wanted", follow, moment, self._errors))
+            if replicas:
+                runs.append(self._run(replicas, self.versions.begun[name]))
         if self.decoder is not None:
-            runs.append(self.decoder.run())
+            runs.append(self._run([self.decoder.replica]))
         self._loops = [asyncio.create_task(run) for run in runs]
 
-    async def _run(self, replicas: Sequence[Replica]) -> None:
+    @property
+    def errors(self) -> dict[str, str]:
+        """What is wrong with the work of this process that goes on beside requests, by what it is."""
+        return {**self._errors, **self.backend.errors}
+
+    async def _run(self, replicas: Sequence[Replica], begin: asyncio.Event | None = None) -> None:
         """Keep the workers of a reward running; once all are lost, fail its jobs.
 
         In a shared queue other processes may load the reward: there `wait` decides.
         """
+        if begin is not None:
+            await begin.wait()
         runs = [asyncio.create_task(replica.run()) for replica in replicas]
         try:
             await asyncio.wait(runs)
@@ -105,8 +121,9 @@ class Service:
             for run in runs:
                 run.cancel()
             await asyncio.wait(runs)
-        if not self.backend.persistent and all(replica.lost for replica in replicas):
-            await replicas[0].fail_all()
+        first = replicas[0]
+        if not first.backend.persistent and all(replica.lost for replica in replicas):
+            await repeat(f"refusing what asks for {first.reward}", first.fail_waiting, 0, self._errors)
 
     # Rewards and their health ----------------------------------------------------------------------------------------
 
@@ -152,11 +169,9 @@ class Service:
 
     async def _watch_queues(self) -> None:
         """Keep how many jobs wait, for the status page."""
-        while True:
-            await asyncio.sleep(WATCHED_S)
-            for name in self.rewards:
-                with suppress(QueueAway):
-                    self.metrics.history.record_waiting(name, (await self.backend.depth(name))[0])
+        for name in self.rewards:
+            with suppress(QueueAway):
+                self.metrics.history.record_waiting(name, (await self.backend.depth(name))[0])
 
     # Jobs ------------------------------------------------------------------------------------------------------------
 

@@ -1,17 +1,21 @@
-"""Versions of a reward's model: another is loaded beside it, proved, put in its place, and rolled back, under load."""
+"""Versions of a reward's model: another is loaded beside it, proved, put in its place, and rolled back, under load.
+
+What a reward shall be is a `Wanted`. With a shared queue it is a record there, which all processes read, and each
+brings its own workers to it, again and again until they are.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +31,7 @@ from vlmrm.serving.health import WorkerHealth
 from vlmrm.serving.replica import Candidate, CannotSwitch, Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.worker_process import RewardRaised, WorkerDied
-from vlmrm.serving.worker_spec import WorkerSpec, is_trained, worker_spec
+from vlmrm.serving.worker_spec import is_trained, worker_spec
 from vlmrm.settings import Strict
 
 T = TypeVar("T")
@@ -36,6 +40,7 @@ logger = logging.getLogger("vlmrm")
 
 SHADOW_S = 60.0  # for live traffic to come
 RECORD_S = 10 * 365 * 86400.0  # for which a shared queue keeps which model is wanted
+RETRY_S = (10.0, 600.0)  # between two tries to follow other processes: the first, the longest
 PROBE: list[Item] = [  # that any model trained here can score
     {"messages": [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": answer}]}
     for answer in ("4", "I do not know.", "It is 5, as everybody knows.")
@@ -46,7 +51,6 @@ class ModelRequest(Strict):
     """A model that shall compute a reward from now on, and what is asked of it first."""
 
     model: str = Field(min_length=1, description="A folder below one of model_roots, or a repository they allow.")
-    beside: bool = Field(True, description="Load it while the old one serves; false frees the old one's memory first.")
     shadow: int = Field(0, ge=0, le=10_000, description="Items of live traffic that both score before the switch.")
     max_difference: float | None = Field(
         None, ge=0, description="Of the scores of live traffic, on average; above it the old one stays."
@@ -63,12 +67,12 @@ class Difference(Strict):
 
 
 class ModelState(Strict):
-    """The model that computes a reward, the one before, and whether it changes or sleeps now."""
+    """The model that a reward shall have, the one before, and what its workers have of it."""
 
     reward: str
-    model: str
+    model: str = Field(description="That is wanted.")
     revisions: list[str] = Field(description="Of the workers that are ready; several while it changes.")
-    previous: str | None = None
+    previous: str | None = Field(None, description="That a rollback puts in place again.")
     changing: bool = False
     asleep: bool = False
     error: str | None = Field(None, description="What is wrong with workers, such as why they refuse a model.")
@@ -76,18 +80,37 @@ class ModelState(Strict):
 
 
 @dataclass(frozen=True)
-class Version:
-    """A model, the revision that it was served as, and whether its successor had room beside it."""
+class Wanted:
+    """What a reward shall be, in all processes that share its queue.
 
+    Args:
+        configured: the model of the configuration; of another one a record is not followed.
+        id: of the change to this model; "" for that of the configuration.
+        expected: the revision that it must be; "" for any.
+        is_proved: whether workers serve it, so that others may begin with it.
+        previous: the model before that workers served, and as which revision; "" where unknown.
+    """
+
+    configured: str
     model: str
-    revision: str
-    beside: bool
+    id: str = ""
+    expected: str = ""
+    is_proved: bool = True
+    asleep: bool = False
+    previous: str = ""
+    previous_revision: str = ""
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any]) -> Wanted:
+        """Return what another process recorded, which may be of another version of vlmrm."""
+        return cls(**{name: value for name, value in record.items() if name in cls.__dataclass_fields__})
 
 
 class Versions:
     """The models of the rewards that `replicas` compute, in this process and in those that share its queue.
 
-    With a shared queue, what is wanted is a record in it, which each process with workers follows.
+    Run `follow` again and again for each reward, and start its replicas once `begun` says so: before that it is not
+    known which model is wanted.
 
     Args:
         announce: tells the other processes what is served now; may raise QueueAway.
@@ -103,69 +126,64 @@ class Versions:
         self._announce = announce
         self._settings, self._replicas, self._backend = settings, replicas, backend
         self._rewards = {reward.name: reward for reward in settings.reward_args}
-        self._configured = {name: reward.model_path for name, reward in self._rewards.items()}
-        self._previous: dict[str, Version] = {}
+        self._wanted = {name: Wanted(reward.model_path, reward.model_path) for name, reward in self._rewards.items()}
+        self.begun = {name: asyncio.Event() for name in self._rewards}
+        self._served: dict[str, str | None] = dict.fromkeys(self._rewards, "")  # ids; None where replicas may differ
+        self._unsaved: set[str] = set()  # of which the shared queue does not know what is wanted
+        self._changing: set[str] = set()
+        self._retries: dict[str, tuple[str, float, float]] = {}  # the id that failed, when to try again, the pause
         self._differences: dict[str, Difference] = {}
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._followed: dict[str, str] = {}  # the id of the record that a reward's replicas follow
 
     # What is asked for -----------------------------------------------------------------------------------------------
 
     def state(self, name: str, health: WorkerHealth) -> ModelState:
         """Return the state of a reward whose workers have this health."""
-        previous = self._previous.get(name)
+        wanted, errors = self._wanted[name], list(health.errors)
+        if name in self._unsaved:
+            errors.append("other processes do not know of this yet: the queue is away.")
         return ModelState(
             reward=name,
-            model=self._rewards[name].model_path,
+            model=wanted.model,
             revisions=health.revisions,
-            previous=None if previous is None else previous.model,
-            changing=self._locks[name].locked(),
-            asleep=bool(health.asleep),
-            error="; ".join(health.errors) or None,
+            previous=wanted.previous or None,
+            changing=name in self._changing or not (wanted.is_proved or errors),
+            asleep=wanted.asleep,
+            error="; ".join(errors) or None,
             difference=self._differences.get(name),
         )
 
-    async def change(self, name: str, wanted: ModelRequest, expected: str = "") -> None:
-        """Have the model of `wanted` compute the reward, in all processes with workers; this one's do at the return.
+    async def change(self, name: str, request: ModelRequest) -> None:
+        """Have the model of `request` compute the reward, in all processes with workers; this one's do at the return.
 
         It goes on where its caller is cancelled.
 
-        Args:
-            expected: the revision that it must be, where that is known.
-
         Raises:
             CannotSwitch: saying why; the old model then still computes it.
-            QueueAway: as `Backend.save_record`.
+            QueueAway: as `Backend.save_record`; nothing is changed then.
         """
-        self._check_allowed(name, wanted.model)
-        if wanted.shadow and not (self._replicas[name] and wanted.beside):
-            raise CannotSwitch("shadow needs workers in this process, and beside: ask a process that has some.")
-        if self._locks[name].locked():
-            raise CannotSwitch(f"the model of {name} is being changed: try again once it is done.")
-        await asyncio.shield(asyncio.ensure_future(self._change(name, wanted, expected)))
+        if request.shadow and not self._replicas[name]:
+            raise CannotSwitch("shadow needs workers in this process: ask a process that has some.")
+        await self._change_alone(name, request, "")
 
     async def roll_back(self, name: str) -> None:
         """Have the previous model compute the reward again; raises as `change` does."""
-        if name not in self._previous:
-            raise CannotSwitch(f"{name} has had no other model since this service started.")
-        previous = self._previous[name]
-        await self.change(name, ModelRequest(model=previous.model, beside=previous.beside), previous.revision)
+        await self._refresh(name)
+        wanted = self._wanted[name]
+        if not wanted.previous:
+            raise CannotSwitch(f"{name} has had no other model.")
+        await self._change_alone(name, ModelRequest(model=wanted.previous), wanted.previous_revision)
 
     async def sleep(self, name: str, asleep: bool) -> None:
-        """Free the accelerator's memory of the reward's workers, or fill it again; raises CannotSwitch."""
-        async with self._locks[name]:
-            try:
-                await _all(replica.sleep() if asleep else replica.wake() for replica in self._replicas[name])
-            except (RewardRaised, WorkerDied) as error:
-                raise CannotSwitch(f"the worker of {name} cannot do so: {error}") from error
-            await self._record(name, ModelRequest(model=self._rewards[name].model_path), asleep)
+        """Free the accelerator's memory of the reward's workers, or fill it again, as `change` does."""
+        await _to_its_end(self._sleep(name, asleep))
 
     def _check_allowed(self, name: str, model: str) -> None:
         """Raise CannotSwitch unless a model is the configured one, or the operator allows it."""
-        reward = self._rewards[name]
-        if not reward.model_path:
+        wanted = self._wanted[name]
+        if not wanted.configured:
             raise CannotSwitch(f"{name} has no model_path: its model cannot be changed.")
-        if model in (self._configured[name], reward.model_path):
+        if model in (wanted.configured, wanted.model):
             return
         path = Path(model)
         for root in self._settings.model_roots:
@@ -181,136 +199,153 @@ class Versions:
 
     # How it is done --------------------------------------------------------------------------------------------------
 
-    async def _change(self, name: str, wanted: ModelRequest, expected: str) -> None:
-        async with self._locks[name]:
-            await self._apply(name, wanted, expected)
-            await self._record(name, wanted, asleep=False)
+    async def _change_alone(self, name: str, request: ModelRequest, expected: str) -> None:
+        self._check_allowed(name, request.model)
+        if name in self._changing:
+            raise CannotSwitch(f"the model of {name} is being changed: try again once it is done.")
+        self._changing.add(name)
+        await _to_its_end(self._change(name, request, expected))
 
-    async def _apply(self, name: str, wanted: ModelRequest, expected: str = "") -> None:
-        """Change the model of this process's replicas, of all or of none."""
-        replicas, before = self._replicas[name], self._rewards[name]
-        reward = before.model_copy(update={"model_path": wanted.model})
-        silence = self._settings.limits.silence
-        specs = [worker_spec(reward, device, silence) for device in devices_of(reward)] if replicas else []
-        old = next((replica.model_revision for replica in replicas), "")
-        self._differences.pop(name, None)
+    async def _change(self, name: str, request: ModelRequest, expected: str) -> None:
         try:
-            for replica in replicas:
-                if replica.error is not None:
-                    raise CannotSwitch(f"its place cannot be taken: {replica.error}")
-            await (self._put_beside if wanted.beside else self._put_instead)(reward, wanted, specs, expected)
+            async with self._locks[name]:
+                await self._refresh(name)
+                before, replicas = self._wanted[name], self._replicas[name]
+                served = next((replica.model_revision for replica in replicas), "")
+                wanted = Wanted(before.configured, request.model, uuid.uuid4().hex, expected, bool(replicas))
+                # What has never been served is nothing to come back to.
+                previous = (before.model, served) if before.is_proved else (before.previous, before.previous_revision)
+                wanted = replace(wanted, asleep=before.asleep, previous=previous[0], previous_revision=previous[1])
+                if replicas:
+                    await self._apply(name, wanted, request)
+                await self._want(name, wanted)
+        finally:
+            self._changing.discard(name)
+
+    async def _sleep(self, name: str, asleep: bool) -> None:
+        async with self._locks[name]:
+            await self._refresh(name)
+            await self._want(name, replace(self._wanted[name], asleep=asleep))
+            try:
+                await self._apply_sleep(name)
+            except WorkerDied as error:
+                raise CannotSwitch(f"the worker of {name} {error}") from error
+
+    async def _apply_sleep(self, name: str) -> None:
+        asleep = self._wanted[name].asleep
+        await _all(replica.sleep() if asleep else replica.wake() for replica in self._replicas[name])
+
+    async def _apply(self, name: str, wanted: Wanted, request: ModelRequest) -> None:
+        """Load the model in workers of its own, prove it, and switch all replicas of this process to them."""
+        replicas, limit = self._replicas[name], self._settings.limits.silence
+        reward = self._rewards[name].model_copy(update={"model_path": wanted.model})
+        specs = [worker_spec(reward, device, limit) for device in devices_of(reward)]
+        self._differences.pop(name, None)
+        for replica in replicas:
+            if replica.lost:
+                raise CannotSwitch(f"its place cannot be taken: {replica.error}")
+        try:
+            candidates = await _all(map(Candidate.load, specs), _stop)
+            try:
+                await _all(_prove(reward, wanted.expected, candidate) for candidate in candidates)
+                if request.shadow:
+                    await self._shadow(reward, request, candidates[0])
+                self._served[name] = None
+                await _all(replica.switch(new) for replica, new in zip(replicas, candidates, strict=True))
+            except BaseException:
+                pairs = zip(replicas, candidates, strict=True)
+                await asyncio.gather(*(_stop(new) for replica, new in pairs if replica.spec is not new.spec))
+                raise
         except (WorkerDied, RewardRaised) as error:
             raise CannotSwitch(f"the model {Path(wanted.model).name} is not put in place: it {error}") from error
-        self._rewards[name] = reward
-        self._previous[name] = Version(before.model_path, old, wanted.beside)
+        self._served[name] = wanted.id
         logger.info("%s is computed by the model %s now", name, Path(wanted.model).name)
         with suppress(QueueAway):
             await self._announce()
 
-    async def _put_beside(
-        self, reward: RewardSettings, wanted: ModelRequest, specs: Sequence[WorkerSpec], expected: str
-    ) -> None:
-        """Load the new model in workers of its own, prove it, and switch all replicas to them."""
-        replicas = self._replicas[reward.name]
-        candidates = await _all(map(Candidate.load, specs), _stop)
-        try:
-            await _all(_prove(reward, expected, candidate) for candidate in candidates)
-            if wanted.shadow:
-                await self._shadow(reward, wanted, candidates[0])
-            await _all(replica.switch(new) for replica, new in zip(replicas, candidates, strict=True))
-        except BaseException:
-            pairs = zip(replicas, candidates, strict=True)
-            await asyncio.gather(*(_stop(new) for replica, new in pairs if replica.spec is not new.spec))
-            raise
-
-    async def _put_instead(
-        self, reward: RewardSettings, wanted: ModelRequest, specs: Sequence[WorkerSpec], expected: str
-    ) -> None:
-        """Load the new model in place of the old one, a replica after the other; where one fails, undo the others."""
-        changed: list[tuple[Replica, WorkerSpec]] = []
-        try:
-            for replica, spec in zip(self._replicas[reward.name], specs, strict=True):
-                old = replica.spec
-                await replica.reload(spec, partial(_prove, reward, expected))
-                changed.append((replica, old))
-        except BaseException:
-            for replica, old in changed:
-                with suppress(CannotSwitch, WorkerDied):  # it is as it was, or says in its health what it lacks
-                    await replica.reload(old)
-            raise
-
-    async def _shadow(self, reward: RewardSettings, wanted: ModelRequest, candidate: Candidate) -> None:
+    async def _shadow(self, reward: RewardSettings, request: ModelRequest, candidate: Candidate) -> None:
         """Score live traffic by `candidate` as well; raise CannotSwitch above the difference that is allowed."""
-        pairs = await self._replicas[reward.name][0].sample(wanted.shadow, SHADOW_S)
+        pairs = await self._replicas[reward.name][0].sample(request.shadow, SHADOW_S)
         items = [item for item, _ in pairs]
         outcomes = (await candidate.worker.score(items, reward.batch_timeout))[0] if pairs else []
         difference = _difference([outcome for _, outcome in pairs], outcomes)
         self._differences[reward.name] = difference
-        limit = wanted.max_difference
+        limit = request.max_difference
         if limit is not None and (difference.mean is None or difference.mean > limit):
             raise CannotSwitch(f"its scores of {difference.items} items differ by {difference.mean} on average.")
 
     # Processes that share a queue ------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Have replicas begin with the models that a shared queue says are wanted, not those of the configuration."""
-        for name, replicas in self._replicas.items():
-            record = await self._load(name) if replicas else None
-            if record is not None and not record["proved"]:
-                self._followed.pop(name)  # `run` tries it beside what is configured
-            elif record is not None:
-                reward = self._rewards[name].model_copy(update={"model_path": record["model"]})
-                self._rewards[name] = reward
-                for replica, device in zip(replicas, devices_of(reward), strict=True):
-                    replica.spec = worker_spec(reward, device, self._settings.limits.silence)
-                if record["asleep"]:  # which `run` sees to once it has loaded
-                    self._followed.pop(name)
-
-    async def run(self) -> None:
-        """Follow what other processes are asked for, until cancelled."""
-        while self._backend.persistent:
-            await asyncio.sleep(self._settings.limits.silence / 10)
-            for name, replicas in self._replicas.items():
-                if replicas and not self._locks[name].locked():
-                    await self._follow(name)
-
-    async def _follow(self, name: str) -> None:
+    async def follow(self, name: str) -> None:
+        """Bring the reward to what is wanted, of which other processes may have been asked."""
         async with self._locks[name]:
-            before = self._followed.get(name, "")
-            record = await self._load(name)
-            if record is None or record["id"] == before:
-                return
+            with suppress(QueueAway):  # until the next round
+                if name in self._unsaved:
+                    await self._want(name, self._wanted[name])
+                await self._refresh(name)
+                if self._replicas[name]:
+                    await self._reconcile(name)
+
+    async def _reconcile(self, name: str) -> None:
+        wanted = self._wanted[name]
+        failed, again, pause = self._retries.get(name, ("", 0.0, 0.0))
+        if self._served[name] != wanted.id and (failed != wanted.id or time.monotonic() >= again):
+            self._changing.add(name)
             try:
-                if record["model"] != self._rewards[name].model_path:
-                    await self._apply(name, ModelRequest(model=record["model"], beside=record["beside"]))
-                await _all(r.sleep() if record["asleep"] else r.wake() for r in self._replicas[name])
-                if not record["proved"]:
-                    await self._backend.save_record(_key(name), {**record, "proved": True}, RECORD_S)
-            except (CannotSwitch, RewardRaised, WorkerDied) as error:
+                await self._apply(name, wanted, ModelRequest(model=wanted.model))
+            except CannotSwitch as error:
+                pause = min(2 * pause, RETRY_S[1]) if failed == wanted.id else RETRY_S[0]
+                self._retries[name] = (wanted.id, time.monotonic() + pause, pause)
                 for replica in self._replicas[name]:
                     replica.refusal = str(error)
-                logger.error("the model of %s is not changed: %s", name, error)
-            except QueueAway:
-                self._followed.pop(name)  # the next round says that it is proved
+                logger.error(
+                    "the model of %s is not changed: %s; it is tried again in %g s",
+                    name,
+                    str(error).rstrip("."),
+                    pause,
+                )
+            finally:
+                self._changing.discard(name)
+        if self._served[name] == wanted.id and not wanted.is_proved:
+            await self._want(name, replace(wanted, is_proved=True))
+        with suppress(WorkerDied):  # as its health says
+            await self._apply_sleep(name)
 
-    async def _load(self, name: str) -> dict[str, Any] | None:
-        """Return the record of what is wanted of a reward, unless its configuration has changed since."""
+    async def _refresh(self, name: str) -> None:
+        """Read what is wanted of a reward, unless its configuration has changed since; raises QueueAway."""
+        if self._backend.persistent and name not in self._unsaved:
+            record = await self._backend.load_record(_key(name))
+            if record is not None and record["configured"] == self._wanted[name].configured:
+                self._wanted[name] = Wanted.read(record)
+        if not self.begun[name].is_set():
+            self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        """Have replicas, which nobody has started yet, begin with what is wanted."""
+        wanted = self._wanted[name]
+        model = wanted.model if wanted.is_proved else wanted.previous  # beside which `follow` then tries the other
+        self._served[name] = wanted.id if wanted.is_proved else None
+        reward = self._rewards[name].model_copy(update={"model_path": model})
+        for replica, device in zip(self._replicas[name], devices_of(reward), strict=False):
+            replica.spec = worker_spec(reward, device, self._settings.limits.silence)
+            replica.asleep = wanted.asleep
+        if model != wanted.configured:
+            logger.info("%s begins with the model %s, which was wanted last", name, Path(model).name)
+        if wanted.asleep:
+            logger.info("%s begins asleep, as was wanted last", name)
+        self.begun[name].set()
+
+    async def _want(self, name: str, wanted: Wanted) -> None:
+        """Record what is wanted. If the queue is away, what workers here do already is told to others later."""
         try:
-            record = await self._backend.load_record(_key(name)) if self._backend.persistent else None
+            if self._backend.persistent:
+                await self._backend.save_record(_key(name), asdict(wanted), RECORD_S)
+            self._unsaved.discard(name)
         except QueueAway:
-            return None
-        if record is None or record["configured"] != self._configured[name]:
-            return None
-        self._followed[name] = record["id"]
-        return record
-
-    async def _record(self, name: str, wanted: ModelRequest, asleep: bool) -> None:
-        if not self._backend.persistent:
-            return
-        self._followed[name] = uuid.uuid4().hex
-        record = {"id": self._followed[name], "model": wanted.model, "beside": wanted.beside, "asleep": asleep}
-        record |= {"configured": self._configured[name], "proved": bool(self._replicas[name])}
-        await self._backend.save_record(_key(name), record, RECORD_S)
+            if not self._replicas[name]:
+                raise
+            self._unsaved.add(name)
+        self._wanted[name] = wanted
 
 
 async def _prove(reward: RewardSettings, expected: str, candidate: Candidate) -> None:
@@ -351,6 +386,11 @@ async def _all(work: Iterable[Awaitable[T]], undo: Callable[[T], Awaitable[None]
                 await asyncio.gather(*map(undo, done))
             raise error
     return done
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Do work that goes on where its caller is cancelled."""
+    await asyncio.shield(asyncio.ensure_future(work))
 
 
 async def _stop(candidate: Candidate) -> None:

@@ -84,6 +84,7 @@ class WorkerProcess:
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
         self._number = 0
         self.info: dict[str, Any] = {}
+        self.sleeps = False  # whether `control` knows "sleep" and "wake"
         self.computed: dict[str, float] = {}  # by its own count since it was loaded
 
     @classmethod
@@ -106,7 +107,7 @@ class WorkerProcess:
         except BaseException:
             await worker.stop()
             raise
-        worker.info = message["info"]
+        worker.info, worker.sleeps = message["info"], message["sleeps"]
         return worker
 
     async def score(
@@ -138,7 +139,7 @@ class WorkerProcess:
         """Have the reward's method `action` run, between two batches.
 
         Raises:
-            RewardRaised: with what it raised, also where there is no such method.
+            RewardRaised: with what it raised.
             WorkerDied: as `score`.
         """
         response = await self._ask({"control": action}, timeout, f"hung for {timeout:g} s")
@@ -203,6 +204,8 @@ class WorkerProcess:
         except (asyncio.IncompleteReadError, OSError):
             code = await self.process.wait()
             _settle(self.died, f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}")
+        except Exception as error:
+            self._end(f"sent what is no message ({type(error).__name__})")
 
     async def _watch(self) -> None:
         """Kill the process once it is silent: one that is stopped or swapped out does not close its channel."""

@@ -44,7 +44,8 @@ def main(descriptor):
         channel.send({"kind": "broken", "id": start["id"], "error": describe(error, secrets), "permanent": permanent})
         return
     info = redact(getattr(engine, "info", {}), secrets)
-    channel.send({"kind": "ready", "id": start["id"], "info": info, "pid": os.getpid()})
+    sleeps = hasattr(engine, "sleep") and hasattr(engine, "wake")
+    channel.send({"kind": "ready", "id": start["id"], "info": info, "sleeps": sleeps})
     threading.Thread(target=send_heartbeats, args=[channel], daemon=True).start()
     # The main thread computes, as some libraries ask for it; one batch waits here at most, prepared.
     batches = queue.Queue(1)
