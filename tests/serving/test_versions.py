@@ -130,6 +130,26 @@ async def test_a_model_that_is_written_while_it_is_loaded_is_refused(tmp_path):
         assert (await put(client, two)).status_code == 200 and score_of(await ask(client)) == 3
 
 
+@pytest.mark.parametrize("which", ["old", "new"])
+@in_loop
+async def test_a_worker_that_dies_during_a_change_costs_nothing_but_the_change(tmp_path, which):
+    gate = Gate(tmp_path)
+    async with serving(tmp_path) as (service, client):
+        two = model(tmp_path / "models", "two", 2.0)
+        Path(two, "wait").write_text(gate.prompt)
+        change = asyncio.create_task(put(client, two))
+        await gate.reached()
+        os.kill(service.replicas["weights"][0].process_id if which == "old" else gate.worker, signal.SIGKILL)
+        assert score_of(await ask(client)) == 1
+        gate.open()
+        answer = await change
+        if which == "old":
+            assert answer.status_code == 200 and score_of(await ask(client)) == 2
+        else:
+            assert answer.status_code == 409 and "ended by SIGKILL" in answer.text
+            assert score_of(await ask(client, "b")) == 1
+
+
 @in_loop
 async def test_the_same_folder_is_loaded_again_with_what_it_holds_now(tmp_path):
     async with serving(tmp_path) as (service, client):
