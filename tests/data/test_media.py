@@ -13,7 +13,8 @@ from PIL import Image
 from qwen_vl_utils import vision_process
 
 from vlmrm.conversation import FRAME_PIXELS, Video, VideoOptions
-from vlmrm.data.media import PathRules, check_inside, hashed_once, media_key, open_image, open_video
+from vlmrm.data.media import PathRules, check_inside, media_key, open_image, open_video
+from vlmrm.data.media_cache import media_round
 from vlmrm.errors import MediaError
 from vlmrm.formats.openai import read_reference
 
@@ -122,9 +123,9 @@ def test_keys_are_equal_for_equal_content_only(picture, tmp_path, monkeypatch):
 def test_a_picture_is_hashed_once_in_a_call_and_anew_in_the_next(monkeypatch):
     picture, hashed = Image.new("RGB", (8, 8), "red"), []
     monkeypatch.setattr(Image.Image, "tobytes", lambda self: hashed.append(self) or str(self.getcolors()).encode())
-    with hashed_once():
+    with media_round():
         keys = {media_key(picture) for _ in range(64)}
-        with hashed_once():
+        with media_round():
             keys.add(media_key([picture]))
         assert len(hashed) == 1 and len(keys) == 2
         assert media_key(picture.rotate(90)) == media_key(picture) and len(hashed) == 2

@@ -21,7 +21,8 @@ import numpy as np
 from PIL import Image
 
 from vlmrm.conversation import Conversation
-from vlmrm.data.media import hashed_once, media_key
+from vlmrm.data.media import media_key
+from vlmrm.data.media_cache import media_round
 from vlmrm.errors import ConfigError, RewardError, RowError, finite_or_error
 from vlmrm.formats.rollouts import read_answer, zip_columns
 from vlmrm.rewards.outcome import with_group_means
@@ -66,12 +67,12 @@ class SharedScorer:
     def score_each(self, conversations: Sequence[ConversationLike]) -> list[float | RowError]:
         """Return the raw logit of each conversation, or the error of one that has none."""
         shared = self._registered()
-        with shared.lock, hashed_once():
+        with shared.lock, media_round():
             shared.scorer = shared.scorer or load_scorer(str(self.model), **self.options)
             # A model in this process scores for one thread at a time; a service takes concurrent requests.
             if not isinstance(shared.scorer, RemoteScorer):
                 return _finite_scores(shared.scorer, conversations)
-        with hashed_once():
+        with media_round():
             return _finite_scores(shared.scorer, conversations)
 
     def score_rows(

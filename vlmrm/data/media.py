@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vlmrm.conversation import FRAME_PIXELS, Conversation, Part, Text, Video, VideoOptions
+from vlmrm.data.media_cache import once
 from vlmrm.errors import MediaError
 
 if TYPE_CHECKING:
@@ -46,22 +46,6 @@ BASE64_STARTS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")  # of JPEG, PNG, GIF 
 BASE64 = re.compile(rf"({'|'.join(BASE64_STARTS)}|AAAA..Z0eX)[A-Za-z0-9+/\s]{{50,}}={{0,2}}\s*")
 FRAME_COUNT_OPTIONS = ("fps", "nframes", "min_frames")  # may raise the number of decoded frames
 
-# Keys of the pictures and bytes of a call, by identity; the reference is kept so that its id stays its own.
-_keys_of_call: ContextVar[dict[int, tuple[Any, str]] | None] = ContextVar("keys_of_call", default=None)
-
-
-@contextmanager
-def hashed_once() -> Generator[None]:
-    """Hash each picture once within the block, on this thread, however often `media_key` is asked: none may change."""
-    if _keys_of_call.get() is not None:  # the outer block's keys serve
-        yield
-        return
-    token = _keys_of_call.set({})
-    try:
-        yield
-    finally:
-        _keys_of_call.reset(token)
-
 
 def media_key(reference: Any, *, by_content: bool = False) -> str:
     """Return the identity of an image or video without decoding it: equal keys have equal pixels.
@@ -75,33 +59,24 @@ def media_key(reference: Any, *, by_content: bool = False) -> str:
     if isinstance(reference, (str, os.PathLike)):
         reference = os.fspath(reference)
         if reference.startswith("data:"):
-            return _content_key(reference)
+            return once("key", reference, _content_key)
         if reference.startswith(("http://", "https://")):
             return reference
         if by_content:
             return media_key(encoded_media(reference, "medium"))
         return os.path.abspath(local_path(reference))
     if isinstance(reference, (bytes, bytearray, memoryview, Image.Image)):
-        return _content_key(reference)
+        return once("key", reference, _content_key)
     if isinstance(reference, Sequence):
         return f"frames:{_hash(*(media_key(frame, by_content=by_content).encode() + bytes(1) for frame in reference))}"
     raise MediaError(f"{media_name(reference)} is no reference to an image or video: give a path, bytes or a data URI")
 
 
 def _content_key(content: Any) -> str:
-    """Return the key of a picture, of bytes or of a data URI, from those of `hashed_once` if it is among them."""
-    keys = _keys_of_call.get()
-    if keys is not None and id(content) in keys:
-        return keys[id(content)][1]
+    """Return the key of a picture, of bytes or of a data URI."""
     if isinstance(content, Image.Image):
-        key = f"pixels:{_hash(f'{content.mode}{content.size}'.encode(), content.tobytes())}"
-    elif isinstance(content, str):
-        key = f"data:{_hash(content.encode())}"
-    else:
-        key = f"bytes:{_hash(bytes(content))}"
-    if keys is not None:
-        keys[id(content)] = content, key
-    return key
+        return f"pixels:{_hash(f'{content.mode}{content.size}'.encode(), content.tobytes())}"
+    return f"data:{_hash(content.encode())}" if isinstance(content, str) else f"bytes:{_hash(bytes(content))}"
 
 
 def conversation_key(conversation: Conversation) -> str:

@@ -12,7 +12,6 @@ Any server of this protocol will do, Flow-Factory's template among them.
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import json
 import logging
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from PIL import Image
 from pydantic import Field
 
-from vlmrm.data.media import png_of
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.http import (
     LONGEST_WAIT,
@@ -44,6 +42,7 @@ from vlmrm.rewards.contract import (
     RewardArguments,
     RewardModelOutput,
 )
+from vlmrm.rewards.pictures import base64_of
 from vlmrm.rewards.servers import NotAsked, run, server_at
 from vlmrm.settings import Strict, validate
 
@@ -126,7 +125,7 @@ def _encode_media(media: Any) -> Any:
     if media is None:
         return None
     if isinstance(media, Image.Image):
-        return base64.b64encode(png_of(media)).decode("ascii")
+        return base64_of(media)
     return [_encode_media(item) for item in media]
 
 

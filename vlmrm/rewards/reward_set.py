@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vlmrm.data.media_cache import RoundMedia, media_round
 from vlmrm.errors import RewardError
 from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, RewardArguments
 from vlmrm.rewards.outcome import AuditLog, Rewards
@@ -194,7 +195,8 @@ class Pending:
     """
 
     def __init__(self, rewards: Sequence[ConfiguredReward], audit: AuditLog | None, group_size: int | None):
-        self.work = [_PendingReward(reward, group_size) for reward in rewards]
+        media = RoundMedia()
+        self.work = [_PendingReward(reward, group_size, media) for reward in rewards]
         self.audit = audit
         self.samples: Samples | None = None
 
@@ -286,6 +288,7 @@ class _PendingReward:
 
     reward: ConfiguredReward
     group_size: int | None
+    media: RoundMedia
     result: CallResult = field(default_factory=CallResult)
     seconds: float = 0.0
     error: RewardError | None = None
@@ -383,7 +386,7 @@ class _PendingReward:
         self.calls.append((self.reward.threads.submit(self._call, part), part))
 
     def _call(self, part: Samples) -> tuple[CallResult, float]:
-        with self.reward.slots:
+        with self.reward.slots, media_round(self.media):
             started = time.perf_counter()
             try:
                 result = call(self.reward.model, part)

@@ -12,7 +12,8 @@ import numpy as np
 from PIL import Image
 
 from vlmrm.conversation import media_of
-from vlmrm.data.media import hashed_once, open_image
+from vlmrm.data.media import open_image
+from vlmrm.data.media_cache import RoundMedia, media_round, once
 from vlmrm.errors import MediaError, RewardError, RowError
 from vlmrm.formats.openai import read_messages, read_reference
 from vlmrm.rewards.contract import BaseRewardModel, RewardModelOutput
@@ -85,7 +86,10 @@ class Samples:
             MediaError: when a medium cannot be read.
         """
         value = self.columns[name][position]
-        return CONVERTERS[name, tensors](read_reference(value)) if name in MEDIA else value
+        if name not in MEDIA:
+            return value
+        convert = CONVERTERS[name, tensors]
+        return once(f"{name} as tensors" if tensors else name, value, lambda raw: convert(read_reference(raw)))
 
 
 def join(parts: Sequence[Samples]) -> Samples:
@@ -135,25 +139,27 @@ class CallResult:
 def call(model: BaseRewardModel, samples: Samples) -> CallResult:
     """Call `model` with samples. One whose media or prompt cannot be read fails alone.
 
-    So does one that lacks a medium which others of its group have.
+    So does one that lacks a medium which others of its group have. A medium that many samples share is opened, and
+    passed, once; vlmrm's own rewards also share those of a round, and others, which may change theirs, do not.
 
     Raises:
         ContractError: when a required field is missing, or the output is not one number a sample.
     """
+    own = type(model).__module__.startswith("vlmrm.")
+    with media_round(None if own else RoundMedia()):
+        return _called(model, samples)
+
+
+def _called(model: BaseRewardModel, samples: Samples) -> CallResult:
     names = _call_fields(model, samples)
     result, arguments, indices = CallResult(), {name: [] for name in names}, []
-    # By identity: a condition image that many samples share is opened, and passed, once.
-    ready: dict[tuple[str, int], Any] = {}
     for position, index in enumerate(samples.indices):
         try:
             values = {}
             for name in names:
                 if name in MEDIA and not samples.has(name, position):
                     raise RowError(f"it has no {name}, which others of its group have: give it to all or to none")
-                key = name, id(samples.columns[name][position])
-                if key not in ready:
-                    ready[key] = samples.value(name, position, model.use_tensor_inputs)
-                values[name] = ready[key]
+                values[name] = samples.value(name, position, model.use_tensor_inputs)
             if model.text_prompts and not isinstance(values.get("prompt", ""), str):
                 raise RowError(
                     f"its prompt is a {type(values['prompt']).__name__}, and this reward takes texts: render it"
@@ -168,9 +174,7 @@ def call(model: BaseRewardModel, samples: Samples) -> CallResult:
         for name, value in values.items():
             arguments[name].append(value)
     if indices:
-        with hashed_once():
-            output = model(**arguments)
-        result.update(_shaped(model, _read_output(output, indices), samples))
+        result.update(_shaped(model, _read_output(model(**arguments), indices), samples))
     return result
 
 

@@ -16,7 +16,7 @@ from vlmrm.batching import ComparisonCollator, SharedBatcher
 from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache
 from vlmrm.batching.media import BLANK_SIDE
 from vlmrm.conversation import Conversation, Image, Message, Reference
-from vlmrm.data.media import hashed_once
+from vlmrm.data.media_cache import media_round
 from vlmrm.engine import Engine, rendered_each
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation
@@ -122,7 +122,7 @@ class LocalScorer:
                 return rendered
             return replace(rendered, prompt=self.renderer.prompt_tokens(conversation, rendered))
 
-        with hashed_once():
+        with media_round():
             return rendered_each(conversations, render, media)
 
     def score_rendered(self, items: Sequence[Rendered | RowError]) -> list[float | RowError]:

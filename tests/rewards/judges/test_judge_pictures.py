@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlmrm.rewards.judges import judge
+from vlmrm.rewards import pictures
 
 
 @pytest.fixture
@@ -16,10 +16,10 @@ def encoded(monkeypatch):
     """The pictures that were encoded, in order, from an empty memory on."""
     seen: list[Image.Image] = []
     save = Image.Image.save
-    judge._data_uri.cache.clear()
+    pictures._encoded.cache.clear()
     monkeypatch.setattr(Image.Image, "save", lambda image, *to, **how: (seen.append(image), save(image, *to, **how)))
     yield seen
-    judge._data_uri.cache.clear()
+    pictures._encoded.cache.clear()
 
 
 def noise(seed: int, side: int = 32) -> Image.Image:
@@ -31,7 +31,7 @@ def test_threads_with_the_same_picture_share_one_encoding(encoded, monkeypatch):
 
     def work():
         started.wait(60)
-        found.append(judge.data_uri(noise(0)))
+        found.append(pictures.data_uri(noise(0)))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -42,10 +42,11 @@ def test_threads_with_the_same_picture_share_one_encoding(encoded, monkeypatch):
 
 
 def test_what_was_not_shown_for_longest_is_forgotten_first(encoded, monkeypatch):
-    large = 2048
-    room = judge.CACHED_CHARACTERS // len(judge.data_uri(noise(0, large)))
+    room = 4
+    characters = len(pictures.data_uri(noise(0))) * room + 100  # PNGs differ by a few bytes
+    monkeypatch.setattr(pictures._encoded.cache, "_Cache__maxsize", characters)
     for seed in (*range(room), 0, room, 0, 1):
-        judge.data_uri(noise(seed, large))
+        pictures.data_uri(noise(seed))
     assert len(encoded) == room + 2  # the last but one puts out 1, not 0
 
 
@@ -56,9 +57,9 @@ def test_a_picture_that_cannot_be_encoded_fails_anew_each_time(encoded, monkeypa
     monkeypatch.setattr(Image.Image, "save", broken)
     for _ in range(2):
         with pytest.raises(OSError, match="disk full"):
-            judge.data_uri(noise(0))
+            pictures.data_uri(noise(0))
 
 
 def test_a_transparent_picture_is_shown_on_white(encoded):
     clear, white = Image.new("RGBA", (32, 32), (0, 0, 0, 0)), Image.new("RGB", (32, 32), "white")
-    assert judge.data_uri(clear) == judge.data_uri(white)
+    assert pictures.data_uri(clear) == pictures.data_uri(white)

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
-from threading import Condition
 from typing import Any, Literal
 
-from cachetools import LRUCache, cached
 from PIL import Image
 from pydantic import Field
 
-from vlmrm.data.media import open_image
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards.judges.replies import Question
+from vlmrm.rewards.pictures import Encoding, base64_of
 from vlmrm.settings import Strict, load_file, validate
 
-CACHED_CHARACTERS = 2**26  # of encoded pictures
 PICTURES = ("image", "source", "first", "second")
 PLACEHOLDER = re.compile(r"\{(prompt|image|source|first|second)\}")
-
-
-class Encoding(Strict, frozen=True, strict=True):
-    """How pictures are encoded: as Pillow writes the format unless told otherwise."""
-
-    format: Literal["jpeg", "png"] = "png"
-    quality: int = Field(75, ge=1, le=100)
-    """Of a JPEG."""
 
 
 class RequestFile(Strict, frozen=True, strict=True):
@@ -61,7 +47,7 @@ class RequestFile(Strict, frozen=True, strict=True):
             RewardError: when the sample lacks pictures that the request shows.
         """
         text = {"prompt": [prompt]}
-        encoded = {name: [_base64(image, self.pictures) for image in images] for name, images in pictures.items()}
+        encoded = {name: [base64_of(image, self.pictures) for image in images] for name, images in pictures.items()}
         [body] = self._filled(self.body, {**encoded, **text})
         spaced = self.style == "spaced"
         content = json.dumps(body, ensure_ascii=spaced, separators=None if spaced else (",", ":"), allow_nan=False)
@@ -121,15 +107,3 @@ def _replaced(value: Any, values: Mapping[str, Sequence[str]], number: int) -> A
     if isinstance(value, dict):
         return {key: _replaced(item, values, number) for key, item in value.items()}
     return [_replaced(item, values, number) for item in value] if isinstance(value, list) else value
-
-
-def _key(image: Image.Image, encoding: Encoding) -> tuple[Any, ...]:
-    return image.mode, image.size, sha256(image.tobytes()).digest(), encoding.format, encoding.quality
-
-
-@cached(LRUCache(CACHED_CHARACTERS, getsizeof=len), key=_key, condition=Condition())
-def _base64(image: Image.Image, encoding: Encoding) -> str:
-    file = io.BytesIO()
-    options = {"quality": encoding.quality} if encoding.format == "jpeg" else {}
-    (image if image.mode == "RGB" else open_image(image)).save(file, format=encoding.format, **options)
-    return base64.b64encode(file.getvalue()).decode("ascii")
