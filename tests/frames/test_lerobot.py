@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetModel
 
 from vlmrm import cli
-from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.frames.checkpoint import load_classifier, save_classifier
-from vlmrm.frames.lerobot import episodes_of
+from vlmrm.frames.importing import import_episodes
+from vlmrm.frames.lerobot import episodes_of, write_dataset
 from vlmrm.frames.lerobot_classifier import write_lerobot
-from vlmrm.frames.trajectory import write_trajectory
+from vlmrm.frames.trajectory import TrajectoryFile, open_folder, write_trajectory
 
 CAMERAS = ("observation.images.front", "observation.images.wrist")
 HIDDEN, MAPS = 12, 3
@@ -142,6 +144,72 @@ def test_a_classifier_that_lerobot_does_not_compute_is_not_written(tmp_path):
     with pytest.raises(ConfigError, match="by its frames"):
         write_lerobot(model, tmp_path / "own", tmp_path / "theirs")
     assert not (tmp_path / "theirs").exists()
+
+
+class FakeDataset(list):
+    """Rows in memory, by the part of LeRobot's interface that is used."""
+
+    def __init__(self, fps: int, cameras: dict[str, tuple[int, int]], length: int = 4):
+        row = {f"observation.images.{key}": torch.rand(3, *size) for key, size in cameras.items()}
+        super().__init__(row | {"task": "push", "next.success": torch.tensor([t == 3])} for t in range(length))
+        episodes = [{"dataset_from_index": 0, "dataset_to_index": length}]
+        features = {name: {} for name in (*row, "next.success")}
+        self.meta = SimpleNamespace(camera_keys=[*row], features=features, episodes=episodes, fps=fps)
+        self.root = "its folder"
+
+    @classmethod
+    def create(cls, name: str, fps: int, features: dict, root: Path, use_videos: bool) -> FakeDataset:
+        if any("/" in name for name in features):
+            raise ValueError("names of features have no '/'")
+        root.mkdir()
+        made = cls(fps, {}, 0)
+        made.root = str(root)
+        return made
+
+    add_frame = list.append
+
+    def save_episode(self) -> None:
+        Path(self.root, "fps").write_text(str(self.meta.fps))
+
+    finalize = save_episode
+
+
+def imported(dataset: FakeDataset, folder: Path, monkeypatch) -> list[TrajectoryFile]:
+    monkeypatch.setattr("vlmrm.frames.lerobot._library", lambda: lambda source: dataset)
+    import_episodes(episodes_of("someone/set"), folder / "positive", folder / "negative", "Toy")
+    monkeypatch.setattr("vlmrm.frames.lerobot._library", lambda: FakeDataset)
+    return open_folder(folder / "positive")
+
+
+def test_a_dataset_keeps_its_task_and_its_frames_a_second(tmp_path, monkeypatch):
+    dataset = FakeDataset(30, {"front": (6, 8), "wrist.left": (4, 4)})
+    [file] = imported(dataset, tmp_path / "fast", monkeypatch)
+    assert file.metadata["task"] == "push" and file.labels.tolist() == [0, 0, 0, 1]
+    assert file.keys == ["front", "wrist_left"]
+    expected = np.rint(255 * dataset[0]["observation.images.front"].numpy())
+    assert (file.frame("front", 0) == expected).all()
+    write_dataset([file], tmp_path / "set")
+    assert (tmp_path / "set" / "fps").read_text() == "30"
+    slow = imported(FakeDataset(20, {"front": (6, 8), "wrist.left": (4, 4)}), tmp_path / "slow", monkeypatch)
+    with pytest.raises(DataError, match="of 30, 20 frames a second: give fps"):
+        write_dataset([file, *slow], tmp_path / "both")
+    write_dataset([file, *slow], tmp_path / "both", fps=25)
+    assert (tmp_path / "both" / "fps").read_text() == "25"
+    with pytest.raises(ConfigError, match="at least one frame a second"):
+        write_dataset([file], tmp_path / "none", fps=0)
+
+
+def test_cameras_that_would_have_one_name_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match="its folder has cameras of one name"):
+        imported(FakeDataset(10, {"a.b": (4, 4), "a_b": (4, 4)}), tmp_path, monkeypatch)
+
+
+def test_what_lerobot_refuses_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("vlmrm.frames.lerobot._library", lambda: FakeDataset)
+    write_trajectory(tmp_path / "own", square_trajectory(np.random.default_rng(0), 3, keys=("a/b",)))
+    with pytest.raises(DataError, match="LeRobot refuses it"):
+        write_dataset(open_folder(tmp_path / "own"), tmp_path / "set")
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
 def test_without_lerobot_its_datasets_are_a_sentence_on_where_to_install_it(tmp_path, capsys):

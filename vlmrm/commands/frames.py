@@ -155,7 +155,7 @@ def export(
     to: Literal["rlinf", "lerobot"],
     output: Path,
     image_key: str | None = None,
-    fps: int = 10,
+    fps: int | None = None,
     task: str | None = None,
 ) -> None:
     """Write a classifier or trajectories as others read them.
@@ -165,7 +165,7 @@ def export(
         to: Whose format.
         output: A folder; for RLinf's classifiers, and the frames that its main branch trains on, a .pt.
         image_key: The camera of a .pt. Default: the first.
-        fps: Frames a second that a LeRobotDataset says it has.
+        fps: Frames a second that a LeRobotDataset says it has. Default: those of the set it was imported from, or 10.
         task: Its task. Default: the trajectory's, or the name of its environment.
     """
     if not sources:
@@ -187,7 +187,7 @@ def export(
 
 
 def _export_trajectories(
-    folders: Sequence[Path], to: str, output: Path, image_key: str | None, fps: int, task: str | None
+    folders: Sequence[Path], to: str, output: Path, image_key: str | None, fps: int | None, task: str | None
 ) -> str:
     from vlmrm.frames.trajectory import open_folder
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from vlmrm.errors import ConfigError, DataError, first_line
 from vlmrm.files import make_folder, require_new_folder
-from vlmrm.frames.importing import Episode, stored_as_bytes
-from vlmrm.frames.trajectory import Trajectory, TrajectoryFile, listed
+from vlmrm.frames.importing import UNIT, Episode
+from vlmrm.frames.trajectory import Trajectory, TrajectoryFile, listed, to_uint8
 
 IMAGES = "observation.images."
 SUCCESS, REWARD = "next.success", "next.reward"
@@ -75,36 +75,53 @@ def _digest(row: dict[str, Any]) -> str:
 
 
 def _read(opened: Any, row: dict[str, Any], column: str, label: str | None) -> tuple[Trajectory, str]:
-    try:
-        frames = [opened[i] for i in range(row["dataset_from_index"], row["dataset_to_index"])]
-    except Exception as error:  # of parquet, pictures and video
-        raise DataError(f"{opened.root} cannot be read ({first_line(error)}): copy it again.") from error
-    labels = np.array([float(frame[column]) for frame in frames], dtype=np.float32)
     subject = f"{opened.root}: {column}"
+    cameras = {key: key.removeprefix(IMAGES).replace(".", "_") for key in opened.meta.camera_keys}
+    images: dict[str, list[np.ndarray]] = {name: [] for name in cameras.values()}
+    if len(images) < len(cameras):
+        raise DataError(f"{opened.root} has cameras of one name, {listed(cameras)}: rename one.")
+    labels, task = [], ""
+    for i in range(row["dataset_from_index"], row["dataset_to_index"]):
+        try:
+            frame = opened[i]
+        except Exception as error:  # of parquet, pictures and video
+            raise DataError(f"{opened.root} cannot be read ({first_line(error)}): copy it again.") from error
+        labels.append(float(frame[column]))
+        task = str(frame["task"])
+        for key, name in cameras.items():  # as bytes at once: LeRobot's floats take four times as much memory
+            images[name].append(to_uint8(frame[key].numpy(), f"{opened.root}: {key}"))
+    if not labels:
+        raise DataError(f"{opened.root} has an episode without frames: leave it out.")
     if column == REWARD and label is None and not np.isin(labels, (0, 1)).all():
         raise DataError(f"{subject} has values other than 0 and 1: name it with --label to take it as it is.")
-    cameras = {key: key.removeprefix(IMAGES).replace(".", "_") for key in opened.meta.camera_keys}
-    images = {name: np.stack([frame[key].numpy() for frame in frames]) for key, name in cameras.items()}
-    trajectory, kind = stored_as_bytes(images, labels, str(opened.root))
-    trajectory.metadata["task"] = str(frames[0]["task"])
-    return trajectory, kind
+    metadata = {"task": task, "fps": str(opened.meta.fps)}
+    stacked = {name: np.stack(frames) for name, frames in images.items()}
+    return Trajectory(stacked, np.array(labels, dtype=np.float32), metadata), UNIT
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
 
 
-def write_dataset(files: Sequence[TrajectoryFile], folder: Path, fps: int, task: str | None = None) -> int:
+def write_dataset(
+    files: Sequence[TrajectoryFile], folder: Path, fps: int | None = None, task: str | None = None
+) -> int:
     """Write trajectories as a LeRobotDataset of exact pictures, and return the number of its frames.
 
     `next.success` says of each row whether its own frame succeeds, `next.reward` is its label, and `progress` the
     share of the way to the first success; where there is none, it is 0. `sarm_progress.parquet` has it as LeRobot's
     weights of samples by progress read it.
 
+    Args:
+        fps: frames a second, by default those that the trajectories were imported with, else 10.
+
     Raises:
         ConfigError: without lerobot, or if the folder has files or cannot be written.
-        DataError: if the trajectories do not have the same cameras and sizes.
+        DataError: if the trajectories differ in cameras, sizes or frames a second, or LeRobot refuses them.
     """
     library = _library()
+    fps = _frames_a_second(files) if fps is None else fps
+    if fps < 1:
+        raise ConfigError(f"fps is {fps}: a LeRobotDataset has at least one frame a second.")
     require_new_folder(folder, "the LeRobotDataset")
     make_folder(folder.parent)
     shapes = files[0].shapes
@@ -127,9 +144,21 @@ def write_dataset(files: Sequence[TrajectoryFile], folder: Path, fps: int, task:
         if folder.exists():
             folder.rmdir()
         partial_folder.rename(folder)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} was not written, because LeRobot refuses it ({first_line(error)}).") from error
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
     return sum(map(len, files))
+
+
+def _frames_a_second(files: Sequence[TrajectoryFile]) -> int:
+    rates = {file.metadata.get("fps", "10"): file.path for file in files}
+    [rate, *others] = rates
+    if others or not rate.isdecimal():
+        raise DataError(
+            f"trajectories such as {listed(rates.values())} are of {listed(rates)} frames a second: give fps."
+        )
+    return int(rate)
 
 
 def _write_sarm(files: Sequence[TrajectoryFile], path: Path) -> None:
