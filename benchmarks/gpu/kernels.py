@@ -52,6 +52,7 @@ class Case:
         return f"{' '.join(marks) or 'causal'} {self.heads}/{self.key_heads}x{self.width}"
 
 
+GROUPS = [Case(heads=12, key_heads=4, width=128)]  # no power of two
 PLAIN = [Case(width=width) for width in (64, 80, 128, 256)] + [Case(heads=16, key_heads=16, width=80), Case(16, 2)]
 WINDOWS = [Case(width=width, window=WINDOW) for width in (64, 128, 256)]
 MASKS = [Case(width=width, images=True) for width in (64, 128, 256)]
@@ -59,17 +60,17 @@ SOFT = [Case(width=64, sinks=True), Case(width=64, sinks=True, window=WINDOW), C
 SOFT += [Case(width=256, softcap=SOFTCAP)]
 # The cases of each kernel: all that it takes.
 CASES = {
-    "varlen": PLAIN + WINDOWS,
+    "varlen": PLAIN + GROUPS + WINDOWS,
     "sdpa": PLAIN + WINDOWS + MASKS,
     "explicit": [PLAIN[2], WINDOWS[1], MASKS[1], *SOFT],
     **dict.fromkeys(FLASH, PLAIN + WINDOWS),
-    "flex": [*PLAIN[:4:3], WINDOWS[1], *MASKS, *SOFT],  # each compiles anew, so that it is last
+    "flex": [*PLAIN[:4:3], *GROUPS, WINDOWS[1], *MASKS, *SOFT],  # each compiles anew, so that it is last
 }
 
 
 def kernels(run: Run) -> None:
     """Compare outputs and gradients, kernel by kernel, and time those for half precision."""
-    work = Rows(run.device, SMALL)
+    work, short = Rows(run.device, SMALL), Rows(run.device, SHORT)
     for case in dict.fromkeys(replace(case, heads=8, key_heads=2, width=64) for case in chain(*CASES.values())):
         if case != Case(width=64):
             run.attempt(f"control {case.name}", partial(control, work, case))
@@ -80,7 +81,8 @@ def kernels(run: Run) -> None:
             run.attempt(name, partial(needed, module))
             continue
         for case in cases[:2] if run.tiny else cases:
-            run.attempt(f"{name} {case.name}", partial(equality, run, work, name, case))
+            run.attempt(label := f"{name} {case.name}", partial(equality, run, work, label, name, case))
+        run.attempt(label := f"{name} in a short row", partial(equality, run, short, label, name, cases[-1]))
         run.attempt(f"{name} speed", partial(speed, run, long, name, Case(16, 2)))
         if name == "varlen":
             vision(run)
@@ -88,6 +90,7 @@ def kernels(run: Run) -> None:
 
 # Token lists: conversations with common prefixes. SMALL has a lone prompt too.
 SMALL = [[0] * 200 + [n] * (30 + 7 * n) for n in range(1, 4)] + [[9] * 64 + [n] * 5 for n in range(2)] + [[7] * 33]
+SHORT = [[0] * 60 + [n] * 12 for n in (1, 2, 3)]  # 96 tokens: where torch would choose a kernel for decoding
 LONG = [[100 + n] * 1090 + [side] * 256 for n in range(SPEED_PAIRS) for side in (1, 2)]
 LENGTHS = [64, 64, 32, 64, 16, 64, 300, 64, 8, 520]  # of windows and images of a tower
 BLOCK = slice(20, 60)  # of an image in the first prompt
@@ -161,8 +164,7 @@ def kernel(work: Rows, name: str, case: Case, *states: torch.Tensor) -> torch.Te
     if name in FLASH:
         return ours.varlen(*states, work.layout, scale, rule, name)
     if name == "flex":
-        module = torch.nn.Identity().train()
-        return ours.flex(module, *states, work.layout, rule, scale, case.softcap, sinks)
+        return ours.flex(*states, work.layout, rule, scale, case.softcap, sinks)
     if name == "sdpa":
         return ours.per_segment(*states, work.layout, scale, 0.0, rule)
     return ours.explicit(*states, work.layout, rule, scale, 0.0, case.softcap, sinks)
@@ -177,13 +179,13 @@ def results_of(
     return [part.float() for part in (output, *torch.autograd.grad(output, leaves, gradient.to(dtype)))]
 
 
-def equality(run: Run, work: Rows, name: str, case: Case) -> Iterator[Row]:
+def equality(run: Run, work: Rows, label: str, name: str, case: Case) -> Iterator[Row]:
     """Yield the error of a kernel."""
     for_cuda_alone(run, name)
     inputs, gradient = work.states(case)
     made = results_of(partial(kernel, work, name, case), inputs, gradient, torch.bfloat16)
     exact = results_of(partial(reference, work, case), inputs, gradient, torch.float32)
-    yield error_row(f"{name} {case.name}", made, exact)
+    yield error_row(label, made, exact)
 
 
 def error_row(case: str, made: list[torch.Tensor], exact: list[torch.Tensor]) -> Row:

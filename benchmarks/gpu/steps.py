@@ -1,5 +1,7 @@
 """Forward and backward of training steps at real sizes, beside those of padded rows, and in rows of any length.
 
+Padded rows have the same attention in the vision tower, so that what differs is what is shared.
+
 Weights, gradients and activations are bfloat16. Utilisation (MFU) counts the operations of unique tokens, forward and
 backward once, over the data sheet's rate: recomputation under checkpointing counts for nothing.
 """
@@ -20,6 +22,7 @@ from benchmarks.gpu.running import Run, release
 from benchmarks.harness import Row, Timings, row
 from benchmarks.shapes import Pair, Workload, reward_model, training
 from vlmrm.batching import to_device
+from vlmrm.modeling.vision_attention import attend_by_segments
 
 PAIR = Pair(1024, 64, 256, 256)  # an image of 896 x 896 pixels, a question and two answers
 SHORT = Pair(512, 64, 224, 224)  # 1026 tokens, shared
@@ -79,7 +82,9 @@ class Steps:
             config = real_configuration(self.size, self.run.tiny)
             options = {"tolerance": SCORE_ROUNDING, "device": self.run.device, "dtype": torch.bfloat16}
             self._contest = Contest(config, work, **options)
-            self._contest.naive.lm.tie_weights()  # the weights that it took over
+            lm: Any = self._contest.naive.lm
+            lm.tie_weights()  # the weights that it took over
+            attend_by_segments(lm.model, [lm.model.visual])  # a call for each window would be most of its step
         else:
             self._contest.work = work
             self._contest.compare(SCORE_ROUNDING)

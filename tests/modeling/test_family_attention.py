@@ -226,9 +226,9 @@ def test_scores_and_gradients_are_those_of_the_padded_batch(name, monkeypatch):
     computed = []
     attend = kernels.attend
 
-    def counted(module, query, key, value, layout, rule, **keywords):
+    def counted(query, key, value, layout, rule, **keywords):
         computed.append((query.shape[2], rule, keywords["softcap"], keywords["sinks"]))
-        return attend(module, query, key, value, layout, rule, **keywords)
+        return attend(query, key, value, layout, rule, **keywords)
 
     monkeypatch.setattr("vlmrm.modeling.attention.attend", counted)
     scores, shared_gradients = scored(model, SHARED_PREFIX, batch, case.features, *batch.shared())
@@ -238,8 +238,8 @@ def test_scores_and_gradients_are_those_of_the_padded_batch(name, monkeypatch):
     assert (computed[0][2] is not None) == (name == "soft caps") and (computed[0][3] is not None) == (name == "sinks")
     assert_equal((scores, shared_gradients), (reference, gradients))
 
-    def causal(module, query, key, value, layout, rule, **keywords):
-        return attend(module, query, key, value, layout, None, **keywords | {"softcap": None, "sinks": None})
+    def causal(query, key, value, layout, rule, **keywords):
+        return attend(query, key, value, layout, None, **keywords | {"softcap": None, "sinks": None})
 
     monkeypatch.setattr("vlmrm.modeling.attention.attend", causal)
     control, _ = scored(model, SHARED_PREFIX, batch, case.features, *batch.shared())

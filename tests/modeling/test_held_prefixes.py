@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.integrations import flex_attention as integration
 from transformers.masking_utils import and_masks, causal_mask_function, sliding_window_overlay
 
 from tests.modeling.test_masks import bottom_right
@@ -20,6 +19,7 @@ from vlmrm.batching.shared import PackedLayout
 from vlmrm.batching.shared import _keep as kept_of
 from vlmrm.batching.tree import Tree, grow_after
 from vlmrm.errors import ConfigError
+from vlmrm.modeling import kernels
 from vlmrm.modeling import varlen as varlen_kernels
 from vlmrm.modeling.attention import shared_prefix
 from vlmrm.modeling.kernels import explicit, flex, per_segment, varlen
@@ -109,12 +109,8 @@ def test_every_kernel_attends_to_what_is_held_as_to_the_row(name, prompts, answe
 @pytest.mark.parametrize("name", RULES)
 def test_flex_attention_has_a_mask_of_the_held_keys_too(name, monkeypatch):
     row = Row([[1, 2, 0, 1], [0, 2], [2]], [[1, 1], [1, 2, 0]])
-    monkeypatch.setattr(
-        integration,
-        "compile_friendly_flex_attention",
-        lambda *states, training, **keywords: flex_attention(*states, **keywords),
-    )
-    output = flex(torch.nn.Identity(), *row.states, row.layout, row.rule(name), 0.3, None, None)
+    monkeypatch.setattr(kernels, "compiled_flex", lambda: flex_attention)
+    output = flex(*row.states, row.layout, row.rule(name), 0.3, None, None)
     torch.testing.assert_close(output, row.expected(name), rtol=1e-6, atol=1e-6)
 
 

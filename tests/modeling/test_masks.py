@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import MistralConfig
-from transformers.integrations import flex_attention as integration
 from transformers.masking_utils import (
     and_masks,
     blockwise_overlay,
@@ -271,7 +270,7 @@ def test_a_window_that_only_the_keyword_has_is_refused():
 def test_the_kernel_follows_from_device_type_and_what_is_computed(caplog):
     row = Row(BRANCHES, seed=0)
     window, blocks = row.rule("window"), row.rule("images")
-    half, equal = torch.bfloat16, (8, 8)
+    half, equal = torch.bfloat16, (16, 16)
     table = [
         ("cpu", half, equal, None, True, 0.0, "sdpa"),
         ("cpu", torch.float32, equal, blocks, True, 0.0, "sdpa"),
@@ -283,7 +282,9 @@ def test_the_kernel_follows_from_device_type_and_what_is_computed(caplog):
         ("cuda", half, equal, window, True, 0.0, "varlen"),
         ("cuda", half, equal, blocks, True, 0.0, "flex"),
         ("cuda", half, (24, 16), None, True, 0.0, "flex"),
+        ("cuda", half, (16, 8), None, True, 0.0, "sdpa"),
         ("cuda", half, equal, None, False, 0.0, "flex"),
+        ("cuda", half, (8, 8), None, False, 0.0, "explicit"),
     ]
     assert [kernel_for(*case) for *case, _ in table] == [kernel for *_, kernel in table]
     kernels.log_once.cache_clear()
@@ -296,7 +297,7 @@ def test_the_kernel_follows_from_device_type_and_what_is_computed(caplog):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", RULES)
 def test_the_flex_mask_is_the_dense_one(name, monkeypatch):
-    """Without a compiler, and forward alone: it has no backward on a CPU, and knows no sinks there."""
+    """Without a compiler, and forward alone: it has no backward on a CPU."""
     row = Row(BRANCHES, seed=0)
     rule = row.rule(name)
     mask = block_mask(row.layout, rule, CPU)
@@ -304,13 +305,12 @@ def test_the_flex_mask_is_the_dense_one(name, monkeypatch):
     every = torch.arange(len(row.layout))
     assert torch.equal(mask.mask_mod(0, 0, every[:, None], every), dense(row.layout, rule, CPU))
     assert dense(row.layout, rule, CPU).sum() < len(row.layout) ** 2 / 2
-    monkeypatch.setattr(
-        integration,
-        "compile_friendly_flex_attention",
-        lambda *states, training, **keywords: flex_attention(*states, **keywords),
-    )
-    output = flex(module(), *row.states, row.layout, rule, 0.3, 0.7, None)
+    monkeypatch.setattr(kernels, "compiled_flex", lambda: flex_attention)
+    output = flex(*row.states, row.layout, rule, 0.3, 0.7, None)
     torch.testing.assert_close(output, row.expected(name, gemma2_attention, softcap=0.7), rtol=1e-6, atol=1e-6)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    output = flex(*row.states, row.layout, rule, 0.3, None, sinks)
+    torch.testing.assert_close(output, row.expected(name, gpt_oss_attention, s_aux=sinks), rtol=1e-6, atol=1e-6)
 
 
 def bottom_right(query, key, value, cu_queries, cu_keys, max_queries, max_keys, *, scale, window_size, enable_gqa):

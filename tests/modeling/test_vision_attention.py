@@ -277,6 +277,20 @@ def test_lengths_of_the_library_are_read_once():
     assert segments_of(cumulative) is segments_of(cumulative)
 
 
+def test_lengths_that_a_tower_counts_on_the_host_come_to_the_device(monkeypatch):
+    """As a half-precision tower on CUDA, for which the meta device stands in."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta))
+    called: list[Any] = []
+    monkeypatch.setattr(
+        vision_attention, "attend_varlen", lambda flash, query, *others, **keywords: called.append(others) or query
+    )
+    states = [torch.empty(1, 2, 7, 8, dtype=torch.bfloat16, device="meta") for _ in range(3)]
+    lengths = Segments([3, 4]).cumulative(CPU)
+    by_segments(nn.Identity(), *states, None, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
+    [(_, _, *given, longest, _)] = called
+    assert all(tensor.is_meta for tensor in given) and longest == 4
+
+
 def test_nothing_that_changes_attention_is_dropped():
     states = [torch.randn(1, 2, 7, 8) for _ in range(3)]
     lengths = Segments([3, 4]).cumulative(CPU)

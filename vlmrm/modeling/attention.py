@@ -224,7 +224,7 @@ def shared_prefix(
         key = torch.cat([*(keys for keys, _ in held), key], dim=2)
         value = torch.cat([*(values for _, values in held), value], dim=2)
     numbers: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "sinks": s_aux}
-    output = attend(module, query, key, value, layout, rule, flash=flash, **numbers)
+    output = attend(query, key, value, layout, rule, flash=flash, **numbers)
     layout.put(lambda keep: tuple(along(states, keep.ranges, copy=True) for states in own))
     if rule is not None and rule.reads_rows:
         layout.refuse("mask")  # it reads what the row says of each key: a later row says nothing of those held

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.integrations.flex_attention import flex_attention_forward
 
 from vlmrm.batching.shared import PackedLayout
 from vlmrm.modeling.masks import MaskedSpan, MaskRule, plain_spans
@@ -20,10 +20,10 @@ from vlmrm.modeling.varlen import TORCH, attend_varlen
 logger = logging.getLogger("vlmrm")
 
 WIDEST_HEAD = 256  # that the kernels for half precision on CUDA take
+NARROWEST_HEAD = 16  # that FlexAttention takes
 
 
 def attend(
-    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -47,7 +47,7 @@ def attend(
     if kernel == "varlen":
         return varlen(query, key, value, layout, scaling, rule, flash)
     if kernel == "flex":
-        return flex(module, query, key, value, layout, rule, scaling, softcap, sinks)
+        return flex(query, key, value, layout, rule, scaling, softcap, sinks)
     if kernel == "sdpa":
         return per_segment(query, key, value, layout, scaling, dropout, rule)
     return explicit(query, key, value, layout, rule, scaling, dropout, softcap, sinks)
@@ -62,11 +62,12 @@ def kernel_for(
     `flex` for masks that it cannot express. Elsewhere a call per span: torch's own (`sdpa`), or `explicit`, which
     knows soft caps and sinks (not `plain`).
     """
-    if device != "cuda" or dtype not in (torch.bfloat16, torch.float16) or dropout or max(widths) > WIDEST_HEAD:
-        return "sdpa" if plain else "explicit"
-    if plain and widths[0] == widths[1] and (rule is None or rule.window is not None):
+    half = device == "cuda" and dtype in (torch.bfloat16, torch.float16) and not dropout and max(widths) <= WIDEST_HEAD
+    if half and plain and widths[0] == widths[1] and (rule is None or rule.window is not None):
         return "varlen"
-    return "flex"
+    if half and min(widths) >= NARROWEST_HEAD:
+        return "flex"
+    return "sdpa" if plain else "explicit"
 
 
 @cache
@@ -174,7 +175,6 @@ def varlen(
 
 
 def flex(
-    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -184,10 +184,36 @@ def flex(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Call the library's FlexAttention with the row's mask, for what `varlen` cannot express. For CUDA."""
-    query, key = query.to(value.dtype), key.to(value.dtype)  # see `varlen`
-    mask = block_mask(layout, rule, query.device)
-    return flex_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap, s_aux=sinks)[0]
+    """Call FlexAttention with the row's mask, for what `varlen` cannot express. For CUDA in half precision.
+
+    A sink takes its share after the softmax, from the logarithm of its sum: in float32, where the
+    library's own function rounds the logarithm to half precision.
+    """
+    output = compiled_flex()(
+        query.to(value.dtype),  # see `varlen`
+        key.to(value.dtype),
+        value,
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=block_mask(layout, rule, query.device),
+        scale=scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+        # Its kernel for decoding, which it would choose by itself, has no block for 64 to 127 tokens of grouped heads.
+        kernel_options={"BACKEND": "TRITON"},
+        return_aux=None if sinks is None else AuxRequest(lse=True),
+    )
+    if sinks is not None:
+        output, auxiliary = output
+        output = (output * torch.sigmoid(auxiliary.lse - sinks.float()[:, None])[..., None]).to(value.dtype)
+    return output.transpose(1, 2).contiguous()
+
+
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    return lambda score, *_: softcap * torch.tanh(score / softcap)
+
+
+@cache
+def compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
 
 
 _block_masks: WeakKeyDictionary[PackedLayout, dict[MaskRule | None, BlockMask]] = WeakKeyDictionary()

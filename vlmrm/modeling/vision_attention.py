@@ -152,7 +152,9 @@ def by_segments(
         queries, keys, values = (
             states[0].transpose(0, 1).to(value.dtype).contiguous() for states in (query, key, value)
         )
-        lengths = (cu_seq_lens_q, cu_seq_lens_q, segments.longest, segments.longest)
+        # Some towers count on the host.
+        here = cu_seq_lens_q if cu_seq_lens_q.device == value.device else segments.cumulative(value.device)
+        lengths = (here, here, segments.longest, segments.longest)
         return attend_varlen(flash, queries, keys, values, *lengths, scaling=scaling, causal=False).unsqueeze(0), None
     log_once("vision attention", "sdpa", where)
     return per_length(query, key, value, segments, scaling, dropout), None
