@@ -125,6 +125,9 @@ def test_trajectories_are_written_as_the_document_has_them(tmp_path):
     assert write_payload(files, payload) == 20
     frames, _ = read_payload(payload)
     assert frames.labels.sum() == 3 and len(frames.labels) == 20
+    for write, output in ((write_document_files, tmp_path / "out"), (write_payload, payload)):
+        with pytest.raises(ConfigError, match=str(output)):  # its files would be replaced
+            write(files, output)
 
 
 # Classifiers ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vlmrm.errors import CheckpointError, DataError
-from vlmrm.files import make_folder, write_file
+from vlmrm.files import make_folder, require_new_file, require_new_folder, write_file
 from vlmrm.frames.importing import stored_as_bytes
 from vlmrm.frames.pickles import REPEATS, read_pickle
 from vlmrm.frames.trajectory import Trajectory, TrajectoryFile, listed, to_unit
@@ -121,7 +121,12 @@ def read_payload(path: Path) -> tuple[Trajectory, str]:
 
 
 def write_document_files(files: Sequence[TrajectoryFile], folder: Path) -> list[Path]:
-    """Write trajectories as RLinf's document has them: `positive` and `negative` folders of pickled float32 arrays."""
+    """Write trajectories as RLinf's document has them: `positive` and `negative` folders of pickled float32 arrays.
+
+    Raises:
+        ConfigError: if the folder has files, which would be mixed with them, or cannot be written.
+    """
+    require_new_folder(folder, "RLinf's files")
     written: dict[bool, list[Path]] = {True: [], False: []}
     for side in written:
         make_folder(folder / ("positive" if side else "negative"))
@@ -141,9 +146,14 @@ def write_document_files(files: Sequence[TrajectoryFile], folder: Path) -> list[
 
 
 def write_payload(files: Sequence[TrajectoryFile], path: Path, key: str | None = None) -> int:
-    """Write the frames of one camera as the `.pt` that RLinf's main branch trains on; return their number."""
+    """Write the frames of one camera as the `.pt` that RLinf's main branch trains on; return their number.
+
+    Raises:
+        ConfigError: if the file exists or cannot be written.
+    """
     import torch
 
+    require_new_file(path)
     key = key or files[0].keys[0]
     images = [torch.from_numpy(frame.copy()) for file in files for frame in file.frames(key)]
     labels = [int(success) for file in files for success in file.successes]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.files import make_folder, write_file
+from vlmrm.files import make_folder, require_new_file, write_file
 from vlmrm.frames.classifier import LAYERS, ClassifierConfig, FrameClassifier, classifier_config
 from vlmrm.frames.rlinf import MAIN
 
@@ -93,8 +93,9 @@ def export_classifier(model: FrameClassifier, source: Path, output: Path) -> str
     """Write the classifier of a checkpoint, on the CPU, as RLinf loads it strictly, and return what to know of it.
 
     Raises:
-        ConfigError: if neither of RLinf's classifiers computes what this one does.
+        ConfigError: if neither of RLinf's classifiers computes what this one does, or the file exists.
     """
+    require_new_file(output)
     config = model.spec
     if config.crop:
         raise ConfigError(f"{source} looks at the crop {config.crop}, and RLinf's classifiers at whole frames.")
