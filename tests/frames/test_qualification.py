@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from scipy.special import expit
-from scipy.stats import binom
-from sklearn.metrics import precision_score, roc_auc_score
+from scipy.stats import binom, rankdata
+from sklearn.metrics import precision_score
 
 from vlmrm.frames.qualification import (
     HeldOut,
@@ -54,7 +56,7 @@ def test_the_threshold_is_the_lowest_with_that_precision(least):
     threshold = choose_threshold(frames, 0.1, 0.99, least)
     assert precision_score(labels, logits > threshold) >= least
     allowed = choose_threshold(frames, 0.1, 0.99, 0)
-    lower = [cut for cut in logits if allowed <= cut < logits[logits <= threshold].max()]
+    lower = [cut for cut in logits if allowed <= cut < logits[logits <= threshold].max()][::5]
     assert all(precision_score(labels, logits > cut) < least for cut in [allowed, *lower] if cut < threshold)
 
 
@@ -187,6 +189,82 @@ def test_few_episodes_say_too_little(episodes, enough):
         assert "(raise val_fraction or collect more episodes)" in reason
 
 
+def leaky(clue: str) -> HeldOut:
+    """Frames of which a clue other than success tells: the scenery of an episode, or a clock.
+
+    Those of the scenery are filmed in one room where the task is done almost throughout, and in another where it
+    fails. In those of the clock, failing episodes end before most successes begin.
+    """
+    generator = np.random.default_rng(3)
+    logits, labels, owners = [], [], []
+    for episode in range(24):
+        succeeds = episode % 2 == 0
+        start = 1 if clue == "scenery" else generator.integers(60, 80)
+        steps = np.arange(100 if succeeds or clue == "scenery" else 75)
+        told = np.full(len(steps), 9.0 * succeeds) if clue == "scenery" else (steps - 85) / 5
+        logits.append(told + generator.normal(size=len(steps)) / 10)
+        labels.append((succeeds & (steps >= start)).astype(float))
+        owners.append(np.full(len(steps), episode))
+    return HeldOut(*map(np.concatenate, (logits, labels, owners)))
+
+
+@pytest.mark.parametrize(
+    ("clue", "doubt"),
+    [
+        ("scenery", "within an episode its AUC is 0.* it may know episodes by their looks alone"),
+        ("clock", "at the same step its AUC is 0.* it may go by the time alone"),
+    ],
+)
+def test_a_classifier_that_goes_by_something_else_does_not_qualify(clue, doubt):
+    frames = leaky(clue)
+    measured = figures(frames, choose_threshold(frames, 0.01))
+    reason = disqualification(measured)
+    assert reason is not None and re.search(doubt, reason) and measured["auc_low"] > 0.9
+    # Every other figure of it is a good one.
+    assert disqualification(measured | {"episode_auc_low": 1.0, "step_auc_low": 1.0, "recall_low": 1.0}) is None
+
+
+def test_episodes_that_are_all_success_or_all_failure_tell_nothing_of_frames():
+    logits, labels, owners = held_out(8)
+    labels = (owners < 12).astype(float)
+    reason = verdict(6 * labels + logits / 10, labels, owners)
+    assert reason is not None and "no held-out episode shows both a success and a failure" in reason
+
+
+def test_the_auc_of_episodes_and_of_steps_is_of_those_pairs_alone():
+    logits, labels, owners = held_out(1, episodes=3, frames=12)
+    order = np.random.default_rng(2).permutation(72)  # episodes are interleaved, as nobody should have to sort them
+    order = order[np.argsort(np.tile(np.arange(12), 6)[order], kind="stable")]
+    logits, labels, owners, steps = logits.round(1)[order], labels[order], owners[order], np.repeat(np.arange(12), 6)
+    measured = figures(HeldOut(logits, labels, owners), 0.0)
+    for name, groups in (("episode_auc", owners), ("step_auc", steps)):
+        pairs = (labels[:, None] > labels) & (groups[:, None] == groups)
+        difference = (logits[:, None] - logits)[pairs]
+        assert measured[name] == pytest.approx((difference > 0).mean() + 0.5 * (difference == 0).mean())
+        assert measured[f"{name}_low"] < measured[name] < measured[f"{name}_high"]
+
+
+def test_precision_counts_by_its_lower_bound():
+    """Nine of ten rewards are right, all false ones in two episodes: drawn again, it may be fewer."""
+    logits, labels, owners = held_out(9, episodes=8, frames=50)
+    rewarded_too_early = np.isin(owners, (0, 1)) & (labels == 0) & (np.arange(len(labels)) % 50 > 28)
+    logits[rewarded_too_early] += 20
+    measured = figures(HeldOut(logits, labels, owners), 4.5)
+    assert measured["precision"] > 0.9 > measured["precision_low"]
+    reason = disqualification(measured | {"false_fires_high": 0.0})
+    assert reason is not None and "which is below min_precision, 0.9" in reason
+    assert disqualification(measured | {"false_fires_high": 0.0}, min_precision=0.7) is None
+    assert choose_threshold(HeldOut(logits, labels, owners), 0.2, 0.99) > 9
+
+
+def test_successful_episodes_that_go_without_a_reward_count():
+    logits, labels, owners = held_out(9)
+    logits[(owners >= 5) & (labels == 1)] = 2.0  # seven of twelve; the threshold is above
+    measured = figures(HeldOut(logits, labels, owners), 4.5)
+    reason = disqualification(measured)
+    assert reason is not None and "it sees the success in 5 of the 12 held-out episodes that succeed" in reason
+
+
 def test_bounds_are_those_of_episodes_drawn_again():
     logits, labels, owners = held_out(1.5, episodes=8, frames=40, spread=1.0)
     logits = logits.round(1)  # with ties
@@ -195,7 +273,9 @@ def test_bounds_are_those_of_episodes_drawn_again():
     generator, aucs, recalls = np.random.default_rng(9), [], []
     for _ in range(2000):
         drawn = np.concatenate([np.flatnonzero(owners == i) for i in generator.integers(16, size=16)])
-        aucs.append(roc_auc_score(labels[drawn], logits[drawn]))
+        success = labels[drawn] == 1
+        wins = rankdata(logits[drawn])[success].sum() - success.sum() * (success.sum() + 1) / 2  # Mann and Whitney's U
+        aucs.append(wins / (success.sum() * (~success).sum()))
         recalls.append((logits[drawn] > threshold)[labels[drawn] == 1].mean())
     bounds = intervals(frames, threshold)
     assert bounds["auc_low"] == pytest.approx(np.quantile(aucs, 0.025), abs=0.01)

@@ -347,6 +347,7 @@ def eval_(
     *folders: Path,
     threshold: float | None = None,
     max_false_fires: float = 0.5,
+    min_precision: float = 0.9,
     image_size: tuple[int, int, int] | None = None,
     output: Path | None = None,
     output_checkpoint: Path | None = None,
@@ -358,6 +359,7 @@ def eval_(
         folders: Folders of trajectories; those of its training are left out.
         threshold: Of a success, a probability. Default: the checkpoint's.
         max_false_fires: Share of failed episodes with a frame above it: 95 % sure not to be exceeded.
+        min_precision: Share of the frames above it that are successes: 95 % sure not to be less.
         image_size: C H W, for RLinf's files, which do not tell it.
         output: A JSON file for the figures.
         output_checkpoint: A file for the classifier with these figures and this threshold; may be the checkpoint.
@@ -370,8 +372,10 @@ def eval_(
     for name, share in (("threshold", threshold), ("max_false_fires", max_false_fires)):
         if share is not None and not 0 < share < 1:
             raise ConfigError(f"{name} is {share}: it is a share between 0 and 1.")
+    if not 0 <= min_precision <= 1:
+        raise ConfigError(f"min_precision is {min_precision}: it is a share from 0 to 1.")
     loaded = load_classifier(checkpoint, image_size=image_size)
-    evaluation = evaluate(loaded, folders, threshold, max_false_fires)
+    evaluation = evaluate(loaded, folders, threshold, max_false_fires, min_precision)
     if output is not None:
         write_evaluation(evaluation, output)
     if output_checkpoint is not None:

@@ -13,6 +13,8 @@ MARK = "<!-- Written by vlmrm frames"
 # Shares of frames, with the ends of their 95 % intervals by episode.
 FRAMES = {
     "auc": "AUC",
+    "episode_auc": "AUC within an episode",
+    "step_auc": "AUC at the same step",
     "precision": "precision",
     "recall": "recall",
     "false_positive_rate": "failures above the threshold",

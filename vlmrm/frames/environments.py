@@ -128,7 +128,10 @@ def environment_maker(name: str) -> Callable[..., gym.Env]:
         otherwise = ": give an id of Gymnasium, module:id of one that a module registers, or module:function."
         raise ConfigError(f"there is no simulator {name!r}{did_you_mean(last, names, otherwise)}")
     point = gym.registry[last].entry_point
-    made_by = load_env_creator(point) if isinstance(point, str) else point
+    try:
+        made_by = load_env_creator(point) if isinstance(point, str) else point
+    except Exception as error:  # whatever its modules raise, such as Gymnasium's for a package that is missing
+        raise ConfigError(f"{name} cannot be made: {type(error).__name__}: {first_line(error)}") from error
     modes = getattr(made_by, "metadata", {}).get("render_modes", ["rgb_array"])  # a function does not say
     return partial(gym.make, last, **({"render_mode": "rgb_array"} if "rgb_array" in modes else {}))
 

@@ -18,7 +18,7 @@ from vlmrm.frames.card import check_card, write_card
 from vlmrm.frames.checkpoint import LoadedClassifier, save_classifier
 from vlmrm.frames.classifier import FEATURES, FrameClassifier, model_input
 from vlmrm.frames.dataset import FrameIndex, Inputs, index_folders, outline_of
-from vlmrm.frames.qualification import MAX_FALSE_FIRES, HeldOut, disqualification, figures, in_words
+from vlmrm.frames.qualification import MAX_FALSE_FIRES, MIN_PRECISION, HeldOut, disqualification, figures, in_words
 
 BATCH = 128
 
@@ -46,12 +46,14 @@ def evaluate(
     folders: Sequence[Path],
     threshold: float | None = None,
     max_false_fires: float = MAX_FALSE_FIRES,
+    min_precision: float = MIN_PRECISION,
 ) -> Evaluation:
     """Measure a classifier on the episodes of folders, but for those that it was trained on or chosen by.
 
     Args:
         threshold: of a success. Default: the checkpoint's.
         max_false_fires: the share of failed episodes with a frame above it that qualifies, with 95 % confidence.
+        min_precision: the share of frames above it that have to be successes, with 95 % confidence.
 
     Raises:
         DataError: if a folder is missing, episodes are broken or of other cameras or sizes, or none is new.
@@ -81,7 +83,8 @@ def evaluate(
     held_out = HeldOut(logits, index.labels, index.owners)
     metrics = figures(held_out, float(logit(threshold)))
     metrics |= {"validation_frames": len(logits), "validation_successes": int(index.labels.sum())}
-    return Evaluation(loaded.path, threshold, metrics, disqualification(metrics, max_false_fires), summary)
+    reason = disqualification(metrics, max_false_fires, min_precision)
+    return Evaluation(loaded.path, threshold, metrics, reason, summary)
 
 
 @torch.inference_mode()

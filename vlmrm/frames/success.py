@@ -86,7 +86,7 @@ def _at(value: Any, path: str | None, declaration: str) -> Any:
         if isinstance(value, Mapping):
             key = path if path in value else next((k for k in value if path.startswith(f"{k}.")), None)
             if key is None:
-                has = f": choose from {listed(value)}." if value else ": it is empty."
+                has = f": choose from {listed(value)}." if value else ": it has no keys at all."
                 raise ConfigError(
                     f"success is {declaration!r}, and there is no {path}{did_you_mean(path, value, has)}"
                 )

@@ -340,7 +340,7 @@ class FrameTrainer(CompleteCheckpoints):
         settings, config = self.settings, self.classifier.spec
         threshold = choose_threshold(held_out, settings.target_fpr, settings.max_false_fires, settings.min_precision)
         metrics = figures(held_out, threshold)
-        reason = disqualification(metrics, settings.max_false_fires)
+        reason = disqualification(metrics, settings.max_false_fires, settings.min_precision)
         metrics |= {
             "epoch": len(self.epochs) + 1,
             "validation_frames": len(held_out.labels),
