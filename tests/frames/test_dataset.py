@@ -68,20 +68,33 @@ def test_the_split_is_by_trajectory_and_by_seed(tmp_path):
     assert len(splits) > 4
 
 
-def test_frames_are_read_before_training_only_where_labels_coincide(tmp_path, monkeypatch):
+def test_frames_are_read_before_training_only_where_episodes_begin_alike(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     for count in (1, 2, 3):
         write_trajectory(tmp_path / "positive", square_trajectory(rng, count))
     (tmp_path / "negative").mkdir()
     read = []
-    frames = TrajectoryFile.frames
-    monkeypatch.setattr(TrajectoryFile, "frames", lambda file, key: read.append(file.path.name) or frames(file, key))
+    frame = TrajectoryFile.frame
+    monkeypatch.setattr(
+        TrajectoryFile, "frame", lambda file, key, i: read.append(file.path.name) or frame(file, key, i)
+    )
     index_of(tmp_path)
-    assert read == []
+    assert len(read) == 3
     [first, *_] = trajectory_paths(tmp_path / "positive")
     shutil.copy(first, tmp_path / "positive" / f"1{first.name}")
     _, summary = index_of(tmp_path)
-    assert "1 trajectories repeat others" in summary and len(read) == 2
+    assert "1 trajectories repeat others" in summary and read.count(first.name) == 1 + 10
+
+
+def test_an_episode_that_was_cut_off_is_no_second_one(tmp_path):
+    """A killed collector has stored the beginning of an episode that another process of its seed stored whole."""
+    write_squares(tmp_path, positive=3, negative=3)
+    whole = open_trajectory(trajectory_paths(tmp_path / "negative")[1])
+    start = Trajectory({"base_camera": whole.frames("base_camera")[:6]}, whole.labels[:6], whole.metadata)
+    cut = write_trajectory(tmp_path / "negative", start)
+    index, summary = index_of(tmp_path)
+    assert cut not in [file.path for file in index.files] and whole.path in [file.path for file in index.files]
+    assert f"1 trajectories repeat others frame for frame and are left out ({cut.name})" in summary
 
 
 def test_twins_are_never_on_both_sides_and_are_named(tmp_path):

@@ -13,11 +13,12 @@ import yaml
 from squares import SIDE, small_classifier, square_trajectory
 
 from vlmrm.commands.frames import app
+from vlmrm.data.comparisons import data_fingerprint
 from vlmrm.errors import BelowThreshold, ConfigError
 from vlmrm.frames import loop
 from vlmrm.frames.checkpoint import save_classifier
 from vlmrm.frames.dataset import index_frames, outline_of
-from vlmrm.frames.rl import Counts
+from vlmrm.frames.rl import Counts, episodes_folder
 from vlmrm.frames.trajectory import trajectory_paths, write_trajectory
 from vlmrm.settings import load_file, validate
 
@@ -30,6 +31,10 @@ CALLS = [
 ]  # fmt: skip
 
 
+class Killed(BaseException):
+    """The end of a process, which nothing handles."""
+
+
 @dataclass
 class Planted:
     """Stands for simulator, training and measurement: `figures` of each round's policy, and the calls."""
@@ -37,37 +42,50 @@ class Planted:
     figures: list[dict[str, float]]
     qualified: bool = True
     calls: list[str] = field(default_factory=list)
+    killed_at: int | None = None  # the call at which the process ends
+
+    def call(self, name):
+        self.calls.append(name)
+        if self.killed_at == len(self.calls) - 1:
+            raise Killed
 
     def collect(self, settings):
-        self.calls.append(f"collect {settings.policy}")
+        self.call(f"collect {settings.policy}")
         data = settings.reward.data_collection
         positive = settings.policy == "scripted"
-        self.write(data.positive_dir if positive else data.negative_dir, settings.episodes, 5 if positive else 0)
+        folder = data.positive_dir if positive else data.negative_dir
+        if not trajectory_paths(folder):
+            self.write(folder, settings.episodes, 5 if positive else 0)
 
     def train(self, settings):
         index, _ = index_frames(settings.positive_dir, settings.negative_dir, ("base_camera",), (3, SIDE, SIDE))
-        self.calls.append(f"train on {len(index.files)}")
+        self.call(f"train on {len(index.files)}")
         episodes = tuple(outline_of(file, ("base_camera",)) for file in index.files)
         reason = None if self.qualified else "it knows nothing"
+        data = data_fingerprint([str(settings.positive_dir), str(settings.negative_dir)])
         update = {"episodes": episodes, "qualified": self.qualified, "unqualified_because": reason}
+        update["data_fingerprint"] = data
         model = small_classifier()
         save_classifier(settings.output_checkpoint, model, config := model.spec.model_copy(update=update))
         return SimpleNamespace(config=config)
 
     def train_policies(self, settings):
-        self.calls.append("policy")
+        self.call("policy")
         assert settings.sources == ["learned"] and settings.reward.use_reward_model
-        self.write(settings.episodes_dir / "positive", 3, 5)
-        self.write(settings.episodes_dir / "negative", 2, 0)
+        folder = episodes_folder(settings, "learned", settings.seeds[0])
+        if not folder.exists():  # a finished run is read
+            self.write(folder / "positive", 3, 5)
+            self.write(folder / "negative", 2, 0)
         counts = Counts(training_steps=100, true_successes=50, rewarded=60, false_positives=15)
         return [SimpleNamespace(final=0.5, counts=counts)]
 
     def evaluate(self, loaded, folders):
-        self.calls.append(f"evaluate {sum(len(trajectory_paths(folder)) for folder in folders)}")
+        self.call(f"evaluate {sum(len(trajectory_paths(folder)) for folder in folders)}")
         return SimpleNamespace(metrics=self.figures.pop(0))
 
     def write(self, folder, episodes, successes):
         generator = np.random.default_rng(len(self.calls))
+        folder.mkdir(parents=True, exist_ok=True)
         for _ in range(episodes):
             write_trajectory(folder, square_trajectory(generator, successes))
 
@@ -109,12 +127,71 @@ def test_a_policy_s_episodes_join_the_data_until_its_rewards_hold(planted, tmp_p
     assert table in capsys.readouterr().out
 
 
-def test_an_interrupted_loop_keeps_its_classifiers(planted, tmp_path):
+@pytest.mark.parametrize("step", range(len(CALLS)))
+def test_a_loop_that_was_killed_at_any_step_ends_as_one_that_was_not(planted, tmp_path, step):
+    stub = planted(BAD, GOOD)
+    stub.killed_at = step
+    with pytest.raises(Killed):
+        looped(tmp_path)
+    stub.killed_at = None
+    stub.figures = [BAD, GOOD]
+    looped(tmp_path)
+    trained = [call for call in stub.calls if call.startswith("train on")]
+    assert list(dict.fromkeys(trained)) == ["train on 12", "train on 17"]
+    assert [one["episodes"] for one in rounds_of(tmp_path)] == [12, 17]
+    loop_dir = tmp_path / "loop"
+    for number, count in ((1, 12), (2, 17)):
+        assert len(list((loop_dir / f"round-{number}" / "data").glob("*/*.safetensors"))) == count
+    assert (loop_dir / "loop.md").read_text().endswith("| 1.0% | 1 of 12 | holds |\n")
+
+
+def test_a_finished_loop_trains_nothing_again(planted, tmp_path):
     planted(GOOD)
     looped(tmp_path)
     again = planted(GOOD)
     looped(tmp_path)
     assert not [call for call in again.calls if call.startswith("train")]
+
+
+def test_a_copy_that_was_cut_off_is_made_anew(planted, tmp_path):
+    planted(BAD)
+    with pytest.raises(BelowThreshold):
+        looped(tmp_path, rounds=1)
+    partial = tmp_path / "loop" / "round-2" / "data.partial" / "positive"
+    partial.mkdir(parents=True)
+    (partial / "000000_half.safetensors").write_bytes(b"half")
+    stub = planted(BAD, GOOD)
+    looped(tmp_path, rounds=3)  # more rounds are no other loop
+    assert "train on 17" in stub.calls and not partial.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"episodes": 9}, "holds a loop with episodes 8, which is now 9"),
+        ({"min_precision": 0.8}, "holds a loop with min_precision 0.9, which is now 0.8"),
+        ({"train": {"epochs": 3}}, r"holds a loop with train \{\}, which is now \{'epochs': 3\}"),
+        ({"env": "CartPole-v1"}, "holds a loop with env Acrobot-v1, which is now CartPole-v1"),
+    ],
+)
+def test_another_loop_in_the_same_folder_is_refused_by_name(planted, tmp_path, changes, words):
+    planted(GOOD)
+    looped(tmp_path)
+    stub = planted(GOOD)
+    with pytest.raises(ConfigError, match=words):
+        looped(tmp_path, **changes)
+    assert not stub.calls
+
+
+def test_a_classifier_of_other_episodes_is_not_gone_on_with(planted, tmp_path):
+    planted(GOOD)
+    looped(tmp_path)
+    [first, *_] = trajectory_paths(tmp_path / "loop" / "round-1" / "data" / "positive")
+    first.unlink()
+    stub = planted(GOOD)
+    with pytest.raises(ConfigError, match=r"was trained on other episodes than .*data has now: restore them"):
+        looped(tmp_path)
+    assert "policy" not in stub.calls
 
 
 def test_a_classifier_that_does_not_qualify_teaches_no_policy(planted, tmp_path):

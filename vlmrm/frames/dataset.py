@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -116,19 +116,35 @@ def index_folders(folders: Sequence[Path], keys: Sequence[str], image_size: Sequ
 def _separate_duplicates(
     files: Sequence[TrajectoryFile], keys: Sequence[str]
 ) -> tuple[list[TrajectoryFile], list[TrajectoryFile]]:
-    """Return the distinct files, and the duplicates, which would leak held-out frames into the training."""
-    # Duplicates agree in their labels and in any one frame, so few files need to be read completely.
-    outlines = [outline_of(file, keys) for file in files]
-    frequency = Counter(outlines)
-    distinct: list[TrajectoryFile] = []
-    duplicates: list[TrajectoryFile] = []
-    digests: set[str] = set()
-    for file, outline in zip(files, outlines, strict=True):
-        unique = frequency[outline] == 1
-        content = outline if unique else digest({key: file.frames(key) for key in keys}, file.labels)
-        (duplicates if content in digests else distinct).append(file)
-        digests.add(content)
-    return distinct, duplicates
+    """Return the distinct files, and those with which another begins: copies, and episodes that were cut off.
+
+    These would leak held-out frames into the training.
+    """
+
+    @cache
+    def look(number: int, step: int) -> str:
+        return digest({key: files[number].frame(key, step) for key in keys}, files[number].labels[step : step + 1])
+
+    def begins_with(number: int, start: int) -> bool:
+        """Return whether the first frames and labels of one file are all those of another."""
+        count = len(files[start])
+        if not np.array_equal(files[number].labels[:count], files[start].labels):
+            return False
+        return all(look(number, step) == look(start, step) for step in reversed(range(count)))
+
+    # Only files that begin alike need to be read further, the longest first.
+    beginnings: dict[str, list[int]] = {}
+    for number in range(len(files)):
+        beginnings.setdefault(look(number, 0), []).append(number)
+    distinct: set[int] = set()
+    for alike in beginnings.values():
+        kept: list[int] = []
+        for number in sorted(alike, key=lambda number: -len(files[number])):
+            if not any(begins_with(other, number) for other in kept):
+                kept.append(number)
+        distinct.update(kept)
+    numbers = range(len(files))
+    return [files[n] for n in numbers if n in distinct], [files[n] for n in numbers if n not in distinct]
 
 
 def outline_of(file: TrajectoryFile, keys: Sequence[str]) -> str:

@@ -3,23 +3,29 @@
 A round trains a classifier on all episodes so far and, if it qualifies, a policy with its reward alone. Episodes of
 that policy, which no classifier has seen, show how often it is rewarded without a success. Where that is too often,
 they join the data with the simulator's labels, and the next round begins with both anew.
+
+A round's folder has its `data`, complete before the round begins and left alone from then on, its classifier, its
+policy (`rl`) and that policy's `episodes`. Whatever is there is of the same settings and data, or it is refused.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from dataclasses import asdict, dataclass
 from math import isnan
 from pathlib import Path
 from typing import Any
 
+from vlmrm.data.comparisons import data_fingerprint
 from vlmrm.errors import ConfigError
 from vlmrm.files import make_folder, write_file, write_json
 from vlmrm.frames.checkpoint import load_classifier, read_config
 from vlmrm.frames.collecting import collect, summarise
 from vlmrm.frames.evaluation import evaluate
 from vlmrm.frames.qualification import episodes_needed, upper_bound
-from vlmrm.frames.rl import PolicyRun, check_hyperparameters, train_policies
+from vlmrm.frames.rl import PolicyRun, check_hyperparameters, episodes_folder, train_policies
 from vlmrm.frames.settings import CollectSettings, EnvironmentSettings, LoopSettings, RLSettings, TrainSettings
 from vlmrm.frames.training import train_classifier
 from vlmrm.frames.trajectory import trajectory_paths
@@ -31,6 +37,8 @@ OWN |= {"min_precision"}
 OWN_POLICY = {"env", "env_options", "success", "sources", "seeds", "reward", "output_dir", "episodes_dir"}
 LABELS = ("positive", "negative")
 CHECKPOINT = "reward_model.safetensors"
+SETTINGS = "settings.json"
+FREE = {"rounds", "output_dir"}  # settings with which a loop may go on
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,8 @@ def run_loop(settings: LoopSettings) -> list[Round]:
     """Run rounds until one holds, and write loop.json and loop.md; an interrupted loop goes on where it was.
 
     Raises:
-        ConfigError: for settings that contradict each other, or that the loop decides itself.
+        ConfigError: for settings that contradict each other, that the loop decides itself, or that are not those of
+            the loop in `output_dir`.
     """
     for name, own in (("train", OWN), ("policy", OWN_POLICY)):
         if taken := sorted(own & set(getattr(settings, name))):
@@ -68,26 +77,50 @@ def run_loop(settings: LoopSettings) -> list[Round]:
     classifier_settings(settings, 1)
     check_hyperparameters(policy_settings(settings, 1))
     make_folder(settings.output_dir)
+    _keep_settings(settings)
     say(summarise(collect(_collect_settings(settings, settings.demonstrator, settings.episodes, 2 * settings.seed))))
     if settings.random_episodes:
         say(summarise(collect(_collect_settings(settings, "random", settings.random_episodes, 2 * settings.seed + 1))))
     rounds: list[Round] = []
     for number in range(1, settings.rounds + 1):
+        if rounds:
+            _gather(settings, number)
         rounds.append(_round(settings, number))
         write_json(settings.output_dir / "loop.json", {"rounds": [asdict(one) for one in rounds]})
         write_file(settings.output_dir / "loop.md", markdown(rounds))
         say(markdown(rounds))
         if rounds[-1].reason is None or rounds[-1].policy is None:  # it holds, or there are no episodes to learn from
             break
-        _add_episodes(settings, number)
     return rounds
+
+
+def _keep_settings(settings: LoopSettings) -> None:
+    """Write the settings of a new loop; ConfigError if an earlier one in the folder has others."""
+    file = settings.output_dir / SETTINGS
+    now = settings.model_dump(mode="json", exclude=FREE)
+    if not file.exists():
+        write_json(file, now)
+    before = json.loads(file.read_text(encoding="utf-8"))
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            raise ConfigError(
+                f"{settings.output_dir} holds a loop with {name} {before.get(name)}, which is now {now.get(name)}: "
+                "leave it as it was, or choose another output_dir."
+            )
 
 
 def _round(settings: LoopSettings, number: int) -> Round:
     training = classifier_settings(settings, number)
-    # One that an interrupted loop has finished is not trained again, on data that have grown since.
-    finished = training.output_checkpoint.is_file() and not Path(f"{training.output_checkpoint}.training").exists()
-    config = read_config(training.output_checkpoint) if finished else train_classifier(training).config
+    checkpoint = training.output_checkpoint
+    if checkpoint.is_file() and not Path(f"{checkpoint}.training").exists():  # an interrupted loop finished it
+        config = read_config(checkpoint)
+        if config.data_fingerprint != data_fingerprint([str(training.positive_dir), str(training.negative_dir)]):
+            raise ConfigError(
+                f"{checkpoint} was trained on other episodes than {training.positive_dir.parent} has now: restore "
+                f"them, or delete {_folder(settings, number)} and the later rounds."
+            )
+    else:
+        config = train_classifier(training).config
     if not config.qualified:
         return Round(len(config.episodes), f"the classifier does not qualify: {config.unqualified_because}")
     [run] = train_policies(policy_settings(settings, number))
@@ -96,11 +129,8 @@ def _round(settings: LoopSettings, number: int) -> Round:
 
 
 def _figures(settings: LoopSettings, run: PolicyRun, number: int) -> PolicyFigures:
-    folder = _folder(settings, number)
-    folders = [folder / "episodes" / label for label in LABELS]
-    figures = evaluate(
-        load_classifier(folder / CHECKPOINT), [path for path in folders if trajectory_paths(path)]
-    ).metrics
+    folders = [folder for label in LABELS if trajectory_paths(folder := _episodes(settings, number, label))]
+    figures = evaluate(load_classifier(_folder(settings, number) / CHECKPOINT), folders).metrics
     return PolicyFigures(
         run.final,
         run.counts.rewarded,
@@ -132,11 +162,27 @@ def doubt(settings: LoopSettings, figures: PolicyFigures) -> str | None:
     return ", and ".join(reasons) or None
 
 
-def _add_episodes(settings: LoopSettings, number: int) -> None:
-    """Copy the episodes of a round's policy into the data."""
+def _gather(settings: LoopSettings, number: int) -> None:
+    """Make the data of a round: those of the round before, and the episodes of its policy."""
+    data = _folder(settings, number) / "data"
+    if data.exists():
+        return
+    partial = data.with_name("data.partial")
+    shutil.rmtree(partial, ignore_errors=True)
     for label in LABELS:
-        for path in trajectory_paths(_folder(settings, number) / "episodes" / label):
-            shutil.copyfile(path, settings.output_dir / "data" / label / path.name)
+        make_folder(partial / label)
+        for folder in (_data(settings, number - 1, label), _episodes(settings, number - 1, label)):
+            for path in trajectory_paths(folder):
+                _link(path, partial / label / path.name)
+    partial.rename(data)
+
+
+def _link(path: Path, other: Path) -> None:
+    """Give a file, which is never changed, another name; copy it where the file system has no links."""
+    try:
+        os.link(path, other)
+    except OSError:
+        shutil.copyfile(path, other)
 
 
 def _environment(settings: LoopSettings) -> dict[str, Any]:
@@ -144,7 +190,7 @@ def _environment(settings: LoopSettings) -> dict[str, Any]:
 
 
 def _collect_settings(settings: LoopSettings, policy: str, episodes: int, seed: int) -> CollectSettings:
-    data = {f"{label}_dir": settings.output_dir / "data" / label for label in LABELS}
+    data: dict[str, Any] = {f"{label}_dir": _data(settings, 1, label) for label in LABELS}
     data |= settings.model_dump(include={"image_keys", "crop"})
     reward = {"collect_data": True, "data_collection": data, "reward_model": {"image_size": settings.image_size}}
     content = {**_environment(settings), "policy": policy, "episodes": episodes, "seed": seed, "reward": reward}
@@ -154,7 +200,7 @@ def _collect_settings(settings: LoopSettings, policy: str, episodes: int, seed: 
 def classifier_settings(settings: LoopSettings, number: int) -> TrainSettings:
     """Return how the classifier of a round is trained, on all episodes so far."""
     return TrainSettings(
-        **{f"{label}_dir": settings.output_dir / "data" / label for label in LABELS},
+        **{f"{label}_dir": _data(settings, number, label) for label in LABELS},
         output_checkpoint=_folder(settings, number) / CHECKPOINT,
         image_key=tuple(settings.image_keys),
         image_size=settings.image_size,
@@ -184,6 +230,14 @@ def policy_settings(settings: LoopSettings, number: int) -> RLSettings:
 
 def _folder(settings: LoopSettings, number: int) -> Path:
     return settings.output_dir / f"round-{number}"
+
+
+def _data(settings: LoopSettings, number: int, label: str) -> Path:
+    return _folder(settings, number) / "data" / label
+
+
+def _episodes(settings: LoopSettings, number: int, label: str) -> Path:
+    return episodes_folder(policy_settings(settings, number), "learned", settings.seed) / label
 
 
 def markdown(rounds: list[Round]) -> str:

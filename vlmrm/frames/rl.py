@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, astuple, dataclass, field
@@ -141,7 +142,7 @@ def _train_policy(trial: Trial) -> PolicyRun:
             random_rate = success_rate(trial, _random_actions(trial))
             policy.learn(trial.settings.total_steps, callback=evaluations)
     if trial.settings.episodes_dir is not None:
-        collect_episodes(trial, policy, trial.settings.episodes_dir)
+        collect_episodes(trial, policy, episodes_folder(trial.settings, trial.source, trial.seed))
     suspects = audit.suspects() if audit else []
     records = [suspect.record() for suspect in suspects]
     run = PolicyRun(trial.source, trial.seed, random_rate, evaluations.points, records, trial.folder)
@@ -192,9 +193,18 @@ def play(env: VecEnv, act: Act) -> np.ndarray:
     return succeeded
 
 
+def episodes_folder(settings: RLSettings, source: RewardSource, seed: int) -> Path:
+    """Return the folder in `episodes_dir` for the episodes of one policy."""
+    return (settings.episodes_dir or settings.output_dir) / f"{source}-seed{seed}"
+
+
 def collect_episodes(trial: Trial, policy: BaseAlgorithm, folder: Path) -> None:
-    """Store `evaluation_episodes` more episodes of a policy in `folder/positive` and `folder/negative`."""
+    """Store `evaluation_episodes` more episodes of a policy in `folder/positive` and `folder/negative`.
+
+    They replace those of an interrupted run.
+    """
     count = trial.settings.evaluation_episodes
+    shutil.rmtree(folder, ignore_errors=True)
     env = trial.environments(count, DEMONSTRATION, True, stop_at_success=False)
     collector = RewardDataCollector(
         env, folder / "positive", folder / "negative", trial.images.image_keys, environment=trial.settings.env

@@ -181,7 +181,7 @@ class TrainSettings(Strict, frozen=True):
         "Share of failed episodes with a frame above the threshold: 95 % sure not to be exceeded.", 0.5, gt=0, lt=1
     )
     min_precision: float = _option(
-        "Share of the held-out frames above the threshold that are successes.", 0.9, ge=0, le=1
+        "Share of the frames above the threshold that are successes: 95 % sure not to be less.", 0.9, ge=0, le=1
     )
     num_workers: int = _option("Processes that read frames.", 0, ge=0)
     bf16: bool = _option("Compute in bfloat16.", False)
@@ -237,7 +237,7 @@ class RLSettings(EnvironmentSettings):
     evaluate_every: int = Field(10_000, ge=1)  # steps
     evaluation_episodes: int = Field(50, ge=1)
     output_dir: Path = Path("./frames_rl")
-    episodes_dir: Path | None = None  # for as many more episodes of each policy, as `frames collect` stores them
+    episodes_dir: Path | None = None  # for as many more episodes of each policy, in a folder SOURCE-seedN of its own
     reward: FrameRewardSettings = Field(default_factory=FrameRewardSettings)
 
     @model_validator(mode="after")
