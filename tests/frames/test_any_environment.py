@@ -270,7 +270,9 @@ def test_the_loop_goes_round_with_a_declared_success_and_a_demonstrator_of_ones_
     settings = validate(LoopSettings, content, "the test")
     [played] = run_loop(settings)
     assert played.episodes == 11 and policy_settings(settings, 1).success == content["success"]
-    assert {file.metadata["environment"] for file in open_folder(Path("loop/data/positive"))} == {"CartPole-v1"}
+    assert {file.metadata["environment"] for file in open_folder(Path("loop/round-1/data/positive"))} == {
+        "CartPole-v1"
+    }
     with pytest.raises(ConfigError, match="policy has success, which the loop itself decides"):
         run_loop(validate(LoopSettings, content | {"policy": {"success": "terminated"}}, "the test"))
 

@@ -38,7 +38,7 @@ class Brightness:
     def scores(self, images):
         """The brightness of the first pixel; blue ones are novel."""
         frames = images["base_camera"]
-        return frames[:, 0, 0, 0] / 255, 2.0 * (frames[:, 2, 0, 0] > frames[:, 0, 0, 0])
+        return frames[:, 0, 0, 0] / 255, 2.0 * (frames[:, [2], 0, 0] > frames[:, [0], 0, 0])
 
 
 def told(*episodes: tuple[list[int], list[bool]]) -> SyncVectorEnv:

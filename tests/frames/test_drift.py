@@ -11,7 +11,7 @@ from squares import settings, square_trajectory, write_squares
 
 from vlmrm.errors import CheckpointError
 from vlmrm.frames.checkpoint import load_classifier, save_classifier
-from vlmrm.frames.drift import WINDOW, DriftWatch, Reference
+from vlmrm.frames.drift import LEAST, WINDOW, DriftWatch, Reference
 from vlmrm.frames.frame_reward import FrameScorer
 from vlmrm.frames.training import train_classifier
 
@@ -37,24 +37,37 @@ def test_the_novelty_is_scipys_mahalanobis_distance_over_the_held_out_frames_99t
         return np.array([mahalanobis(point, covariance.location_, covariance.precision_) for point in points])
 
     expected = distances(new) / np.quantile(distances(held_out), 0.99)
-    assert fitted.novelty(torch.from_numpy(new)[:, None]).numpy() == pytest.approx(expected, rel=1e-4)
+    assert fitted.novelty(torch.from_numpy(new)[:, None]).numpy()[:, 0] == pytest.approx(expected, rel=1e-4)
     assert (fitted.novelty(torch.from_numpy(held_out)[:, None]) > 1).float().mean() == pytest.approx(0.01, abs=0.002)
 
 
-def test_the_farthest_camera_counts():
+def test_each_camera_counts_by_itself():
     generator = torch.Generator().manual_seed(0)
     known, held_out = torch.randn(400, 2, 3, generator=generator), torch.randn(200, 2, 3, generator=generator)
     fitted = Reference.fit(known, held_out, np.ones(200))
     usual = torch.zeros(1, 2, 3)
+    assert (fitted.novelty(usual) < 1).all()
     for camera in range(2):
         strange = usual.clone()
         strange[0, camera] = 9.0
-        assert fitted.novelty(usual) < 1 < fitted.novelty(strange)
+        assert (fitted.novelty(strange) > 1).tolist() == [[camera == 0, camera == 1]]
+    assert (fitted.novelty(held_out).amax(1) > 1).float().mean() == pytest.approx(0.01, abs=0.005)
+
+
+@pytest.mark.parametrize("frames", [2, 50])
+def test_an_encoder_that_says_the_same_of_all_frames_has_a_reference_too(frames):
+    same = torch.ones(frames, 1, 6)
+    fitted = Reference.fit(same, same, np.ones(frames))
+    assert (fitted.novelty(same) == 0).all() and (fitted.novelty(same + 0.1) > 1).all()
+
+
+def watching(doubt=0.0, cameras=("front",), name="the classifier"):
+    return DriftWatch(reference(doubt)[0], cameras, name)
 
 
 def test_frames_that_are_unlike_are_warned_of_once(caplog):
-    watch = DriftWatch(reference()[0], "the classifier")
-    like, unlike = np.linspace(0, 1.01, WINDOW), np.full(WINDOW, 1.5)
+    watch = watching()
+    like, unlike = np.linspace(0, 1.01, WINDOW)[:, None], np.full((WINDOW, 1), 1.5)
     sure = np.full(WINDOW, 0.999)
     watch.update(like, sure)
     assert not caplog.records
@@ -66,11 +79,28 @@ def test_frames_that_are_unlike_are_warned_of_once(caplog):
     assert "100% of the last 4095 frames are unlike its training's" in warning.getMessage()
 
 
-def test_doubtful_probabilities_are_warned_of_where_held_out_ones_were_not(caplog):
-    novelty, doubtful = np.zeros(WINDOW), np.full(WINDOW, 0.5)
-    DriftWatch(reference(doubt=0.95)[0], "a doubting classifier").update(novelty, doubtful)
+@pytest.mark.parametrize(("frames", "said"), [(LEAST - 1, False), (LEAST, True)])
+def test_the_last_look_is_at_fewer_frames(caplog, frames, said):
+    watch = watching()
+    watch.update(np.full((frames, 1), 1.5), np.full(frames, 0.999))
     assert not caplog.records
-    DriftWatch(reference(doubt=0.05)[0], "a sure classifier").update(novelty, doubtful)
+    watch.look()
+    assert (f"100% of the last {frames} frames are unlike" in caplog.text) == said
+
+
+def test_the_camera_that_shows_something_new_is_named(caplog):
+    watch = watching(cameras=("front", "wrist"))
+    novelty = np.tile([0.5, 1.5], (WINDOW, 1))
+    watch.update(novelty, np.full(WINDOW, 0.999))
+    [warning] = caplog.records
+    assert "frames of wrist are unlike" in warning.getMessage()
+
+
+def test_doubtful_probabilities_are_warned_of_where_held_out_ones_were_not(caplog):
+    novelty, doubtful = np.zeros((WINDOW, 1)), np.full(WINDOW, 0.5)
+    watching(doubt=0.95).update(novelty, doubtful)
+    assert not caplog.records
+    watching(doubt=0.05).update(novelty, doubtful)
     assert "where 5% of the held-out ones were" in caplog.text
 
 

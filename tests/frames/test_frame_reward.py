@@ -43,7 +43,7 @@ class Eye:
         frames = images["base_camera"]
         assert frames.dtype == np.uint8 and frames.shape[1:] == (3, 2, 2)
         self.batches.append(len(frames))
-        return frames[:, 0, 0, 0] / 255, np.full(len(frames), np.nan)
+        return frames[:, 0, 0, 0] / 255, np.full((len(frames), 1), np.nan)
 
 
 def clocks(*brightness, mode=AutoresetMode.SAME_STEP, where="info"):

@@ -227,17 +227,25 @@ def test_settings_are_checked_before_anything_runs(planted, tmp_path, changes, w
     assert not stub.calls and not (tmp_path / "loop").exists()
 
 
+def test_one_that_is_accepted_all_the_same_teaches_a_policy_but_does_not_hold(planted, tmp_path):
+    stub = planted(GOOD, GOOD, qualified=False)
+    with pytest.raises(BelowThreshold, match="holds: the classifier does not qualify: it knows nothing"):
+        looped(tmp_path, rounds=2, reward_model={"accept_unqualified": True})
+    assert stub.calls.count("policy") == 2 and [one["episodes"] for one in rounds_of(tmp_path)] == [12, 17]
+
+
 def test_a_policy_that_is_never_rewarded_is_not_believed():
     figures = loop.PolicyFigures(0.0, 0, 0, float("nan"), 0.0, failed_episodes=50, false_fires=0)
-    assert loop.doubt(loop.LoopSettings(env="Acrobot-v1"), figures) == "its policy's episodes are never rewarded"
+    assert loop.doubts(loop.LoopSettings(env="Acrobot-v1"), figures) == ["its policy's episodes are never rewarded"]
 
 
 def test_failed_episodes_that_are_rewarded_count_only_if_there_are_enough():
     settings = loop.LoopSettings(env="Acrobot-v1")
     few = loop.PolicyFigures(0.9, 100, 1, 0.99, 0.97, failed_episodes=3, false_fires=1)
-    assert loop.doubt(settings, few) is None
+    assert loop.doubts(settings, few) == []
     many = loop.PolicyFigures(0.1, 100, 1, 0.99, 0.97, failed_episodes=20, false_fires=12)
-    assert "12 of 20 failed episodes are rewarded" in (loop.doubt(settings, many) or "")
+    [doubt] = loop.doubts(settings, many)
+    assert "12 of 20 failed episodes are rewarded" in doubt
 
 
 @pytest.mark.parametrize("name", ["frames_loop", "frames_loop_cartpole"])

@@ -95,6 +95,16 @@ def test_ppo_with_each_source_of_reward_writes_the_comparison(tmp_path, checkpoi
     assert not (tmp_path / "rl" / "success-seed0" / "audit.png").exists()
 
 
+def test_a_classifier_that_does_not_qualify_is_named_under_the_comparison(tmp_path, checkpoint):
+    model = small_classifier(image_size=(3, 16, 16))
+    update = {"qualified": False, "unqualified_because": "its AUC is 0.510"}
+    save_classifier(checkpoint, model, model.spec.model_copy(update=update))
+    configuration = settings(tmp_path, checkpoint, total_steps=64, reward_model={"accept_unqualified": True})
+    for _ in range(2):  # a finished run is read
+        summary = write_comparison(train_policies(configuration), configuration)
+        assert markdown(summary).endswith("\nThe classifier does not qualify as a reward: its AUC is 0.510.\n")
+
+
 def test_sac_with_a_learned_reward(tmp_path, checkpoint):
     small = {"learning_starts": 20, "batch_size": 16, "buffer_size": 500}
     [run] = train_policies(

@@ -65,6 +65,7 @@ def summarise(runs: Sequence[PolicyRun], settings: RLSettings) -> dict[str, Any]
         "seeds": settings.seeds,
         "evaluation_episodes": settings.evaluation_episodes,
         "random_success_rate": float(np.mean([run.random_success_rate for run in runs])),
+        "unqualified_because": next((run.unqualified_because for run in runs if run.unqualified_because), None),
         "sources": sources,
     }
 
@@ -86,6 +87,8 @@ def markdown(summary: dict[str, Any]) -> str:
             false = f"{rewards['false_positives']:,}" + ("" if share is None else f" ({share:.2%})")
             counts = f"{rewards['rewarded']:,} | {false} | {rewards['missed']:,}"
         lines.append(f"| {NAMES[source]} | {rate} | {counts} |")
+    if summary["unqualified_because"]:
+        lines += ["", f"The classifier does not qualify as a reward: {summary['unqualified_because']}."]
     return "\n".join(lines) + "\n"
 
 

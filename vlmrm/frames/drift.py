@@ -9,6 +9,7 @@ to be measured on the policy's episodes.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,8 @@ logger = logging.getLogger("vlmrm")
 
 QUANTILE = 0.99  # of the held-out distances: a frame beyond it is novel
 WINDOW = 2048  # frames between two looks
+LEAST = 128  # frames of a last look, at the end
+FLOOR = 1e-12  # of a feature's variance: an encoder may say the same of all frames
 NOVEL = 0.1  # share of novel frames that is warned of, where 0.01 is expected
 DOUBT = (0.1, 0.9)  # a probability between them is in doubt,
 MORE_DOUBT = 0.1  # and so much larger a share of them is warned of
@@ -41,18 +44,20 @@ class Reference:
 
         fits = [LedoitWolf().fit(camera.double().numpy()) for camera in training.unbind(1)]
         mean = torch.from_numpy(np.stack([fit.location_ for fit in fits])).float()
-        precision = torch.from_numpy(np.stack([fit.precision_ for fit in fits]))
+        floor = FLOOR * np.eye(training.shape[2])
+        precision = torch.from_numpy(np.stack([np.linalg.inv(fit.covariance_ + floor) for fit in fits]))
         doubt = torch.tensor(in_doubt(probabilities).mean(), dtype=torch.float32)
         unscaled = cls(mean, torch.linalg.cholesky(precision).float(), torch.ones(()), doubt)
-        return replace(unscaled, limit=torch.quantile(unscaled.novelty(held_out), QUANTILE))
+        farthest = unscaled.novelty(held_out).amax(1)
+        return replace(unscaled, limit=torch.quantile(farthest, QUANTILE).clamp(min=FLOOR))
 
     def to(self, device: torch.device) -> Reference:
         return Reference(*(value.to(device) for value in vars(self).values()))
 
     def novelty(self, features: Tensor) -> Tensor:
-        """Return the distances of features [N, K, D], the farthest camera's, in units of the limit: [N]."""
+        """Return the distances of features [N, K, D] in units of the limit, by camera: [N, K]."""
         whitened = torch.einsum("nkd,kde->nke", features.float() - self.mean, self.whitening)
-        return torch.linalg.vector_norm(whitened, dim=2).amax(1) / self.limit
+        return torch.linalg.vector_norm(whitened, dim=2) / self.limit
 
 
 def in_doubt(probabilities: np.ndarray) -> np.ndarray:
@@ -60,29 +65,45 @@ def in_doubt(probabilities: np.ndarray) -> np.ndarray:
 
 
 class DriftWatch:
-    """Counts novel frames and doubtful probabilities, and warns once of each that becomes frequent."""
+    """Counts novel frames and doubtful probabilities, and warns once of each that becomes frequent.
 
-    def __init__(self, reference: Reference, name: object):
-        self._expected, self._name = float(reference.doubt), name
-        self._frames = self._novel = self._doubtful = 0
+    Args:
+        cameras: their K names, by which it says which one shows what is new.
+        name: of the classifier.
+    """
+
+    def __init__(self, reference: Reference, cameras: Sequence[str], name: object):
+        self._expected, self._cameras, self._name = float(reference.doubt), cameras, name
         self._warned: set[str] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._frames = self._doubtful = 0
+        self._novel = np.zeros(len(self._cameras), dtype=np.int64)
 
     def update(self, novelty: np.ndarray, probabilities: np.ndarray) -> None:
-        """Count frames: their novelty [N] and probabilities [N]."""
+        """Count frames: their novelty [N, K] and probabilities [N]."""
         self._frames += len(novelty)
-        self._novel += int((novelty > 1).sum())
+        self._novel += (novelty > 1).sum(axis=0)
         self._doubtful += int(in_doubt(probabilities).sum())
         if self._frames >= WINDOW:
-            self._look()
-            self._frames = self._novel = self._doubtful = 0
+            self.look()
 
-    def _look(self) -> None:
-        novel, doubt = self._novel / self._frames, self._doubtful / self._frames
-        if novel > NOVEL:
-            self._warn("novel", f"{novel:.0%} of the last {self._frames} frames are unlike its training's")
-        if doubt > self._expected + MORE_DOUBT:
-            text = f"{doubt:.0%} of the last {self._frames} probabilities are between {DOUBT[0]} and {DOUBT[1]}"
-            self._warn("doubt", f"{text}, where {self._expected:.0%} of the held-out ones were")
+    def look(self) -> None:
+        """Warn of what is frequent among the frames since the last look, if there are enough of them."""
+        if self._frames >= LEAST:
+            for camera, count in zip(self._cameras, self._novel, strict=True):
+                if count > NOVEL * self._frames:
+                    where = f" of {camera}" if len(self._cameras) > 1 else ""
+                    share = f"{count / self._frames:.0%} of the last {self._frames} frames"
+                    self._warn(f"novel{where}", f"{share}{where} are unlike its training's")
+            if self._doubtful > (self._expected + MORE_DOUBT) * self._frames:
+                share = f"{self._doubtful / self._frames:.0%} of the last {self._frames} probabilities"
+                doubted = (
+                    f"are between {DOUBT[0]} and {DOUBT[1]}, where {self._expected:.0%} of the held-out ones were"
+                )
+                self._warn("doubt", f"{share} {doubted}")
+        self._begin()
 
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned:

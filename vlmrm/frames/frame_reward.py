@@ -57,8 +57,9 @@ class FrameReward(VectorWrapper):
         if scorer is not None:
             _refuse_unqualified(scorer.config, settings, scorer.path)
         self.scorer = scorer or FrameScorer.open(settings)
-        self._watch = DriftWatch(self.scorer.reference, self.scorer.path) if self.scorer.reference else None
         self._keys = self.scorer.config.image_keys
+        reference = self.scorer.reference
+        self._watch = DriftWatch(reference, self._keys, self.scorer.path) if reference else None
         shown = env.metadata.get("crop")
         if shown is not None and shown != self.scorer.config.crop:
             raise ConfigError(
@@ -103,9 +104,15 @@ class FrameReward(VectorWrapper):
             "frame_reward": learned,
             "env_reward": np.array(as_array(env_reward)),
         }
-        values["frame_novelty"] = novelty
+        values["frame_novelty"] = novelty.max(axis=1)
         present = {f"_{name}": np.ones(self.num_envs, dtype=bool) for name in values}
         return observation, reward, terminations, truncations, {**info, **values, **present}
+
+    def close(self, **kwargs: Any) -> None:
+        """Say what has drifted since the last look, and close the environments."""
+        if self._watch is not None:
+            self._watch.look()
+        super().close(**kwargs)
 
     def _images(self, observation: Any, info: Mapping[str, Any], ended: np.ndarray) -> dict[str, np.ndarray]:
         """Return the frames of the states that the step led to, uint8 [N,C,H,W] by camera."""
@@ -219,13 +226,16 @@ class FrameScorer:
         return self.scores(images)[0]
 
     def scores(self, images: Mapping[str, np.ndarray | Tensor]) -> tuple[np.ndarray, np.ndarray]:
-        """Return `probabilities`, and how unlike the training's the frames are [N] (see `Reference.novelty`)."""
+        """Return `probabilities`, and how unlike the training's the frames of each camera are [N,K].
+
+        See `Reference.novelty`; NaN if the checkpoint does not know that.
+        """
         inputs = {key: self._input(key, frames) for key, frames in images.items()}
         with torch.inference_mode():
             encoded = self.model.encode(inputs)
             probabilities = expit(self.model.decide(encoded).cpu().double().numpy())
             if self.reference is None:
-                return probabilities, np.full(len(probabilities), np.nan)
+                return probabilities, np.full((len(probabilities), len(self.config.image_keys)), np.nan)
             return probabilities, self.reference.novelty(self.model.features(encoded)).cpu().double().numpy()
 
     def _input(self, key: str, frames: np.ndarray | Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Round:
 
     episodes: int
     reason: str | None
-    policy: PolicyFigures | None = None  # None if the classifier did not qualify
+    policy: PolicyFigures | None = None  # None if the classifier did not qualify, and was not accepted all the same
 
 
 def run_loop(settings: LoopSettings) -> list[Round]:
@@ -121,11 +121,14 @@ def _round(settings: LoopSettings, number: int) -> Round:
             )
     else:
         config = train_classifier(training).config
-    if not config.qualified:
-        return Round(len(config.episodes), f"the classifier does not qualify: {config.unqualified_because}")
-    [run] = train_policies(policy_settings(settings, number))
+    policy = policy_settings(settings, number)
+    reasons = [] if config.qualified else [f"the classifier does not qualify: {config.unqualified_because}"]
+    if reasons and not policy.reward.reward_model.accept_unqualified:
+        return Round(len(config.episodes), *reasons)
+    [run] = train_policies(policy)
     figures = _figures(settings, run, number)
-    return Round(len(config.episodes), doubt(settings, figures), figures)
+    reasons += doubts(settings, figures)
+    return Round(len(config.episodes), ", and ".join(reasons) or None, figures)
 
 
 def _figures(settings: LoopSettings, run: PolicyRun, number: int) -> PolicyFigures:
@@ -142,8 +145,8 @@ def _figures(settings: LoopSettings, run: PolicyRun, number: int) -> PolicyFigur
     )
 
 
-def doubt(settings: LoopSettings, figures: PolicyFigures) -> str | None:
-    """Return why the policy's rewards are not to be believed."""
+def doubts(settings: LoopSettings, figures: PolicyFigures) -> list[str]:
+    """Return why the policy's rewards are not to be believed; nothing if they are."""
     reasons = []
     if isnan(figures.precision):
         reasons.append("its policy's episodes are never rewarded")
@@ -159,7 +162,7 @@ def doubt(settings: LoopSettings, figures: PolicyFigures) -> str | None:
             f"{figures.false_fires} of {figures.failed_episodes} failed episodes are rewarded, perhaps {fires:.0%} of "
             f"all such, where max_false_fires is {settings.max_false_fires:.0%}"
         )
-    return ", and ".join(reasons) or None
+    return reasons
 
 
 def _gather(settings: LoopSettings, number: int) -> None:

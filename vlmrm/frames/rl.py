@@ -96,6 +96,7 @@ class PolicyRun:
     points: list[Point]
     suspects: list[dict[str, float | int | bool]]
     folder: Path
+    unqualified_because: str | None = None  # of its classifier, which was used all the same
 
     @property
     def final(self) -> float:
@@ -145,7 +146,7 @@ def _train_policy(trial: Trial) -> PolicyRun:
         collect_episodes(trial, policy, episodes_folder(trial.settings, trial.source, trial.seed))
     suspects = audit.suspects() if audit else []
     records = [suspect.record() for suspect in suspects]
-    run = PolicyRun(trial.source, trial.seed, random_rate, evaluations.points, records, trial.folder)
+    run = trial.run(random_rate, evaluations.points, records)
     _write_run(run, trial, policy, suspects)
     return run
 
@@ -273,6 +274,10 @@ class Trial:
     def file(self) -> Path:
         """The file that a finished run writes last."""
         return self.folder / "run.json"
+
+    def run(self, random_rate: float, points: list[Point], suspects: list[dict[str, float | int | bool]]) -> PolicyRun:
+        doubt = self.scorer.config.unqualified_because if self.scorer and self.source != "success" else None
+        return PolicyRun(self.source, self.seed, random_rate, points, suspects, self.folder, doubt)
 
     @property
     def images(self) -> ClassifierConfig | FrameRewardSettings:
@@ -463,4 +468,4 @@ def _read_run(trial: Trial) -> PolicyRun:
         values = ", ".join(f"{name} {settings.get(name)!r}, not {expected.get(name)!r}" for name in differing)
         raise ConfigError(f"{trial.folder} is a run with {values}: choose another output_dir, or delete it.")
     logger.info("%s was trained before", trial.folder)
-    return PolicyRun(trial.source, trial.seed, random_rate, points, suspects, trial.folder)
+    return trial.run(random_rate, points, suspects)

@@ -273,7 +273,8 @@ class LoopSettings(EnvironmentSettings):
         demonstrator: the policy of the first episodes, as `policy` of `vlmrm frames collect`.
         train: options of `vlmrm frames train`, but for folders and files.
         policy: keys of `vlmrm frames rl`, but for the environment, `sources`, `reward` and folders.
-        reward_model: how the classifier rewards the policy (see `RewardModelSettings`).
+        reward_model: how the classifier rewards the policy (see `RewardModelSettings`). With `accept_unqualified` one
+            that does not qualify teaches a policy too, whose episodes join the data; its round does not hold.
     """
 
     demonstrator: str = "scripted"
