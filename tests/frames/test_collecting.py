@@ -164,6 +164,10 @@ def test_a_demonstrator_who_never_succeeds_is_warned_of(tmp_path, caplog):
     assert not caplog.messages
     collect(settings(tmp_path, episodes=2, max_steps=1))
     assert "no episode has a success so far: raise max_steps" in caplog.text
+    caplog.clear()
+    never = {"env": "CartPole-v1", "success": "reward > 9", "policy": "random"}  # a threshold that nothing reaches
+    collect(settings(tmp_path / "cart", episodes=1, max_steps=1, **never))
+    assert "or check success" in caplog.text
 
 
 def test_continuous_actions_can_be_random(tmp_path):

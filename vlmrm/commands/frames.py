@@ -320,6 +320,39 @@ def progress(
 
 
 @app.command
+@needs("train", "labelling episodes")
+def label(
+    *folders: Path,
+    model: str,
+    above: float,
+    positive_dir: Path,
+    negative_dir: Path,
+    task: str | None = None,
+    image_key: str | None = None,
+) -> None:
+    """Write episodes with the labels of a judge in place of their own; an interrupted labelling goes on.
+
+    Args:
+        folders: Folders of trajectories.
+        model: A trained reward model, the address of a service, or a YAML file of one reward, such as a judge.
+        above: A frame is a success where its score, of that frame alone, is higher.
+        positive_dir: Folder for the episodes with a success.
+        negative_dir: Folder for the others.
+        task: The instruction of trajectories that do not say theirs.
+        image_key: The camera. Default: the first.
+    """
+    from vlmrm.frames.labelling import label_episodes, summarise
+    from vlmrm.frames.progress import open_prefix_scorer
+    from vlmrm.frames.trajectory import open_folder
+
+    if not folders:
+        raise ConfigError("there is nothing to label: name folders of trajectories.")
+    files = [file for folder in folders for file in open_folder(folder)]
+    options = {"judge": model, "above": above, "task": task, "image_key": image_key}
+    say(summarise(label_episodes(open_prefix_scorer(model), files, positive_dir, negative_dir, **options)))
+
+
+@app.command
 @needs("frames", "training on frames")
 def train(*, settings: Annotated[TrainSettings, Parameter(name="*", consume_multiple=True)]) -> None:
     """Train a classifier of success on labelled frames, and keep its best epoch on held-out episodes.

@@ -86,7 +86,8 @@ def collect(settings: CollectSettings) -> Collected:
             _play(collector, settings, policy, seeds, bar)
     seconds = time.perf_counter() - started
     written = [open_trajectory(path) for paths in collector.written.values() for path in paths]
-    if written and not trajectory_paths(data.positive_dir):
+    failures_are_wanted = settings.policy == "random" and settings.success is None
+    if written and not failures_are_wanted and not trajectory_paths(data.positive_dir):
         logger.warning("no episode has a success so far: raise max_steps, choose another policy, or check success")
     return Collected(
         collector.written[True],

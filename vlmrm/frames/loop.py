@@ -124,7 +124,7 @@ def _round(settings: LoopSettings, number: int) -> Round:
     policy = policy_settings(settings, number)
     reasons = [] if config.qualified else [f"the classifier does not qualify: {config.unqualified_because}"]
     if reasons and not policy.reward.reward_model.accept_unqualified:
-        return Round(len(config.episodes), *reasons)
+        return Round(len(config.episodes), reasons[0])
     [run] = train_policies(policy)
     figures = _figures(settings, run, number)
     reasons += doubts(settings, figures)
