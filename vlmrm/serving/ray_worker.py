@@ -160,10 +160,9 @@ class RayWorker(WorkerProcess):
             return await asyncio.wait_for(starting, spec.load_timeout)
         except TimeoutError:
             raise WorkerDied(f"had no place in Ray's cluster in {spec.load_timeout:g} s") from None
-        except ConfigError as error:
-            raise CannotLoad(f"cannot be started by Ray: {error}") from error
-        except (RayError, WorkerDied) as error:
-            raise WorkerDied(f"cannot be started by Ray: {_reason(error)}") from error
+        except (ConfigError, WorkerDied, RayError) as error:
+            kind = CannotLoad if isinstance(error, ConfigError) else WorkerDied
+            raise kind(f"cannot be started by Ray: {_reason(error)}") from error
 
     def _kill(self) -> None:
         self.process.kill()
@@ -179,4 +178,6 @@ def _connect(address: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    # What was raised in the actor is its `cause`: the text of the error itself is a traceback with addresses.
+    text = str(getattr(error, "cause", error)).strip()
+    return text.splitlines()[0] if text else type(error).__name__
