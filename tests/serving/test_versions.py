@@ -13,9 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from services import ATTENTIVE, Gate, eventually, fake, in_loop, queued, rewards, running, served
 
+from vlmrm import load_scorer
 from vlmrm.errors import RewardError
+from vlmrm.modeling import write_complete
 from vlmrm.scoring.remote import AsyncRemoteScorer
 from vlmrm.serving.backend import QueueAway
 from vlmrm.serving.revision import DIGITS
@@ -470,23 +473,34 @@ async def test_what_no_process_can_follow_is_said_and_nothing_ends(redis_server,
 
 
 @in_loop
-async def test_a_remote_scorer_may_demand_a_revision(tiny_reward_model, tmp_path):
-    copy = shutil.copytree(tiny_reward_model, tmp_path / "models" / "copy")
-    reward = {"reward_type": "vlm_reward", "model_path": str(tiny_reward_model), "device": "cpu"}
+async def test_a_remote_scorer_may_demand_a_revision_of_weights_that_are_updated_in_place(tiny_reward_model, tmp_path):
+    folder = shutil.copytree(tiny_reward_model, tmp_path / "model")
+    reward = {"reward_type": "vlm_reward", "model_path": str(folder), "device": "cpu"}
     question = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-    with served(reward, admin_token="operator", model_roots=[str(tmp_path / "models")]) as url:
+    with served(reward, admin_token="operator") as url:
         async with AsyncRemoteScorer(url) as scorer:
-            [score] = await scorer.score([question])
+            before = await scorer.score([question])
             revision = scorer.digest
+        double_scores(folder)
         async with AsyncRemoteScorer(url, revision=revision) as scorer:
-            assert await scorer.score([question]) == pytest.approx([score], abs=1e-6)
             client = scorer._client
             for path in ("sleep", "wake"):
                 assert (await client.post(f"/v1/rewards/vlm_reward/{path}", headers=ADMIN)).status_code == 200
-            body = {"model": str(copy)}
+            assert await scorer.score([question]) == pytest.approx(before, abs=1e-6)
+            body = {"model": str(folder)}
             changed = await client.put("/v1/rewards/vlm_reward/model", json=body, headers=ADMIN)
             assert changed.status_code == 200, changed.text
             with pytest.raises(RewardError, match="is not served"):
                 await scorer.score([question])
         async with AsyncRemoteScorer(url) as scorer:
-            assert await scorer.score([question]) == pytest.approx([score], abs=1e-6)
+            after = await scorer.score([question])
+    assert after == pytest.approx(load_scorer(folder, device="cpu").score([question]), abs=1e-5)
+    assert after != pytest.approx(before, abs=1e-3)
+
+
+def double_scores(checkpoint: Path) -> None:
+    """Doubles the weights of the head, in the same files."""
+    for file in checkpoint.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({name: 2 * value if "score" in name else value for name, value in tensors.items()}, file)
+    write_complete(checkpoint, world_size=1, step=0)

@@ -25,7 +25,7 @@ from vlmrm.serving.worker_spec import RayPlacement, WorkerSpec
 logger = logging.getLogger("vlmrm")
 
 CHUNK_BYTES = 8 * 2**20  # in one call of the actor
-PLACED_S = 15.0  # for a place in the cluster, after which the log says what is waited for
+PLACED_S = 15.0  # for the cluster, and for a place in it, after which the log says what is waited for
 CONNECTING = threading.Lock()
 
 
@@ -129,7 +129,9 @@ class RayWorker(WorkerProcess):
 
         placement = spec.ray
         try:
-            await run_sync(_connect, placement.address)
+            connecting = asyncio.ensure_future(run_sync(_connect, placement.address))
+            await _say_if_long(connecting, "a worker waits until the Ray cluster at %s answers", placement.address)
+            await connecting
             options = {"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus}
             if placement.runtime_env:
                 options["runtime_env"] = placement.runtime_env
@@ -152,10 +154,8 @@ class RayWorker(WorkerProcess):
 
         python = "" if spec.python == sys.executable else spec.python
         starting = asyncio.wrap_future(actor.start.remote(python, vlmrm.__version__).future())
-        done, _ = await asyncio.wait({starting}, timeout=PLACED_S)
-        if not done:
-            place = (placement.num_cpus, placement.num_gpus)
-            logger.info("a worker waits until Ray has a place with %g CPUs and %g GPUs for it", *place)
+        place = (placement.num_cpus, placement.num_gpus)
+        await _say_if_long(starting, "a worker waits until Ray has a place with %g CPUs and %g GPUs for it", *place)
         try:
             return await asyncio.wait_for(starting, spec.load_timeout)
         except TimeoutError:
@@ -166,6 +166,13 @@ class RayWorker(WorkerProcess):
 
     def _kill(self) -> None:
         self.process.kill()
+
+
+async def _say_if_long(work: asyncio.Future[Any], message: str, *arguments: object) -> None:
+    """Wait until work is done, or log what is waited for once that takes long."""
+    done, _ = await asyncio.wait({work}, timeout=PLACED_S)
+    if not done:
+        logger.warning(message, *arguments)
 
 
 def _connect(address: str) -> None:
