@@ -41,6 +41,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from vlmrm.batching.media import DistinctMedia, Grid, Media, as_images, grids_of, in_order
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
+from vlmrm.modeling.aligned import align
 from vlmrm.modeling.experts import tokens_of_vision_experts, touch_vision_experts
 from vlmrm.modeling.families import BY_MODEL_TYPE, Family, existing_parts, family_of
 from vlmrm.modeling.features import EncoderOutput, Features, assemble, split
@@ -101,7 +102,9 @@ class RewardModel(PreTrainedModel):
             self.score_hidden = head.hidden_layers(width)
         self.score = Float32Linear([width, *head.hidden][-1], 1, bias=head.bias)
         touch_vision_experts(self)
-        attend_by_segments(self.model, existing_parts(self.model, self.family.towers))
+        towers = existing_parts(self.model, self.family.towers)
+        attend_by_segments(self.model, towers)
+        align(towers)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
