@@ -365,6 +365,34 @@ async def test_a_worker_that_dies_in_its_sleep_takes_no_memory_until_it_is_woken
 
 
 @in_loop
+async def test_a_service_that_has_what_is_wanted_leaves_its_workers_alone(tmp_path, monkeypatch):
+    async with serving(tmp_path, limits={"silence": 0.5}) as (service, client):
+        follow, rounds = service.versions._refresh, []
+
+        async def counted(name):
+            rounds.append(name)
+            await follow(name)
+
+        monkeypatch.setattr(service.versions, "_refresh", counted)
+        [replica] = service.replicas["weights"]
+        monkeypatch.setattr(replica, "_run_turns", None)  # would raise
+        await eventually(lambda: len(rounds) > 5)
+        assert score_of(await ask(client)) == 1 and not replica.restarts and not service.errors
+
+
+@in_loop
+async def test_a_change_that_is_under_way_when_the_service_stops_leaves_no_worker(tmp_path):
+    gate = Gate(tmp_path)
+    async with serving(tmp_path) as (_, client):
+        two = model(tmp_path / "models", "two", 2.0)
+        Path(two, "wait").write_text(gate.prompt)
+        change = asyncio.create_task(put(client, two))
+        await gate.reached()
+    assert not Path(f"/proc/{gate.worker}").exists()
+    change.cancel()
+
+
+@in_loop
 async def test_what_runs_when_a_reward_shall_sleep_is_finished_first(tmp_path):
     gate = Gate(tmp_path)
     async with serving(tmp_path) as (service, client):

@@ -307,6 +307,7 @@ class Service:
             loop.cancel()
         if self._loops:
             await asyncio.wait(self._loops, timeout=STOPPING_S)
+        await self.versions.stop()
         await self.registry.unregister()
         await self.backend.stop()
 

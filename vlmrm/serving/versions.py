@@ -134,6 +134,7 @@ class Versions:
         self._retries: dict[str, tuple[str, float, float]] = {}  # the id that failed, when to try again, the pause
         self._differences: dict[str, Difference] = {}
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # What is asked for -----------------------------------------------------------------------------------------------
 
@@ -176,7 +177,20 @@ class Versions:
 
     async def sleep(self, name: str, asleep: bool) -> None:
         """Free the accelerator's memory of the reward's workers, or fill it again, as `change` does."""
-        await _to_its_end(self._sleep(name, asleep))
+        await self._to_its_end(self._sleep(name, asleep))
+
+    async def stop(self) -> None:
+        """Give up changes that are under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do work that goes on where its caller is cancelled."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
 
     def _check_allowed(self, name: str, model: str) -> None:
         """Raise CannotSwitch unless a model is the configured one, or the operator allows it."""
@@ -204,7 +218,7 @@ class Versions:
         if name in self._changing:
             raise CannotSwitch(f"the model of {name} is being changed: try again once it is done.")
         self._changing.add(name)
-        await _to_its_end(self._change(name, request, expected))
+        await self._to_its_end(self._change(name, request, expected))
 
     async def _change(self, name: str, request: ModelRequest, expected: str) -> None:
         try:
@@ -233,7 +247,8 @@ class Versions:
 
     async def _apply_sleep(self, name: str) -> None:
         asleep = self._wanted[name].asleep
-        await _all(replica.sleep() if asleep else replica.wake() for replica in self._replicas[name])
+        others = (replica for replica in self._replicas[name] if replica.asleep != asleep)
+        await _all(replica.sleep() if asleep else replica.wake() for replica in others)
 
     async def _apply(self, name: str, wanted: Wanted, request: ModelRequest) -> None:
         """Load the model in workers of its own, prove it, and switch all replicas of this process to them."""
@@ -386,11 +401,6 @@ async def _all(work: Iterable[Awaitable[T]], undo: Callable[[T], Awaitable[None]
                 await asyncio.gather(*map(undo, done))
             raise error
     return done
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do work that goes on where its caller is cancelled."""
-    await asyncio.shield(asyncio.ensure_future(work))
 
 
 async def _stop(candidate: Candidate) -> None:
