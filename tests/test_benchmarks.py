@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from conversations import rated
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import BENCHMARKS, flops, harness
+from benchmarks import BENCHMARKS, flops, harness, watching
 from benchmarks.contest import Contest
 from benchmarks.flickr8k import prompt_swapper
+from benchmarks.serving.overload import Reply, rows
 from benchmarks.shapes import Pair, candidates, configuration, training
 from vlmrm.conversation import Message
 
@@ -220,3 +222,22 @@ def test_swapped_prompts_are_other_prompts():
         changed = swap(row)
         assert changed.prompt != row.prompt
         assert changed.answers == row.answers and changed.judgements == row.judgements
+
+
+def test_clients_of_an_overloaded_service_that_get_no_answer_have_waited_for_it():
+    answered, refused, silent = Reply(200, 0.01), Reply(503, 0.02), Reply(0, 10.0)
+    calm = rows([answered] * 90 + [refused] * 10, [answered] * 100, [answered] * 100, 5.0, 9.0, 10.0)
+    assert [round(one["measured"], 3) for one in calm] == [1.0, 20.0, 1.0, 5.0]
+    found = rows([answered] * 90 + [silent] * 10, [answered] * 90 + [silent] * 10, [answered] * 100, 5.0, 9.0, 10.0)
+    assert [round(one["measured"], 3) for one in found] == [1.0, 10_000.0, 1000.0, 5.0]
+    assert (found[0]["unanswered"], found[2]["answered"]) == (10, 90)
+
+
+def test_a_long_silence_is_all_the_probes_that_were_due_in_it(monkeypatch):
+    """Else one wait of a second among a hundred quick answers would be no part of the 99th percentile."""
+    monkeypatch.setattr(watching, "_probe", lambda port: 1.05)
+    parent, child = multiprocessing.Pipe()
+    parent.send(None)
+    watching.watch(child, 0, os.getpid())
+    parent.recv()
+    assert [round(waited) for waited in parent.recv().health] == list(range(1050, 0, -100))

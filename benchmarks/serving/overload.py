@@ -85,13 +85,14 @@ def rows(
 ) -> list[Row]:
     answered = [reply.seconds for reply in loaded if reply.status == 200]
     timely = sum(seconds < TIMELY_S for seconds in answered)
-    refused = [reply.seconds for reply in loaded if reply.status == 503]
+    # Whoever has had no answer has waited for it.
+    refused = [reply.seconds for reply in loaded if reply.status in (0, 503)]
     counts = {
         "answered": len(answered),
-        "refused": len(refused),
-        "without": len(loaded) - len(answered) - len(refused),
+        "refused": sum(reply.status == 503 for reply in loaded),
+        "unanswered": sum(reply.status == 0 for reply in loaded),
+        "failed": sum(reply.status not in (0, 200, 503) for reply in loaded),
     }
-    others = [reply.seconds for reply in other if reply.status == 200]
     return [
         row("overload", timely / seconds / rate, "of capacity", at_least=GOODPUT, capacity_per_s=rate, **counts)
         | {"answered_p99_ms": _p99_ms(answered)},
@@ -99,14 +100,19 @@ def rows(
         *([row("overload_refusals", _p99_ms(refused), "ms at p99", at_most=REFUSED_MS)] if refused else []),
         row(
             "overload_other",
-            _p99_ms(others) / _p99_ms([reply.seconds for reply in alone]),
+            _p99_ms(_waited(other)) / _p99_ms(_waited(alone)),
             "x alone at p99",
             at_most=OTHER,
-            answered=len(others),
+            answered=sum(reply.status == 200 for reply in other),
             of=len(other),
         ),
         row("health_p99", health, "ms", at_most=HEALTH_MS),
     ]
+
+
+def _waited(replies: Sequence[Reply]) -> list[float]:
+    """Return how long each client waited for its score: who was refused or had no answer, all its patience."""
+    return [reply.seconds if reply.status == 200 else PATIENCE_S for reply in replies]
 
 
 def _p99_ms(seconds: Sequence[float]) -> float:
