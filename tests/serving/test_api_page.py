@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import html
 import json
+import pickle
 import re
-import shlex
+import shutil
+import subprocess
 
-from services import fake, in_loop, rewards, running
+import httpx2 as httpx
+import pytest
+from services import fake, in_loop, running, served
+
+from vlmrm.serving.pages import example_call
 
 CHARACTERS = fake("people", "fake_reward.Characters")
-NO_JSON = ("verl_omni", "enqueue", "pull")  # whose examples are of files and ids of one's own
 
 
 @in_loop
@@ -29,33 +35,31 @@ async def test_the_page_loads_nothing_from_elsewhere_and_needs_the_token():
     assert linked <= set(re.findall(r'id="(\w+)"', page)) and {"RewardRequest", "ErrorResponse"} <= linked
 
 
-@in_loop
-async def test_every_example_on_the_page_is_answered():
-    async with running(CHARACTERS) as (_, client):
-        await rewards(client, "until it is ready")
-        page = (await client.get("/docs")).text
-        commands = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
-        asked = set()
-        for command in commands:
-            words = shlex.split(unescape(command), comments=True)
-            assert words[:1] == ["curl"] and words[1].startswith("http://localhost/"), command
-            if "VLMRM_ADMIN_TOKEN" in command:
-                assert words[1].startswith("http://localhost/v1/rewards/people/")
-                continue
-            if words[1].endswith(NO_JSON):
-                continue
-            if "-d" in words:
-                answer = await client.post(words[1], json=json.loads(words[words.index("-d") + 1]))
-            else:
-                answer = await client.request("POST" if "-X" in words else "GET", words[1])
-            assert answer.status_code == 200, (command, answer.text)
-            asked.add(words[1].removeprefix("http://localhost"))
-        document = (await client.get("/openapi.json")).json()
-    left = {path for path in document["paths"] if "{" not in path and not path.endswith(NO_JSON)} - asked
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl calls")
+def test_every_example_on_the_page_is_answered_as_it_stands_there(tmp_path):
+    """In a shell, one after the other, as whoever pastes them would run them."""
+    with served(CHARACTERS, listen=0) as url:
+        page = httpx.get(f"{url}/docs", timeout=300).text
+        commands = [html.unescape(one) for one in re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)]
+        document = httpx.get(f"{url}/openapi.json", timeout=300).json()
+        paths = [re.findall(rf"{url}(\S+)", command)[0] for command in commands]
+        own = [command for command in commands if "VLMRM_ADMIN_TOKEN" not in command]
+        lines = [f"echo MARK {paths[commands.index(command)]}\n{command}\necho" for command in own]
+        script = 'curl() { command curl --fail-with-body -sS --max-time 60 "$@" || echo FAILED; }\n' + "\n".join(lines)
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    answers = dict(part.split("\n", 1) for part in done.stdout.split("MARK ")[1:])
+    assert done.stderr == "" and len(answers) == len(own)
+    for path, answer in answers.items():
+        assert "FAILED" not in answer and not re.search(r'"errors?": ?[^\s\[{n]|"errors":\[\{"', answer), (
+            path,
+            answer,
+        )
+    assert pickle.loads((tmp_path / "answer.pickle").read_bytes()) == {"scores": [1.8]}
+    assert json.loads(answers["/api/reward/pull"])["scores"] == {"people": [1.8]}
+    left = {path for path in document["paths"] if "{" not in path} - set(paths)
     assert left == {"/v1/score", "/v1/rerank", "/v2/rerank", "/api/reward/ping"}  # other names of what was asked
 
 
-def unescape(text: str) -> str:
-    for mark, sign in {"&#34;": '"', "&#39;": "'", "&lt;": "<", "&gt;": ">", "&amp;": "&"}.items():
-        text = text.replace(mark, sign)
-    return text
+def test_examples_of_operators_are_of_their_methods():
+    assert example_call("post", "/v1/rewards/a/rollback", "http://b", "a", "").endswith("/rollback \\\n  -X POST")
+    assert "-X PUT" in example_call("put", "/v1/rewards/a/model", "http://b", "a", "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 import re
 import secrets
 from pathlib import Path
@@ -23,10 +25,15 @@ POLICY = (
 TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 RENDERED = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
 RANKED = {"query": "2 + 2?", "documents": ["4", "5"]}
-# Bodies of requests by the end of their route; of those that are no JSON, curl's words.
+SQUARE = "iVBORw0KGgoAAAANSUhEUgAAACAAAAAgAQAAAABbAUdZAAAAEUlEQVR42mP8z8DAwMQwaAkAswEBP25AfJYAAAAASUVORK5CYII="
+PICKLE = base64.b64encode(pickle.dumps({"images": [base64.b64decode(SQUARE)], "prompts": ["a square"]}, 4)).decode()
+HEADER = b"{'descr': '|u1', 'fortran_order': False, 'shape': (1, 4, 4, 3)}\n"
+NPY = base64.b64encode(b"\x93NUMPY\x01\x00" + bytes([len(HEADER), 0]) + HEADER + bytes(4 * 4 * 3)).decode()
+TENSOR = '{"prompts": ["a square"], "reward_fn": {"NAME": 1}, "media_type": "image"}'
+# Bodies of requests by the end of their route; of those that are no JSON, a command in which CALL is curl's.
 EXAMPLES: dict[str, Any] = {
     "/v1/rewards": {"transform": "zscore", "items": [{"group": 1, "prompt": "2 + 2?", "response": "4"}]},
-    "/compute": {"prompt": ["2 + 2?"], "response": ["4"]},
+    "/compute": {"prompt": ["a square"], "image": [SQUARE]},
     "/get_reward": {"query": ["2 + 2?4"], "prompts": ["2 + 2?"], "labels": [{"prompt": "2 + 2?"}]},
     "/v1/score/evaluation": {"messages": [RENDERED]},
     "/remote_rm": {"prompt": "2 + 2?", "response": "4", "label": None},
@@ -36,15 +43,15 @@ EXAMPLES: dict[str, Any] = {
     "/score": {"queries": "2 + 2?", "documents": ["4", "5"]},
     "/rerank": RANKED,
     "/predict": {"inputs": [["2 + 2?", "4"]], "raw_scores": True},
-    "/unirl/score": {"requests": [{"history": [{"text": "2 + 2?"}, {"text": "4"}], "required_rewards": ["NAME"]}]},
-    "/verl_omni": "--data-binary @request.pickle --output answer.pickle",
+    "/unirl/score": {
+        "requests": [{"history": [{"text": "a square", "image_b64": SQUARE}], "required_rewards": ["NAME"]}]
+    },
+    "/verl_omni": f"echo {PICKLE} | base64 -d |\n  CALL --data-binary @- --output answer.pickle",
     "/model": {"model": "/models/next"},
-    "/sleep": "",
-    "/wake": "",
-    "/api/reward/ping": "",
-    "/api/reward/pin": "",
-    "/api/reward/enqueue": "--data-binary @request.bin  # JSON, a line end, the tensor as .npy",
-    "/api/reward/pull": "-d uuid=UUID -d type=NAME",
+    "/api/reward/enqueue": (
+        f"answer=$({{ echo '{TENSOR}'; echo {NPY} | base64 -d; }} |\n  CALL -s --data-binary @-)\necho $answer"
+    ),
+    "/api/reward/pull": "CALL -d uuid=$(echo $answer | cut -d '\"' -f 4) -d type=NAME",
 }
 
 
@@ -76,7 +83,7 @@ def api_page(document: dict[str, Any], url: str, reward: str, *, guarded: bool) 
 
 
 def example_body(path: str, reward: str) -> Any:
-    """Return the body of an example request to a path: a JSON tree, or the words of curl; None where there is none."""
+    """Return the body of an example request to a path: a JSON tree, or a command with CALL; None for none."""
     found = next((end for end in sorted(EXAMPLES, key=len, reverse=True) if path.endswith(end)), None)
     return None if found is None else json.loads(json.dumps(EXAMPLES[found]).replace('"NAME"', json.dumps(reward)))
 
@@ -86,14 +93,13 @@ def example_call(method: str, path: str, url: str, reward: str, token: str) -> s
     words = [f"curl {url}{path}"]
     if token:
         words.append(f'-H "Authorization: Bearer ${token}"')
-    if method not in ("get", "post"):
-        words.append(f"-X {method.upper()}")
     body = example_body(path, reward) if method != "get" else None
-    if isinstance(body, str):
-        words.append(body.replace("NAME", reward) or "-X POST")
-    elif body is not None:
+    if method not in ("get", "post") or (method == "post" and body is None):
+        words.append(f"-X {method.upper()}")
+    if not isinstance(body, str | None):
         words.append(f"-H 'Content-Type: application/json' -d '{json.dumps(body, ensure_ascii=False)}'")
-    return " \\\n  ".join(words)
+    call = " \\\n  ".join(words)
+    return body.replace("CALL", call).replace("NAME", reward) if isinstance(body, str) else call
 
 
 def _page(template: str, **content: Any) -> HTMLResponse:
