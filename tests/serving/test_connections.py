@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import resource
 import socket
 import weakref
@@ -140,3 +141,44 @@ async def test_a_connection_that_has_ended_leaves_no_garbage():
     finally:
         gc.enable()
         listener.close()
+
+
+@in_loop
+async def test_a_body_in_thousands_of_tiny_chunks_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(server, "PIECES", 100)
+
+    async def answer(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    head = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for chunk, status in ((b"1\r\nx\r\n", b"400"), (b"64\r\n%s\r\n" % bytes(100), b"200")):
+        protocol, sink = connected(answer)
+        protocol.data_received(head + chunk * 200 + b"0\r\n\r\n")
+        while not sink.written:
+            await asyncio.sleep(0)
+        assert sink.written.startswith(b"HTTP/1.1 " + status)
+        assert sink.closing == (status == b"400")
+        if sink.closing:
+            assert json.loads(sink.written.partition(b"\r\n\r\n")[2])["error"]["message"].startswith(
+                "the body came in over 100 pieces of 1 bytes on average"
+            )
+        protocol.connection_lost(None)
+
+
+@in_loop
+async def test_requests_before_an_answer_are_all_answered_but_not_read_ahead():
+    async def answer(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    protocol, sink = connected(answer)
+    protocol.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 3)
+    states = []
+    while sink.written.count(b"200 OK") < 3:
+        await asyncio.sleep(0)
+        states.append((sink.written.count(b"200 OK"), protocol.flow.read_paused))
+    assert (1, True) in states and (1, False) not in states and states[-1] == (3, False)
+    protocol.connection_lost(None)

@@ -25,7 +25,8 @@ from vlmrm.errors import ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.logs import start_log
 from vlmrm.serving.app import create_app
-from vlmrm.serving.middleware import connection_limit
+from vlmrm.serving.errors import error_response
+from vlmrm.serving.middleware import HEADER_BYTES, connection_limit
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import load_settings, validate_settings
 from vlmrm.serving.telemetry import set_log_format
@@ -38,8 +39,9 @@ DRAIN_S = 60  # for accepted jobs when the service is told to stop
 # Clients' pools keep connections for up to a minute; the client should be the one that closes first.
 KEEP_ALIVE_S = 75
 GC_THRESHOLDS = (700, 10, 10_000)  # Python's own, but full collections a thousand times rarer
-HEADER_BYTES = 64 * 2**10
 HEADER_S = 15.0
+READ_BYTES = 64 * 2**10  # at a time: all that is in them is parsed in one go
+PIECES, PIECE_BYTES = 4096, 64  # of a body: that many may be shorter on average
 OPEN_FILES = 65_536  # that are asked for: libraries that try all numbers of files stay quick
 DISCARDED_BYTES = 16 * 2**20  # of a refused body, so that its sender can read the answer before it is cut off
 WRITE_S = 60.0  # for a client to take some of its answer
@@ -183,7 +185,8 @@ relies_on(
     HttpToolsProtocol,
     *("send_400_response", "connection_made", "connection_lost", "data_received"),
     *("on_message_begin", "on_headers_complete", "on_body", "on_response_complete", "pause_writing", "resume_writing"),
-    attributes=("loop", "transport", "connections", "cycle"),
+    *("_unsupported_upgrade_warning",),
+    attributes=("loop", "transport", "connections", "cycle", "pipeline", "flow"),
 )
 
 
@@ -191,6 +194,7 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     """A connection that is closed when a request's headers take longer than `HEADER_S`, or exceed `HEADER_BYTES`.
 
     So is one that goes on sending a refused body, or does not read its answer. uvicorn itself would wait without end.
+    A body in thousands of tiny chunks, which cost far more to parse than to send, is refused.
     """
 
     warned = -math.inf  # when it was logged that connections are too many
@@ -198,10 +202,13 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     _writing: asyncio.TimerHandle | None = None
     _read = 0  # bytes of the headers so far
     _discarded = 0  # bytes of the body that came after the answer
+    _pieces = _received = 0  # of the body, and their bytes
+    _fault = "what came is no request of HTTP/1.1: send one."
     idle_since = math.inf  # inf while a request is answered
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.max_size = READ_BYTES  # asyncio's own is 256 KiB
         self.idle_since = self.loop.time()
         self._start_timer()
         if len(self.connections) > connection_limit():
@@ -230,16 +237,27 @@ class HeaderLimitProtocol(HttpToolsProtocol):
             self.transport._read_ready_cb = None  # ty: ignore[invalid-assignment]
 
     def data_received(self, data: bytes) -> None:
+        timer = self._timer
         super().data_received(data)
-        if self._timer is None:
+        if timer is None or self._timer is not timer:  # no headers, or such as have begun in this piece
             return
         self._read += len(data)
         if self._read > HEADER_BYTES:
-            self.send_400_response("The headers are too large.")
+            self._fault = f"the headers are over the limit of {HEADER_BYTES} bytes: send fewer, or shorter ones."
+            self.send_400_response(self._fault)
+
+    def send_400_response(self, msg: str) -> None:
+        response = error_response(self._fault, "InvalidRequest", 400, {"Connection": "close"})
+        headers = b"".join(b"%s: %s\r\n" % header for header in response.raw_headers)
+        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n%s\r\n%s" % (headers, response.body))
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        pass  # RequestMiddleware refuses it where it would matter
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._discarded = 0
+        self._discarded = self._pieces = self._received = 0
         if self._timer is None:  # a further request of a kept connection
             self._start_timer()
 
@@ -249,6 +267,14 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._pieces += 1
+        self._received += len(body)
+        if self._pieces > PIECES and self._received < PIECE_BYTES * self._pieces:
+            self._fault = (
+                f"the body came in over {PIECES} pieces of {self._received / self._pieces:.0f} bytes on average: send "
+                "it with a Content-Length, or in larger chunks."
+            )
+            raise ValueError(self._fault)  # ends the parser's work, upon which `send_400_response` is called
         super().on_body(body)
         if self.cycle.response_complete:
             self._discarded += len(body)
@@ -258,6 +284,8 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
         super().on_response_complete()
+        if self.pipeline:  # uvicorn reads on, and would hold what comes
+            self.flow.pause_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()
