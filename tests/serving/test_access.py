@@ -165,6 +165,8 @@ async def test_pages_of_other_sites_cannot_ask():
 async def test_every_error_is_one_sentence_in_one_form():
     limits = {"max_body_bytes": 2000, "max_items": 3, "body_timeout": 0.2}
     long = {"Content-Type": "application/json"}
+    gzip = {"Content-Encoding": "gzip"}
+    h2c = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c"}
 
     async def endless():
         while True:
@@ -182,6 +184,15 @@ async def test_every_error_is_one_sentence_in_one_form():
             (await client.post("/v1/rewards", json={"itms": [], "x": 1}), 422, "itms (did you mean items?), and 2"),
             (await client.post("/v1/rewards", json={}), 422, "items is missing."),
             (await client.post("/v1/rewards", json=[]), 422, "the body: "),
+            (await client.post("/v1/rewards", json={"items": [{"group": True}]}), 422, "items.0.group: Input"),
+            (await client.post("/rerank", json={"query": "a", "documents": [1]}), 422, "documents.0: Input should be"),
+            (await client.post("/predict", json={"inputs": "a", "raw": 1}), 422, "unknown key raw."),
+            (await client.post("/get_reward", json={"query": ["a"], "label": [1]}), 422, "(did you mean labels?)"),
+            (await client.post("/remote_rm", json={"prompt": "a", "respons": "b"}), 422, "(did you mean response?)"),
+            (await client.post("/v1/rewards?timeout=3", json={}), 400, "?timeout of the address would not be read"),
+            (await client.post("/v1/rewards", json={}, headers=gzip), 415, "the Content-Encoding"),
+            (await client.post("/v1/rewards", json={}, headers=h2c), 400, "an upgrade to h2c: send it in HTTP/1.1"),
+            (await client.post("/v1/rewards", json={}, headers={"X": "x" * 2**16}), 431, "over the limit of 65536"),
             (await client.post("/v1/rewards", content=b"{}"), 422, "send it as Content-Type: application/json."),
             (await client.post("/v1/rewards", content=b'{"a": 1,', headers=long), 400, "the JSON is broken at char"),
             (await rewards(client, *"abcd"), 400, "there are 4 items: send between 1 and 3"),

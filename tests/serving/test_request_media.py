@@ -69,7 +69,12 @@ async def test_forms_that_are_none_are_refused_in_a_sentence():
         (form(("cat", png())), "the form has no part request: send the JSON as one."),
         (form(("request", b"{}"), ("a", b"1"), ("a", b"2")), "the form has two parts called 'a'"),
         (form(("request", b'{"items": [}')), "the JSON is broken at character 11"),
-        (form(("request", b"{}"), ("request", b"{}")), "the form cannot be read: Too many fields"),
+        (form(("request", b"{}"), ("request", b"{}")), "the form has two parts called 'request'"),
+        (
+            form(("request", request(image="attachment:a")), ("a", png()), ("b", png())),
+            "the file 'b', to which no",
+        ),
+        ({"data": {"request": "{}", "model": "length"}, "files": {"a": b"1"}}, "the field 'model', which is no file"),
         ({"content": b"--", "headers": {"Content-Type": "multipart/form-data"}}, "Missing boundary"),
         ({"content": b"junk", "headers": {"Content-Type": "multipart/form-data; boundary=x"}}, "the form"),
     ]

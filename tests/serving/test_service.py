@@ -13,7 +13,7 @@ from vlmrm.conversation import Outcome
 from vlmrm.serving.backend import Job, Overloaded, QueueAway
 from vlmrm.serving.gateway import Gateway
 from vlmrm.serving.revision import revision_of
-from vlmrm.serving.service import LARGE_BYTES, NotServing, Service
+from vlmrm.serving.service import NotServing, Service
 
 
 @in_loop
@@ -27,8 +27,8 @@ async def test_scores_come_in_request_order():
 @in_loop
 async def test_large_requests_are_made_into_jobs_elsewhere_and_scored_alike():
     async with running() as (_, client):
-        answer = await rewards(client, "x" * (LARGE_BYTES + 1), "y")
-    assert [one["score"] for one in answer.json()["data"]] == [LARGE_BYTES + 1, 1]
+        answer = await rewards(client, "x" * (2**20 + 1), "y")
+    assert [one["score"] for one in answer.json()["data"]] == [2**20 + 1, 1]
 
 
 @in_loop

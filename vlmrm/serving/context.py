@@ -16,14 +16,14 @@ class RequestContext:
         client: whose fair share it counts against.
         arrived: of `time.monotonic`.
         deadline: of `time.monotonic`, after which its client waits no longer.
-        body_bytes: of the whole body.
+        is_small: whether its body is read, checked and hashed in a millisecond or two, which a thread would take too.
         wanted: the revision that must compute its scores; "" for any.
         revisions: those that did, by reward, for a header of the answer.
     """
 
     client: str = ""
     deadline: float = math.inf
-    body_bytes: float = math.inf
+    is_small: bool = True
     wanted: str = ""
     revisions: dict[str, str] = field(default_factory=dict)
     arrived: float = field(default_factory=time.monotonic)

@@ -20,6 +20,7 @@ The body is `{"error": {"message", "type"}}`, one sentence without paths, secret
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -144,13 +145,37 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     """Name the first error of the body, never its content, and how many more there are."""
     assert isinstance(error, RequestValidationError)
     # FastAPI's locations begin with "body".
-    errors = [{**problem, "loc": problem["loc"][1:] or ("the body",)} for problem in error.errors()]
+    errors = one_of_each([{**problem, "loc": problem["loc"][1:]} for problem in error.errors()], error.body)
     if errors[0]["type"] == "model_attributes_type" and "json" not in request.headers.get("content-type", "").lower():
         return error_response("the body is no JSON: send it as Content-Type: application/json.", "InvalidRequest", 422)
     field = getattr(request.scope.get("route"), "body_field", None)
     kind = None if field is None else model_in(field.field_info.annotation)
     more = f", and {len(errors) - 1} more" if errors[1:] else ""
     return error_response(f"{describe_errors(errors, kind)}{more}.", "InvalidRequest", 422)
+
+
+def one_of_each(errors: Sequence[Any], body: Any) -> list[Any]:
+    """Return pydantic's errors with one for each place, of the innermost value that fits no type of a union.
+
+    Args:
+        body: what was validated, in which the types of unions, that pydantic counts among the keys, are none.
+    """
+    found: dict[tuple[Any, ...], Any] = {}
+    for error in errors:
+        place, value = [], body
+        for part in error["loc"]:
+            try:
+                value = value[part]
+            except (KeyError, IndexError, TypeError):
+                if error["type"] != "missing" or part != error["loc"][-1]:
+                    continue
+            place.append(part)
+        kept = found.setdefault(tuple(place), {**error, "loc": tuple(place) or ("the body",)})
+        kind = error["msg"].removeprefix("Input should be ")
+        if kind not in kept["msg"]:
+            kept["msg"] += f" or {kind}"
+    outer = {place[:length] for place in found for length in range(len(place))}
+    return [error for place, error in found.items() if place not in outer]
 
 
 async def _form_error(request: Request, error: Exception) -> JSONResponse:

@@ -28,7 +28,6 @@ from vlmrm.serving.settings import RewardSettings
 from vlmrm.serving.tokens import is_allowed, require_token, token_of
 from vlmrm.serving.turns import TurnScheduler
 
-SMALL_BYTES = 64 * 2**10  # of a body whose media are read in a millisecond
 RETRY_S = 0.02  # between two tries to put a job into a full queue
 
 Input = TypeVar("Input")
@@ -103,7 +102,7 @@ class Gateway:
     async def written(self, inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
         """Return the item that `write` makes of each input, or why there is none."""
         # A thread would take longer than small bodies do, but files may be large.
-        if current_request().body_bytes < SMALL_BYTES and self.media.root is None:
+        if current_request().is_small and self.media.root is None:
             return _write_each(inputs, write)
         return await run_sync(_write_each, inputs, write)
 

@@ -44,14 +44,19 @@ class MediaResolver:
         self.limits, self.fetcher = limits, fetcher
         self.root = None if root is None else root.resolve()
         self.attachments: Mapping[str, bytes] = {}
+        self._read: set[str] = set()  # of the attachments
         # Pillow then refuses larger images itself before it decodes them; workers have a limit of their own.
         Image.MAX_IMAGE_PIXELS = limits.max_pixels
 
     def with_attachments(self, attachments: Mapping[str, bytes]) -> MediaResolver:
         """Return a copy for one request, whose files `attachment:NAME` refers to."""
         resolver = copy.copy(self)
-        resolver.attachments = attachments
+        resolver.attachments, resolver._read = attachments, set()
         return resolver
+
+    def unread(self) -> list[str]:
+        """Return the names of the attachments that nothing has referred to so far."""
+        return [name for name in self.attachments if name not in self._read]
 
     def conversation(self, conversation: Conversation) -> Conversation:
         """Return the conversation with its media as bytes.
@@ -110,6 +115,7 @@ class MediaResolver:
     def _attachment(self, name: str, kind: str) -> bytes:
         if name not in self.attachments:
             raise MediaError(f"{kind} is the attachment {name[:60]!r}, and the request has no file of that name")
+        self._read.add(name)
         return self.attachments[name]
 
     def _file(self, path: str, kind: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -28,6 +29,7 @@ CLIENT_ID = re.compile(r"[\w.\-]{1,64}", re.ASCII)
 LOCAL_NAME = re.compile(r"(localhost|[\w\-.]+\.localhost|[\d.]+|\[[\da-fA-F:.]+\])(:\d+)?", re.ASCII)
 OPEN = ("/health", "/ready")
 QUIET = ("/health", "/ready", "/metrics", "/v1/status")  # polled every few seconds: logged at the level of debugging
+HEADER_BYTES = 64 * 2**10  # of a request, its address among them
 HEADERS = [  # of every response
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -102,6 +104,8 @@ class RequestMiddleware:
             # Any token will do where the reward is named in the body: the route checks that it opens the reward.
             if not is_allowed(token, self.tokens) or not is_allowed(token, self._tokens_of(scope["path"])):
                 return response_to(unauthorized())
+        if (fault := _unread(scope, headers)) is not None:
+            return error_response(*fault)
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self.limits.max_body_bytes:
             return response_to(too_large(self.limits))
@@ -143,3 +147,22 @@ class RequestMiddleware:
             fields["refused"] = self._refused  # since the last such line
             self._refused, self._logged = 0, now
         logger.log(level, "request", extra={"fields": fields})
+
+
+def _unread(scope: Scope, headers: dict[bytes, bytes]) -> tuple[str, str, int] | None:
+    """Return the error of a request of which something would not be read; None where all is."""
+    size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(map(len, itertools.chain(*scope["headers"])))
+    if size > HEADER_BYTES:
+        return f"address and headers are {size} bytes, over the limit of {HEADER_BYTES}.", "InvalidRequest", 431
+    if scope["method"] != "POST":
+        return None
+    if scope["query_string"]:
+        name = scope["query_string"].partition(b"=")[0][:40].decode("latin-1")
+        return f"?{name} of the address would not be read: put it into the body.", "InvalidRequest", 400
+    coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if coding.lower() not in ("", "identity"):
+        return f"the body has the Content-Encoding {coding[:40]}: send it as it is.", "InvalidRequest", 415
+    if b"upgrade" in headers and b"upgrade" in headers.get(b"connection", b"").lower():
+        protocol = headers[b"upgrade"].decode("latin-1")[:40]
+        return f"the request asks for an upgrade to {protocol}: send it in HTTP/1.1 alone.", "InvalidRequest", 400
+    return None

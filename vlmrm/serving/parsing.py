@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import resource
 import socket
@@ -26,11 +27,14 @@ from vlmrm.settings import describe_errors
 Model = TypeVar("Model", bound=BaseModel)
 
 PROCESSES = 2
-LARGE_BYTES = 256 * 2**10  # which the event loop parses in 5 ms at most
+LARGE_BYTES = 256 * 2**10  # which the event loop parses in 5 ms at most, as it does
+MANY_VALUES = 10_000
+ENTRIES = 1024  # of a column, which are validated in some milliseconds
 LONG_TEXT = 4096  # characters, above which a text comes back beside the JSON, and is not parsed again
 PARSE_S = 30.0
 COPIES = 6  # of a body that a process may hold, as bytes, text, values, and the answer
 BASE_BYTES = 2**30  # of addresses that Python and its libraries take
+PIECE_BYTES = 2**20  # that are read at once
 LENGTH = struct.Struct(">Q")
 
 
@@ -46,10 +50,18 @@ class Parsers:
         """Return the value of a JSON text.
 
         Raises:
-            InvalidRequest: as `strict_json`.
+            InvalidRequest: as `strict_json`, and where a column has far more entries than a request may have items.
             TooLarge: when it takes too long, or too much memory.
         """
-        if len(body) < LARGE_BYTES:
+        value = await self._parsed(body)
+        most = max(self._limits.max_items, ENTRIES)
+        for name, column in value.items() if isinstance(value, dict) else ():
+            if isinstance(column, list) and len(column) > most:
+                raise InvalidRequest(f"{name[:60]} has {len(column)} entries: send {most} at most.")
+        return value
+
+    async def _parsed(self, body: bytes) -> Any:
+        if len(body) < LARGE_BYTES and body.count(b",") < MANY_VALUES:
             return strict_json(body, self._limits)
         async with self._free:
             process = self._idle.pop() if self._idle else _Process()
@@ -125,20 +137,19 @@ class _Process:
         self._socket.close()
 
 
-def _receive(channel: socket.socket) -> bytearray:
+def _receive(channel: socket.socket) -> bytes:
     """Return the next part; raises ConnectionError once the other end is closed."""
     [size] = LENGTH.unpack(_read(channel, LENGTH.size))
     return _read(channel, size)
 
 
-def _read(channel: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        if not (count := channel.recv_into(view)):
+def _read(channel: socket.socket, size: int) -> bytes:
+    data = io.BytesIO()
+    while left := size - data.tell():
+        if not (piece := channel.recv(min(left, PIECE_BYTES))):
             raise ConnectionError("the other end is closed")
-        view = view[count:]
-    return data
+        data.write(piece)
+    return data.getvalue()
 
 
 def _texts(value: Any) -> Any:
@@ -163,7 +174,7 @@ def main(descriptor: int) -> None:
             return
         body = _receive(channel)
         resource.setrlimit(resource.RLIMIT_AS, (given["memory"], resource.RLIM_INFINITY))  # over it the process ends
-        answer = pack(_answer(bytes(body), given["limits"]))
+        answer = pack(_answer(body, given["limits"]))
         del body
         channel.sendall(LENGTH.pack(len(answer)))
         channel.sendall(answer)

@@ -31,7 +31,6 @@ from vlmrm.serving.worker_spec import is_trained, worker_spec
 logger = logging.getLogger("vlmrm")
 
 DECODER = "[decode_args]"  # among the names of rewards in the registry, none of which is called so
-LARGE_BYTES = 2**20  # of a request, above which a thread makes the job, so that the event loop stays free
 WATCHED_S = 2.0  # between two looks at the depth of the queues
 POLL_S = 1.0  # between two looks whether any worker will load what a request waits for
 STOPPING_S = 10.0  # for workers to end, and to return their jobs to a queue that may be away
@@ -189,7 +188,10 @@ class Service:
         self._check_serving(reward)
         max_items, max_bytes = self.settings.queue_limits[reward]
         make = partial(self._make_job, reward, list(items), priority, self.info(reward).get("max_pixels"))
-        job = await run_sync(make) if _bytes(items) > LARGE_BYTES or _has_video(items) else make()
+        # Files of the service and images by URL may be large in a small request.
+        named = self.settings.media_root is not None or self.settings.allowed_hosts
+        small = current_request().is_small and not named and not _has_video(items)
+        job = make() if small else await run_sync(make)
         if len(items) > max_items or job.size > max_bytes:
             raise TooLarge(
                 f"a request of {len(items)} items in {job.size} bytes is over what the queue can hold, "
@@ -320,13 +322,6 @@ def make_backend(settings: ServiceSettings) -> Backend:
     from vlmrm.serving.redis_connection import RedisConnection
 
     return RedisBackend(RedisConnection.of(settings), settings.limits, settings.queue_limits)
-
-
-def _bytes(item: Any) -> int:
-    """Return about how many bytes of text and media an item has."""
-    if isinstance(item, (str, bytes)):
-        return len(item)
-    return sum(map(_bytes, children(item)))
 
 
 def _has_video(item: Any) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
+from pydantic import FailFast
 
 from vlmrm.serving.errors import STATUS, InvalidRequest
 from vlmrm.serving.service import TooLarge
@@ -19,6 +21,7 @@ from vlmrm.serving.settings import Limits
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 SHORT = 64  # characters, of which no image is made
+MANY_KEYS = 4096  # of one object, each of which may be an error of its own
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -77,10 +80,11 @@ def _check_structure(body: bytes, limits: Limits) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MANY_KEYS:
+        raise InvalidRequest(f"the JSON has an object of {len(pairs)} keys: {MANY_KEYS} are the most.")
     content = dict(pairs)
     if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise InvalidRequest(f"the JSON has the key {twice[:60]!r} twice in one object: send it once.")
     return content
 
@@ -94,6 +98,17 @@ def _finite(digits: str) -> float:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise InvalidRequest(f"the JSON has {name}, which JSON has no number for: leave it out or send null.")
+
+
+Entry = TypeVar("Entry")
+
+
+class _UpToTheFirstError(FailFast):
+    __hash__ = object.__hash__  # the types of a union are kept in a set
+
+
+Column = Annotated[list[Entry], _UpToTheFirstError()]
+"""A list of a request: to find and describe every error in a small body would stop the event loop for a second."""
 
 
 class _StrictRequest(Request):

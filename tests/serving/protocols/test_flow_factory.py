@@ -47,6 +47,18 @@ def test_an_image_may_be_a_data_uri(server):
     assert DataUris(f"{server}/characters")(["x", "yy"], image=[RED, BLUE]) == [pytest.approx(1.1), 1.2]
 
 
+def test_answers_in_words_are_scored_and_mistyped_keys_are_told(server):
+    client = FlowFactoryClient(f"{server}/characters")
+    body = {"prompt": ["a", "bb"], "response": ["ccc", ""]}
+    assert client.session.post(f"{client.url}/compute", json=body).json() == {"rewards": [0.4, 0.2]}
+    for body, told in (
+        ({"prompt": ["a"], "imge": ["b"]}, "unknown key imge (did you mean image?)."),
+        ({"prompt": ["a"], "response": []}, "there are 1 prompts but 0 of response."),
+    ):
+        assert client.session.post(f"{client.url}/compute", json=body).json() == {"error": told}
+    assert client.session.post(f"{client.url}/compute", json={"prompt": ["a"], "seed": 1}).json() == {"rewards": [0.1]}
+
+
 def test_a_request_is_one_group_to_a_reward_that_compares(server):
     assert FlowFactoryClient(f"{server}/group")(["p"] * 5, image=[RED] * 5) == [5] * 5
 

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import TypeVar
 
-from fastapi import Request
+from fastapi import Request, Response
+from pydantic import BaseModel
 
 from vlmrm.conversation import Conversation, Sample
 from vlmrm.errors import RowError, VlmrmError
@@ -101,6 +102,11 @@ def media_read(media: MediaResolver, sample: Sample) -> Sample:
         condition_images=tuple(map(media.image, sample.condition_images)),
         condition_videos=tuple(map(media.video, sample.condition_videos)),
     )
+
+
+def json_answer(answer: BaseModel) -> Response:
+    """Return an answer as a response, whose values FastAPI would check once more, of a thousand items for 0.1 s."""
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
 def probability(score: float) -> float:

@@ -22,24 +22,35 @@ from vlmrm.serving.gateway import gateway_of
 from vlmrm.serving.media import MediaResolver
 from vlmrm.serving.protocols.common import check_lengths, media_read, score_inputs
 from vlmrm.serving.service import NotServing, TooLarge, UnknownReward
+from vlmrm.serving.strict_json import Column
 from vlmrm.serving.worker.channel import redact_paths
+from vlmrm.settings import nearest
 
 
 class ComputeRequest(BaseModel):
     """B samples as columns; an image is base64 of a PNG file, or a data URI of one, a video the list of its frames.
 
-    Unknown keys are ignored, as clients may send more.
+    Its contract has servers ignore unknown keys; those that look like a typing error are refused.
     """
 
-    prompt: list[str] = Field(min_length=1)
-    image: list[str] | None = None
-    video: list[list[str]] | None = None
-    condition_images: list[list[str]] | None = None
-    condition_videos: list[list[list[str]]] | None = None
+    prompt: Column[str] = Field(min_length=1)
+    response: Column[str] | None = None
+    image: Column[str] | None = None
+    video: Column[Column[str]] | None = None
+    condition_images: Column[Column[str]] | None = None
+    condition_videos: Column[Column[Column[str]]] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, content: Any) -> Any:
+        for key in content if isinstance(content, dict) else ():
+            if key not in cls.model_fields and (near := nearest(key, cls.model_fields, 0.7)):
+                raise ValueError(f"unknown key {key[:60]} (did you mean {near}?)")
+        return content
 
     @model_validator(mode="after")
     def _check_lengths(self) -> ComputeRequest:
-        check_lengths(self.prompt, "prompts", **self.columns())
+        check_lengths(self.prompt, "prompts", response=self.response, **self.columns())
         return self
 
     def columns(self) -> dict[str, list[Any]]:
@@ -91,7 +102,8 @@ def _item(body: ComputeRequest, media: MediaResolver, index: int) -> Item:
     """Return a sample, in the one group of all; raises RowError where its media cannot be read."""
     # A sample without conditions has an empty list, which is left out.
     columns = {name: _reference(column[index]) for name, column in body.columns().items() if column[index]}
-    return write_item(media_read(media, Sample(body.prompt[index], **columns)), "request")
+    response = None if body.response is None else body.response[index]
+    return write_item(media_read(media, Sample(body.prompt[index], response, **columns)), "request")
 
 
 def _reference(value: Any) -> Any:

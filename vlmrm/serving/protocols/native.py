@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.types import Message
 
@@ -22,10 +23,10 @@ from vlmrm.scoring.transforms import Transform, transform_named, win_rate
 from vlmrm.serving.errors import ErrorDetail, InvalidRequest, error_of
 from vlmrm.serving.gateway import Gateway, gateway_of
 from vlmrm.serving.media import MediaResolver
-from vlmrm.serving.protocols.common import gather_rewards, media_read
+from vlmrm.serving.protocols.common import gather_rewards, json_answer, media_read
 from vlmrm.serving.protocols.events import EVENTS, EventResponse, Jobs
 from vlmrm.serving.settings import Limits
-from vlmrm.serving.strict_json import StrictRoute
+from vlmrm.serving.strict_json import Column, StrictRoute
 from vlmrm.settings import Strict
 
 TransformName = Literal["raw", "sigmoid", "zscore", "rank", "win_rate", "normalized"]
@@ -34,24 +35,28 @@ TransformName = Literal["raw", "sigmoid", "zscore", "rank", "win_rate", "normali
 class RewardItem(Strict):
     """One answer to be rewarded: `messages`, a conversation that ends with it, or a sample by its columns."""
 
+    model_config = ConfigDict(strict=True)
+
     id: str | None = None
     group: str | int | None = Field(None, description="Answers of one prompt, for rank, zscore and win_rate.")
-    messages: list[dict[str, Any]] | None = None
+    messages: Column[dict[str, Any]] | None = None
     prompt: str | None = None
     response: str | None = None
     image: Any = None
     video: Any = None
-    condition_images: list[Any] | None = None
-    condition_videos: list[Any] | None = None
+    condition_images: Column[Any] | None = None
+    condition_videos: Column[Any] | None = None
     metadata: dict[str, Any] | None = None
 
 
 class RewardRequest(Strict):
     """`model` may be left out where one reward is served; `models` are several rewards of the same items."""
 
+    model_config = ConfigDict(strict=True)
+
     model: str | None = None
     models: list[str] | None = Field(None, min_length=1, max_length=64)
-    items: list[RewardItem] = Field(min_length=1)
+    items: Column[RewardItem] = Field(min_length=1)
     transform: TransformName = "raw"
     priority: int = Field(0, ge=-100, le=100)
     timeout: float = Field(600.0, gt=0, le=3600, description="Seconds after which the request is cancelled.")
@@ -99,6 +104,7 @@ class RewardsAnswer(Strict):
 # Multipart forms -----------------------------------------------------------------------------------------------------
 
 JSON_PART = "request"
+SLICE_BYTES = 256 * 2**10
 DESCRIPTION: dict[str, Any] = {
     "requestBody": {
         "content": {
@@ -146,9 +152,9 @@ async def _parts(request: Request, limits: Limits) -> tuple[bytes, dict[str, byt
     """
     parser = MultiPartParser(
         request.headers,
-        request.stream(),
+        _slices(await request.body()),
         max_files=limits.max_items + 1,
-        max_fields=1,
+        max_fields=16,
         max_part_size=limits.max_body_bytes,
     )
     parser.spool_max_size = limits.max_body_bytes  # nothing of a request is written to a disk, which may be full
@@ -160,11 +166,20 @@ async def _parts(request: Request, limits: Limits) -> tuple[bytes, dict[str, byt
     for name, value in form.multi_items():
         if name in parts:
             raise InvalidRequest(f"the form has two parts called {name[:60]!r}: give each a name of its own.")
+        if isinstance(value, str) and name != JSON_PART:
+            raise InvalidRequest(f"the form has the field {name[:60]!r}, which is no file: put it into {JSON_PART}.")
         parts[name] = value.encode("utf-8", "replace") if isinstance(value, str) else await value.read()
     await form.close()
     if JSON_PART not in parts:
         raise InvalidRequest(f"the form has no part {JSON_PART}: send the JSON as one.")
     return parts.pop(JSON_PART), parts
+
+
+async def _slices(body: bytes) -> AsyncGenerator[bytes]:
+    """Yield a body bit by bit, between which others have their turn: parts are found by Python."""
+    for begin in range(0, len(body), SLICE_BYTES):
+        yield body[begin : begin + SLICE_BYTES]
+        await asyncio.sleep(0)
 
 
 def _json_request(request: Request, body: bytes) -> Request:
@@ -188,7 +203,7 @@ router = APIRouter(route_class=MultipartRoute)
 
 
 @router.post("/v1/rewards", openapi_extra=DESCRIPTION, responses=EVENTS, response_model=RewardAnswer | RewardsAnswer)
-async def rewards(body: RewardRequest, request: Request) -> RewardAnswer | RewardsAnswer | Response:
+async def rewards(body: RewardRequest, request: Request) -> Response:
     """Return scores of conversations or samples, in request order; an item that cannot be scored has its own error.
 
     With `models` they are those of each reward, or its error. With `Accept: text/event-stream` the answer is the last
@@ -201,14 +216,17 @@ async def rewards(body: RewardRequest, request: Request) -> RewardAnswer | Rewar
     answering = _answer(gateway, body, names, request.state.attachments, jobs)
     if "text/event-stream" in request.headers.get("accept", ""):
         return EventResponse(gateway.service.backend, answering, jobs)
-    return await answering
+    return json_answer(await answering)
 
 
 async def _answer(
     gateway: Gateway, body: RewardRequest, names: Sequence[str], attachments: Mapping[str, bytes], jobs: Jobs
 ) -> RewardAnswer | RewardsAnswer:
     media = gateway.media.with_attachments(attachments)
-    items = await gateway.fetch(await gateway.written(body.items, partial(_item, media)))
+    written = await gateway.written(body.items, partial(_item, media))
+    if (unread := media.unread()) and not any(isinstance(item, RowError) for item in written):
+        raise InvalidRequest(f"the form has the file {unread[0][:60]!r}, to which no item refers: leave it out.")
+    items = await gateway.fetch(written)
     answers, failed = await gather_rewards({name: _score(gateway, body, name, items, jobs) for name in names})
     if body.models is None:
         return answers[names[0]]

@@ -29,19 +29,19 @@ from vlmrm.serving.protocols.common import (
     media_read,
     score_inputs,
 )
-from vlmrm.serving.strict_json import StrictRoute
-from vlmrm.settings import describe_errors
+from vlmrm.serving.strict_json import Column, StrictRoute
+from vlmrm.settings import Strict, describe_errors
 
 router = APIRouter(route_class=StrictRoute)
 
 # verl-omni -----------------------------------------------------------------------------------------------------------
 
 
-class Pickled(BaseModel):
+class Pickled(Strict):
     """What verl-omni and flow_grpo post as a pickle, of which nothing but plain data is read."""
 
-    images: list[bytes] = Field(min_length=1)
-    prompts: list[str]
+    images: Column[bytes] = Field(min_length=1)
+    prompts: Column[str]
     metadata: dict[str, Any] = Field({}, max_length=0, description="No reward here reads any: leave it empty.")
 
     @model_validator(mode="after")
@@ -80,7 +80,7 @@ def _unpickle(data: bytes) -> Pickled:
 # UniRL ---------------------------------------------------------------------------------------------------------------
 
 
-class Turn(BaseModel):
+class Turn(Strict):
     """A prompt with what was made of it; files in base64, or a path below the service's `media_root`."""
 
     text: str
@@ -89,16 +89,16 @@ class Turn(BaseModel):
     video_path: str | None = None
 
 
-class HistoryRequest(BaseModel):
+class HistoryRequest(Strict):
     """The last turn is scored; the images and videos of those before it, of the same text, are what it was made of."""
 
-    history: list[Turn] = Field(min_length=1)
-    required_rewards: list[str] = Field(min_length=1)
+    history: Column[Turn] = Field(min_length=1)
+    required_rewards: Column[str] = Field(min_length=1)
     metadata: dict[str, Any] | None = None
 
 
-class UniRLRequest(BaseModel):
-    requests: list[HistoryRequest]
+class UniRLRequest(Strict):
+    requests: Column[HistoryRequest]
 
 
 class UniRLAnswer(BaseModel):

@@ -18,7 +18,8 @@ from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.gateway import gateway_of
 from vlmrm.serving.protocols.common import probability, score_conversations
 from vlmrm.serving.protocols.vllm import Content, PoolingOptions
-from vlmrm.serving.strict_json import StrictRoute
+from vlmrm.serving.strict_json import Column, StrictRoute
+from vlmrm.settings import Strict
 
 router = APIRouter(route_class=StrictRoute)
 
@@ -31,17 +32,17 @@ class RerankRequest(PoolingOptions):
     """Either `texts` or `documents`: texts, `{"text"}`, `{"image"}`, or vLLM's `{"content": parts}`."""
 
     query: Content
-    texts: list[str] | None = Field(None, min_length=1)
+    texts: Column[str] | None = Field(None, min_length=1)
     raw_scores: bool = False
     return_text: bool = False
     truncate: bool | None = Field(None, description="Ignored: nothing is truncated here.")
     truncation_direction: str | None = None
-    documents: Content | list[Content] | None = None
+    documents: Content | Column[Content] | None = None
     top_n: int | None = Field(None, ge=0, description="0 for all.")
     return_documents: bool | None = Field(
         None, description="Default false on /v2/rerank, as Cohere's; true elsewhere."
     )
-    rank_fields: list[str] | None = Field(None, description="The text alone is read.")
+    rank_fields: Column[str] | None = Field(None, description="The text alone is read.")
     max_tokens_per_doc: int | None = Field(None, description="Refused where a text may be longer: none is truncated.")
     max_chunks_per_doc: None = Field(None, description=UNTRUNCATED)
 
@@ -130,13 +131,13 @@ def _shown(document: Content) -> dict[str, Any]:
 # Predict -------------------------------------------------------------------------------------------------------------
 
 
-class PredictRequest(BaseModel):
+class PredictRequest(Strict):
     """One input, or a batch as a list of lists.
 
     An input is a rendered conversation, `text` or `[text]`, or a prompt and its answer, `[text, text]`.
     """
 
-    inputs: str | list[str] | list[list[str]]
+    inputs: str | Column[str] | Column[Column[str]]
     raw_scores: bool = False
     truncate: bool | None = Field(None, description="Ignored: nothing is truncated here.")
     truncation_direction: str | None = None

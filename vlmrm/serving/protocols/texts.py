@@ -16,19 +16,20 @@ from pydantic import BaseModel, Field, model_validator
 from vlmrm.formats.rollouts import read_openrlhf_query, read_slime_sample, zip_columns
 from vlmrm.formats.texts import read_text
 from vlmrm.serving.protocols.common import check_lengths, probability, score_conversations
-from vlmrm.serving.strict_json import StrictRoute
+from vlmrm.serving.strict_json import Column, StrictRoute
+from vlmrm.settings import Strict
 
 router = APIRouter(route_class=StrictRoute)
 
 # OpenRLHF ------------------------------------------------------------------------------------------------------------
 
 
-class GetRewardRequest(BaseModel):
+class GetRewardRequest(Strict):
     """`query` is the rendered prompt with its answer. A label may be `{"prompt", "images", "videos"}`, or its JSON."""
 
-    query: list[str] = Field(min_length=1)
-    prompts: list[str] | None = None
-    labels: list[Any] | None = None
+    query: Column[str] = Field(min_length=1)
+    prompts: Column[str] | None = None
+    labels: Column[Any] | None = None
 
     @model_validator(mode="after")
     def _check_lengths(self) -> GetRewardRequest:
@@ -58,11 +59,11 @@ async def get_reward(body: GetRewardRequest, request: Request, reward: str | Non
 ANY = "model"  # LLaMA-Factory's trainer sends this name whatever is served
 
 
-class ScoreEvaluationRequest(BaseModel):
+class ScoreEvaluationRequest(Strict):
     """Rendered conversations."""
 
     model: str = ANY
-    messages: list[str] = Field(min_length=1)
+    messages: Column[str] = Field(min_length=1)
     max_length: None = Field(None, description="Nothing is truncated here: leave it out.")
 
 
@@ -89,10 +90,10 @@ async def score_evaluation(
 # slime ---------------------------------------------------------------------------------------------------------------
 
 
-class Rollout(BaseModel):
+class Rollout(Strict):
     """A finished sample. Its label may be `{"prompt", "images", "videos"}`, or its JSON; any other is not read."""
 
-    prompt: str | list[dict[str, Any]]
+    prompt: str | Column[dict[str, Any]]
     response: str
     label: Any = None
 

@@ -11,7 +11,7 @@ import uuid
 from typing import Any, Literal
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vlmrm.conversation import Conversation
@@ -19,8 +19,8 @@ from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.rollouts import read_answer
 from vlmrm.formats.texts import read_text
 from vlmrm.serving.gateway import gateway_of
-from vlmrm.serving.protocols.common import probability, score_conversations
-from vlmrm.serving.strict_json import StrictRoute
+from vlmrm.serving.protocols.common import json_answer, probability, score_conversations
+from vlmrm.serving.strict_json import Column, StrictRoute
 
 # They would change the text or the pixels that are scored, which the checkpoint determines.
 FIXED = (
@@ -81,8 +81,8 @@ class TextAndImage(BaseModel):
 class ClassifyRequest(PoolingOptions):
     """One conversation that ends with its answer as `messages`, or rendered ones as `input`."""
 
-    messages: list[dict[str, Any]] | None = None
-    input: str | list[str] | list[TextAndImage] | None = None
+    messages: Column[dict[str, Any]] | None = None
+    input: str | Column[str] | Column[TextAndImage] | None = None
 
     @model_validator(mode="after")
     def _check_either(self) -> ClassifyRequest:
@@ -102,13 +102,13 @@ Content = str | dict[str, Any]
 class ScoreRequest(PoolingOptions):
     """Prompts and their answers under any of vLLM's names: one prompt for all answers, or a prompt for each."""
 
-    text_1: Content | list[Content] | None = None
-    text_2: Content | list[Content] | None = None
-    queries: Content | list[Content] | None = None
-    documents: Content | list[Content] | None = None
-    items: Content | list[Content] | None = None
-    data_1: Content | list[Content] | None = None
-    data_2: Content | list[Content] | None = None
+    text_1: Content | Column[Content] | None = None
+    text_2: Content | Column[Content] | None = None
+    queries: Content | Column[Content] | None = None
+    documents: Content | Column[Content] | None = None
+    items: Content | Column[Content] | None = None
+    data_1: Content | Column[Content] | None = None
+    data_2: Content | Column[Content] | None = None
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ScoreRequest:
@@ -164,39 +164,39 @@ class ListAnswer(BaseModel):
     object: Literal["list"] = "list"
     created: int
     model: str
-    data: list[ClassData] | list[PoolingData] | list[EmbeddingData] | list[ScoreData]
+    data: list[ClassData | PoolingData | EmbeddingData | ScoreData]
     usage: None = None
 
 
 router = APIRouter(route_class=StrictRoute, tags=["vLLM"])
 
 
-@router.post("/classify")
-async def classify(body: ClassifyRequest, request: Request) -> ListAnswer:
+@router.post("/classify", response_model=ListAnswer)
+async def classify(body: ClassifyRequest, request: Request) -> Response:
     """Return the probability of each conversation's only class."""
     scores = _activate(body, await _scores(body, request))
     return _answer("classify", body, request, [ClassData(index=n, probs=[score]) for n, score in enumerate(scores)])
 
 
-@router.post("/pooling")
-async def pooling(body: PoolingRequest, request: Request) -> ListAnswer:
+@router.post("/pooling", response_model=ListAnswer)
+async def pooling(body: PoolingRequest, request: Request) -> Response:
     """Return a list of one number for each conversation."""
     scores = _activate(body, await _scores(body, request))
     data = [PoolingData(index=n, data=_encode(body, score)) for n, score in enumerate(scores)]
     return _answer("pool", body, request, data)
 
 
-@router.post("/v1/embeddings")
-async def embeddings(body: PoolingRequest, request: Request) -> ListAnswer:
+@router.post("/v1/embeddings", response_model=ListAnswer)
+async def embeddings(body: PoolingRequest, request: Request) -> Response:
     """Return an embedding of one dimension for each conversation: its raw logit."""
     scores = await _scores(body, request)
     data = [EmbeddingData(index=n, embedding=_encode(body, score)) for n, score in enumerate(scores)]
     return _answer("embd", body, request, data)
 
 
-@router.post("/score")
-@router.post("/v1/score")
-async def score(body: ScoreRequest, request: Request) -> ListAnswer:
+@router.post("/score", response_model=ListAnswer)
+@router.post("/v1/score", response_model=ListAnswer)
+async def score(body: ScoreRequest, request: Request) -> Response:
     """Return the score of each answer to its prompt."""
     raw = await score_conversations(
         request, body.model, body.pairs(), lambda pair: read_answer(*pair), priority=body.importance()
@@ -230,6 +230,7 @@ def _encode(body: PoolingRequest, score: float) -> list[float] | str:
     return base64.b64encode(np.array([score], "<f4").tobytes()).decode()
 
 
-def _answer(kind: str, body: PoolingOptions, request: Request, data: Any) -> ListAnswer:
+def _answer(kind: str, body: PoolingOptions, request: Request, data: Any) -> Response:
     name = gateway_of(request).service.reward(body.model).name
-    return ListAnswer(id=f"{kind}-{uuid.uuid4().hex}", created=int(time.time()), model=name, data=data)
+    answer = ListAnswer(id=f"{kind}-{uuid.uuid4().hex}", created=int(time.time()), model=name, data=data)
+    return json_answer(answer)

@@ -30,6 +30,7 @@ from vlmrm.serving.cost import decoded_size
 from vlmrm.serving.media import read_npy
 from vlmrm.serving.protocols.common import check_lengths
 from vlmrm.serving.settings import Limits
+from vlmrm.serving.strict_json import Column
 
 MediaType = Literal["image", "video", "latent"]
 
@@ -50,12 +51,12 @@ class Metadata(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    prompts: list[str] = Field(min_length=1)
+    prompts: Column[str] = Field(min_length=1)
     reward_fn: dict[str, StrictInt | StrictFloat] = Field(min_length=1)
     media_type: MediaType = "latent"
-    video_infos: list[Annotated[dict[str, Any], AfterValidator(_frame_rate)]] | None = None
-    geneval_tags: list[str] | None = None
-    geneval_includes: list[list[dict[str, Any]]] | None = None
+    video_infos: Column[Annotated[dict[str, Any], AfterValidator(_frame_rate)]] | None = None
+    geneval_tags: Column[str] | None = None
+    geneval_includes: Column[Column[dict[str, Any]]] | None = None
     geneval_only_strict: bool = False
 
     @model_validator(mode="before")
