@@ -14,6 +14,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -24,9 +25,9 @@ from PIL import Image as Pillow
 from vlmrm.adapters.flow_factory_reward import GroupwiseReward, PointwiseReward
 from vlmrm.adapters.openrlhf_reward import OpenRLHFReward, Unscored
 from vlmrm.adapters.plain import Reward
-from vlmrm.adapters.rows import SharedScorer
+from vlmrm.adapters.rows import SharedScorer, text_columns
 from vlmrm.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM, set_orms
-from vlmrm.adapters.trl_reward import AsyncTRLReward, TRLReward, TRLRewardSet, text_columns
+from vlmrm.adapters.trl_reward import AsyncTRLReward, TRLReward, TRLRewardSet
 from vlmrm.adapters.verl_reward import compute_rewards, compute_score
 from vlmrm.conversation import Conversation, Image, Message, media_of
 from vlmrm.data.rows import read_answers, read_row
@@ -80,7 +81,7 @@ TAGGED = {
     "rows of messages": lambda: read_answer([{"role": "user", "content": TAG}], "A picture.", images=[]),
     "OpenRLHF": lambda: read_openrlhf_query(f"{TAG}", f"{TAG}A picture.", {"prompt": TAG}),
     "reward sets": lambda: sample_to_conversation(
-        read_sample({name: column[0] for name, column in text_columns([TAG], ["A picture."], None).items()})
+        read_sample({name: column[0] for name, column in text_columns([TAG], ["A picture."], None)[0].items()})
     ),
     "offline": lambda: read_answers({"prompt": TAG, "response": "A picture."}, "1", str).conversations()[0],
     "training": lambda: read_row({"prompt": TAG, "chosen": "A picture.", "rejected": "?"}, "1", str).conversations()[
@@ -173,12 +174,9 @@ def test_trl_leaves_out_what_cannot_be_scored_and_says_why(tiny_reward_model, ex
         scores = TRLReward(tiny_reward_model, **LOAD)(prompts, ANSWERS, log_metric=logged.__setitem__)
     assert scores[0] == near(expected[0]) and scores[1:] == [None] * 3
     assert logged == {"rm/vlmrm/unscored": 0.75}
-    for place, reason in (
-        (1, "asks for more images"),
-        (2, "media parts of its prompt are empty"),
-        (3, "gone.png does not exist"),
-    ):
-        assert any(f"sample {place} has none" in line and reason in line for line in caplog.messages)
+    [line] = caplog.messages  # one a round, however many samples
+    assert "3 of 4 samples have none, first sample 1: " in line and "asks for more images" in line
+    assert line.endswith("0 get their group's mean, and the groups of 3 have none")
 
 
 @pytest.mark.parametrize(("prompts", "answers"), [("?", "A"), (["?"], "A"), ("??", ["A", "B"])])
@@ -206,6 +204,7 @@ class Given:
 
 
 NAN = float("nan")
+NINE = {"on_failure": "fallback", "fallback_reward": -9.0}
 
 
 def test_a_score_that_is_no_number_is_none(caplog):
@@ -315,6 +314,17 @@ def test_a_masked_reward_among_others_is_the_mean_of_its_group():
     scores = rewards(["x"] * 4 + ["y"] * 4, answers)
     assert scores[:4] == [33.0, 11.0, 22.0, 22.0]  # (3 + 1 + 2) / 3 for the third
     assert scores[4:] == [25.0, 22.0, 23.0, 24.0]  # nothing known of the group: the mean of all, for all of them
+
+
+@pytest.mark.parametrize(("policy", "filled"), [({"on_failure": "mask"}, None), (NINE, -9.0)])
+def test_a_row_without_its_image_fails_by_the_policy_of_each_reward_of_a_set(policy, filled, caplog):
+    config = {"name": "shown", "reward_model": f"{__name__}.Shown", **policy}
+    prompts = [asked(IMAGES[0]), asked(), asked(IMAGES[0]), asked(IMAGES[0])]
+    assert TRLRewardSet(config, 4)(prompts, ["a", "aa", "aaa", "aaaaa"]) == [1.0, filled, 3.0, 5.0]
+    [line] = [line for line in caplog.messages if "no reward" in line]
+    assert "1 of 4 samples have no reward, first sample 1: " in line and "more images" in line
+    with pytest.raises(RewardError, match=r"reward shown: sample 1: .*more images"):
+        TRLRewardSet({**config, "on_failure": "raise", "fallback_reward": None}, 4)(prompts, ["a"] * 4)
 
 
 def test_gdpo_of_trl_gets_each_reward_of_a_set(monkeypatch):
@@ -455,8 +465,40 @@ def test_ms_swift_gets_each_reward_of_a_set():
     assert rewards == {"all": [3.0, 1.0, 2.0, 2.0], "some": [3.0, 1.0, 2.0, 2.0]}
     [lone] = set_orms(both[1]).values()
     assert lone()(["a", "aaa", "?"], **swift_columns("x", "x", "x")) == [1.0, 3.0, 2.0]
-    with pytest.raises(RewardError, match=r"sample 1 has no reward, .*: reward some: its reward is nan"):
-        lone()(["a", "?"], **swift_columns("x", "y"))
+    assert lone()(["a", "aaa", "?"], **swift_columns("x", "x", "y")) == [1.0, 3.0, 2.0], "the mean of the batch"
+    with pytest.raises(RewardError, match=r"sample 0 has no reward, .*: reward some: its reward is nan"):
+        lone()(["?", "?"], **swift_columns("x", "y"))
+
+
+def test_a_broken_picture_ends_no_run_of_a_set_in_ms_swift():
+    """Its group is that of its prompt, whatever its bytes; all its samples are level."""
+    [orm] = set_orms({"name": "some", "reward_model": f"{__name__}.Shown", "on_failure": "mask"}).values()
+    pictures = [png("red"), png("red"), b"broken", b"broken"]
+    columns = swift_columns(*["<image>Which?"] * 4, images=[[{"bytes": data, "path": None}] for data in pictures])
+    rewards = orm()(["aaa", "a", "aa", "aa"], **columns | {"prompt_id": ["prompt_0"] * 4})
+    assert rewards == [3.0, 1.0, 2.0, 2.0]
+
+
+class Shown(PointwiseRewardModel):
+    """The length of an answer about an image."""
+
+    required_fields = ("prompt", "image", "response")
+
+    def __call__(self, prompt, image, response):
+        return [float(len(text)) for text in response]
+
+
+def test_a_file_that_is_cut_off_is_a_missing_score_and_no_crash(tiny_reward_model):
+    cut = Pillow.open(io.BytesIO(noise_png()[:-2000]))  # read by Pillow on use
+    reward = TRLReward(tiny_reward_model, **LOAD)
+    scores = reward([asked(IMAGES[0]), asked(IMAGES[0]), asked(cut)], ANSWERS[:3])
+    assert scores[2] is None and None not in scores[:2]
+
+
+def noise_png() -> bytes:
+    file = io.BytesIO()
+    Pillow.fromarray(np.random.default_rng(0).integers(0, 255, (84, 56, 3), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()
 
 
 # verl ----------------------------------------------------------------------------------------------------------------
@@ -552,9 +594,45 @@ def test_verl_s_gdpo_gets_each_reward_of_a_set():
                                                     {"score": 33.0, "all": 3.0, "some": 3.0}]  # fmt: skip
     with pytest.raises(RewardError, match=r"sample 17 of x: reward some: its reward is nan"):
         asyncio.run(all_at_once("a?"))
+    config[1] |= {"weight": 0.0}
+    assert np.isnan(asyncio.run(all_at_once("a?"))[0]["some"]), "held out, it may be missing"
+    config[1] |= {"on_failure": "raise"}
+    with pytest.raises(RewardError, match=r"sample 17 of x: reward some: its reward is nan"):
+        asyncio.run(all_at_once("a?"))
     grouped = {"name": "rank", "reward_model": f"{__name__}.Ranked"}
     with pytest.raises(ConfigError, match="reward rank is of groups, and verl passes one sample alone"):
         asyncio.run(compute_rewards("x", "a", rewards=grouped, extra_info={"prompt": "Which?"}))
+
+
+def test_samples_that_verl_asks_for_at_once_are_computed_in_batches_and_fail_alone():
+    Sizes.calls.clear()
+    config = [{"name": "sizes", "reward_model": f"{__name__}.Sizes", "batch_size": 32}]
+
+    async def all_at_once(answers: list[str]):
+        rows = [{"prompt": "Which?", "index": index} for index in range(len(answers))]
+        waiting = [
+            compute_rewards("x", answer, rewards=config, extra_info=row)
+            for answer, row in zip(answers, rows, strict=True)
+        ]
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    results = asyncio.run(all_at_once(["a"] * 299 + ["?"] + ["a"] * 212))
+    assert max(Sizes.calls) == 32 and len(Sizes.calls) < 64, "batches, none larger than asked for"
+    assert [str(it) for it in results if isinstance(it, Exception)] == [
+        "sample 299 of x: reward sizes: its reward is nan"
+    ]
+    assert results[0] == {"score": 1.0, "sizes": 1.0}
+
+
+class Sizes(PointwiseRewardModel):
+    """1 a sample, NaN for a question mark; `calls` has the sizes of the batches."""
+
+    required_fields = ("prompt", "response")
+    calls: ClassVar[list[int]] = []
+
+    def __call__(self, prompt, response):
+        self.calls.append(len(prompt))
+        return [NAN if text == "?" else 1.0 for text in response]
 
 
 class Ranked(GroupwiseRewardModel):
@@ -756,6 +834,19 @@ def test_flow_factory_settings_are_checked(tiny_reward_model):
         PointwiseReward(arguments(tiny_reward_model, modle_path="x"), SimpleNamespace(device="cpu"))
     with pytest.raises(ConfigError, match=r"gathered_fields is \['images'\]: list condition_images"):
         GroupwiseReward(arguments(tiny_reward_model, gathered_fields=["images"]), SimpleNamespace(device="cpu"))
+
+
+def test_flow_factory_s_policy_is_used_or_refused_by_name(tiny_reward_model, caplog):
+    here = SimpleNamespace(device="cpu")
+    for policy in ({"on_failure": "mask"}, {"deadline": 5.0}):
+        with pytest.raises(ConfigError, match=f"reward people: {min(policy)}"):
+            PointwiseReward(arguments(tiny_reward_model, **policy), here)
+    settings = {"on_failure": "fallback", "fallback_reward": -9.0}
+    reward = PointwiseReward(arguments(tiny_reward_model, **settings), here)
+    [whole, broken, also] = reward(prompt=["A red square"] * 3, image=[IMAGES[1], b"broken", b"broken"]).rewards
+    assert whole == near(picture_scores(tiny_reward_model)[0]) and broken == also == -9.0
+    [line] = [line for line in caplog.messages if "fallback_reward" in line]
+    assert "reward people: sample 1: " in line and "2 of 3 samples" in line
 
 
 def test_flow_factory_settings_may_be_left_empty(tiny_reward_model):

@@ -125,6 +125,7 @@ def test_penalties_clipping_and_the_valid_range_are_configuration(settings, expe
         ({"clip": [1, 1]}, "clip is .*: write the lowest and the highest"),
         ({"length_free": 3}, "length_free is a part of length_penalty"),
         ({"deadline": 3.0}, "deadline is of asynchronous rewards"),
+        ({"num_workers": 4}, "num_workers is of asynchronous rewards"),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(settings, message):
@@ -155,3 +156,14 @@ def test_metrics_tell_of_signal_saturation_and_a_held_out_reward():
     assert metrics["rewards/real/held_out"] == pytest.approx(-1.0)
     assert metrics["rewards/correlation/proxy/real"] == pytest.approx(np.corrcoef([1, 3, 2], [4, 2, 9])[0, 1])
     assert np.isnan(metrics["rewards/correlation/proxy/same"])
+
+
+def test_a_group_that_is_masked_but_for_one_gives_no_signal():
+    """As its advantages do: a missing reward counts as the mean of its group."""
+    config = {"name": "x", "reward_model": f"{__name__}.Numbers", "column": 0, "on_failure": "mask"}
+    scored = RewardSet(config)(
+        prompt=["p"] * 6, response=["1", "2", "nan", "nan", "nan", "7"], groups=[0, 0, 1, 1, 2, 2]
+    )
+    assert scored.advantages("sum")[2:].tolist() == [0.0] * 4
+    metrics = scored.metrics()
+    assert metrics["rewards/x/no_signal"] == metrics["rewards/no_signal"] == pytest.approx(2 / 3)

@@ -91,6 +91,22 @@ def test_the_protocol(start):
     )
 
 
+def test_answers_in_words_are_sent_and_what_reads_none_is_told(start, caplog):
+    server = start()
+    config = [
+        {"name": "far", "reward_model": "remote_pointwise", "server_url": server.url},
+        {"name": "size", "reward_model": "jpeg_compressibility"},
+    ]
+    rewards = RewardSet(config)
+    for _ in range(2):
+        rewards(
+            prompt=["a", "b"], image=pictures(40, 30), response=["Red.", [{"role": "assistant", "content": "No."}]]
+        )
+    assert [body["response"] for _, _, body in server.requests] == [["Red.", "No."]] * 2
+    [line] = [line for line in caplog.messages if "reads no response" in line]
+    assert line.startswith("reward size ")
+
+
 def test_a_group_is_one_request_whatever_the_batch_size(start):
     server = start(prefix="/ranking")
     rewards = remote(server.url, "vlmrm.rewards.remote.RemoteGroupwiseRewardModel", batch_size=1)

@@ -314,6 +314,11 @@ def test_load_scorer_takes_an_address():
         load_scorer("http://")
 
 
+def test_an_address_without_its_scheme_is_no_missing_folder():
+    with pytest.raises(ConfigError, match=r"host:8080/rm is no folder: an address begins with http://"):
+        load_scorer("host:8080/rm")
+
+
 def test_it_needs_no_torch():
     code = (
         "import sys, vlmrm\n"

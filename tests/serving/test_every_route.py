@@ -18,8 +18,9 @@ from PIL import Image as Pillow
 from services import served
 
 from vlmrm.adapters.plain import Reward
+from vlmrm.adapters.rows import text_columns
 from vlmrm.adapters.swift_orm import VlmrmORM
-from vlmrm.adapters.trl_reward import TRLReward, text_columns
+from vlmrm.adapters.trl_reward import TRLReward
 from vlmrm.conversation import Conversation, Image, Message, Text, Video, VideoOptions
 from vlmrm.data.rows import read_answers, read_row
 from vlmrm.errors import RowError
@@ -90,7 +91,7 @@ def attached(conversation: Conversation) -> Conversation:
 
 def of_columns(conversation: Conversation) -> Conversation:
     """As the adapters give it to a `RewardSet`."""
-    columns = text_columns([write_messages(conversation.prompt)], [write_messages([conversation.answer])], None)
+    columns, _ = text_columns([write_messages(conversation.prompt)], [write_messages([conversation.answer])], None)
     return sample_to_conversation(read_sample({name: column[0] for name, column in columns.items()}))
 
 
@@ -286,7 +287,7 @@ def test_every_way_in_gives_the_score_of_the_local_scorer(tiny_reward_model, add
     whole = [write_messages(it.messages) for it in good]
     assert orm(answers, messages=whole) == wanted
     settings_ = {"reward_model": "vlm_reward", "model_path": str(model), **load}
-    rewards = RewardSet([{"name": "it", **settings_}])(**text_columns(prompts, answers, None)).rewards["it"]
+    rewards = RewardSet([{"name": "it", **settings_}])(**text_columns(prompts, answers, None)[0]).rewards["it"]
     assert rewards.tolist() == wanted
 
     folder = tmp_path_factory.mktemp("offline")

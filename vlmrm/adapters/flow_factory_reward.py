@@ -13,17 +13,21 @@ Flow-Factory's advantages, `sum` and `gdpo`, are in `vlmrm.rewards.outcome`, in 
 from __future__ import annotations
 
 import inspect
+import logging
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards import reward_arguments, reward_model_class
-from vlmrm.rewards.samples import Samples, call
+from vlmrm.rewards.reward_set import FAILURES
+from vlmrm.rewards.samples import CallResult, ContractError, Samples, call
 
 if TYPE_CHECKING or find_spec("flow_factory") is None:
     from vlmrm.rewards import GroupwiseRewardModel, PointwiseRewardModel, RewardModelOutput
 else:
     from flow_factory.rewards import GroupwiseRewardModel, PointwiseRewardModel, RewardModelOutput
+
+logger = logging.getLogger("vlmrm")
 
 
 class _FlowFactoryReward:
@@ -35,6 +39,10 @@ class _FlowFactoryReward:
     def __init__(self, config: Any, accelerator: Any):
         super().__init__(config, accelerator)  # ty: ignore[too-many-positional-arguments]
         extra = dict(config.extra_kwargs)
+        if "deadline" in extra:
+            raise ConfigError(
+                f"reward {config.name}: deadline: Flow-Factory itself waits for its rewards: leave it out."
+            )
         gathered = extra.pop("gathered_fields", None) or ()
         if isinstance(gathered, str) or not set(gathered) <= {"condition_images", "condition_videos"}:
             raise ConfigError(
@@ -43,8 +51,14 @@ class _FlowFactoryReward:
             )
         common = {name: getattr(config, name) for name in ("name", "dtype", "device", "batch_size")}
         [arguments] = reward_arguments({"reward_model": extra.pop("reward", self.default), **common, **extra})
+        if arguments.on_failure == "mask":
+            raise ConfigError(
+                f"reward {config.name}: on_failure is mask, and Flow-Factory has no missing rewards: choose raise, or "
+                "fallback with a fallback_reward."
+            )
         self.inner = reward_model_class(str(arguments.reward_model))(arguments, accelerator)
         self.model = self.inner.model
+        self.fallback = arguments.fallback_reward
         # Flow-Factory gathers only these columns of a group that spans ranks. Its samples all have the attributes
         # image and video, None or not, but only some kinds of samples have conditions.
         named = inspect.signature(type(self.inner).__call__).parameters
@@ -56,9 +70,19 @@ class _FlowFactoryReward:
     def __call__(self, prompt, image=None, video=None, condition_images=None, condition_videos=None, metadata=None):
         columns = {"prompt": prompt, "image": image, "video": video, "metadata": metadata}
         columns |= {"condition_images": condition_images, "condition_videos": condition_videos}
-        result = call(self.inner, Samples(columns))
-        for index, reason in sorted(result.failures.items()):  # Flow-Factory has no missing rewards
-            raise RewardError(f"reward {self.config.name}: sample {index}: {reason}")
+        try:
+            result = call(self.inner, Samples(columns))
+        except FAILURES as error:
+            if isinstance(error, ContractError):
+                raise
+            result = CallResult(failures=dict.fromkeys(range(len(prompt)), str(error).rstrip(".")))
+        if result.failures:
+            index, reason = min(result.failures.items())
+            message = f"reward {self.config.name}: sample {index}: {reason}"
+            if self.fallback is None:
+                raise RewardError(message)
+            logger.warning("%s; %d of %d samples get fallback_reward", message, len(result.failures), len(prompt))
+            result.rewards |= dict.fromkeys(result.failures, self.fallback)
         return RewardModelOutput(rewards=[result.rewards[index] for index in range(len(prompt))])
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -23,10 +23,13 @@ from PIL import Image
 from vlmrm.conversation import Conversation
 from vlmrm.data.media import media_key
 from vlmrm.data.media_cache import media_round
-from vlmrm.errors import ConfigError, RewardError, RowError, finite_or_error
+from vlmrm.errors import ConfigError, MediaError, RewardError, RowError, VlmrmError, finite_or_error
+from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
 from vlmrm.formats.rollouts import read_answer, zip_columns
+from vlmrm.rewards import Rewards, RewardSet
 from vlmrm.rewards.outcome import with_group_means
 from vlmrm.rewards.ranks import gather, rank, world_size
+from vlmrm.rewards.samples import MEDIA
 from vlmrm.scoring.loading import load_scorer
 from vlmrm.scoring.protocol import ConversationLike, Scorer
 from vlmrm.scoring.remote import RemoteScorer
@@ -34,10 +37,13 @@ from vlmrm.scoring.remote import RemoteScorer
 logger = logging.getLogger("vlmrm")
 
 WAIT = 0.005  # seconds that the first call of a batch waits for more
-MOST = 1024  # conversations of a batch
+MOST = 1024  # items of a batch
 ON_FAILURE = ("mean", "raise")
+# Columns that frameworks pass and no reward takes: the images of a row are those of its prompt.
+NO_COLUMNS = ("messages", "completion_ids", "trainer_state", "log_extra", "environments", "images")
 
-Waiting = tuple[ConversationLike, "Future[float]"]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class SharedScorer:
@@ -100,7 +106,7 @@ class SharedScorer:
         return scores
 
     @property
-    def micro_batcher(self) -> MicroBatcher:
+    def micro_batcher(self) -> MicroBatcher[ConversationLike, float]:
         """Return the batcher of all threads and tasks of this process."""
         shared = self._registered()
         with _registry_lock:
@@ -119,7 +125,7 @@ class _Registration:
 
     scorer: Scorer | None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    micro_batcher: MicroBatcher | None = None
+    micro_batcher: MicroBatcher[ConversationLike, float] | None = None
 
 
 _registry_lock = threading.Lock()
@@ -149,32 +155,32 @@ class SharedRound:
         return values
 
 
-class MicroBatcher:
-    """A thread that scores submitted conversations in batches; what is submitted meanwhile is the next batch.
+class MicroBatcher(Generic[Item, Result]):
+    """A thread that scores submitted items in batches; what is submitted meanwhile is the next batch.
 
     Args:
-        score_each: returns a score or an error for each conversation.
-        wait: seconds that the first conversation of a batch waits for more.
+        score_each: returns a result, such as a raw logit, or an error for each item.
+        wait: seconds that the first item of a batch waits for more.
     """
 
-    def __init__(self, score_each: Callable[[Sequence[ConversationLike]], list[float | RowError]], wait: float = WAIT):
+    def __init__(self, score_each: Callable[[Sequence[Item]], Sequence[Result | VlmrmError]], wait: float = WAIT):
         self.score_each = score_each
         self.wait = wait
-        self.calls: queue.SimpleQueue[Waiting] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[tuple[Item, Future[Result]]] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="vlmrm-micro-batcher", daemon=True)
         self.thread.start()
 
-    def submit(self, conversation: ConversationLike) -> Future[float]:
-        """Return the future raw logit; `asyncio.wrap_future` makes it awaitable. It raises where there is no score."""
-        future: Future[float] = Future()
-        self.calls.put((conversation, future))
+    def submit(self, item: Item) -> Future[Result]:
+        """Return the future result; `asyncio.wrap_future` makes it awaitable. It raises where there is none."""
+        future: Future[Result] = Future()
+        self.calls.put((item, future))
         return future
 
     def _work(self) -> None:
         while True:
             self._answer(self._gather())
 
-    def _gather(self) -> list[Waiting]:
+    def _gather(self) -> list[tuple[Item, Future[Result]]]:
         batch = [self.calls.get()]
         deadline = time.monotonic() + self.wait
         while len(batch) < MOST:
@@ -182,20 +188,62 @@ class MicroBatcher:
                 batch.append(self.calls.get(timeout=max(deadline - time.monotonic(), 0.0)))
             except queue.Empty:
                 break
-        return [(conversation, future) for conversation, future in batch if future.set_running_or_notify_cancel()]
+        return [(item, future) for item, future in batch if future.set_running_or_notify_cancel()]
 
-    def _answer(self, batch: Sequence[Waiting]) -> None:
+    def _answer(self, batch: Sequence[tuple[Item, Future[Result]]]) -> None:
         try:
-            scores = self.score_each([conversation for conversation, _ in batch])
+            scores = self.score_each([item for item, _ in batch])
         except BaseException as error:  # the callers get it, and the thread goes on
             for _, future in batch:
                 future.set_exception(error)
             return
         for (_, future), score in zip(batch, scores, strict=True):
-            if isinstance(score, RowError):
+            if isinstance(score, VlmrmError):
                 future.set_exception(score)
             else:
                 future.set_result(score)
+
+
+def rewards_of_rows(
+    rewards: RewardSet,
+    rows: tuple[Sequence[Any], Sequence[Any], Sequence[Any] | None],
+    columns: Mapping[str, Any],
+    groups: Sequence[Hashable],
+) -> Rewards:
+    """Return the rewards of a text policy's rows: prompts, answers and images.
+
+    A row that is no conversation, as its images do not fit its prompt, has failed in every reward. A collective call.
+
+    Args:
+        columns: what the framework passes beside them.
+
+    Raises:
+        RewardError: when the columns differ in length, or a sample fails whose policy is `raise`.
+    """
+    own, reasons = text_columns(*rows)
+    whole = [index for index in range(len(groups)) if index not in reasons]
+    extra = {name: column for name, column in columns.items() if name not in NO_COLUMNS and column is not None}
+    taken = {name: [column[index] for index in whole] for name, column in extra.items() if len(column) == len(groups)}
+    scored = rewards(**{**extra, **taken, **own}, groups=[groups[index] for index in whole])
+    return scored.with_failures(whole, groups, reasons, [reward.arguments for reward in rewards.rewards])
+
+
+def text_columns(
+    prompts: Sequence[Any], answers: Sequence[Any], images: Sequence[Any] | None
+) -> tuple[dict[str, list[Any]], dict[int, str]]:
+    """Return a text policy's rows as columns of samples, whose `response` an answer is, and why others are none.
+
+    Raises:
+        RewardError: when the columns differ in length.
+    """
+    samples: list[dict[str, Any]] = []
+    reasons: dict[int, str] = {}
+    for index, row in enumerate(zip_columns(prompts, answers, images)):
+        try:
+            samples.append(write_sample(conversation_to_sample(read_answer(*row))))
+        except RowError as error:
+            reasons[index] = error.reason
+    return {name: [sample.get(name) for sample in samples] for name in ("prompt", "response", *MEDIA)}, reasons
 
 
 def values_elsewhere(groups: Sequence[Hashable], values: np.ndarray) -> list[tuple[Hashable, float]]:
@@ -237,11 +285,16 @@ def without_failures(
     failed = {index: score.reason for index, score in enumerate(scores) if isinstance(score, RowError)}
     filled = with_group_means(numbers(scores), groups, elsewhere)
     settled = [None if np.isnan(value) else value for value in filled.tolist()]
-    for index, reason in failed.items():
+    if failed:
+        index, reason = min(failed.items())
         if on_failure == "raise":
             raise RewardError(f"reward {name}: sample {index}: {reason}")
-        instead = "nor has its group" if settled[index] is None else f"it gets its group's mean, {settled[index]:.4g}"
-        logger.warning("reward %s: sample %d has none: %s; %s", name, index, reason, instead)
+        alone = sum(settled[index] is None for index in failed)
+        logger.warning(
+            "reward %s: %d of %d samples have none, first sample %d: %s; %d get their group's mean, and the groups of "
+            "%d have none",
+            *(name, len(failed), len(scores), index, reason, len(failed) - alone, alone),
+        )
     return settled
 
 
@@ -262,6 +315,11 @@ def prompt_key(value: Any) -> Hashable:
         return tuple((str(name), prompt_key(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(prompt_key(item) for item in value)
-    if isinstance(value, (bytes, Image.Image)):
+    if isinstance(value, Image.Image):
+        try:
+            return media_key(value)
+        except MediaError:  # a scorer says so
+            return "broken", value.size
+    if isinstance(value, bytes):
         return media_key(value)
     return value if isinstance(value, Hashable) else id(value)  # equal to itself only

@@ -19,7 +19,7 @@ so that importing this file needs no ms-swift.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,10 +30,10 @@ from vlmrm.adapters.rows import (
     checked_on_failure,
     numbers,
     prompt_key,
+    rewards_of_rows,
     values_elsewhere,
     without_failures,
 )
-from vlmrm.adapters.trl_reward import NO_COLUMNS, text_columns
 from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.rewards import RewardSet, reward_arguments
 from vlmrm.rewards.outcome import with_group_means, without_missing
@@ -69,24 +69,16 @@ class VlmrmORM:
         scores = self.scorer.score_rows(prompts, completions, *media)
         if world_size() == 1 and not any(isinstance(score, RowError) for score in scores):
             return [score for score in scores if not isinstance(score, RowError)]
-        # ms-swift's prompt_id does not depend on the media.
-        ids = columns.get("prompt_id") or [""] * len(prompts)
-        groups = [
-            (name or prompt_key(prompt), prompt_key(media_of_row))
-            for name, prompt, *media_of_row in zip(ids, prompts, *media, strict=True)
-        ]
+        groups = _groups(prompts, columns)
         elsewhere = self._elsewhere(groups, scores)
         settled = without_failures(type(self).__name__, scores, groups, self.on_failure, elsewhere)
         if None not in settled:
             return [score for score in settled if score is not None]
-        # The mean of all processes' batch for groups without any: equal rewards prefer no completion.
-        present = [score for score in scores if not isinstance(score, RowError)]
-        present += [score for _, score in elsewhere]
-        if not present:
+        filled = _level(numbers(scores), np.array(settled, dtype=np.float64), elsewhere)
+        if np.isnan(filled).any():
             index = settled.index(None)
             raise RewardError(f"{self._where(index, scores)}; no sample of the batch has a score")
-        mean = float(np.mean(sorted(present)))  # the same number on each process
-        return [mean if score is None else score for score in settled]
+        return filled.tolist()
 
     def _elsewhere(
         self, groups: Sequence[Hashable], scores: Sequence[float | RowError]
@@ -95,6 +87,26 @@ class VlmrmORM:
 
     def _where(self, index: int, scores: Sequence[float | RowError]) -> str:
         return f"reward {type(self).__name__}: sample {index}: {getattr(scores[index], 'reason', '')}"
+
+
+def _groups(prompts: Sequence[Any], columns: Mapping[str, Any]) -> list[Hashable]:
+    """Return a key of each row's prompt: ms-swift's `prompt_id`, which is of its text, or the turns; and the media."""
+    ids = columns.get("prompt_id") or [""] * len(prompts)
+    media = [columns.get(name) or [None] * len(prompts) for name in ("images", "videos")]
+    return [
+        (name or prompt_key(prompt), prompt_key(media_of_row))
+        for name, prompt, *media_of_row in zip(ids, prompts, *media, strict=True)
+    ]
+
+
+def _level(own: np.ndarray, settled: np.ndarray, elsewhere: Sequence[tuple[Hashable, float]]) -> np.ndarray:
+    """Return `settled` with the mean of all processes' batch in groups without any: equal rewards prefer nothing.
+
+    NaN stays where the whole batch has none.
+    """
+    present = [*own[~np.isnan(own)].tolist(), *(value for _, value in elsewhere)]
+    mean = float(np.mean(sorted(present))) if present else np.nan  # sorted: the same number on each process
+    return np.where(np.isnan(settled), mean, settled)
 
 
 class AsyncVlmrmORM(VlmrmORM):
@@ -130,7 +142,10 @@ class AsyncVlmrmORM(VlmrmORM):
 
 
 class OneOfSetORM:
-    """One reward of a `RewardSet`; `set_orms` derives the classes. A masked reward is the mean of its group."""
+    """One reward of a `RewardSet`; `set_orms` derives the classes.
+
+    A masked reward is the mean of its group, and in a group without any that of the batch.
+    """
 
     name: ClassVar[str]
     of: ClassVar[_SharedSet]
@@ -142,7 +157,7 @@ class OneOfSetORM:
         """Return the reward of each completion.
 
         Raises:
-            RewardError: for a sample without any reward whose group has none here that could stand for it.
+            RewardError: naming a sample, where no sample of the batch has any reward.
         """
         values = self.of.round.take(self.name, completions, lambda: self.of.rewards_of(completions, columns))
         return values.tolist()
@@ -160,15 +175,15 @@ class _SharedSet:
         self.rewards = self.rewards or RewardSet(self.config)
         prompts = [messages[:-1] for messages in columns["messages"]]
         images = columns.get("images") or [None] * len(prompts)
-        groups = [prompt_key(row) for row in zip(prompts, images, strict=True)]
-        own = {name: column for name, column in columns.items() if name not in ("messages", *NO_COLUMNS)}
-        scored = self.rewards(**{**own, **text_columns(prompts, completions, images), "groups": groups})
+        groups = _groups(prompts, columns)
+        scored = rewards_of_rows(self.rewards, (prompts, completions, images), columns, groups)
         rewards = {}
         for name, values in without_missing(scored.rewards, groups).items():
-            rewards[name] = with_group_means(values, groups, values_elsewhere(groups, values))
+            elsewhere = values_elsewhere(groups, values)
+            rewards[name] = _level(values, with_group_means(values, groups, elsewhere), elsewhere)
             for index in np.flatnonzero(np.isnan(rewards[name])):  # ms-swift would make it 0
                 reasons = [f"reward {of}: {failures[index]}" for of, failures in scored.failures.items()]
-                raise RewardError(f"sample {index} has no reward, nor has any of its prompt: {reasons[0]}")
+                raise RewardError(f"sample {index} has no reward, nor has any of the batch: {reasons[0]}")
         return rewards
 
 

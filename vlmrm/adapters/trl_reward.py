@@ -22,23 +22,18 @@ from vlmrm.adapters.rows import (
     checked_on_failure,
     numbers,
     prompt_key,
+    rewards_of_rows,
     values_elsewhere,
     without_failures,
 )
 from vlmrm.conversation import text_of
 from vlmrm.errors import RewardError, RowError
-from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
 from vlmrm.formats.openai import read_messages
-from vlmrm.formats.rollouts import read_answer, zip_columns
 from vlmrm.rewards import RewardSet, reward_arguments
 from vlmrm.rewards.metrics import weighted_total
 from vlmrm.rewards.outcome import without_missing
 from vlmrm.rewards.ranks import rank, world_size
-from vlmrm.rewards.samples import MEDIA
 from vlmrm.scoring.protocol import Scorer
-
-# Columns that TRL passes and no reward takes; images are taken from the prompts.
-NO_COLUMNS = ("completion_ids", "trainer_state", "log_extra", "environments", "images")
 
 
 class TRLReward:
@@ -164,20 +159,19 @@ class TRLRewardSet:
     ) -> dict[str, np.ndarray]:
         """Return the rewards by name, [N], a masked one as the mean of its group; NaN in samples without any."""
         self.rewards = self.rewards or RewardSet(self.config)
-        samples = text_columns(prompts, completions, columns.get("images", columns.get("image")))
         first = rank() * len(prompts)
-        samples["groups"] = [(first + index) // self.num_generations for index in range(len(prompts))]
+        groups = [(first + index) // self.num_generations for index in range(len(prompts))]
         texts = [text_of(read_messages(prompt, "user")) for prompt in prompts]
-        if len(set(zip(samples["groups"], texts, strict=True))) > len(set(samples["groups"])):
+        if len(set(zip(groups, texts, strict=True))) > len(set(groups)):
             raise RewardError(
                 f"blocks of {self.num_generations} samples differ in prompt: give TRL's num_generations."
             )
-        extra_columns = {name: column for name, column in columns.items() if name not in NO_COLUMNS}
-        scored = self.rewards(**{**extra_columns, **samples})
+        images = columns.get("images", columns.get("image"))
+        scored = rewards_of_rows(self.rewards, (prompts, completions, images), columns, groups)
         for name, value in scored.metrics().items():
             if log_metric is not None:
                 log_metric(f"rm/{name.removeprefix('rewards/')}", value)
-        return without_missing(scored.rewards, samples["groups"])
+        return without_missing(scored.rewards, groups)
 
 
 class OneOfSet:
@@ -204,20 +198,3 @@ def _or_none(totals: np.ndarray, rewards: Mapping[str, np.ndarray]) -> list[floa
     """Return the numbers, None in samples without any reward."""
     missing = np.all([np.isnan(values) for values in rewards.values()], axis=0)
     return [None if gone else float(total) for gone, total in zip(missing, totals, strict=True)]
-
-
-def text_columns(prompts: Sequence[Any], answers: Sequence[Any], images: Sequence[Any] | None) -> dict[str, list[Any]]:
-    """Return a text policy's rows as the columns of `conversation_to_sample`: prompts, answers, media.
-
-    Raises:
-        RewardError: naming a row whose images do not fit its prompt, or when the columns differ in length.
-    """
-    columns: dict[str, list[Any]] = {name: [] for name in ("prompt", "response", *MEDIA)}
-    for index, row in enumerate(zip_columns(prompts, answers, images)):
-        try:
-            sample = write_sample(conversation_to_sample(read_answer(*row)))
-        except RowError as error:
-            raise RewardError(f"sample {index}: {error.reason}") from error
-        for name, column in columns.items():
-            column.append(sample.get(name))
-    return columns

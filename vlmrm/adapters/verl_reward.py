@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from vlmrm.adapters.rows import SharedScorer
+from vlmrm.adapters.rows import MicroBatcher, SharedScorer
 from vlmrm.conversation import Conversation
 from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.formats.flow_factory import conversation_to_sample, read_sample, sample_to_conversation, write_sample
 from vlmrm.formats.rollouts import read_answer
-from vlmrm.rewards import RewardSet
+from vlmrm.rewards import Rewards, RewardSet, reward_arguments
 from vlmrm.rewards.samples import CONVERTERS
 
 
@@ -121,33 +122,53 @@ async def compute_rewards(
             if solution_image is None
             else _drawn(prompt, solution_image, row)
         )
-        columns = {name: [value] for name, value in write_sample(conversation_to_sample(conversation)).items()}
-        scored = await asyncio.to_thread(_shared_set(rewards), **columns)
+        batches = await asyncio.to_thread(_set_batches, rewards)  # the first call loads the models
+        return await asyncio.wrap_future(batches.submit(write_sample(conversation_to_sample(conversation))))
     except (RowError, RewardError) as error:
         raise RewardError(f"{sample}: {error.reason if isinstance(error, RowError) else error}") from error
-    for name, values in scored.rewards.items():
-        if np.isnan(values[0]) and scored.weights[name]:
-            raise RewardError(f"{sample}: reward {name}: {scored.failures[name][0]}")
-    return {"score": float(scored.total()[0]), **{name: float(value[0]) for name, value in scored.rewards.items()}}
 
 
-def _shared_set(config: Any) -> RewardSet:
+class _SetBatches(MicroBatcher[Mapping[str, Any], dict[str, float]]):
+    """A reward set that computes the samples of concurrent calls together, by the `batch_size` of each reward."""
+
+    def __init__(self, config: Any):
+        configured = reward_arguments(config)
+        # One sample's failure must not end the batch of the others.
+        self.rewards = RewardSet(
+            [replace(each, on_failure="mask") if each.on_failure == "raise" else each for each in configured]
+        )
+        self.needed = {each.name for each in configured if each.weight or each.on_failure == "raise"}
+        for reward in self.rewards.rewards:
+            if reward.groupwise:
+                raise ConfigError(f"reward {reward.arguments.name} is of groups, and verl passes one sample alone.")
+        super().__init__(self._each)
+
+    def _each(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float] | RewardError]:
+        names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+        try:
+            columns = {name: [row.get(name) for row in rows] for name in names}
+            scored = self.rewards(prompt=[row["prompt"] for row in rows], **columns)
+        except RewardError as error:  # the whole call's: alone, each sample has its own
+            return [error] if len(rows) == 1 else [self._each([row])[0] for row in rows]
+        totals = scored.total()
+        return [self._of_sample(scored, index, float(totals[index])) for index in range(len(rows))]
+
+    def _of_sample(self, scored: Rewards, index: int, total: float) -> dict[str, float] | RewardError:
+        rewards = {name: float(values[index]) for name, values in scored.rewards.items()}
+        for name, value in rewards.items():
+            if np.isnan(value) and name in self.needed:
+                return RewardError(f"reward {name}: {scored.failures[name][index]}")
+        return {"score": total, **rewards}
+
+
+def _set_batches(config: Any) -> _SetBatches:
     """Return the reward set of this process for a configuration; its models are loaded once."""
-    key = str(config)
     with _lock:
-        if key not in _sets:
-            made = RewardSet(config)
-            for reward in made.rewards:
-                if reward.groupwise:
-                    raise ConfigError(
-                        f"reward {reward.arguments.name} is of groups, and verl passes one sample alone."
-                    )
-            _sets[key] = made
-        return _sets[key]
+        return _sets.get(str(config)) or _sets.setdefault(str(config), _SetBatches(config))
 
 
 _lock = threading.Lock()
-_sets: dict[str, RewardSet] = {}
+_sets: dict[str, _SetBatches] = {}
 
 
 def sample_name(data_source: Any, extra_info: Mapping[str, Any] | None) -> str:

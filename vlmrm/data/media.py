@@ -54,7 +54,8 @@ def media_key(reference: Any, *, by_content: bool = False) -> str:
     With `by_content` it is that of the file's bytes too, which may change.
 
     Raises:
-        MediaError: when it is no reference, and by content for a file that cannot be read.
+        MediaError: when it is no reference, for a picture whose file is broken, and by content for a file that cannot
+            be read.
     """
     if isinstance(reference, (str, os.PathLike)):
         reference = os.fspath(reference)
@@ -75,7 +76,11 @@ def media_key(reference: Any, *, by_content: bool = False) -> str:
 def _content_key(content: Any) -> str:
     """Return the key of a picture, of bytes or of a data URI."""
     if isinstance(content, Image.Image):
-        return f"pixels:{_hash(f'{content.mode}{content.size}'.encode(), content.tobytes())}"
+        try:
+            pixels = content.tobytes()
+        except (OSError, SyntaxError, ValueError) as error:  # of a file that Pillow reads only now
+            raise MediaError(f"{media_name(content)} is broken ({error}): replace it or remove the row") from error
+        return f"pixels:{_hash(f'{content.mode}{content.size}'.encode(), pixels)}"
     return f"data:{_hash(content.encode())}" if isinstance(content, str) else f"bytes:{_hash(bytes(content))}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import combinations
 
 import numpy as np
@@ -33,7 +33,7 @@ def statistics(
         if codes is not None:
             deviations = _group_deviations(values, codes)
             metrics[f"rewards/{name}/group_std"] = float(deviations.mean()) if len(deviations) else float("nan")
-            metrics[f"rewards/{name}/no_signal"] = _share_below(deviations)
+            metrics[f"rewards/{name}/no_signal"] = _no_signal(_neutral(values, codes), codes)
     for one, other in combinations(rewards, 2):
         metrics[f"rewards/correlation/{one}/{other}"] = _correlation(rewards[one], rewards[other])
     if codes is not None:
@@ -41,7 +41,8 @@ def statistics(
         total = weighted_total(rewards, weights, len(codes))
         for name in held_out if len(held_out) < len(rewards) else ():
             metrics[f"rewards/{name}/held_out"] = _correlation(_centred(total, codes), _centred(rewards[name], codes))
-        metrics["rewards/no_signal"] = _share_below(_group_deviations(total, codes))
+        neutral = {name: _neutral(values, codes) for name, values in rewards.items()}
+        metrics["rewards/no_signal"] = _no_signal(weighted_total(neutral, weights, len(codes)), codes)
     return metrics
 
 
@@ -68,8 +69,15 @@ def _group_deviations(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
     return np.array([group.std() for group in groups if len(group) > 1])
 
 
-def _share_below(deviations: Sequence[float] | np.ndarray) -> float:
-    return float(np.mean(np.asarray(deviations) < LEVEL)) if len(deviations) else float("nan")
+def _neutral(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Return the values less the mean of their group, a missing one as 0: so they count in advantages."""
+    return np.nan_to_num(_centred(values, codes), nan=0.0)
+
+
+def _no_signal(values: np.ndarray, codes: np.ndarray) -> float:
+    """Return the share of the groups of two or more whose values are all alike."""
+    deviations = _group_deviations(values, codes)
+    return float(np.mean(deviations < LEVEL)) if len(deviations) else float("nan")
 
 
 def _centred(values: np.ndarray, codes: np.ndarray) -> np.ndarray:

@@ -3,7 +3,8 @@
     GET  {server_url}/health    any status below 400: ready
     POST {server_url}/compute   {"prompt": [str] * B, "image": [png] * B, "video": [[png] * T] * B,
                                  "condition_images": [[png] * N] * B, "condition_videos": [[[png] * T] * N] * B}
-                                a png is base64 of a PNG file, a medium that no sample has is null
+                                a png is base64 of a PNG file, a medium that no sample has is null; where the
+                                samples are a text policy's, "response": [str] * B beside them
       ->                        {"rewards": [number] * B}, or {"error": text}
 
 Any server of this protocol will do, Flow-Factory's template among them.
@@ -24,7 +25,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from PIL import Image
 from pydantic import Field
 
+from vlmrm.conversation import text_of
 from vlmrm.errors import ConfigError, RewardError
+from vlmrm.formats.openai import read_messages
 from vlmrm.http import (
     LONGEST_WAIT,
     Overdue,
@@ -90,6 +93,7 @@ class _Remote(BaseRewardModel):
         video: list[list[Image.Image]] | None = None,
         condition_images: list[list[Image.Image]] | None = None,
         condition_videos: list[list[list[Image.Image]]] | None = None,
+        response: list[Any] | None = None,
     ) -> RewardModelOutput:
         body = {
             "prompt": prompt,
@@ -98,6 +102,10 @@ class _Remote(BaseRewardModel):
             "condition_images": _encode_media(condition_images),
             "condition_videos": _encode_media(condition_videos),
         }
+        if response is not None:
+            body["response"] = [
+                text if isinstance(text, str) else text_of(read_messages(text, "assistant")) for text in response
+            ]
         return RewardModelOutput(rewards=_read_rewards(self.servers.post("/compute", json.dumps(body).encode())))
 
 

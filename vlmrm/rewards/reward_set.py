@@ -72,6 +72,7 @@ class RewardSet:
         self.models = Models(accelerator) if models is None else models
         self.rewards = [self.models.reward(arguments) for arguments in reward_arguments(config, block)]
         self.audit = None if audit_log is None else AuditLog(audit_log)
+        self._told: set[str] = set()  # rewards of which it was said that they read no response
 
     def __call__(
         self, *, prompt: Sequence[Any], groups: Sequence[Hashable] | None = None, **columns: Sequence[Any] | None
@@ -93,7 +94,7 @@ class RewardSet:
         Args:
             group_size: samples of a group, so that an asynchronous groupwise reward need not wait for the last sample.
         """
-        return Pending(self.rewards, self.audit, group_size)
+        return Pending(self.rewards, self.audit, group_size, self._told)
 
     def close(self) -> None:
         """Cancel calls of asynchronous rewards that have not started."""
@@ -192,9 +193,13 @@ class Pending:
 
     Args:
         group_size: samples of a group, so that an asynchronous groupwise reward can start before `finish`.
+        told: names of the rewards of which a warning was logged.
     """
 
-    def __init__(self, rewards: Sequence[ConfiguredReward], audit: AuditLog | None, group_size: int | None):
+    def __init__(
+        self, rewards: Sequence[ConfiguredReward], audit: AuditLog | None, group_size: int | None, told: set[str]
+    ):
+        self.told = told
         media = RoundMedia()
         self.work = [_PendingReward(reward, group_size, media) for reward in rewards]
         self.audit = audit
@@ -210,6 +215,7 @@ class Pending:
         """
         added = Samples({"prompt": prompt, **columns}, groups)
         self._refuse_misnamed(added)
+        self._tell_unread_responses(added)
         if self.samples is not None:
             if (added.groups is None) != (self.samples.groups is None):
                 raise RewardError("some samples have groups and some have none: give groups= each time or never.")
@@ -268,6 +274,17 @@ class Pending:
                 intended = nearest(name, missing, 0.8)
             if intended not in (None, name):
                 raise RewardError(f"there is a column {name}, which no reward asks for: did you mean {intended}?")
+
+    def _tell_unread_responses(self, samples: Samples) -> None:
+        if all(text is None for text in samples.columns.get("response", ())):
+            return
+        for work in self.work:
+            if work.name not in self.told and "response" not in accepted_fields(work.reward.model, samples):
+                self.told.add(work.name)
+                logger.warning(
+                    "reward %s reads no response, which the samples have: it is alike for all answers to a prompt",
+                    work.name,
+                )
 
     def _outcome(self, samples: Samples) -> Rewards:
         by_name = {work.name: work for work in self.work}

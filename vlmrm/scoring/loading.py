@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from vlmrm.scoring.remote import RemoteScorer
 
 if TYPE_CHECKING:
     from vlmrm.scoring.scorer import LocalScorer
+
+HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/.*)?")
 
 
 def load_scorer(
@@ -57,6 +60,8 @@ def load_scorer(
     if is_address(model):
         _refuse_options(locals())
         return RemoteScorer(str(model), model=reward)
+    if HOST_AND_PORT.fullmatch(str(model)) and not Path(model).exists():
+        raise ConfigError(f"{model} is no folder: an address begins with http://, and this is none without it.")
     if reward is not None:
         raise ConfigError(f"reward is an option of a service, and {model} is a folder: leave reward out.")
     switches = {"check_sight": check_sight, "check_files": check_files, "trust_remote_code": trust_remote_code}

@@ -177,6 +177,8 @@ def test_rewards_of_one_checkpoint_have_one_copy_of_it(tiny_reward_model):
 def test_settings_that_cannot_work(reward, tiny_reward_model):
     with pytest.raises(ConfigError, match=r"custom_prompt has no \{prompt\} in it"):
         reward(custom_prompt="Judge this")
+    with pytest.raises(ConfigError, match=r"model_path is an address: .* remote_pointwise .*server_url"):
+        reward(model_path="http://host:8080")
     with pytest.raises(ConfigError, match="transform is 'rank': choose from raw"):
         reward(transform="rank")
     with pytest.raises(ConfigError, match="give the checkpoint once"):

@@ -27,7 +27,7 @@ from vlmrm.rewards.contract import (
     RewardModelOutput,
     choice,
 )
-from vlmrm.scoring.loading import load_local_scorer
+from vlmrm.scoring.loading import is_address, load_local_scorer
 from vlmrm.scoring.transforms import transform_named
 
 CHECKS = ("check_sight", "check_files")
@@ -75,6 +75,11 @@ class _TrainedReward(BaseRewardModel):
         except ConfigError as error:
             raise ConfigError(f"reward {config.name}: {error}") from None
         path = str(paths[0])
+        if is_address(path):
+            raise ConfigError(
+                f"reward {config.name}: model_path is an address: a service is asked by remote_pointwise or "
+                "remote_groupwise, with server_url: http://host:port/REWARD."
+            )
         name = choice(config, "transform", self.transforms[0], self.transforms)
         self.transform = transform_named(name, read_reward_file(path), path)
         checks = [extra.get(name, True) for name in CHECKS]
