@@ -380,6 +380,18 @@ async def test_figures_that_are_asked_for_twice_at_once_are_whole(monkeypatch):
 
 
 @in_loop
+async def test_a_result_that_has_gone_before_it_was_read_is_no_timeout(monkeypatch):
+    async with running() as (service, client):
+
+        async def gone(*_) -> None:
+            return None
+
+        monkeypatch.setattr(service.backend, "wait", gone)
+        answer = await rewards(client, "a")
+    assert answer.status_code == 504 and "keeps no result of this any more: ask again" in answer.text
+
+
+@in_loop
 async def test_who_serves_need_not_be_known_for_a_request_to_be_accepted(monkeypatch):
     async with running(workers=False) as (service, _):
 

@@ -169,8 +169,10 @@ class Gateway:
             raise
         if status is None or not status.finished or status.error == EXPIRED:
             await self.service.backend.cancel(job_id)
-            self.service.metrics.record_failure(reward, "timeout", f"not computed in {timeout:g} s")
-            raise TimedOut(f"the reward {reward} was not computed in {timeout:g} s: ask again, with a longer timeout.")
+            late = f"was not computed in {timeout:g} s: ask again, with a longer timeout."
+            problem = "keeps no result of this any more: ask again." if status is None else late
+            self.service.metrics.record_failure(reward, "timeout", problem)
+            raise TimedOut(f"the reward {reward} {problem}")
         if status.error == NOT_SERVED:
             raise self.service.not_served(reward)
         if status.state is not State.done or status.outcomes is None:
