@@ -39,10 +39,10 @@ from vlmrm.frames.dataset import FrameIndex, Inputs
 from vlmrm.frames.frame_reward import FrameReward
 from vlmrm.frames.settings import CollectSettings, RewardModelSettings, TrainSettings
 from vlmrm.frames.training import FrameTrainer, initial_classifier, training_arguments
-from vlmrm.frames.trajectory import Trajectory, find_trajectory, holds, open_folder, write_trajectory
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.scoring.protocol import prefixes_of
 from vlmrm.settings import validate
+from vlmrm.trajectories.trajectory import Trajectory, find_trajectory, holds, open_folder, write_trajectory
 
 COLLECT = 150.0  # frames a second
 COMPUTE = 0.9  # of a training step

@@ -10,7 +10,7 @@ import torch
 
 from vlmrm.frames.classifier import build_classifier, classifier_config
 from vlmrm.frames.settings import TrainSettings
-from vlmrm.frames.trajectory import Trajectory, write_trajectory
+from vlmrm.trajectories.trajectory import Trajectory, write_trajectory
 
 SIDE = 32
 

@@ -21,8 +21,8 @@ from vlmrm.frames.frame_reward import FrameReward, FrameScorer
 from vlmrm.frames.loop import policy_settings, run_loop
 from vlmrm.frames.settings import CollectSettings, LoopSettings, RewardModelSettings
 from vlmrm.frames.training import train_classifier
-from vlmrm.frames.trajectory import Trajectory, open_folder, write_trajectory
 from vlmrm.settings import validate
+from vlmrm.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 
 ROOM = '''
 import gymnasium as gym

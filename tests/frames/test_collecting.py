@@ -16,8 +16,8 @@ from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.frames.collecting import collect, summarise
 from vlmrm.frames.settings import CollectSettings
-from vlmrm.frames.trajectory import Trajectory, open_folder, open_trajectory, trajectory_paths, write_trajectory
 from vlmrm.settings import validate
+from vlmrm.trajectories.trajectory import Trajectory, open_folder, open_trajectory, trajectory_paths, write_trajectory
 
 YAML = """
 env: FrozenLake-v1

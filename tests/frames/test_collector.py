@@ -17,7 +17,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.frames.collector import RewardDataCollector
-from vlmrm.frames.trajectory import open_folder, trajectory_paths
+from vlmrm.trajectories.trajectory import open_folder, trajectory_paths
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ def test_episodes_under_way_are_written_at_the_end_but_not_by_sigkill(folders, t
 @pytest.mark.slow
 def test_a_write_that_is_killed_leaves_no_half_file(folders, collect):
     half = """
-import vlmrm.frames.trajectory as trajectory
+import vlmrm.trajectories.trajectory as trajectory
 def killed(path, content):
     path.open("wb").write(content[:100])
     os.kill(os.getpid(), 9)

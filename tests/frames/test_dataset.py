@@ -20,7 +20,13 @@ from vlmrm.frames.dataset import (
     index_frames,
     split,
 )
-from vlmrm.frames.trajectory import Trajectory, TrajectoryFile, open_trajectory, trajectory_paths, write_trajectory
+from vlmrm.trajectories.trajectory import (
+    Trajectory,
+    TrajectoryFile,
+    open_trajectory,
+    trajectory_paths,
+    write_trajectory,
+)
 
 SIZE = (3, SIDE, SIDE)
 

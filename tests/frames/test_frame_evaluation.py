@@ -15,7 +15,7 @@ from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, DataError
 from vlmrm.frames.checkpoint import load_classifier, read_config, save_classifier
 from vlmrm.frames.frame_reward import FrameScorer
 from vlmrm.frames.settings import RewardModelSettings
-from vlmrm.frames.trajectory import open_folder, write_trajectory
+from vlmrm.trajectories.trajectory import open_folder, write_trajectory
 
 
 def new_squares(root, positive=8, negative=8, seed=7):

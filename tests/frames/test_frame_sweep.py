@@ -14,7 +14,7 @@ from squares import write_squares
 from vlmrm import cli
 from vlmrm.frames.checkpoint import load_classifier
 from vlmrm.frames.frame_reward import FrameScorer
-from vlmrm.frames.trajectory import open_folder
+from vlmrm.trajectories.trajectory import open_folder
 
 DONE = """
 rewards:

@@ -26,8 +26,8 @@ from vlmrm.frames.frame_reward import FrameReward, FrameScorer
 from vlmrm.frames.qualification import HeldOut, figures
 from vlmrm.frames.settings import RewardModelSettings, TrainSettings
 from vlmrm.frames.training import initial_classifier, train_classifier
-from vlmrm.frames.trajectory import Trajectory, write_trajectory
 from vlmrm.rewards import RewardSet
+from vlmrm.trajectories.trajectory import Trajectory, write_trajectory
 
 
 def weights(path) -> dict[str, torch.Tensor]:

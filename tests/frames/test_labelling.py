@@ -8,7 +8,7 @@ from squares import write_squares
 
 from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError, RowError
-from vlmrm.frames.trajectory import open_folder, trajectory_paths
+from vlmrm.trajectories.trajectory import open_folder, trajectory_paths
 
 
 class Brightest:
@@ -26,7 +26,7 @@ class Brightest:
 @pytest.fixture
 def judge(monkeypatch):
     judge = Brightest()
-    monkeypatch.setattr("vlmrm.frames.progress.open_prefix_scorer", lambda model: judge)
+    monkeypatch.setattr("vlmrm.trajectories.progress.open_prefix_scorer", lambda model: judge)
     return judge
 
 

@@ -21,10 +21,10 @@ from transformers import ResNetConfig, ResNetModel
 from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.frames.checkpoint import load_classifier, save_classifier
-from vlmrm.frames.importing import import_episodes
-from vlmrm.frames.lerobot import episodes_of, write_dataset
 from vlmrm.frames.lerobot_classifier import write_lerobot
-from vlmrm.frames.trajectory import TrajectoryFile, open_folder, write_trajectory
+from vlmrm.trajectories.importing import import_episodes
+from vlmrm.trajectories.lerobot import episodes_of, write_dataset
+from vlmrm.trajectories.trajectory import TrajectoryFile, open_folder, write_trajectory
 
 CAMERAS = ("observation.images.front", "observation.images.wrist")
 HIDDEN, MAPS = 12, 3
@@ -175,9 +175,9 @@ class FakeDataset(list):
 
 
 def imported(dataset: FakeDataset, folder: Path, monkeypatch) -> list[TrajectoryFile]:
-    monkeypatch.setattr("vlmrm.frames.lerobot._library", lambda: lambda source: dataset)
+    monkeypatch.setattr("vlmrm.trajectories.lerobot._library", lambda: lambda source: dataset)
     import_episodes(episodes_of("someone/set"), folder / "positive", folder / "negative", "Toy")
-    monkeypatch.setattr("vlmrm.frames.lerobot._library", lambda: FakeDataset)
+    monkeypatch.setattr("vlmrm.trajectories.lerobot._library", lambda: FakeDataset)
     return open_folder(folder / "positive")
 
 
@@ -205,7 +205,7 @@ def test_cameras_that_would_have_one_name_are_refused(tmp_path, monkeypatch):
 
 
 def test_what_lerobot_refuses_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("vlmrm.frames.lerobot._library", lambda: FakeDataset)
+    monkeypatch.setattr("vlmrm.trajectories.lerobot._library", lambda: FakeDataset)
     write_trajectory(tmp_path / "own", square_trajectory(np.random.default_rng(0), 3, keys=("a/b",)))
     with pytest.raises(DataError, match="LeRobot refuses it"):
         write_dataset(open_folder(tmp_path / "own"), tmp_path / "set")

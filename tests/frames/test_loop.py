@@ -19,8 +19,8 @@ from vlmrm.frames import loop
 from vlmrm.frames.checkpoint import save_classifier
 from vlmrm.frames.dataset import index_frames, outline_of
 from vlmrm.frames.rl import Counts, episodes_folder
-from vlmrm.frames.trajectory import trajectory_paths, write_trajectory
 from vlmrm.settings import load_file, validate
+from vlmrm.trajectories.trajectory import trajectory_paths, write_trajectory
 
 ROOT = Path(__file__).parents[2]
 GOOD = {"precision": 0.99, "precision_low": 0.97, "failed_episodes": 12.0, "false_fires": 1.0}

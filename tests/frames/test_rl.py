@@ -19,8 +19,8 @@ from vlmrm.frames.checkpoint import save_classifier
 from vlmrm.frames.comparison import evaluations, markdown, summarise, write_comparison
 from vlmrm.frames.rl import Counts, Point, PolicyRun, Trial, success_rate, train_policies, untrained_policy
 from vlmrm.frames.settings import RLSettings
-from vlmrm.frames.trajectory import open_folder
 from vlmrm.settings import load_file, validate
+from vlmrm.trajectories.trajectory import open_folder
 
 COLUMNS = [
     "source", "seed", "steps", "true_success_rate", "training_steps", "true_successes", "rewarded", "false_positives",

@@ -14,11 +14,11 @@ from torchvision.models import resnet18
 
 from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.frames.checkpoint import load_classifier, save_classifier
-from vlmrm.frames.importing import import_episodes
-from vlmrm.frames.rlinf import read_episode, read_payload, write_document_files, write_payload
 from vlmrm.frames.rlinf_classifier import export_classifier
-from vlmrm.frames.sources import episodes_in
-from vlmrm.frames.trajectory import open_folder, write_trajectory
+from vlmrm.trajectories.importing import import_episodes
+from vlmrm.trajectories.rlinf import read_episode, read_payload, write_document_files, write_payload
+from vlmrm.trajectories.sources import episodes_in
+from vlmrm.trajectories.trajectory import open_folder, write_trajectory
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)
 

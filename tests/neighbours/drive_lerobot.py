@@ -24,10 +24,10 @@ from vlmrm.frames.classifier import (
     classifier_config,
     model_input,
 )
-from vlmrm.frames.importing import import_episodes
-from vlmrm.frames.lerobot import episodes_of, write_dataset
 from vlmrm.frames.lerobot_classifier import write_lerobot
-from vlmrm.frames.trajectory import Trajectory, TrajectoryFile, open_folder, write_trajectory
+from vlmrm.trajectories.importing import import_episodes
+from vlmrm.trajectories.lerobot import episodes_of, write_dataset
+from vlmrm.trajectories.trajectory import Trajectory, TrajectoryFile, open_folder, write_trajectory
 
 SIZES = {"front": (64, 96), "wrist": (48, 48)}
 LENGTHS = (5, 6, 7)

@@ -137,12 +137,12 @@ def import_(
         negative_dir: Folder of the negative trajectory files to write.
         environment: Name of the environment that they show.
     """
-    from vlmrm.frames.importing import import_episodes, summarise
-    from vlmrm.frames.sources import episodes_in
+    from vlmrm.trajectories.importing import import_episodes, summarise
+    from vlmrm.trajectories.sources import episodes_in
 
     found = [] if lerobot and positive is negative is episodes is None else episodes_in(positive, negative, episodes)
     if lerobot:
-        from vlmrm.frames.lerobot import episodes_of
+        from vlmrm.trajectories.lerobot import episodes_of
 
         found += episodes_of(lerobot, label)
     say(summarise(import_episodes(found, positive_dir, negative_dir, environment)))
@@ -189,14 +189,14 @@ def export(
 def _export_trajectories(
     folders: Sequence[Path], to: str, output: Path, image_key: str | None, fps: int | None, task: str | None
 ) -> str:
-    from vlmrm.frames.trajectory import open_folder
+    from vlmrm.trajectories.trajectory import open_folder
 
     files = [file for folder in folders for file in open_folder(folder)]
     if to == "lerobot":
-        from vlmrm.frames.lerobot import write_dataset
+        from vlmrm.trajectories.lerobot import write_dataset
 
         return f"{write_dataset(files, output, fps, task)} frames of {len(files)} episodes are in {output}"
-    from vlmrm.frames.rlinf import write_document_files, write_payload
+    from vlmrm.trajectories.rlinf import write_document_files, write_payload
 
     if output.suffix == ".pt":
         return f"{write_payload(files, output, image_key)} frames are in {output}"
@@ -227,8 +227,8 @@ def show(
         visualize_positive: Write every success as a PNG named FOLDER_TRAJECTORY_frameNNN.png.
         vis_output_dir: Folder of these successes.
     """
-    from vlmrm.frames.pictures import contact_sheet, write_frames
-    from vlmrm.frames.trajectory import open_folder
+    from vlmrm.trajectories.pictures import contact_sheet, write_frames
+    from vlmrm.trajectories.trajectory import open_folder
 
     if not folders:
         raise ConfigError("there is nothing to show: name folders of trajectories.")
@@ -270,8 +270,8 @@ def pairs(
         image_key: The camera. Default: the first.
         seed: Seed of what is drawn.
     """
-    from vlmrm.frames.pairs import write_pairs
-    from vlmrm.frames.trajectory import open_folder
+    from vlmrm.trajectories.pairs import write_pairs
+    from vlmrm.trajectories.trajectory import open_folder
 
     if not folders:
         raise ConfigError("there is nothing to compare: name folders of trajectories.")
@@ -307,8 +307,8 @@ def progress(
         image_key: The camera. Default: the first.
     """
     from vlmrm.files import require_new_file
-    from vlmrm.frames.progress import open_prefix_scorer, score_episodes, summarise, write_scores
-    from vlmrm.frames.trajectory import open_folder
+    from vlmrm.trajectories.progress import open_prefix_scorer, score_episodes, summarise, write_scores
+    from vlmrm.trajectories.trajectory import open_folder
 
     if not folders:
         raise ConfigError("there is nothing to score: name folders of trajectories.")
@@ -342,8 +342,8 @@ def label(
         image_key: The camera. Default: the first.
     """
     from vlmrm.frames.labelling import label_episodes, summarise
-    from vlmrm.frames.progress import open_prefix_scorer
-    from vlmrm.frames.trajectory import open_folder
+    from vlmrm.trajectories.progress import open_prefix_scorer
+    from vlmrm.trajectories.trajectory import open_folder
 
     if not folders:
         raise ConfigError("there is nothing to label: name folders of trajectories.")

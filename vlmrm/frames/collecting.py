@@ -23,8 +23,8 @@ from vlmrm.frames.collector import RewardDataCollector
 from vlmrm.frames.environments import make_environments
 from vlmrm.frames.settings import CollectSettings
 from vlmrm.frames.simulators import SIMULATORS, Simulator
-from vlmrm.frames.trajectory import check_images, open_trajectory, trajectory_paths
 from vlmrm.imported import imported_function
+from vlmrm.trajectories.trajectory import check_images, open_trajectory, trajectory_paths
 
 logger = logging.getLogger("vlmrm")
 

@@ -24,7 +24,7 @@ from vlmrm.errors import ConfigError, DataError, Preempted
 from vlmrm.files import make_folder
 from vlmrm.frames.images import as_array, fitted_images, images_of, value_of
 from vlmrm.frames.settings import Crop
-from vlmrm.frames.trajectory import (
+from vlmrm.trajectories.trajectory import (
     Trajectory,
     digest,
     find_trajectory,

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Sampler
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.frames.settings import Crop
-from vlmrm.frames.trajectory import TrajectoryFile, check_images, digest, listed, open_folder, trajectory_paths
+from vlmrm.trajectories.trajectory import TrajectoryFile, check_images, digest, listed, open_folder, trajectory_paths
 
 Inputs = dict[str, Tensor]  # of a classifier for B frames, by name; `labels` [B] beside them
 

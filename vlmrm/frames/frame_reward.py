@@ -20,7 +20,7 @@ from vlmrm.frames.collector import autoreset_mode, final_state, observation_of, 
 from vlmrm.frames.drift import DriftWatch
 from vlmrm.frames.images import as_array, fitted_images, images_of
 from vlmrm.frames.settings import RewardModelSettings
-from vlmrm.frames.trajectory import to_uint8
+from vlmrm.trajectories.trajectory import to_uint8
 
 logger = logging.getLogger("vlmrm")
 

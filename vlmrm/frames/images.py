@@ -12,7 +12,7 @@ from PIL import Image
 
 from vlmrm.errors import DataError
 from vlmrm.frames.settings import Crop
-from vlmrm.frames.trajectory import listed, to_uint8
+from vlmrm.trajectories.trajectory import listed, to_uint8
 
 logger = logging.getLogger("vlmrm")
 

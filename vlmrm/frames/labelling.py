@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.files import make_folder
-from vlmrm.frames.pairs import task_of
-from vlmrm.frames.pictures import as_picture
-from vlmrm.frames.trajectory import Trajectory, TrajectoryFile, digest, find_trajectory, write_trajectory
 from vlmrm.scoring.protocol import PrefixScorer
+from vlmrm.trajectories.pairs import task_of
+from vlmrm.trajectories.pictures import as_picture
+from vlmrm.trajectories.trajectory import Trajectory, TrajectoryFile, digest, find_trajectory, write_trajectory
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from vlmrm.frames.qualification import episodes_needed, upper_bound
 from vlmrm.frames.rl import PolicyRun, check_hyperparameters, episodes_folder, train_policies
 from vlmrm.frames.settings import CollectSettings, EnvironmentSettings, LoopSettings, RLSettings, TrainSettings
 from vlmrm.frames.training import train_classifier
-from vlmrm.frames.trajectory import trajectory_paths
 from vlmrm.logs import say
 from vlmrm.settings import validate
+from vlmrm.trajectories.trajectory import trajectory_paths
 
 OWN = {"positive_dir", "negative_dir", "output_checkpoint", "image_key", "image_size", "seed", "max_false_fires"}
 OWN |= {"min_precision"}

@@ -34,9 +34,9 @@ from vlmrm.frames.collecting import episode_seed
 from vlmrm.frames.collector import RewardDataCollector
 from vlmrm.frames.environments import StableBaselinesEnv, TrueSuccess, make_environments
 from vlmrm.frames.frame_reward import FrameReward, FrameScorer
-from vlmrm.frames.pictures import NOT_DONE, Cell, draw_sheet
 from vlmrm.frames.settings import FrameRewardSettings, RewardModelSettings, RewardSource, RLSettings
 from vlmrm.settings import did_you_mean
+from vlmrm.trajectories.pictures import NOT_DONE, Cell, draw_sheet
 
 logger = logging.getLogger("vlmrm")
 

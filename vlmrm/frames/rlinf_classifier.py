@@ -18,7 +18,7 @@ from torch import Tensor
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.files import make_folder, require_new_file, write_file
 from vlmrm.frames.classifier import LAYERS, ClassifierConfig, FrameClassifier, classifier_config
-from vlmrm.frames.rlinf import MAIN
+from vlmrm.trajectories.rlinf import MAIN
 
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.|model\.)+")
 BACKBONE, ENCODER = "backbone.", f"encoders.{MAIN}.resnet_backbone."

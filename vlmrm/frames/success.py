@@ -12,9 +12,9 @@ import numpy as np
 
 from vlmrm.errors import ConfigError
 from vlmrm.frames.images import as_array
-from vlmrm.frames.trajectory import listed
 from vlmrm.imported import imported_function
 from vlmrm.settings import did_you_mean
+from vlmrm.trajectories.trajectory import listed
 
 FORMS = "info.KEY, terminated, reward >= NUMBER, info.KEY > NUMBER, observation.KEY < NUMBER or module:function"
 TESTS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt}

@@ -60,7 +60,6 @@ from vlmrm.frames.dataset import (
 )
 from vlmrm.frames.drift import Reference
 from vlmrm.frames.evaluation import encoded
-from vlmrm.frames.pictures import write_frames
 from vlmrm.frames.qualification import HeldOut, auc_and_loss, choose_threshold, disqualification, figures, in_words
 from vlmrm.frames.settings import TrainSettings
 from vlmrm.modeling.manifest import read_json_of
@@ -70,6 +69,7 @@ from vlmrm.training.folder import output_lock
 from vlmrm.training.progress import Bar, FiguresCallback
 from vlmrm.training.resume import any_rank, checkpoint_to_resume, from_first_rank, plain_rank_errors
 from vlmrm.training.saving import CompleteCheckpoints
+from vlmrm.trajectories.pictures import write_frames
 
 logger = logging.getLogger("vlmrm")
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
-from vlmrm.frames.progress import open_prefix_scorer
 from vlmrm.modeling.tiny import make_tiny
 from vlmrm.rewards import RewardSet
+from vlmrm.trajectories.progress import open_prefix_scorer
 
 ANSWERS = ["number", "digit"]  # with a space before them single tokens of the tiny tokenizer
 OPENING = ["The", "What"]  # without one

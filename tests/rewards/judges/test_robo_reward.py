@@ -8,8 +8,8 @@ import pytest
 from judge_server import completion
 from PIL import Image
 
-from vlmrm.frames.progress import RewardOfPrefixes
 from vlmrm.rewards import RewardArguments, RewardSet
+from vlmrm.trajectories.progress import RewardOfPrefixes
 
 
 @pytest.fixture

@@ -19,9 +19,6 @@ import numpy as np
 
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.files import require_new_file, write_file
-from vlmrm.frames.pairs import spread_steps, task_of
-from vlmrm.frames.pictures import as_picture
-from vlmrm.frames.trajectory import TrajectoryFile
 from vlmrm.measures.intervals import Estimate, Mean
 from vlmrm.measures.statistics import expected_calibration_error, reliability, spearman_within, squared_errors
 from vlmrm.measures.success import AreaUnderCurve, fitted_calibration, held_out_calibrations
@@ -31,6 +28,9 @@ from vlmrm.rewards.registry import reward_arguments, reward_model_class
 from vlmrm.rewards.reward_set import Models
 from vlmrm.scoring.loading import load_scorer
 from vlmrm.scoring.protocol import PrefixScorer, prefixes_of
+from vlmrm.trajectories.pairs import spread_steps, task_of
+from vlmrm.trajectories.pictures import as_picture
+from vlmrm.trajectories.trajectory import TrajectoryFile
 
 Shown = Literal["scores", "repeated", "shuffled"]
 CONTROLS: dict[Shown, str] = {"repeated": "their first frame repeated", "shuffled": "their frames shuffled"}

@@ -17,13 +17,13 @@ from safetensors.numpy import save as save_arrays
 from safetensors.torch import save_file
 
 from vlmrm.errors import CheckpointError, DataError
-from vlmrm.frames import hdf5
-from vlmrm.frames.importing import import_episodes, read_pickled
-from vlmrm.frames.pickles import REPEATS
-from vlmrm.frames.rlinf import read_episode, read_payload
-from vlmrm.frames.sources import episodes_in
-from vlmrm.frames.trajectory import open_folder, open_trajectory, trajectory_paths
 from vlmrm.modeling.published_weights import read_weights
+from vlmrm.trajectories import hdf5
+from vlmrm.trajectories.importing import import_episodes, read_pickled
+from vlmrm.trajectories.pickles import REPEATS
+from vlmrm.trajectories.rlinf import read_episode, read_payload
+from vlmrm.trajectories.sources import episodes_in
+from vlmrm.trajectories.trajectory import open_folder, open_trajectory, trajectory_paths
 
 h5py = pytest.importorskip("h5py")
 

@@ -15,8 +15,8 @@ from squares import small_classifier, small_config, write_squares
 from vlmrm import cli
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.frames.checkpoint import save_classifier
-from vlmrm.frames.progress import Scored, gain, open_prefix_scorer, score_episodes, summarise, value_order
-from vlmrm.frames.trajectory import Trajectory, open_folder, write_trajectory
+from vlmrm.trajectories.progress import Scored, gain, open_prefix_scorer, score_episodes, summarise, value_order
+from vlmrm.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 
 
 @pytest.fixture
@@ -112,7 +112,9 @@ def test_first_frames_that_tell_the_outcome_are_warned_of(brightening):
 
 
 def test_probabilities_of_success_are_those_of_other_episodes(brightening, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("vlmrm.frames.progress.open_prefix_scorer", lambda model: Planted(PLANTED["counts and sees"]))
+    monkeypatch.setattr(
+        "vlmrm.trajectories.progress.open_prefix_scorer", lambda model: Planted(PLANTED["counts and sees"])
+    )
     words = ["frames", "progress", tmp_path / "bright", "--model", "any", "--output", tmp_path / "out.jsonl"]
     cli.app([*map(str, words)], exit_on_error=False, result_action="return_value")
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

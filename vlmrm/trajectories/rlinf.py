@@ -11,9 +11,9 @@ import numpy as np
 
 from vlmrm.errors import CheckpointError, DataError
 from vlmrm.files import make_folder, require_new_file, require_new_folder, write_file
-from vlmrm.frames.importing import stored_as_bytes
-from vlmrm.frames.pickles import REPEATS, read_pickle
-from vlmrm.frames.trajectory import Trajectory, TrajectoryFile, listed, to_unit
+from vlmrm.trajectories.importing import stored_as_bytes
+from vlmrm.trajectories.pickles import REPEATS, read_pickle
+from vlmrm.trajectories.trajectory import Trajectory, TrajectoryFile, listed, to_unit
 
 # Of an observation: [H,W,C] or [C,H,W], or several views of that.
 CAMERAS = ("main_images", "wrist_images", "extra_view_images")

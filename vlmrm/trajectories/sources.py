@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from vlmrm.errors import DataError
-from vlmrm.frames import hdf5, rlinf
-from vlmrm.frames.importing import Episode, file_digest, read_pickled
-from vlmrm.frames.trajectory import listed
+from vlmrm.trajectories import hdf5, rlinf
+from vlmrm.trajectories.importing import Episode, file_digest, read_pickled
+from vlmrm.trajectories.trajectory import listed
 
 
 def episodes_in(positive: Path | None, negative: Path | None, mixed: Path | None = None) -> list[Episode]:

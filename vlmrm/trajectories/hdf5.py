@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from vlmrm.errors import ConfigError, DataError, first_line
-from vlmrm.frames.importing import Episode, file_digest, stored_as_bytes
-from vlmrm.frames.trajectory import Trajectory, listed
+from vlmrm.trajectories.importing import Episode, file_digest, stored_as_bytes
+from vlmrm.trajectories.trajectory import Trajectory, listed
 
 SUFFIXES = (".hdf5", ".h5")
 CAMERAS = ("_image", "_rgb")  # how the names of pictures among the observations end

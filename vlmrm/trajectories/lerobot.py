@@ -19,8 +19,8 @@ import numpy as np
 
 from vlmrm.errors import ConfigError, DataError, first_line
 from vlmrm.files import make_folder, require_new_folder
-from vlmrm.frames.importing import UNIT, Episode
-from vlmrm.frames.trajectory import Trajectory, TrajectoryFile, listed, to_uint8
+from vlmrm.trajectories.importing import UNIT, Episode
+from vlmrm.trajectories.trajectory import Trajectory, TrajectoryFile, listed, to_uint8
 
 IMAGES = "observation.images."
 SUCCESS, REWARD = "next.success", "next.reward"

@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.files import write_file
-from vlmrm.frames import trajectory
-from vlmrm.frames.trajectory import (
+from vlmrm.trajectories import trajectory
+from vlmrm.trajectories.trajectory import (
     Trajectory,
     find_trajectory,
     holds,

@@ -13,11 +13,11 @@ import pytest
 
 from vlmrm import cli
 from vlmrm.errors import DataError
-from vlmrm.frames import pickles
-from vlmrm.frames.importing import LARGE, UNIT, Imported, import_episodes, read_pickled
-from vlmrm.frames.pickles import read_dictionary
-from vlmrm.frames.sources import episodes_in
-from vlmrm.frames.trajectory import Trajectory, open_folder, open_trajectory, trajectory_paths
+from vlmrm.trajectories import pickles
+from vlmrm.trajectories.importing import LARGE, UNIT, Imported, import_episodes, read_pickled
+from vlmrm.trajectories.pickles import read_dictionary
+from vlmrm.trajectories.sources import episodes_in
+from vlmrm.trajectories.trajectory import Trajectory, open_folder, open_trajectory, trajectory_paths
 
 STORED = np.random.default_rng(0).integers(0, 256, (3, 3, 4, 4), dtype=np.uint8)
 LABELS = np.array([0, 0, 1], dtype=np.float32)

@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from vlmrm.errors import DataError
 from vlmrm.files import content_digest, make_folder
-from vlmrm.frames.pickles import read_dictionary
-from vlmrm.frames.trajectory import (
+from vlmrm.trajectories.pickles import read_dictionary
+from vlmrm.trajectories.trajectory import (
     Trajectory,
     find_trajectory,
     listed,

@@ -10,8 +10,8 @@ from PIL import Image
 
 from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.frames.pictures import BORDER, CAPTION, DONE, NOT_DONE, SIDE, contact_sheet
-from vlmrm.frames.trajectory import Trajectory, open_folder, write_trajectory
+from vlmrm.trajectories.pictures import BORDER, CAPTION, DONE, NOT_DONE, SIDE, contact_sheet
+from vlmrm.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 
 CELL = SIDE + 2 * BORDER
 

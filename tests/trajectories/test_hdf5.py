@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.frames.importing import import_episodes
-from vlmrm.frames.sources import episodes_in
-from vlmrm.frames.trajectory import open_folder
+from vlmrm.trajectories.importing import import_episodes
+from vlmrm.trajectories.sources import episodes_in
+from vlmrm.trajectories.trajectory import open_folder
 
 PICTURES = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8)
 

@@ -25,8 +25,8 @@ from vlmrm.conversation import Comparison, Image, Judgement, Message
 from vlmrm.data.canonical import check_output, write_comparisons
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.files import require_new_file
-from vlmrm.frames.pictures import as_picture, save_picture
-from vlmrm.frames.trajectory import TrajectoryFile, listed
+from vlmrm.trajectories.pictures import as_picture, save_picture
+from vlmrm.trajectories.trajectory import TrajectoryFile, listed
 
 Kind = Literal["outcome", "truncation", "rewind", "instruction"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from vlmrm.errors import ConfigError
 from vlmrm.files import atomic_write, make_folder
-from vlmrm.frames.trajectory import TrajectoryFile
+from vlmrm.trajectories.trajectory import TrajectoryFile
 
 SIDE, BORDER, CAPTION = 96, 3, 12  # pixels of a frame, of its border, and of the text above
 PITCH = SIDE + 2 * BORDER

@@ -10,9 +10,9 @@ from PIL import Image
 
 from vlmrm import cli, load_scorer
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.frames.pairs import KINDS, write_pairs
-from vlmrm.frames.progress import Scored, value_order
-from vlmrm.frames.trajectory import Trajectory, open_folder, write_trajectory
+from vlmrm.trajectories.pairs import KINDS, write_pairs
+from vlmrm.trajectories.progress import Scored, value_order
+from vlmrm.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 
 SIDE, FRAMES = 56, 6
 TASK = "Make it bright."
