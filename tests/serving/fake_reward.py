@@ -10,8 +10,8 @@ from typing import ClassVar
 class Length:
     """Scores the length of the prompt; `log` is a file that each batch's prompts are written to.
 
-    A prompt may say what happens instead: "die", "die once FILE", "hang", "raise", "refuse", "garble" (what is no
-    message is sent), or "wait FILE", of which `services.Gate` tells.
+    A prompt may say what happens instead: "die", "die once FILE", "exit", "hang", "raise", "refuse", "garble" (what is
+    no message is sent), or "wait FILE", of which `services.Gate` tells.
     """
 
     def __init__(self, log=None, info=None):
@@ -35,6 +35,8 @@ class Length:
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "hang":
             time.sleep(3600)
+        if what == "exit":
+            sys.exit(0)
         if what == "garble":
             os.write(int(sys.argv[1]), (2).to_bytes(8, "big") + bytes(8) + b"no")
         if what == "raise":

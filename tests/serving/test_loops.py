@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from services import eventually, fake, in_loop, rewards, running
 
 from vlmrm.serving.backend import process_name
@@ -63,10 +64,15 @@ async def test_a_fault_of_the_service_fails_what_brings_it_about_and_nothing_els
         assert (await client.get("/ready")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [("garble", "sent what is no message (JSONDecodeError)"), ("prepare: exit", "ended with status 0")],
+)
 @in_loop
-async def test_a_worker_that_sends_what_is_no_message_is_replaced_at_once(monkeypatch, caplog):
+async def test_a_worker_that_is_of_no_use_any_more_is_replaced_at_once(tmp_path, monkeypatch, prompt, said):
     monkeypatch.setattr("vlmrm.serving.replica.BACKOFF_S", (0.0, 0.0))
-    async with running(fake(batch_timeout=600), limits={"silence": 600.0}) as (_, client):
-        answer = await rewards(client, "garble")
-        assert answer.status_code == 500 and "sent what is no message" in answer.text
+    block = fake("length", "fake_reward.Prepared", options={"log": str(tmp_path / "log")})
+    async with running(block, limits={"silence": 600.0}) as (_, client):
+        answer = await rewards(client, prompt)
+        assert answer.status_code == 500 and said in answer.text
         assert (await rewards(client, "aaa")).json()["data"][0]["score"] == 3

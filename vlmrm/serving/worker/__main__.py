@@ -77,7 +77,8 @@ def prepare_batches(engine, channel, batches):
             batches.put((message, prepared, time.monotonic() - started))
     except OSError:  # the service has gone
         pass
-    batches.put(None)
+    finally:  # also of a reward that exits: the process then ends, and does not wait for ever
+        batches.put(None)
 
 
 def send_heartbeats(channel):
