@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from services import fake, in_loop, running
 from vlmrm.errors import RowError
 from vlmrm.formats.rollouts import read_openrlhf_query
 from vlmrm.formats.texts import JSON_VALUES, read_text
-from vlmrm.serving import parsing
+from vlmrm.serving import parsing, threads
 from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.parsing import LARGE_BYTES, Parsers
 from vlmrm.serving.service import TooLarge
 from vlmrm.serving.settings import Limits
+from vlmrm.serving.threads import in_thread
 
 PADDING = " " * LARGE_BYTES
 DATA = "data:image/png;base64," + "A" * LARGE_BYTES
@@ -160,3 +162,30 @@ async def test_a_column_may_have_as_many_entries_as_items_are_allowed():
         for count, status in ((1500, 200), (1501, 400)):
             answer = await client.post("/score", json={"queries": "aaa", "documents": ["b"] * count})
             assert answer.status_code == status
+
+
+@in_loop
+async def test_a_text_in_the_letters_of_base64_is_a_text_still():
+    """In the JSON nobody can tell it from a medium; in an item, where media are bytes, there is no doubt."""
+    async with running(fake("one", "fake_reward.Anything"), limits={"max_text_bytes": 1000}) as (_, client):
+        for path, body in (
+            ("/v1/rewards", {"items": [{"prompt": "a" * 1001}]}),
+            ("/compute", {"prompt": ["a" * 1001]}),
+        ):
+            assert "over the limit max_text_bytes of 1000" in (await client.post(path, json=body)).text
+        assert (await client.post("/v1/rewards", json={"items": [{"prompt": "a" * 900}]})).status_code == 200
+
+
+@in_loop
+async def test_two_threads_compute_beside_the_event_loop():
+    at_once, most = [], []
+
+    def compute(number: int) -> int:
+        at_once.append(number)
+        most.append(len(at_once))
+        time.sleep(0.01)
+        at_once.remove(number)
+        return number
+
+    assert await asyncio.gather(*(in_thread(compute, number) for number in range(8))) == list(range(8))
+    assert max(most) <= threads.THREADS

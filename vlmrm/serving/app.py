@@ -18,7 +18,7 @@ from vlmrm.serving.bodies import BodyMiddleware
 from vlmrm.serving.errors import add_error_handlers, error_responses
 from vlmrm.serving.gateway import Gateway, gateway_of
 from vlmrm.serving.middleware import QUIET, RequestMiddleware
-from vlmrm.serving.pages import api_page, status_page
+from vlmrm.serving.pages import api_document, api_page, status_page
 from vlmrm.serving.protocols import routers
 from vlmrm.serving.protocols.cosmos.router import RESULTS
 from vlmrm.serving.service import Service
@@ -162,9 +162,9 @@ async def metrics(request: Request) -> Response:
 
 
 @router.get("/openapi.json", include_in_schema=False)
-async def openapi(request: Request) -> JSONResponse:
+async def openapi(request: Request) -> Response:
     gateway_of(request).authorized_rewards(request)
-    return JSONResponse(request.app.openapi())
+    return Response(api_document(request.app), media_type="application/json")
 
 
 @router.get("/docs", include_in_schema=False)
@@ -172,4 +172,4 @@ async def docs(request: Request) -> HTMLResponse:
     """Show the OpenAPI document as a page."""
     [reward, *_] = gateway_of(request).authorized_rewards(request)
     url = str(request.base_url.replace(username=None, password=None)).rstrip("/")
-    return api_page(request.app.openapi(), url, reward, guarded=bool(token_of(request)))
+    return api_page(request.app, url, reward, guarded=bool(token_of(request)))

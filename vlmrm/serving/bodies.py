@@ -154,6 +154,7 @@ class _Handling:
         self._body = body
         lane = f"{self._context.client} {self._scope['path']} {_reward_in(body)}"
         LANE.set(lane)
+        self._context.body_bytes = len(body)
         self._context.is_small = len(body) < SMALL_BYTES and body.count(b",") < FEW_VALUES
         waits = self._scope["path"] not in self._middleware.results
         if waits:

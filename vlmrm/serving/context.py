@@ -24,6 +24,7 @@ class RequestContext:
     client: str = ""
     deadline: float = math.inf
     is_small: bool = True
+    body_bytes: int = 0
     wanted: str = ""
     revisions: dict[str, str] = field(default_factory=dict)
     arrived: float = field(default_factory=time.monotonic)

@@ -25,6 +25,8 @@ from vlmrm.serving.media import MediaResolver
 from vlmrm.serving.parsing import Parsers
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings
+from vlmrm.serving.strict_json import count_text, too_much_text
+from vlmrm.serving.threads import in_thread
 from vlmrm.serving.tokens import is_allowed, require_token, token_of
 from vlmrm.serving.turns import TurnScheduler
 
@@ -101,10 +103,18 @@ class Gateway:
 
     async def written(self, inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
         """Return the item that `write` makes of each input, or why there is none."""
-        # A thread would take longer than small bodies do, but files may be large.
-        if current_request().is_small and self.media.root is None:
-            return _write_each(inputs, write)
-        return await run_sync(_write_each, inputs, write)
+        # A thread would take longer than small bodies do, but files may be large, and long in coming.
+        if self.media.root is not None:
+            items = await run_sync(_write_each, inputs, write)
+        elif current_request().is_small:
+            items = _write_each(inputs, write)
+        else:
+            items = await in_thread(_write_each, inputs, write)
+        most = self.settings.limits.max_text_bytes
+        # What looks like base64 in the JSON was taken for a medium, and may be a text.
+        if current_request().body_bytes > most and await in_thread(count_text, items) > most:
+            raise InvalidRequest(too_much_text(most))
+        return items
 
     async def fetch(self, items: Sequence[Item | RowError]) -> list[Item | RowError]:
         """Return the items with their images by URL; one whose image cannot be fetched becomes its error."""

@@ -7,9 +7,11 @@ import json
 import pickle
 import re
 import secrets
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader
 
@@ -21,6 +23,8 @@ POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+
+NONCE = "of this answer"  # in the templates' output, which is kept
 
 TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 RENDERED = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
@@ -57,17 +61,29 @@ EXAMPLES: dict[str, Any] = {
 
 def status_page(rewards: list[str]) -> HTMLResponse:
     """Return the page that shows `GET /v1/status`, with a form to try each of `rewards`."""
-    return _page("status.html.jinja", rewards=rewards)
+    return _response(_render("status.html.jinja", rewards=rewards))
 
 
-def api_page(document: dict[str, Any], url: str, reward: str, *, guarded: bool) -> HTMLResponse:
-    """Return the routes and schemas of an OpenAPI document as a page without scripts.
+@lru_cache(1)
+def api_document(app: FastAPI) -> bytes:
+    """Return the OpenAPI document of an application as JSON, which takes 10 ms to write."""
+    return json.dumps(app.openapi()).encode()
+
+
+def api_page(app: FastAPI, url: str, reward: str, *, guarded: bool) -> HTMLResponse:
+    """Return the routes and schemas of an application as a page without scripts.
 
     Args:
         url: the address of the service, in the examples.
         reward: the name of a reward, in the examples.
         guarded: whether the examples send a token.
     """
+    return _response(_api_html(app, url, reward, guarded))
+
+
+@lru_cache(8)  # it takes 30 ms to write
+def _api_html(app: FastAPI, url: str, reward: str, guarded: bool) -> str:
+    document = app.openapi()
     routes: dict[tuple[str, str, str], dict[str, Any]] = {}  # one for all paths of a function
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -79,7 +95,8 @@ def api_page(document: dict[str, Any], url: str, reward: str, *, guarded: bool) 
         token = "VLMRM_ADMIN_TOKEN" if tag == "operators" else "VLMRM_TOKEN" if guarded else ""
         command = example_call(method, re.sub(r"{\w+}", reward, path), url, reward, token)
         route |= {"method": method.upper(), "tag": tag, "example": command}
-    return _page("api.html.jinja", routes=routes.values(), schemas=document["components"]["schemas"])
+    shown = sorted(routes.values(), key=lambda it: (it["tag"] == "operators", it["method"] == "GET"))
+    return _render("api.html.jinja", routes=shown, schemas=document["components"]["schemas"])
 
 
 def example_body(path: str, reward: str) -> Any:
@@ -102,7 +119,11 @@ def example_call(method: str, path: str, url: str, reward: str, token: str) -> s
     return body.replace("CALL", call).replace("NAME", reward) if isinstance(body, str) else call
 
 
-def _page(template: str, **content: Any) -> HTMLResponse:
+def _render(template: str, **content: Any) -> str:
+    return TEMPLATES.get_template(template).render(nonce=NONCE, version=vlmrm.__version__, **content)
+
+
+def _response(html: str) -> HTMLResponse:
     nonce = secrets.token_urlsafe(16)
-    html = TEMPLATES.get_template(template).render(nonce=nonce, version=vlmrm.__version__, **content)
-    return HTMLResponse(html, headers={"Content-Security-Policy": POLICY.format(nonce=nonce)})
+    headers = {"Content-Security-Policy": POLICY.format(nonce=nonce)}
+    return HTMLResponse(html.replace(f'nonce="{NONCE}"', f'nonce="{nonce}"'), headers=headers)

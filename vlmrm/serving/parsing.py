@@ -20,6 +20,7 @@ from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.service import TooLarge
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.strict_json import strict_json
+from vlmrm.serving.threads import in_thread
 from vlmrm.serving.worker.channel import pack, unpack
 from vlmrm.serving.worker_process import SERVICE_VARIABLES
 from vlmrm.settings import describe_errors
@@ -28,7 +29,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 PROCESSES = 2
 LARGE_BYTES = 256 * 2**10  # which the event loop parses in 5 ms at most, as it does
-MANY_VALUES = 10_000
+SYNTAX, MANY_SIGNS = (b",", b'"', b"[", b"{"), 20_000
 ENTRIES = 1024  # of a column, which are validated in some milliseconds
 LONG_TEXT = 4096  # characters, above which a text comes back beside the JSON, and is not parsed again
 PARSE_S = 30.0
@@ -61,7 +62,7 @@ class Parsers:
         return value
 
     async def _parsed(self, body: bytes) -> Any:
-        if len(body) < LARGE_BYTES and body.count(b",") < MANY_VALUES:
+        if len(body) < LARGE_BYTES and sum(map(body.count, SYNTAX)) < MANY_SIGNS:
             return strict_json(body, self._limits)
         async with self._free:
             process = self._idle.pop() if self._idle else _Process()
@@ -86,7 +87,7 @@ class Parsers:
         """Return a body as a model, for routes whose body FastAPI does not read; raises as `parse`."""
         value = await self.parse(body)
         try:
-            return await run_sync(kind.model_validate, value)
+            return await in_thread(kind.model_validate, value)
         except ValidationError as error:
             raise InvalidRequest(f"{describe_errors(error.errors(), kind)}.") from None
 

@@ -10,8 +10,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from anyio.to_thread import run_sync
-
 from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.libraries import needs
@@ -25,6 +23,7 @@ from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.telemetry import REQUEST_ID, Metrics, current_trace
+from vlmrm.serving.threads import in_thread
 from vlmrm.serving.versions import Versions, devices_of
 from vlmrm.serving.worker_spec import is_trained, worker_spec
 
@@ -191,7 +190,7 @@ class Service:
         # Files of the service and images by URL may be large in a small request.
         named = self.settings.media_root is not None or self.settings.allowed_hosts
         small = current_request().is_small and not named and not _has_video(items)
-        job = make() if small else await run_sync(make)
+        job = make() if small else await in_thread(make)
         if len(items) > max_items or job.size > max_bytes:
             raise TooLarge(
                 f"a request of {len(items)} items in {job.size} bytes is over what the queue can hold, "

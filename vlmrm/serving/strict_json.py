@@ -21,6 +21,8 @@ from vlmrm.serving.settings import Limits
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 SHORT = 64  # characters, of which no image is made
+BRACKETS = bytes.maketrans(b"{}", b"[]")
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 MANY_KEYS = 4096  # of one object, each of which may be an error of its own
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -38,11 +40,8 @@ def strict_json(body: bytes, limits: Limits) -> Any:
         )
         if SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
-        if len(body) > limits.max_text_bytes and count_text(value) > limits.max_text_bytes:
-            raise InvalidRequest(
-                f"the texts of the request are over the limit max_text_bytes of {limits.max_text_bytes}: send fewer "
-                "items at a time."
-            )
+        if len(body) > limits.max_text_bytes and count_text(value, besides=is_medium) > limits.max_text_bytes:
+            raise InvalidRequest(too_much_text(limits.max_text_bytes))
         return value
     except UnicodeDecodeError as error:
         raise InvalidRequest("the JSON is not UTF-8: encode it so.") from error
@@ -54,12 +53,21 @@ def strict_json(body: bytes, limits: Limits) -> Any:
         raise InvalidRequest("the JSON is nested too deep, or has a number that is too long.") from error
 
 
-def count_text(value: Any) -> int:
-    """Return the characters of all texts that are no media, in base64 or as data URIs."""
+def too_much_text(limit: int) -> str:
+    return f"the texts of the request are over the limit max_text_bytes of {limit}: send fewer items at a time."
+
+
+def is_medium(text: str) -> bool:
+    """Return whether a text may be a medium, in base64 or as a data URI."""
+    return text[:5].lower() == "data:" or (len(text) > SHORT and BASE64.fullmatch(text) is not None)
+
+
+def count_text(value: Any, besides: Callable[[str], bool] = lambda text: False) -> int:
+    """Return the characters of all texts of a tree, without those `besides`."""
     if isinstance(value, str):
-        return 0 if value[:5].lower() == "data:" or (len(value) > SHORT and BASE64.fullmatch(value)) else len(value)
+        return 0 if besides(value) else len(value)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(count_text, parts))
+    return sum(count_text(part, besides) for part in parts)
 
 
 def _check_structure(body: bytes, limits: Limits) -> None:
@@ -71,12 +79,11 @@ def _check_structure(body: bytes, limits: Limits) -> None:
     values = bare.count(b"[") + bare.count(b"{") + bare.count(b",")
     if values > limits.max_json_values:
         raise InvalidRequest(f"the JSON has over {limits.max_json_values} values: send fewer items at a time.")
-    depth = deepest = 0
-    for bracket in re.findall(rb"[\[\]{}]", bare):
-        depth += 1 if bracket in b"[{" else -1
-        deepest = max(deepest, depth)
-    if deepest > limits.max_json_depth:
-        raise InvalidRequest(f"the JSON is nested {deepest} deep, over the limit of {limits.max_json_depth}.")
+    brackets = bare.translate(BRACKETS, NO_BRACKETS)
+    for _ in range(limits.max_json_depth):  # a level at a time; what is not closed, the parser refuses early
+        brackets = brackets.replace(b"[]", b"")
+    if b"[]" in brackets:
+        raise InvalidRequest(f"the JSON is nested deeper than the limit of {limits.max_json_depth}.")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

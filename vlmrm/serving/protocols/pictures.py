@@ -10,7 +10,6 @@ import pickle
 from functools import partial
 from typing import Any
 
-from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -30,6 +29,7 @@ from vlmrm.serving.protocols.common import (
     score_inputs,
 )
 from vlmrm.serving.strict_json import Column, StrictRoute
+from vlmrm.serving.threads import in_thread
 from vlmrm.settings import Strict, describe_errors
 
 router = APIRouter(route_class=StrictRoute)
@@ -60,7 +60,7 @@ async def verl_omni(request: Request, reward: str | None = None) -> Response:
     """Return a pickle of `{"scores": [number]}`, in order."""
     gateway = gateway_of(request)
     settings = gateway.authorized_reward(request, reward)
-    body = await run_sync(_unpickle, await request.body())
+    body = await in_thread(_unpickle, await request.body())
 
     def write(row: tuple[str, bytes]) -> Item:
         return write_item(media_read(gateway.media, Sample(row[0], image=row[1])))

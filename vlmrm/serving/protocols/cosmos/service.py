@@ -6,8 +6,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
-from anyio.to_thread import run_sync
-
 from vlmrm.conversation import Outcome
 from vlmrm.errors import MediaError
 from vlmrm.formats.wire import Item
@@ -17,6 +15,7 @@ from vlmrm.serving.gateway import Gateway
 from vlmrm.serving.protocols.cosmos.payload import MediaBatch, Metadata, read_media
 from vlmrm.serving.service import NotServing
 from vlmrm.serving.settings import RewardSettings
+from vlmrm.serving.threads import in_thread
 from vlmrm.serving.worker.channel import redact_paths
 
 COLUMN = {"image": "image", "video": "video", "latent": "video"}  # what rewards see of each kind
@@ -53,7 +52,7 @@ async def read_request(gateway: Gateway, body: bytes) -> tuple[Metadata, MediaBa
     metadata = await gateway.parsers.parse_as(Metadata, head)
     if metadata.media_type == "latent":
         _check_decoder(gateway)
-    media = await run_sync(read_media, data, metadata.media_type, gateway.settings.limits)
+    media = await in_thread(read_media, data, metadata.media_type, gateway.settings.limits)
     if len(media.samples) != len(metadata.prompts):
         raise InvalidRequest(f"there are {len(metadata.prompts)} prompts but {len(media.samples)} samples of media.")
     return metadata, media
@@ -79,7 +78,7 @@ async def enqueue(gateway: Gateway, rewards: Sequence[RewardSettings], metadata:
     """
     for reward in rewards:
         _check_required(gateway, reward, metadata)
-    items = {reward.name: await run_sync(_items, reward, metadata, media) for reward in rewards}
+    items = {reward.name: await in_thread(_items, reward, metadata, media) for reward in rewards}
     jobs: dict[str, str] = {}
     try:
         for name in items:
