@@ -109,15 +109,17 @@ def test_a_wrong_kernel_fails_the_verb_and_the_other_parts_run(tmp_path, monkeyp
     """The planted fault: windows are left out of the plain kernel."""
     right = ours.per_segment
     monkeypatch.setattr(ours, "per_segment", lambda *args: right(*args[:6], None))
-    words = ["--tiny", "--output", tmp_path, "--part", "kernels", "--part", "vllm"]
+    parts = ("kernels", "families", "vllm")
+    words = ["--tiny", "--output", tmp_path, *(word for part in parts for word in ("--part", part))]
     monkeypatch.setattr(sys, "argv", ["gpu", *map(str, words)])
     monkeypatch.setitem(kernels.CASES, "sdpa", [kernels.WINDOWS[0], kernels.PLAIN[0]])
     monkeypatch.setattr(kernels, "vision", lambda run: None)
     assert verb.main() == 1
     printed = capsys.readouterr()
     assert "failed: kernels: sdpa window 8/2x64: output is off by" in printed.err
+    assert "failed: families: gemma3: in torch.float64 it is off by" in printed.err
     assert "vllm is not installed" in printed.out and "sdpa causal 8/2x64" in printed.out
-    assert len(Results.read(tmp_path, tiny=True).failures(["kernels", "vllm"])) == 1
+    assert len(Results.read(tmp_path, tiny=True).failures(parts)) == 2
 
 
 def documented_varlen(query, key, value, cu_queries, cu_keys, *longest, scale, window_size, enable_gqa):
@@ -145,7 +147,7 @@ def test_the_call_of_the_variable_length_kernel_is_that_of_the_reference(case, f
     monkeypatch.setattr(varlen, "varlen_attn", function)
     monkeypatch.setattr(kernels, "for_cuda_alone", lambda run, name: None)
     small = replace(case, heads=4, width=16)
-    [line] = kernels.equality(part_of(tmp_path), kernels.Rows("cpu", kernels.SMALL[:4]), "varlen", small)
+    [line] = kernels.equality(part_of(tmp_path), kernels.Rows("cpu", kernels.SMALL[:4]), "row", "varlen", small)
     assert line["holds"] and line["measured"] > 0
 
 

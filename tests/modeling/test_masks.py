@@ -264,7 +264,7 @@ def test_a_window_that_only_the_keyword_has_is_refused():
             attend(row, rule, sliding_window=window)
 
 
-# Kernels. Those of CUDA were not run: their masks and arguments are compared here.
+# Kernels. Those of CUDA run in benchmarks/gpu: their masks and arguments are compared here.
 
 
 def test_the_kernel_follows_from_device_type_and_what_is_computed(caplog):
