@@ -8,6 +8,10 @@ mean -3, as logits may, so that a missing one that became 0 would be paid. Two f
   been, the expected advantage of these completions without faults is 0.
 - `bias_others`: the mean over all others of their advantage less that in the step without faults. Its own sampling
   error is √(share / (1 - share) / N) for N completions.
+
+A reward that is wrong but plausible, another completion's or a best grade for all, cannot be told sample by sample,
+and nothing can keep it out of the advantages. The metrics of a round tell of it: `held_out`, the correlation with a
+reward that trains nothing, and `saturation`, the share at one end of the scale.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -37,12 +42,16 @@ from vlmrm.rewards import PointwiseRewardModel, RewardModelOutput, RewardSet
 
 GROUP = 8
 SHARES = (0.01, 0.1, 0.5)
-FAULTS = ("down", "slow", "nan", "type", "exception")
+FAULTS = ("down", "slow", "nan", "type", "exception", "off_scale")
+TELLING = {"shuffled": "held_out", "stuck": "saturation"}  # the metric that tells of a fault that is plausible
 SCORER_FAULTS = ("down", "nan", "type")  # what a scorer's row can be; an exception of a scorer ends the run
 BIAS, STALL = 0.05, 10.0
 COMPLETIONS = 2048
 JUDGED = 64
 LATE = 1.0  # seconds of the deadline that a slow reward misses
+SCALE = [-20.0, 20.0]  # of the rewards
+BEST = 5.0
+TOLD = 0.8  # the least share of the faults that a metric must show
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -78,6 +87,12 @@ class Fragile(PointwiseRewardModel):
                     rewards[-1] = "N/A"
                 case "exception":
                     raise KeyError("score")
+                case "off_scale":
+                    rewards[-1] = 1e6
+                case "shuffled":
+                    rewards[-1] = logit(*pair, purpose="another's reward")
+                case "stuck":
+                    rewards[-1] = BEST
         return RewardModelOutput(rewards, failures=failures)
 
 
@@ -97,13 +112,13 @@ class FragileScorer:
         return scores
 
 
-def logit(prompt: Any, response: Any) -> float:
-    return -3.0 + NormalDist().inv_cdf(fraction("reward", prompt, response))
+def logit(prompt: Any, response: Any, purpose: str = "reward") -> float:
+    return -3.0 + NormalDist().inv_cdf(fraction(purpose, prompt, response))
 
 
 def fragile(fault: str, share: float, size: int) -> TRLRewardSet:
     """Return a set of one reward that fails; a slow one has a thread for each completion, so that none waits."""
-    config = {"name": "fragile", "reward_model": f"{__name__}.Fragile", "on_failure": "mask"}
+    config = {"name": "fragile", "reward_model": f"{__name__}.Fragile", "on_failure": "mask", "valid": SCALE}
     config |= {"fault": fault, "share": share, "device": "cpu"}
     if fault == "slow":
         config |= {"async_reward": True, "num_workers": size, "batch_size": 1, "deadline": LATE}
@@ -219,7 +234,21 @@ def measure(options: argparse.Namespace) -> list[Row]:
             figures = biases(clean, step, share)
             worst = max(abs(figures["bias_failed"]), abs(figures["bias_others"]))
             rows.append(row(name, worst, "of bias", at_most=BIAS, **figures, seconds=step.seconds))
+        rows += [telling(*case, clean.completions) for case in product(TELLING, shares)]
         return rows if options.quick else rows + stalls(folder)
+
+
+def telling(fault: str, share: float, completions: Sequence[tuple[str, str]]) -> Row:
+    """Return the share of plausible faults that the metric shows, over the share that there is."""
+    common = {"reward_model": f"{__name__}.Fragile", "device": "cpu"}
+    proxy = {"name": "proxy", "fault": fault, "share": share, **common}
+    truth = {"name": "truth", "fault": "none", "share": 0.0, "weight": 0.0, **common}
+    prompts, responses = (list(column) for column in zip(*completions, strict=True))
+    groups = [number // GROUP for number in range(len(prompts))]
+    metrics = RewardSet([proxy, truth])(prompt=prompts, response=responses, groups=groups).metrics()
+    struck = np.mean([fraction("fault", *pair) < share for pair in completions])
+    shown = 1 - metrics["rewards/truth/held_out"] if fault == "shuffled" else metrics["rewards/proxy/saturation"]
+    return row(f"{fault}_{share:g}", shown / struck, f"of the faults, by {TELLING[fault]}", at_least=TOLD)
 
 
 def stalls(folder: Path) -> list[Row]:

@@ -54,6 +54,8 @@ NOT_RUN = {
     *("docs/benchmarks.md", "docs/frames.md", "docs/report.md", "docs/rewards.md"),
     *("docs/serving.md", "docs/howto/serve.md"),
 }
+# Those of this page run in tests/adapters/test_howto_rl.py, with what stands in for the frameworks.
+RUN_ELSEWHERE = {"docs/howto/rl.md"}
 # Programs of others, whose words nothing here can read.
 FOREIGN = {"cd", "docker", "git", "kubectl", "source", "uv"}
 KEYS = {
@@ -268,7 +270,7 @@ def test_every_service_is_accepted(page, reader):
         assert load_settings(Path("service.toml"), {}).reward_args
 
 
-@pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in NOT_RUN])
+@pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in NOT_RUN | RUN_ELSEWHERE])
 def test_every_program_runs(page, reader, tiny_checkpoint):
     namespace: dict = {}
     write_configs(page, tiny_checkpoint)

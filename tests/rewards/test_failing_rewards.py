@@ -31,8 +31,10 @@ class Broken(PointwiseRewardModel):
                 failures[int(position)] = "the judge is away"
             elif self.config.fault == "slow":
                 RELEASE.wait(30)
-            else:
-                rewards[position] = {"nan": np.nan, "wrong": 1e6}[self.config.fault]
+            elif self.config.fault != "none":
+                another = LOGITS[(numbers[position] + 1) % len(LOGITS)]
+                wrong = {"nan": np.nan, "off_scale": 1e6, "shuffled": another, "stuck": 5.0}
+                rewards[position] = wrong[self.config.fault]
         return RewardModelOutput(rewards=rewards, failures=failures)
 
 
@@ -56,7 +58,7 @@ def round_of(fault: str, share: float, size: int = len(PROMPTS), **settings) -> 
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-@pytest.mark.parametrize("fault", ["down", "nan", "wrong"])
+@pytest.mark.parametrize("fault", ["down", "nan", "off_scale"])
 def test_advantages_with_faults_are_those_without(fault, share):
     clean, advantages, broken = grpo(LOGITS), round_of(fault, share), failed(share)
     assert abs(advantages[broken].mean()) < 0.05, "no policy is paid for breaking its scorer"
@@ -79,6 +81,23 @@ def test_what_adapters_hand_to_a_framework_s_own_grpo_pays_no_fault(share):
     assert abs(advantages[broken].mean()) < 0.05
     whole = np.setdiff1d(np.arange(len(LOGITS)), broken)
     assert abs((advantages - grpo(LOGITS))[whole].mean()) < 0.05
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_rewards_that_are_wrong_but_plausible_are_told_by_the_metrics(share):
+    """Nothing tells them sample by sample: a held-out reward and the scale's end do, of a round."""
+    common = {"reward_model": f"{__name__}.Broken", "share": share}
+
+    def metrics(fault: str) -> dict[str, float]:
+        proxy, truth = {"name": "proxy", "fault": fault}, {"name": "truth", "fault": "none", "weight": 0.0}
+        rewards = RewardSet([{**proxy, **common}, {**truth, **common}])
+        return rewards(prompt=PROMPTS, response=RESPONSES, groups=PROMPTS).metrics()
+
+    clean, shuffled, stuck = map(metrics, ("none", "shuffled", "stuck"))
+    assert clean["rewards/truth/held_out"] == pytest.approx(1.0)
+    assert clean["rewards/proxy/saturation"] == 1 / len(LOGITS)
+    assert 0.7 * share < 1 - shuffled["rewards/truth/held_out"] < 1.3 * share
+    assert stuck["rewards/proxy/saturation"] == pytest.approx(share)
 
 
 def test_a_round_does_not_wait_for_a_judge_that_is_slow():

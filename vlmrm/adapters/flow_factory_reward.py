@@ -49,14 +49,19 @@ class _FlowFactoryReward:
                 f"reward {config.name}: gathered_fields is {gathered!r}: "
                 "list condition_images, condition_videos or both."
             )
+        inner = reward_model_class(str(extra.pop("reward", self.default)))
         common = {name: getattr(config, name) for name in ("name", "dtype", "device", "batch_size")}
-        [arguments] = reward_arguments({"reward_model": extra.pop("reward", self.default), **common, **extra})
+        # Flow-Factory's default, whoever set it, would round the scores of a model whose checkpoint is finer.
+        if inner.default_dtype == "auto" and str(config.dtype).endswith("bfloat16"):
+            del common["dtype"]
+        path = f"{inner.__module__}.{inner.__qualname__}"
+        [arguments] = reward_arguments({"reward_model": path, **common, **extra})
         if arguments.on_failure == "mask":
             raise ConfigError(
                 f"reward {config.name}: on_failure is mask, and Flow-Factory has no missing rewards: choose raise, or "
                 "fallback with a fallback_reward."
             )
-        self.inner = reward_model_class(str(arguments.reward_model))(arguments, accelerator)
+        self.inner = inner(arguments, accelerator)
         self.model = self.inner.model
         self.fallback = arguments.fallback_reward
         # Flow-Factory gathers only these columns of a group that spans ranks. Its samples all have the attributes
