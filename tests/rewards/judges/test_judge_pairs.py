@@ -59,6 +59,26 @@ def test_small_groups_meet_in_full_and_none_twice(count):
     assert rates.sum() == pytest.approx(count / 2)
 
 
+@pytest.mark.parametrize("count", [11, 16, 33, 64])
+def test_everyone_meets_one_other_in_each_round_and_of_an_odd_group_one_rests(count):
+    for seed in range(5):
+        compare = judge_of(count, seed)
+        meetings = np.bincount(np.array(list(play(count, 8, compare))).reshape(-1), minlength=count)
+        assert meetings.max() == 8 and meetings.min() >= (7 if count % 2 else 8)
+        assert meetings.sum() == 8 * (count - count % 2)
+
+
+def test_a_judge_that_fails_on_some_pairs_still_ranks():
+    correlations = []
+    for seed in range(30):
+        everything = judge_of(16, seed)([(i, j) for i in range(16) for j in range(i + 1, 16)])
+        random = np.random.default_rng(seed)
+        lost = {pair for pair in everything if random.random() < 0.1}
+        some = play(16, 8, lambda pairs, known=everything, lost=lost: {p: known[p] for p in pairs if p not in lost})
+        correlations.append(spearmanr(strengths(16, some), strengths(16, everything))[0])
+    assert np.mean(correlations) > 0.93
+
+
 def test_strengths_are_those_of_the_bradley_terry_model():
     true = np.array([1.0, 0.0, -1.0])
     chances = {(i, j): 1 / (1 + math.exp(true[j] - true[i])) for i, j in ((0, 1), (0, 2), (1, 2))}

@@ -37,15 +37,33 @@ def full_rounds(count: int) -> int:
 
 
 def _next_pairs(values: np.ndarray, met: set[Pair]) -> list[Pair]:
-    """Return new pairs of neighbours in strength, each in the order of the group."""
+    """Return new pairs of neighbours in strength, each in the order of the group.
+
+    Of an odd number one of those who met most rests, the weakest of them. In groups hardly larger than the rounds some
+    may find nobody new.
+    """
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
-    pairs = []
-    while len(order) > 1:
+    if len(order) % 2:
+        meetings = np.bincount(np.array(sorted(met), dtype=int).reshape(-1), minlength=len(order))
+        order.remove(max(reversed(order), key=lambda i: meetings[i]))
+    pairs: list[Pair] = []
+    left: list[int] = []
+    while order:
         first = order.pop(0)
         second = next((other for other in order if _pair(first, other) not in met), None)
-        if second is not None:
+        if second is None:
+            left.append(first)
+        else:
             order.remove(second)
             pairs.append(_pair(first, second))
+    while len(left) > 1:  # they have met: each takes one of a pair, the weakest that allows it
+        one, other = left.pop(), left.pop()
+        for number, (first, second) in reversed(list(enumerate(pairs))):
+            new = [[(one, first), (other, second)], [(one, second), (other, first)]]
+            allowed = [swap for swap in new if not met & {_pair(*pair) for pair in swap}]
+            if allowed:
+                pairs[number : number + 1] = [_pair(*pair) for pair in allowed[0]]
+                break
     return pairs
 
 
