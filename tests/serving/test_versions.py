@@ -367,13 +367,14 @@ async def test_a_worker_that_dies_in_its_sleep_takes_no_memory_until_it_is_woken
 @in_loop
 async def test_a_service_that_has_what_is_wanted_leaves_its_workers_alone(tmp_path, monkeypatch):
     async with serving(tmp_path, limits={"silence": 0.5}) as (service, client):
-        follow, rounds = service.versions._refresh, []
+        versions, rounds = service.versions["weights"], []
+        refresh = versions._refresh
 
-        async def counted(name):
-            rounds.append(name)
-            await follow(name)
+        async def counted():
+            rounds.append(1)
+            await refresh()
 
-        monkeypatch.setattr(service.versions, "_refresh", counted)
+        monkeypatch.setattr(versions, "_refresh", counted)
         [replica] = service.replicas["weights"]
         monkeypatch.setattr(replica, "_run_turns", None)  # would raise
         await eventually(lambda: len(rounds) > 5)
@@ -418,7 +419,7 @@ async def test_processes_that_share_a_queue_follow(redis_server, tmp_path, caplo
             assert score_of(await ask(client)) == 2
             # Another process that answers, and starts late, says and does the same.
             async with serving(tmp_path, workers=False, configured=reward, **shared) as (late, other):
-                await eventually(late.versions.begun["weights"].is_set)
+                await eventually(late.versions["weights"].begun.is_set)
                 for one in (client, other):
                     await eventually(lambda one=one: is_settled(one))
                     state = await state_of(one)

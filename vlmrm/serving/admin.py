@@ -28,7 +28,7 @@ async def change_model(name: str, body: ModelRequest, request: Request, response
     follow within seconds, and their errors are in the state.
     """
     gateway = _gateway(request, name)
-    await gateway.service.versions.change(name, body)
+    await gateway.service.versions[name].change(body)
     return _changed(gateway, name, response)
 
 
@@ -36,7 +36,7 @@ async def change_model(name: str, body: ModelRequest, request: Request, response
 async def roll_back(name: str, request: Request, response: Response) -> ModelState:
     """Have the previous model compute the reward again, if its files are as they were."""
     gateway = _gateway(request, name)
-    await gateway.service.versions.roll_back(name)
+    await gateway.service.versions[name].roll_back()
     return _changed(gateway, name, response)
 
 
@@ -44,7 +44,7 @@ async def roll_back(name: str, request: Request, response: Response) -> ModelSta
 async def sleep(name: str, request: Request, response: Response) -> ModelState:
     """Free the accelerator's memory of the reward's workers; requests wait until it is woken."""
     gateway = _gateway(request, name)
-    await gateway.service.versions.sleep(name, asleep=True)
+    await gateway.service.versions[name].sleep(asleep=True)
     return _changed(gateway, name, response)
 
 
@@ -52,7 +52,7 @@ async def sleep(name: str, request: Request, response: Response) -> ModelState:
 async def wake(name: str, request: Request, response: Response) -> ModelState:
     """Bring the weights back, and go on."""
     gateway = _gateway(request, name)
-    await gateway.service.versions.sleep(name, asleep=False)
+    await gateway.service.versions[name].sleep(asleep=False)
     return _changed(gateway, name, response)
 
 
@@ -64,7 +64,7 @@ def _gateway(request: Request, name: str) -> Gateway:
 
 
 def _state(gateway: Gateway, name: str) -> ModelState:
-    return gateway.service.versions.state(name, gateway.service.health(name))
+    return gateway.service.versions[name].state(gateway.service.health(name))
 
 
 def _changed(gateway: Gateway, name: str, response: Response) -> ModelState:

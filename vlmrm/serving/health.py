@@ -54,13 +54,9 @@ class WorkerHealth:
     def merge(cls, parts: Iterable[WorkerHealth]) -> WorkerHealth:
         """Return the health of the workers of all parts together."""
         parts = list(parts)
+        counts = ("workers", "ready", "asleep", "failing", "lost", "restarts")
         return cls(
-            workers=sum(part.workers for part in parts),
-            ready=sum(part.ready for part in parts),
-            asleep=sum(part.asleep for part in parts),
-            failing=sum(part.failing for part in parts),
-            lost=sum(part.lost for part in parts),
-            restarts=sum(part.restarts for part in parts),
+            **{name: sum(getattr(part, name) for part in parts) for name in counts},
             errors=sorted({error for part in parts for error in part.errors}),
             info=next((part.info for part in parts if part.info), {}),
             revisions=sorted({revision for part in parts for revision in part.revisions}),

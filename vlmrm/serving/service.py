@@ -24,8 +24,8 @@ from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.telemetry import REQUEST_ID, Metrics, current_trace
 from vlmrm.serving.threads import in_thread
-from vlmrm.serving.versions import Versions, devices_of
-from vlmrm.serving.worker_spec import is_trained, worker_spec
+from vlmrm.serving.versions import Versions
+from vlmrm.serving.worker_spec import is_trained, worker_specs
 
 logger = logging.getLogger("vlmrm")
 
@@ -70,7 +70,10 @@ class Service:
         self.replicas = {name: self._replicas(reward) if workers else [] for name, reward in self.rewards.items()}
         decoders = {DECODER: [self.decoder.replica]} if self.decoder is not None else {}
         self.registry = WorkerRegistry(self.backend, {**self.replicas, **decoders}, silence)
-        self.versions = Versions(settings, self.replicas, self.backend, self.registry.announce)
+        self.versions = {
+            name: Versions(settings, reward, self.replicas[name], self.backend, self.registry.announce)
+            for name, reward in self.rewards.items()
+        }
         self.draining = False
         self.started = time.time()
         self._errors: dict[str, str] = {}  # of loops whose last round has failed
@@ -80,7 +83,7 @@ class Service:
         if reward.ray_address:
             with needs("ray", "workers in a Ray cluster"):
                 import ray  # noqa: F401
-        specs = [worker_spec(reward, device, self.settings.limits.silence) for device in devices_of(reward)]
+        specs = worker_specs(reward, self.settings.limits.silence)
         return [Replica(reward.name, spec, self.backend, self.metrics, self.decoder) for spec in specs]
 
     async def start(self) -> None:
@@ -92,10 +95,10 @@ class Service:
             repeat("counting what waits", self._watch_queues, WATCHED_S, self._errors),
         ]
         for name, replicas in self.replicas.items():
-            follow = partial(self.versions.follow, name)
-            runs.append(repeat(f"following which model of {name} is wanted", follow, moment, self._errors))
+            versions = self.versions[name]
+            runs.append(repeat(f"following which model of {name} is wanted", versions.follow, moment, self._errors))
             if replicas:
-                runs.append(self._run(replicas, self.versions.begun[name]))
+                runs.append(self._run(replicas, versions.begun))
         if self.decoder is not None:
             runs.append(self._run([self.decoder.replica]))
         self._loops = [asyncio.create_task(run) for run in runs]
@@ -308,7 +311,8 @@ class Service:
             loop.cancel()
         if self._loops:
             await asyncio.wait(self._loops, timeout=STOPPING_S)
-        await self.versions.stop()
+        for versions in self.versions.values():
+            await versions.stop()
         await self.registry.unregister()
         await self.backend.stop()
 

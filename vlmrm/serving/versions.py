@@ -11,7 +11,6 @@ import logging
 import math
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,7 @@ from vlmrm.serving.health import WorkerHealth
 from vlmrm.serving.replica import Candidate, CannotSwitch, Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.worker_process import RewardRaised, WorkerDied
-from vlmrm.serving.worker_spec import is_trained, worker_spec
+from vlmrm.serving.worker_spec import is_trained, worker_specs
 from vlmrm.settings import Strict
 
 T = TypeVar("T")
@@ -107,54 +106,56 @@ class Wanted:
 
 
 class Versions:
-    """The models of the rewards that `replicas` compute, in this process and in those that share its queue.
+    """The versions of one reward's model, in this process and in those that share its queue.
 
-    Run `follow` again and again for each reward, and start its replicas once `begun` says so: before that it is not
-    known which model is wanted.
+    Run `follow` again and again, and start the replicas once it is `begun`: before that it is not known which model is
+    wanted.
 
     Args:
+        replicas: of this process.
         announce: tells the other processes what is served now; may raise QueueAway.
     """
 
     def __init__(
         self,
         settings: ServiceSettings,
-        replicas: Mapping[str, Sequence[Replica]],
+        reward: RewardSettings,
+        replicas: Sequence[Replica],
         backend: Backend,
         announce: Callable[[], Awaitable[None]],
     ):
-        self._announce = announce
-        self._settings, self._replicas, self._backend = settings, replicas, backend
-        self._rewards = {reward.name: reward for reward in settings.reward_args}
-        self._wanted = {name: Wanted(reward.model_path, reward.model_path) for name, reward in self._rewards.items()}
-        self.begun = {name: asyncio.Event() for name in self._rewards}
-        self._served: dict[str, str | None] = dict.fromkeys(self._rewards, "")  # ids; None where replicas may differ
-        self._unsaved: set[str] = set()  # of which the shared queue does not know what is wanted
-        self._changing: set[str] = set()
-        self._retries: dict[str, tuple[str, float, float]] = {}  # the id that failed, when to try again, the pause
-        self._differences: dict[str, Difference] = {}
-        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.begun = asyncio.Event()
+        self._settings, self._reward, self._replicas = settings, reward, replicas
+        self._backend, self._announce = backend, announce
+        self._name, self._key = reward.name, f"model:{reward.name}"
+        self._wanted = Wanted(reward.model_path, reward.model_path)
+        self._served: str | None = ""  # the id of what is served; None where replicas may differ
+        self._unsaved = False  # the shared queue does not know what is wanted
+        self._changing = False
+        self._failed = ("", 0.0, 0.0)  # the id of what could not be followed, when it is tried again, the pause
+        self._difference: Difference | None = None
+        self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # What is asked for -----------------------------------------------------------------------------------------------
 
-    def state(self, name: str, health: WorkerHealth) -> ModelState:
+    def state(self, health: WorkerHealth) -> ModelState:
         """Return the state of a reward whose workers have this health."""
-        wanted, errors = self._wanted[name], list(health.errors)
-        if name in self._unsaved:
+        wanted, errors = self._wanted, list(health.errors)
+        if self._unsaved:
             errors.append("other processes do not know of this yet: the queue is away.")
         return ModelState(
-            reward=name,
+            reward=self._name,
             model=wanted.model,
             revisions=health.revisions,
             previous=wanted.previous or None,
-            changing=name in self._changing or not (wanted.is_proved or errors),
+            changing=self._changing or not (wanted.is_proved or errors),
             asleep=wanted.asleep,
             error="; ".join(errors) or None,
-            difference=self._differences.get(name),
+            difference=self._difference,
         )
 
-    async def change(self, name: str, request: ModelRequest) -> None:
+    async def change(self, request: ModelRequest) -> None:
         """Have the model of `request` compute the reward, in all processes with workers; this one's do at the return.
 
         It goes on where its caller is cancelled.
@@ -163,21 +164,21 @@ class Versions:
             CannotSwitch: saying why; the old model then still computes it.
             QueueAway: as `Backend.save_record`; nothing is changed then.
         """
-        if request.shadow and not self._replicas[name]:
+        if request.shadow and not self._replicas:
             raise CannotSwitch("shadow needs workers in this process: ask a process that has some.")
-        await self._change_alone(name, request, "")
+        await self._change_alone(request, "")
 
-    async def roll_back(self, name: str) -> None:
+    async def roll_back(self) -> None:
         """Have the previous model compute the reward again; raises as `change` does."""
-        await self._refresh(name)
-        wanted = self._wanted[name]
+        await self._refresh()
+        wanted = self._wanted
         if not wanted.previous:
-            raise CannotSwitch(f"{name} has had no other model.")
-        await self._change_alone(name, ModelRequest(model=wanted.previous), wanted.previous_revision)
+            raise CannotSwitch(f"{self._name} has had no other model.")
+        await self._change_alone(ModelRequest(model=wanted.previous), wanted.previous_revision)
 
-    async def sleep(self, name: str, asleep: bool) -> None:
+    async def sleep(self, asleep: bool) -> None:
         """Free the accelerator's memory of the reward's workers, or fill it again, as `change` does."""
-        await self._to_its_end(self._sleep(name, asleep))
+        await self._to_its_end(self._sleep(asleep))
 
     async def stop(self) -> None:
         """Give up changes that are under way."""
@@ -192,11 +193,11 @@ class Versions:
         task.add_done_callback(self._tasks.discard)
         await asyncio.shield(task)
 
-    def _check_allowed(self, name: str, model: str) -> None:
+    def _check_allowed(self, model: str) -> None:
         """Raise CannotSwitch unless a model is the configured one, or the operator allows it."""
-        wanted = self._wanted[name]
+        wanted = self._wanted
         if not wanted.configured:
-            raise CannotSwitch(f"{name} has no model_path: its model cannot be changed.")
+            raise CannotSwitch(f"{self._name} has no model_path: its model cannot be changed.")
         if model in (wanted.configured, wanted.model):
             return
         path = Path(model)
@@ -213,59 +214,57 @@ class Versions:
 
     # How it is done --------------------------------------------------------------------------------------------------
 
-    async def _change_alone(self, name: str, request: ModelRequest, expected: str) -> None:
-        self._check_allowed(name, request.model)
-        if name in self._changing:
-            raise CannotSwitch(f"the model of {name} is being changed: try again once it is done.")
-        self._changing.add(name)
-        await self._to_its_end(self._change(name, request, expected))
+    async def _change_alone(self, request: ModelRequest, expected: str) -> None:
+        self._check_allowed(request.model)
+        if self._changing:
+            raise CannotSwitch(f"the model of {self._name} is being changed: try again once it is done.")
+        self._changing = True
+        await self._to_its_end(self._change(request, expected))
 
-    async def _change(self, name: str, request: ModelRequest, expected: str) -> None:
+    async def _change(self, request: ModelRequest, expected: str) -> None:
         try:
-            async with self._locks[name]:
-                await self._refresh(name)
-                before, replicas = self._wanted[name], self._replicas[name]
+            async with self._lock:
+                await self._refresh()
+                before, replicas = self._wanted, self._replicas
                 served = next((replica.model_revision for replica in replicas), "")
-                wanted = Wanted(before.configured, request.model, uuid.uuid4().hex, expected, bool(replicas))
                 # What has never been served is nothing to come back to.
                 previous = (before.model, served) if before.is_proved else (before.previous, before.previous_revision)
-                wanted = replace(wanted, asleep=before.asleep, previous=previous[0], previous_revision=previous[1])
+                made = (request.model, uuid.uuid4().hex, expected, bool(replicas))
+                wanted = Wanted(before.configured, *made, before.asleep, *previous)
                 if replicas:
-                    await self._apply(name, wanted, request)
-                await self._want(name, wanted)
+                    await self._apply(wanted, request)
+                await self._want(wanted)
         finally:
-            self._changing.discard(name)
+            self._changing = False
 
-    async def _sleep(self, name: str, asleep: bool) -> None:
-        async with self._locks[name]:
-            await self._refresh(name)
-            await self._want(name, replace(self._wanted[name], asleep=asleep))
+    async def _sleep(self, asleep: bool) -> None:
+        async with self._lock:
+            await self._refresh()
+            await self._want(replace(self._wanted, asleep=asleep))
             try:
-                await self._apply_sleep(name)
+                await self._apply_sleep()
             except WorkerDied as error:
-                raise CannotSwitch(f"the worker of {name} {error}") from error
+                raise CannotSwitch(f"the worker of {self._name} {error}") from error
 
-    async def _apply_sleep(self, name: str) -> None:
-        asleep = self._wanted[name].asleep
-        others = (replica for replica in self._replicas[name] if replica.asleep != asleep)
+    async def _apply_sleep(self) -> None:
+        asleep = self._wanted.asleep
+        others = (replica for replica in self._replicas if replica.asleep != asleep)
         await _all(replica.sleep() if asleep else replica.wake() for replica in others)
 
-    async def _apply(self, name: str, wanted: Wanted, request: ModelRequest) -> None:
+    async def _apply(self, wanted: Wanted, request: ModelRequest) -> None:
         """Load the model in workers of its own, prove it, and switch all replicas of this process to them."""
-        replicas, limit = self._replicas[name], self._settings.limits.silence
-        reward = self._rewards[name].model_copy(update={"model_path": wanted.model})
-        specs = [worker_spec(reward, device, limit) for device in devices_of(reward)]
-        self._differences.pop(name, None)
+        replicas, reward = self._replicas, self._reward_of(wanted.model)
+        self._difference = None
         for replica in replicas:
             if replica.lost:
                 raise CannotSwitch(f"its place cannot be taken: {replica.error}")
         try:
-            candidates = await _all(map(Candidate.load, specs), _stop)
+            candidates = await _all(map(Candidate.load, worker_specs(reward, self._settings.limits.silence)), _stop)
             try:
                 await _all(_prove(reward, wanted.expected, candidate) for candidate in candidates)
                 if request.shadow:
                     await self._shadow(reward, request, candidates[0])
-                self._served[name] = None
+                self._served = None
                 await _all(replica.switch(new) for replica, new in zip(replicas, candidates, strict=True))
             except BaseException:
                 pairs = zip(replicas, candidates, strict=True)
@@ -273,94 +272,91 @@ class Versions:
                 raise
         except (WorkerDied, RewardRaised) as error:
             raise CannotSwitch(f"the model {Path(wanted.model).name} is not put in place: it {error}") from error
-        self._served[name] = wanted.id
-        logger.info("%s is computed by the model %s now", name, Path(wanted.model).name)
+        self._served = wanted.id
+        logger.info("%s is computed by the model %s now", self._name, Path(wanted.model).name)
         with suppress(QueueAway):
             await self._announce()
 
+    def _reward_of(self, model: str) -> RewardSettings:
+        return self._reward.model_copy(update={"model_path": model})
+
     async def _shadow(self, reward: RewardSettings, request: ModelRequest, candidate: Candidate) -> None:
         """Score live traffic by `candidate` as well; raise CannotSwitch above the difference that is allowed."""
-        pairs = await self._replicas[reward.name][0].sample(request.shadow, SHADOW_S)
+        pairs = await self._replicas[0].sample(request.shadow, SHADOW_S)
         items = [item for item, _ in pairs]
         outcomes = (await candidate.worker.score(items, reward.batch_timeout))[0] if pairs else []
-        difference = _difference([outcome for _, outcome in pairs], outcomes)
-        self._differences[reward.name] = difference
+        self._difference = difference = _difference([outcome for _, outcome in pairs], outcomes)
         limit = request.max_difference
         if limit is not None and (difference.mean is None or difference.mean > limit):
             raise CannotSwitch(f"its scores of {difference.items} items differ by {difference.mean} on average.")
 
     # Processes that share a queue ------------------------------------------------------------------------------------
 
-    async def follow(self, name: str) -> None:
+    async def follow(self) -> None:
         """Bring the reward to what is wanted, of which other processes may have been asked."""
-        async with self._locks[name]:
+        async with self._lock:
             with suppress(QueueAway):  # until the next round
-                if name in self._unsaved:
-                    await self._want(name, self._wanted[name])
-                await self._refresh(name)
-                if self._replicas[name]:
-                    await self._reconcile(name)
+                if self._unsaved:
+                    await self._want(self._wanted)
+                await self._refresh()
+                if self._replicas:
+                    await self._reconcile()
 
-    async def _reconcile(self, name: str) -> None:
-        wanted = self._wanted[name]
-        failed, again, pause = self._retries.get(name, ("", 0.0, 0.0))
-        if self._served[name] != wanted.id and (failed != wanted.id or time.monotonic() >= again):
-            self._changing.add(name)
+    async def _reconcile(self) -> None:
+        wanted = self._wanted
+        failed, again, pause = self._failed
+        if self._served != wanted.id and (failed != wanted.id or time.monotonic() >= again):
+            self._changing = True
             try:
-                await self._apply(name, wanted, ModelRequest(model=wanted.model))
+                await self._apply(wanted, ModelRequest(model=wanted.model))
             except CannotSwitch as error:
                 pause = min(2 * pause, RETRY_S[1]) if failed == wanted.id else RETRY_S[0]
-                self._retries[name] = (wanted.id, time.monotonic() + pause, pause)
-                for replica in self._replicas[name]:
+                self._failed = (wanted.id, time.monotonic() + pause, pause)
+                for replica in self._replicas:
                     replica.refusal = str(error)
-                logger.error(
-                    "the model of %s is not changed: %s; it is tried again in %g s",
-                    name,
-                    str(error).rstrip("."),
-                    pause,
-                )
+                again = f"it is tried again in {pause:g} s"
+                logger.error("the model of %s is not changed: %s; %s", self._name, str(error).rstrip("."), again)
             finally:
-                self._changing.discard(name)
-        if self._served[name] == wanted.id and not wanted.is_proved:
-            await self._want(name, replace(wanted, is_proved=True))
+                self._changing = False
+        if self._served == wanted.id and not wanted.is_proved:
+            await self._want(replace(wanted, is_proved=True))
         with suppress(WorkerDied):  # as its health says
-            await self._apply_sleep(name)
+            await self._apply_sleep()
 
-    async def _refresh(self, name: str) -> None:
+    async def _refresh(self) -> None:
         """Read what is wanted of a reward, unless its configuration has changed since; raises QueueAway."""
-        if self._backend.persistent and name not in self._unsaved:
-            record = await self._backend.load_record(_key(name))
-            if record is not None and record["configured"] == self._wanted[name].configured:
-                self._wanted[name] = Wanted.read(record)
-        if not self.begun[name].is_set():
-            self._begin(name)
+        if self._backend.persistent and not self._unsaved:
+            record = await self._backend.load_record(self._key)
+            if record is not None and record["configured"] == self._wanted.configured:
+                self._wanted = Wanted.read(record)
+        if not self.begun.is_set():
+            self._begin()
 
-    def _begin(self, name: str) -> None:
+    def _begin(self) -> None:
         """Have replicas, which nobody has started yet, begin with what is wanted."""
-        wanted = self._wanted[name]
+        wanted = self._wanted
         model = wanted.model if wanted.is_proved else wanted.previous  # beside which `follow` then tries the other
-        self._served[name] = wanted.id if wanted.is_proved else None
-        reward = self._rewards[name].model_copy(update={"model_path": model})
-        for replica, device in zip(self._replicas[name], devices_of(reward), strict=False):
-            replica.spec = worker_spec(reward, device, self._settings.limits.silence)
-            replica.asleep = wanted.asleep
+        self._served = wanted.id if wanted.is_proved else None
+        specs = worker_specs(self._reward_of(model), self._settings.limits.silence)
+        for replica, spec in zip(self._replicas, specs, strict=False):
+            replica.spec, replica.asleep = spec, wanted.asleep
         if model != wanted.configured:
-            logger.info("%s begins with the model %s, which was wanted last", name, Path(model).name)
+            logger.info("%s begins with the model %s, which was wanted last", self._name, Path(model).name)
         if wanted.asleep:
-            logger.info("%s begins asleep, as was wanted last", name)
-        self.begun[name].set()
+            logger.info("%s begins asleep, as was wanted last", self._name)
+        self.begun.set()
 
-    async def _want(self, name: str, wanted: Wanted) -> None:
+    async def _want(self, wanted: Wanted) -> None:
         """Record what is wanted. If the queue is away, what workers here do already is told to others later."""
         try:
             if self._backend.persistent:
-                await self._backend.save_record(_key(name), asdict(wanted), RECORD_S)
-            self._unsaved.discard(name)
+                await self._backend.save_record(self._key, asdict(wanted), RECORD_S)
+            self._unsaved = False
         except QueueAway:
-            if not self._replicas[name]:
+            if not self._replicas:
                 raise
-            self._unsaved.add(name)
-        self._wanted[name] = wanted
+            self._unsaved = True
+        self._wanted = wanted
 
 
 async def _prove(reward: RewardSettings, expected: str, candidate: Candidate) -> None:
@@ -383,12 +379,6 @@ def _is_repository(model: str) -> bool:
     except HFValidationError:
         return False
     return not Path(model).exists()
-
-
-def devices_of(reward: RewardSettings) -> list[str]:
-    """Return the device of each of a reward's replicas."""
-    devices = reward.devices or [reward.device]
-    return [devices[number % len(devices)] for number in range(reward.replicas)]
 
 
 async def _all(work: Iterable[Awaitable[T]], undo: Callable[[T], Awaitable[None]] | None = None) -> list[T]:
@@ -423,7 +413,3 @@ def _difference(old: Sequence[Outcome], new: Sequence[Outcome]) -> Difference:
     return Difference(
         items=both.shape[1], mean=float(distance.mean()), largest=float(distance.max()), correlation=correlation
     )
-
-
-def _key(name: str) -> str:
-    return f"model:{name}"

@@ -47,6 +47,12 @@ class WorkerSpec:
     ray: RayPlacement | None = None
 
 
+def worker_specs(reward: RewardSettings, silence: float) -> list[WorkerSpec]:
+    """Return what each of a reward's replicas runs; they have its devices in turn."""
+    devices = reward.devices or [reward.device]
+    return [worker_spec(reward, devices[number % len(devices)], silence) for number in range(reward.replicas)]
+
+
 def worker_spec(reward: RewardSettings, device: str, silence: float) -> WorkerSpec:
     """Return what a worker of this reward runs on a device."""
     if is_trained(reward):
