@@ -89,6 +89,6 @@ class Decoder:
         if outcome.error is not None:
             raise RowError(outcome.error)
         with suppress(ValueError):  # it is larger than the whole cache
-            # Not `key`: it was made before the decoder had loaded, and its revision was known.
-            self._cache[f"{self.replica.revision} {job.key}"] = outcome
+            # Not `key`: the decoder may have loaded since, or loaded other weights.
+            self._cache[f"{status.revision} {job.key}"] = outcome
         return outcome
