@@ -31,6 +31,7 @@ from vlmrm.trajectories.trajectory import Trajectory, TrajectoryFile, open_folde
 
 SIZES = {"front": (64, 96), "wrist": (48, 48)}
 LENGTHS = (5, 6, 7)
+FPS = 20
 
 
 def episode(number: int) -> Trajectory:
@@ -92,7 +93,7 @@ def made_by_lerobot(folder: Path, kind: str) -> Path:
     }
     features["action"] = {"dtype": "float32", "shape": (2,), "names": None}
     features["next.success"] = {"dtype": "bool", "shape": (1,), "names": None}
-    made = LeRobotDataset.create("local", fps=10, features=features, root=folder, use_videos=kind == "video")
+    made = LeRobotDataset.create("local", fps=FPS, features=features, root=folder, use_videos=kind == "video")
     for number, length in enumerate(LENGTHS):
         original = episode(number)
         if kind == "video":  # noise is the worst of pictures to compress
@@ -111,6 +112,8 @@ def made_by_lerobot(folder: Path, kind: str) -> Path:
 def read(case: Case) -> str:
     files = imported(made_by_lerobot(Path(case.folder, "theirs"), "image"), Path(case.folder, "read"))
     assert worst(files) == 0
+    write_dataset(files, Path(case.folder, "again"))
+    assert LeRobotDataset("local", root=Path(case.folder, "again")).fps == FPS
     return f"{sum(LENGTHS)} of its frames: 0 pixels differ"
 
 

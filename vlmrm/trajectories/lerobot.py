@@ -6,6 +6,7 @@ its own, where vlmrm needs no extra.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -53,6 +54,8 @@ def episodes_of(source: str, label: str | None = None) -> list[Episode]:
     """
     library, folder = _library(), Path(source)
     try:
+        if folder.is_dir():
+            _check_count(folder)
         opened = library("local", root=folder) if folder.is_dir() else library(source)
     except Exception as error:  # of files, parquet, JSON, video and the hub
         raise DataError(f"{source} cannot be opened as a LeRobotDataset ({first_line(error)}): check it.") from error
@@ -67,6 +70,16 @@ def episodes_of(source: str, label: str | None = None) -> list[Episode]:
         Episode(f"episode {number}", partial(_digest, row), partial(_read, opened, row, column, label))
         for number, row in enumerate(opened.meta.episodes)
     ]
+
+
+def _check_count(folder: Path) -> None:
+    """Raise ValueError where a set claims more episodes than it describes: the library lists all that it claims."""
+    from pyarrow import parquet
+
+    claimed = json.loads((folder / "meta" / "info.json").read_text(encoding="utf-8"))["total_episodes"]
+    described = sum(parquet.read_metadata(path).num_rows for path in folder.glob("meta/episodes/*/*.parquet"))
+    if claimed > described:
+        raise ValueError(f"it claims {claimed:,} episodes and describes {described:,}")
 
 
 def _digest(row: dict[str, Any]) -> str:
