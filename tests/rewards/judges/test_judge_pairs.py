@@ -59,7 +59,7 @@ def test_small_groups_meet_in_full_and_none_twice(count):
     assert rates.sum() == pytest.approx(count / 2)
 
 
-@pytest.mark.parametrize("count", [11, 16, 33, 64])
+@pytest.mark.parametrize("count", [16, 17, 33, 64])
 def test_everyone_meets_one_other_in_each_round_and_of_an_odd_group_one_rests(count):
     for seed in range(5):
         compare = judge_of(count, seed)
