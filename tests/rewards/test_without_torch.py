@@ -40,6 +40,24 @@ assert np.isfinite(scored.advantages("sum")).all()
 """)
 
 
+def test_guards_of_texts_and_files_need_no_torch():
+    run("""
+from PIL import Image
+from vlmrm.rewards import RewardSet
+
+config = [
+    {"name": "thinks", "reward_model": "format", "pattern": "a.*", "length_penalty": 0.5, "length_free": 2},
+    {"name": "repeats", "reward_model": "repetition", "ngram_size": 1},
+    {"name": "size", "reward_model": "jpeg_compressibility"},
+]
+scored = RewardSet(config)(
+    prompt=["p", "p"], response=["a b a b", "b"], image=[Image.new("RGB", (40, 40), "red")] * 2, groups=[0, 0]
+)
+assert scored.rewards["thinks"].tolist() == [0.0, 0.0] and scored.rewards["repeats"].tolist() == [-0.5, 0.0]
+assert scored.metrics()["rewards/size/no_signal"] == 1.0
+""")
+
+
 @pytest.mark.parametrize("module", ["trl_reward", "swift_orm", "verl_reward", "flow_factory_reward", "plain"])
 def test_adapters_are_imported_without_torch(module):
     run(f"import vlmrm.adapters.{module}")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from accelerate import Accelerator, PartialState
 from PIL import Image
 
 from vlmrm.libraries import needs
 from vlmrm.rewards.built_in.views import views_of
 from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput, choice
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState
 
 # A " after a digit is inches. Each pattern has one group, the quoted text.
 DOUBLE = (r'(?<!\d)["“”„]([^"“”„]*)["“”]', "«([^»]*)»", "「([^」]*)」")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
-
-from accelerate import Accelerator, PartialState
+from typing import TYPE_CHECKING, Any
 
 from vlmrm.conversation import text_of
 from vlmrm.errors import ConfigError
 from vlmrm.formats.openai import read_messages
 from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState
 
 NGRAM_SIZE, MAX_PENALTY = 3, -1.0  # as in TRL and Open-R1
 
