@@ -32,7 +32,7 @@ class _Class:
 
 
 @dataclass
-class Batch:
+class JobBatch:
     """The jobs that one `take` returns, and in `late` those whose deadline has passed."""
 
     room: int  # tokens
@@ -76,7 +76,7 @@ class RecentPrefixes(LRUCache[str, None]):
 
 def tokens_of(jobs: Sequence[Job]) -> int:
     """Return the estimated tokens of a batch of these jobs, in which a prefix that they share counts once."""
-    batch = Batch(0)
+    batch = JobBatch(0)
     return sum(map(batch.add, jobs))
 
 
@@ -127,9 +127,9 @@ class FairQueue:
             if not mates:
                 del self._mates[job.priority, prefix]
 
-    def take(self, budget: int, cached: Collection[str]) -> Batch:
+    def take(self, budget: int, cached: Collection[str]) -> JobBatch:
         """Remove the next jobs, at least one, and return them."""
-        batch = Batch(budget)
+        batch = JobBatch(budget)
         first = self._first_priority()
         while (job := self._next(first)) is not None and self._move(job, batch, leads=True):
             if batch.is_closed:
@@ -165,7 +165,7 @@ class FairQueue:
                 return next(iter(group.lines[client].values()))
             heapq.heappop(group.heap)
 
-    def _move(self, job: Job, batch: Batch, *, leads: bool = False) -> bool:
+    def _move(self, job: Job, batch: JobBatch, *, leads: bool = False) -> bool:
         """Move a job into the batch, on its client's account; False where it has no room there.
 
         Args:

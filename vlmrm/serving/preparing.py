@@ -54,7 +54,7 @@ class MediaProcesses:
         remote.close()
         self._asking = threading.Lock()
         self._threads = ThreadPoolExecutor(count)
-        self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[_MediaProcess] = queue.SimpleQueue()
 
     def start(self, renderer: Renderer) -> bool:
         """Have the processes work as `renderer` does, whose store stays here.
@@ -111,18 +111,18 @@ class MediaProcesses:
                 store.put(key, media)
         return media
 
-    def _fork(self) -> _Process:
+    def _fork(self) -> _MediaProcess:
         ours, theirs = socket.socketpair()
         try:
             with theirs, self._asking:
                 socket.send_fds(self._forker, [b"f"], [theirs.fileno()])
-            return _Process(ours)
+            return _MediaProcess(ours)
         except (OSError, TypeError):
             sys.stderr.write("the process that forks those for images and videos has ended: so does the worker\n")
             os._exit(1)
 
 
-class _Process:
+class _MediaProcess:
     """A process at the other end of `end`."""
 
     def __init__(self, end: socket.socket):
