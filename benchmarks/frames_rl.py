@@ -15,9 +15,9 @@ import numpy as np
 from benchmarks import harness, runs
 from benchmarks.harness import Row, row
 from vlmrm.frames.checkpoint import read_config
-from vlmrm.frames.comparison import markdown, write_comparison
-from vlmrm.frames.demo import classifier, policy_settings
-from vlmrm.frames.rl import PolicyRun, train_policies
+from vlmrm.policies.comparison import markdown, write_comparison
+from vlmrm.policies.demo import classifier, policy_settings
+from vlmrm.policies.training import PolicyRun, train_policies
 
 SOURCES = ["success", "learned", "both"]
 SEEDS = [0, 1, 2]

@@ -148,10 +148,10 @@ BUILD = "import setuptools.build_meta as backend; backend.build_wheel('wheels')"
 FIND_FRAMES_DEMO = """
 import sys
 from pathlib import Path
-import vlmrm.frames.demo
+import vlmrm.policies.demo
 assert Path(vlmrm.__file__).is_relative_to(sys.argv[1]), vlmrm.__file__
 assert (Path(vlmrm.__file__).parent / "py.typed").is_file()
-assert vlmrm.frames.demo.policy_settings(Path("demo"), Path("model")).env == "Acrobot-v1"
+assert vlmrm.policies.demo.policy_settings(Path("demo"), Path("model")).env == "Acrobot-v1"
 """
 
 

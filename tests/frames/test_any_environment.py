@@ -15,12 +15,14 @@ from vlmrm.errors import ConfigError, DataError
 from vlmrm.frames.checkpoint import load_classifier
 from vlmrm.frames.collecting import collect
 from vlmrm.frames.collector import RewardDataCollector
-from vlmrm.frames.environments import TrueSuccess, make_environments
+from vlmrm.frames.environments import make_environments
 from vlmrm.frames.evaluation import evaluate
 from vlmrm.frames.frame_reward import FrameReward, FrameScorer
-from vlmrm.frames.loop import policy_settings, run_loop
-from vlmrm.frames.settings import CollectSettings, LoopSettings, RewardModelSettings
+from vlmrm.frames.settings import CollectSettings, RewardModelSettings
 from vlmrm.frames.training import train_classifier
+from vlmrm.policies.environments import TrueSuccess
+from vlmrm.policies.loop import policy_settings, run_loop
+from vlmrm.policies.settings import LoopSettings
 from vlmrm.settings import validate
 from vlmrm.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 

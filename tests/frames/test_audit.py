@@ -9,10 +9,10 @@ from PIL import Image
 from played import Played
 from squares import small_config
 
-from vlmrm.frames.environments import TrueSuccess
 from vlmrm.frames.frame_reward import FrameReward
-from vlmrm.frames.rl import Counts, RewardAudit, suspect_sheet
 from vlmrm.frames.settings import RewardModelSettings
+from vlmrm.policies.audit import Counts, RewardAudit, suspect_sheet
+from vlmrm.policies.environments import TrueSuccess
 
 
 class Told(Played):

@@ -10,9 +10,9 @@ import torch
 
 from vlmrm import cli
 from vlmrm.errors import ConfigError
-from vlmrm.frames import demo
 from vlmrm.frames.checkpoint import save_classifier
 from vlmrm.frames.classifier import build_classifier, classifier_config
+from vlmrm.policies import demo
 from vlmrm.settings import load_file
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,10 +15,11 @@ from squares import SIDE, small_classifier, square_trajectory
 from vlmrm.commands.frames import app
 from vlmrm.data.comparisons import data_fingerprint
 from vlmrm.errors import BelowThreshold, ConfigError
-from vlmrm.frames import loop
 from vlmrm.frames.checkpoint import save_classifier
 from vlmrm.frames.dataset import index_frames, outline_of
-from vlmrm.frames.rl import Counts, episodes_folder
+from vlmrm.policies import loop
+from vlmrm.policies.audit import Counts
+from vlmrm.policies.training import episodes_folder
 from vlmrm.settings import load_file, validate
 from vlmrm.trajectories.trajectory import trajectory_paths, write_trajectory
 

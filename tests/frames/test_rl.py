@@ -16,9 +16,10 @@ from stable_baselines3 import PPO, SAC
 from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.frames.checkpoint import save_classifier
-from vlmrm.frames.comparison import evaluations, markdown, summarise, write_comparison
-from vlmrm.frames.rl import Counts, Point, PolicyRun, Trial, success_rate, train_policies, untrained_policy
-from vlmrm.frames.settings import RLSettings
+from vlmrm.policies.audit import Counts
+from vlmrm.policies.comparison import evaluations, markdown, summarise, write_comparison
+from vlmrm.policies.settings import RLSettings
+from vlmrm.policies.training import Point, PolicyRun, Trial, success_rate, train_policies, untrained_policy
 from vlmrm.settings import load_file, validate
 from vlmrm.trajectories.trajectory import open_folder
 
@@ -214,9 +215,11 @@ def test_runs_of_other_settings_or_of_another_classifier_are_not_mixed(tmp_path,
 
 def test_a_file_s_numbers_and_words_are_those_of_every_other_configuration(tmp_path, monkeypatch):
     configuration: list[RLSettings] = []
-    monkeypatch.setattr("vlmrm.frames.rl.train_policies", lambda settings: configuration.append(settings) or [])
-    monkeypatch.setattr("vlmrm.frames.comparison.write_comparison", lambda runs, settings: {})
-    monkeypatch.setattr("vlmrm.frames.comparison.markdown", lambda summary: "")
+    monkeypatch.setattr(
+        "vlmrm.policies.training.train_policies", lambda settings: configuration.append(settings) or []
+    )
+    monkeypatch.setattr("vlmrm.policies.comparison.write_comparison", lambda runs, settings: {})
+    monkeypatch.setattr("vlmrm.policies.comparison.markdown", lambda summary: "")
     (tmp_path / "rl.yaml").write_text(
         "env: FrozenLake-v1\nhyperparameters:\n  learning_rate: 3e-4\n  policy_kwargs: {activation: no}\n"
     )
@@ -272,7 +275,7 @@ def test_what_does_not_fit_is_named_before_any_training(tmp_path, checkpoint, ch
 
 def test_an_output_dir_that_cannot_be_written_is_named_before_any_training(tmp_path, monkeypatch):
     (tmp_path / "rl").write_text("a file")
-    monkeypatch.setattr("vlmrm.frames.rl.success_rate", None)  # no evaluation is begun
+    monkeypatch.setattr("vlmrm.policies.training.success_rate", None)  # no evaluation is begun
     with pytest.raises(ConfigError, match=r"success-seed0 cannot be written \(Not a directory\)"):
         train_policies(settings(tmp_path))
 

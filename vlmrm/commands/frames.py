@@ -36,7 +36,8 @@ BLOCKS = {  # of the YAML file, that hold some of the options
     "max_negative_trajectories": DATA,
 }
 
-SIMULATORS = ("gymnasium", "pygame", "stable_baselines3")
+SIMULATORS = ("gymnasium", "pygame")
+POLICIES = (*SIMULATORS, "stable_baselines3")
 
 app = App(
     name="frames",
@@ -419,16 +420,16 @@ def eval_(
 
 
 @app.command
-@needs("frames", "a simulator", *SIMULATORS)
+@needs("frames", "training a policy", *POLICIES)
 def rl(config: Path, /) -> None:
     """Train policies with the true success, with a classifier's reward or with both, and compare what they learned.
 
     Args:
         config: YAML such as training_configs/frames_rl.yaml. Runs that its output_dir has finished are not repeated.
     """
-    from vlmrm.frames.comparison import markdown, write_comparison
-    from vlmrm.frames.rl import train_policies
-    from vlmrm.frames.settings import RLSettings
+    from vlmrm.policies.comparison import markdown, write_comparison
+    from vlmrm.policies.settings import RLSettings
+    from vlmrm.policies.training import train_policies
     from vlmrm.settings import load_file, validate
 
     settings = validate(RLSettings, load_file(config), str(config))
@@ -438,7 +439,7 @@ def rl(config: Path, /) -> None:
 
 
 @app.command
-@needs("frames", "a simulator", *SIMULATORS)
+@needs("frames", "training a policy", *POLICIES)
 def loop(config: Path, /) -> None:
     """Train a classifier and a policy in rounds, until the policy's own episodes bear the classifier out.
 
@@ -447,8 +448,8 @@ def loop(config: Path, /) -> None:
     Args:
         config: YAML such as training_configs/frames_loop.yaml.
     """
-    from vlmrm.frames.loop import run_loop
-    from vlmrm.frames.settings import LoopSettings
+    from vlmrm.policies.loop import run_loop
+    from vlmrm.policies.settings import LoopSettings
     from vlmrm.settings import load_file, validate
 
     settings = validate(LoopSettings, load_file(config), str(config))
@@ -459,7 +460,7 @@ def loop(config: Path, /) -> None:
 
 
 @app.command
-@needs("frames", "a simulator", *SIMULATORS)
+@needs("frames", "training a policy", *POLICIES)
 def demo(*, output: Path = Path("outputs/frames_demo"), seed: int = 0) -> None:
     """Collect frames of Acrobot, train a classifier on them and PPO with its reward, in a few minutes.
 
@@ -467,6 +468,6 @@ def demo(*, output: Path = Path("outputs/frames_demo"), seed: int = 0) -> None:
         output: Folder of the frames, the classifier, the policy and summary.json; an interrupted demo resumes there.
         seed: Seed of every part.
     """
-    from vlmrm.frames.demo import run_demo
+    from vlmrm.policies.demo import run_demo
 
     run_demo(output, seed)

@@ -13,9 +13,10 @@ import numpy as np
 import pandas as pd
 
 from vlmrm.files import write_file, write_json
-from vlmrm.frames.rl import Counts, PolicyRun
-from vlmrm.frames.settings import RLSettings
 from vlmrm.measures.plots import MUTED, SERIES, drawing, save
+from vlmrm.policies.audit import Counts
+from vlmrm.policies.settings import RLSettings
+from vlmrm.policies.training import PolicyRun
 
 NAMES = {"success": "true success", "learned": "learned reward", "both": "both"}
 DASHES = {"success": "-", "learned": "--", "both": "-."}  # so that lines which coincide are all visible

@@ -25,10 +25,11 @@ from vlmrm.frames.checkpoint import load_classifier, read_config
 from vlmrm.frames.collecting import collect, summarise
 from vlmrm.frames.evaluation import evaluate
 from vlmrm.frames.qualification import episodes_needed, upper_bound
-from vlmrm.frames.rl import PolicyRun, check_hyperparameters, episodes_folder, train_policies
-from vlmrm.frames.settings import CollectSettings, EnvironmentSettings, LoopSettings, RLSettings, TrainSettings
+from vlmrm.frames.settings import CollectSettings, EnvironmentSettings, TrainSettings
 from vlmrm.frames.training import train_classifier
 from vlmrm.logs import say
+from vlmrm.policies.settings import LoopSettings, RLSettings
+from vlmrm.policies.training import PolicyRun, check_hyperparameters, episodes_folder, train_policies
 from vlmrm.settings import validate
 from vlmrm.trajectories.trajectory import trajectory_paths
 

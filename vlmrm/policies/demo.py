@@ -13,11 +13,12 @@ from typing import Any
 from vlmrm.files import make_folder, write_json
 from vlmrm.frames.checkpoint import read_config
 from vlmrm.frames.collecting import collect, summarise
-from vlmrm.frames.comparison import write_comparison
-from vlmrm.frames.rl import train_policies
-from vlmrm.frames.settings import CollectSettings, RLSettings, TrainSettings
+from vlmrm.frames.settings import CollectSettings, TrainSettings
 from vlmrm.frames.training import train_classifier
 from vlmrm.logs import say
+from vlmrm.policies.comparison import write_comparison
+from vlmrm.policies.settings import RLSettings
+from vlmrm.policies.training import train_policies
 from vlmrm.settings import load_file, validate
 
 CONFIG = Path(__file__).parents[1] / "demo_configs" / "frames_rl.yaml"

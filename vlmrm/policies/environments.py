@@ -1,0 +1,83 @@
+"""Environments as a policy in training takes them: rewarded by the true success, and in Stable-Baselines3's form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import VectorEnv, VectorWrapper
+from stable_baselines3.common.vec_env import VecEnv
+
+from vlmrm.libraries import relies_on
+
+relies_on(VecEnv, "_get_indices")
+
+
+class TrueSuccess(VectorWrapper):
+    """Rewards 1 for each step to a true success, otherwise 0; `info` gets `true_success` [N].
+
+    For autoreset in the same step. Where an episode ends, its last state counts, not the first of the next.
+    """
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        observation, _, terminations, truncations, info = self.env.step(actions)
+        ended = terminations | truncations
+        # A declared success is of steps alone: where all have just been reset, info has none.
+        success = np.array(info.get("success", np.zeros(self.num_envs)), dtype=bool)
+        success[ended] = np.asarray(info["final_info"]["success"])[ended] if ended.any() else False
+        # Wrappers read info by Gymnasium's convention: `_name` masks the environments that have a value.
+        info = {**info, "true_success": success, "_true_success": np.ones(self.num_envs, dtype=bool)}
+        return observation, success.astype(np.float64), terminations, truncations, info
+
+
+class StableBaselinesEnv(VecEnv):
+    """Environments of `make_environments`, with autoreset in the same step, as Stable-Baselines3 takes them.
+
+    Policies observe their states, or with `image_key` the frames of that camera, uint8 [C,H,W]. The infos have
+    `true_success`, of the state that a step led to, and the keys that Stable-Baselines3 reads.
+    """
+
+    def __init__(self, env: VectorEnv, image_key: str | None = None, image_size: Sequence[int] = ()):
+        self.env = env
+        self._image_key = image_key
+        space = env.single_observation_space
+        if image_key is not None:
+            space = gym.spaces.Box(0, 255, tuple(image_size), np.uint8)
+        super().__init__(env.num_envs, space, env.single_action_space)
+
+    def reset(self) -> Any:
+        return self._observe(*self.env.reset())
+
+    def step_async(self, actions: np.ndarray) -> None:
+        self._actions = actions
+
+    def step_wait(self) -> tuple[Any, np.ndarray, np.ndarray, list[dict[str, Any]]]:
+        observation, rewards, terminations, truncations, info = self.env.step(self._actions)
+        ended = terminations | truncations
+        infos: list[dict[str, Any]] = [{"true_success": bool(value)} for value in info["true_success"]]
+        for i in np.flatnonzero(ended):
+            infos[i]["TimeLimit.truncated"] = bool(truncations[i] and not terminations[i])
+            infos[i]["terminal_observation"] = self._observe(info["final_obs"], info["final_info"])[i]
+        return self._observe(observation, info), rewards.astype(np.float32), ended, infos
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _observe(self, observation: Any, info: dict[str, Any]) -> Any:
+        return observation if self._image_key is None else info["images"][self._image_key]
+
+    # Methods that VecEnv requires for its wrappers; those of single environments have no meaning here.
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        return [getattr(self.env, attr_name)] * len(list(self._get_indices(indices)))
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        raise NotImplementedError("a vector environment is configured before its training")
+
+    def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
+        raise NotImplementedError("a vector environment has no methods of single environments")
+
+    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: Any = None) -> list[bool]:
+        return [False] * len(list(self._get_indices(indices)))
