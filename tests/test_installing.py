@@ -132,7 +132,7 @@ def test_where_torch_is_installed_the_core_leaves_it_alone():
         ("train", "training evaluation scoring.scorer scoring.offline commands"),
         ("serve", "serving"),
         ("rewards", "rewards"),
-        ("frames", "frames"),
+        ("frames", "frames policies"),
         ("ray", "scoring"),
     ],
 )

@@ -112,7 +112,8 @@ def test_too_few_episodes_qualify_nothing(classifier, tmp_path):
     only_failures = tmp_path / "failures"
     new_squares(only_failures, positive=0)
     with pytest.raises(BelowThreshold, match="0 held-out episodes show a success"):
-        evaluated(classifier, only_failures / "negative")
+        evaluated(classifier, only_failures / "negative", "--output", tmp_path / "eval.json")
+    assert json.loads((tmp_path / "eval.json").read_text())["metrics"]["auc"] is None
 
 
 def test_a_classifier_of_others_is_measured_and_recorded(tmp_path):

@@ -236,8 +236,9 @@ def test_one_that_is_accepted_all_the_same_teaches_a_policy_but_does_not_hold(pl
 
 
 def test_a_policy_that_is_never_rewarded_is_not_believed():
-    figures = loop.PolicyFigures(0.0, 0, 0, float("nan"), 0.0, failed_episodes=50, false_fires=0)
+    figures = loop.PolicyFigures(0.0, 0, 0, None, 0.0, failed_episodes=50, false_fires=0)
     assert loop.doubts(loop.LoopSettings(env="Acrobot-v1"), figures) == ["its policy's episodes are never rewarded"]
+    assert "| 0% | 0 | 0 | no reward | 0 of 50 |" in loop.markdown([loop.Round(9, "none", figures)])
 
 
 def test_failed_episodes_that_are_rewarded_count_only_if_there_are_enough():

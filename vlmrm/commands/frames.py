@@ -209,7 +209,7 @@ def _export_trajectories(
 def show(
     *folders: Path,
     output: Path = Path("frames.png"),
-    image_key: str | None = None,
+    image_key: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     columns: int = 12,
     rows: int = 12,
     frames: Path | None = None,
@@ -221,7 +221,7 @@ def show(
     Args:
         folders: Folders of trajectories.
         output: The sheet, a PNG.
-        image_key: The camera. Default: the first.
+        image_key: A camera, or several. Default: all of the first trajectory.
         columns: Frames of a trajectory, from its first to its last.
         rows: Trajectories of each folder, evenly spread.
         frames: A folder for every frame as a PNG.
@@ -234,13 +234,13 @@ def show(
     if not folders:
         raise ConfigError("there is nothing to show: name folders of trajectories.")
     files = [open_folder(folder) for folder in folders]
-    key = image_key or files[0][0].keys[0]
+    keys = image_key or files[0][0].keys
     trajectories = [file for opened in files for file in opened]
-    say(f"the sheet is {contact_sheet(files, output, key, columns=columns, rows=rows)}")
+    say(f"the sheet is {contact_sheet(files, output, keys, columns=columns, rows=rows)}")
     if frames is not None:
-        say(f"{len(write_frames(trajectories, [key], frames))} frames are in {frames}")
+        say(f"{len(write_frames(trajectories, keys, frames))} frames are in {frames}")
     if visualize_positive:
-        successes = write_frames(trajectories, [key], vis_output_dir, successes_only=True)
+        successes = write_frames(trajectories, keys, vis_output_dir, successes_only=True)
         say(f"{len(successes)} successes are in {vis_output_dir}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 
 import numpy as np
@@ -102,8 +103,9 @@ def encoded(
 
 
 def write_evaluation(evaluation: Evaluation, output: Path) -> None:
-    """Write the figures and the verdict as JSON."""
-    content = {"classifier": str(evaluation.path), "threshold": evaluation.threshold, "metrics": evaluation.metrics}
+    """Write the figures and the verdict as JSON; null where nothing was counted."""
+    metrics = {name: None if isnan(value) else value for name, value in evaluation.metrics.items()}
+    content = {"classifier": str(evaluation.path), "threshold": evaluation.threshold, "metrics": metrics}
     write_json(output, content | {"qualified": evaluation.qualified, "unqualified_because": evaluation.reason})
 
 

@@ -49,7 +49,7 @@ class PolicyFigures:
     true_success_rate: float
     rewarded: int
     false_rewards: int  # rewarded steps without a success
-    precision: float  # of the episodes afterwards
+    precision: float | None  # of the episodes afterwards; None if they are never rewarded
     precision_low: float
     failed_episodes: int
     false_fires: int  # failed episodes that were rewarded
@@ -139,7 +139,7 @@ def _figures(settings: LoopSettings, run: PolicyRun, number: int) -> PolicyFigur
         run.final,
         run.counts.rewarded,
         run.counts.false_positives,
-        figures["precision"],
+        None if isnan(figures["precision"]) else figures["precision"],
         figures["precision_low"],
         int(figures["failed_episodes"]),
         int(figures["false_fires"]),
@@ -149,7 +149,7 @@ def _figures(settings: LoopSettings, run: PolicyRun, number: int) -> PolicyFigur
 def doubts(settings: LoopSettings, figures: PolicyFigures) -> list[str]:
     """Return why the policy's rewards are not to be believed; nothing if they are."""
     reasons = []
-    if isnan(figures.precision):
+    if figures.precision is None:
         reasons.append("its policy's episodes are never rewarded")
     elif figures.precision_low < settings.min_precision:
         reasons.append(
@@ -259,7 +259,7 @@ def markdown(rounds: list[Round]) -> str:
                 f"{policy.true_success_rate:.0%}",
                 f"{policy.rewarded:,}",
                 f"{policy.false_rewards:,}{share}",
-                f"{1 - policy.precision:.1%}",
+                "no reward" if policy.precision is None else f"{1 - policy.precision:.1%}",
                 f"{policy.false_fires} of {policy.failed_episodes}",
             ]
         lines.append(f"| {number} | {one.episodes} | {' | '.join(cells)} | {one.reason or 'holds'} |")

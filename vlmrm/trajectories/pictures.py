@@ -20,26 +20,34 @@ MAX_CELLS = 2000
 
 
 def contact_sheet(
-    folders: Sequence[Sequence[TrajectoryFile]], output: Path, key: str, *, columns: int = 12, rows: int = 12
+    folders: Sequence[Sequence[TrajectoryFile]],
+    output: Path,
+    keys: Sequence[str],
+    *,
+    columns: int = 12,
+    rows: int = 12,
 ) -> Path:
-    """Draw `rows` trajectories of each folder, evenly spread, each as a line of `columns` frames from first to last.
+    """Draw `rows` trajectories of each folder, evenly spread: a line of `columns` frames for each of the cameras.
 
-    Successes have green borders; of an episode with successes, the line shows at least one.
+    Lines go from first to last. Successes have green borders, and of an episode with successes one at least is shown.
 
     Raises:
         ConfigError: for a sheet without a cell, or one too large.
         DataError: if the trajectories have no such images.
     """
-    if columns < 1 or rows < 1 or columns * rows > MAX_CELLS:
+    if columns < 1 or rows < 1 or columns * rows * len(keys) > MAX_CELLS:
         raise ConfigError(
-            f"a sheet of {rows} trajectories by {columns} frames cannot be drawn: it has 1 to {MAX_CELLS} cells."
+            f"a sheet of {rows} trajectories by {columns} frames of {len(keys)} cameras cannot be drawn: it has 1 to "
+            f"{MAX_CELLS} cells."
         )
     files = [trajectories[i] for trajectories in folders for i in _spread(len(trajectories), rows)]
-    return draw_sheet([_line(file, key, columns) for file in files], columns, output)
+    lines = [_line(file, key, columns, f", {key}" if len(keys) > 1 else "") for file in files for key in keys]
+    return draw_sheet(lines, columns, output)
 
 
-def _line(file: TrajectoryFile, key: str, columns: int) -> list[Cell]:
-    title = f"{file.path.parent.name}/{file.path.stem}: {file.successes.sum()} of {len(file)} frames show success"
+def _line(file: TrajectoryFile, key: str, columns: int, camera: str) -> list[Cell]:
+    name = f"{file.path.parent.name}/{file.path.stem}{camera}"
+    title = f"{name}: {file.successes.sum()} of {len(file)} frames show success"
     return [
         Cell(file.frame(key, t), DONE if file.successes[t] else NOT_DONE, "" if column else title)
         for column, t in enumerate(_spread_with_success(file.successes, columns))
