@@ -342,7 +342,7 @@ def label(
         task: The instruction of trajectories that do not say theirs.
         image_key: The camera. Default: the first.
     """
-    from vlmrm.frames.labelling import label_episodes, summarise
+    from vlmrm.trajectories.labelling import label_episodes, summarise
     from vlmrm.trajectories.progress import open_prefix_scorer
     from vlmrm.trajectories.trajectory import open_folder
 
