@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
-LEVEL = 1e-6  # a group whose std is below gives no signal: the floor of advantages is the same
+from vlmrm.scoring.transforms import FLOOR
 
 
 def statistics(
@@ -65,8 +65,9 @@ def _saturation(present: np.ndarray) -> float:
 def _group_deviations(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """Return the population's std of each group with two rewards or more."""
     present = ~np.isnan(values)
-    groups = [values[present & (codes == code)] for code in np.unique(codes)]
-    return np.array([group.std() for group in groups if len(group) > 1])
+    sizes = np.bincount(codes[present])
+    squares = np.bincount(codes[present], _centred(values, codes)[present] ** 2)
+    return np.sqrt(squares[sizes > 1] / sizes[sizes > 1])
 
 
 def _neutral(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
@@ -77,22 +78,21 @@ def _neutral(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
 def _no_signal(values: np.ndarray, codes: np.ndarray) -> float:
     """Return the share of the groups of two or more whose values are all alike."""
     deviations = _group_deviations(values, codes)
-    return float(np.mean(deviations < LEVEL)) if len(deviations) else float("nan")
+    return float(np.mean(deviations < FLOOR)) if len(deviations) else float("nan")
 
 
 def _centred(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """Return the values less the mean of their group's present ones; NaN stays."""
-    centred = values.copy()
-    for code in np.unique(codes):
-        own = codes == code
-        if not np.isnan(values[own]).all():
-            centred[own] -= np.nanmean(values[own])
-    return centred
+    present = ~np.isnan(values)
+    size = int(codes.max(initial=-1)) + 1
+    counts = np.bincount(codes[present], minlength=size)
+    sums = np.bincount(codes[present], values[present], minlength=size)
+    return values - (sums / np.maximum(counts, 1))[codes]
 
 
 def _correlation(one: np.ndarray, other: np.ndarray) -> float:
     """Return Pearson's correlation over the samples that have both; NaN where one is constant."""
     both = ~np.isnan(one) & ~np.isnan(other)
-    if both.sum() < 2 or min(one[both].std(), other[both].std()) < LEVEL:
+    if both.sum() < 2 or min(one[both].std(), other[both].std()) < FLOOR:
         return float("nan")
     return float(np.corrcoef(one[both], other[both])[0, 1])
