@@ -414,6 +414,10 @@ class _PendingReward:
             except Exception as error:
                 if self.reward.arguments.on_failure == "raise":
                     raise
+                if self.raised is None:  # one line a round, however many calls fail
+                    logger.warning(
+                        "reward %s: %s: %s; asked again sample by sample", self.name, type(error).__name__, error
+                    )
                 self.raised = error
                 result = self._one_by_one(part, error)
             return result, time.perf_counter() - started
@@ -423,7 +427,6 @@ class _PendingReward:
         reason = f"{type(error).__name__}: {error}"
         if self.reward.groupwise or len(part) == 1:
             return CallResult(failures=dict.fromkeys(part.indices, reason))
-        logger.warning("reward %s: %s; asked again sample by sample", self.name, reason)
         result = CallResult()
         for position, index in enumerate(part.indices):
             try:

@@ -231,7 +231,9 @@ def json_objects(text: str) -> Iterator[dict[str, Any]]:
     while (start := text.find("{", start)) >= 0:
         try:
             value, start = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
+        except ValueError:
             start += 1
             continue
+        except RecursionError:  # so deep is no verdict, and its inner objects would each take as long
+            return
         yield value
