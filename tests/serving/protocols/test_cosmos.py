@@ -173,6 +173,12 @@ async def test_a_newer_client_can_tell_what_is_queued_running_and_unknown(tmp_pa
             "video_fps is missing or",
         ),
         ({"geneval_tags": ["colors", "colors"]}, npy(IMAGES), 400, "go together"),
+        (
+            {"geneval_tags": ["a" * 9000, "b"], "geneval_includes": [[], []]},
+            npy(IMAGES),
+            400,
+            "over 4096 for each of 2",
+        ),
         ({}, npy(VIDEOS), 400, "images are uint8 [2, 3, 6, 5, 4]"),
         ({}, npy(IMAGES / 255), 400, "images are float64"),
         ({}, b"PK\x03\x04" + bytes(30), 400, "as torch.save writes it, which is a pickle and refused"),

@@ -8,6 +8,7 @@ latent   float [B, C, T, H, W]; uint8 as .npy is bfloat16 byte by byte, [B, C, T
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -32,6 +33,7 @@ from vlmrm.serving.protocols.common import check_lengths
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.strict_json import Column
 
+KEPT_BYTES = 4096  # of a sample, as JSON, for as long as its result
 MediaType = Literal["image", "video", "latent"]
 
 
@@ -86,6 +88,12 @@ class Metadata(BaseModel):
             raise ValueError("video_infos is missing: say the video_fps of each video")
         if (self.geneval_tags is None) != (self.geneval_includes is None):
             raise ValueError("geneval_tags and geneval_includes go together: send both")
+        kept = len(json.dumps([self.video_infos, self.geneval_tags, self.geneval_includes]))
+        if kept > KEPT_BYTES * len(self.prompts):
+            raise ValueError(
+                f"video_infos, geneval_tags and geneval_includes have {kept} bytes, over {KEPT_BYTES} for each of "
+                f"{len(self.prompts)} samples: leave out what no reward reads"
+            )
         return self
 
 
