@@ -43,6 +43,8 @@ class Planted:
     figures: list[dict[str, float]]
     qualified: bool = True
     calls: list[str] = field(default_factory=list)
+    reference: float = 0.5  # the true success rate with the true success as the reward
+    references: int = 0
     killed_at: int | None = None  # the call at which the process ends
 
     def call(self, name):
@@ -71,6 +73,9 @@ class Planted:
         return SimpleNamespace(config=config)
 
     def train_policies(self, settings):
+        if settings.sources == ["success"]:
+            self.references += 1
+            return [SimpleNamespace(final=self.reference)]
         self.call("policy")
         assert settings.sources == ["learned"] and settings.reward.use_reward_model
         folder = episodes_folder(settings, "learned", settings.seeds[0])
@@ -124,7 +129,7 @@ def test_a_policy_s_episodes_join_the_data_until_its_rewards_hold(planted, tmp_p
     assert "12 of 12 failed episodes are rewarded" in first["reason"]
     assert second["reason"] is None and (first["episodes"], second["episodes"]) == (12, 17)
     table = (tmp_path / "loop" / "loop.md").read_text()
-    assert table.splitlines()[-1] == "| 2 | 17 | 50% | 60 | 15 (25.0%) | 1.0% | 1 of 12 | holds |"
+    assert table.splitlines()[-1] == "| 2 | 17 | 50% | 50% | 60 | 15 (25.0%) | 1.0% | 1 of 12 | holds |"
     assert table in capsys.readouterr().out
 
 
@@ -228,6 +233,18 @@ def test_settings_are_checked_before_anything_runs(planted, tmp_path, changes, w
     assert not stub.calls and not (tmp_path / "loop").exists()
 
 
+def test_a_policy_that_learns_less_than_with_the_true_success_does_not_hold(planted, tmp_path):
+    stub = planted(GOOD, GOOD)
+    stub.reference = 0.6  # its own is 0.5
+    with pytest.raises(BelowThreshold, match=r"succeeds in 50.0% of episodes, less than 0\.9 times the 60\.0% of one"):
+        looped(tmp_path, rounds=2)
+    assert [one["reference"] for one in rounds_of(tmp_path)] == [0.6, 0.6]
+    stub.figures = [GOOD, GOOD]
+    looped(tmp_path, min_success=0.8, output_dir=str(tmp_path / "easier"))
+    looped(tmp_path, min_success=0, output_dir=str(tmp_path / "never"))
+    assert stub.references == 3  # it is not trained where nothing depends on it
+
+
 def test_one_that_is_accepted_all_the_same_teaches_a_policy_but_does_not_hold(planted, tmp_path):
     stub = planted(GOOD, GOOD, qualified=False)
     with pytest.raises(BelowThreshold, match="holds: the classifier does not qualify: it knows nothing"):
@@ -238,7 +255,7 @@ def test_one_that_is_accepted_all_the_same_teaches_a_policy_but_does_not_hold(pl
 def test_a_policy_that_is_never_rewarded_is_not_believed():
     figures = loop.PolicyFigures(0.0, 0, 0, None, 0.0, failed_episodes=50, false_fires=0)
     assert loop.doubts(loop.LoopSettings(env="Acrobot-v1"), figures) == ["its policy's episodes are never rewarded"]
-    assert "| 0% | 0 | 0 | no reward | 0 of 50 |" in loop.markdown([loop.Round(9, "none", figures)])
+    assert "| 0% |  | 0 | 0 | no reward | 0 of 50 |" in loop.markdown([loop.Round(9, "none", figures)])
 
 
 def test_failed_episodes_that_are_rewarded_count_only_if_there_are_enough():

@@ -62,6 +62,7 @@ class Round:
     episodes: int
     reason: str | None
     policy: PolicyFigures | None = None  # None if the classifier did not qualify, and was not accepted all the same
+    reference: float | None = None  # true success rate with the true success as the reward; None if it decides nothing
 
 
 def run_loop(settings: LoopSettings) -> list[Round]:
@@ -129,7 +130,16 @@ def _round(settings: LoopSettings, number: int) -> Round:
     [run] = train_policies(policy)
     figures = _figures(settings, run, number)
     reasons += doubts(settings, figures)
-    return Round(len(config.episodes), ", and ".join(reasons) or None, figures)
+    reference = None
+    if not reasons and settings.min_success:  # otherwise nothing depends on it
+        [reference_run] = train_policies(reference_settings(settings))
+        reference = reference_run.final
+        if run.final < settings.min_success * reference:
+            reasons.append(
+                f"its policy succeeds in {run.final:.1%} of episodes, less than {settings.min_success:g} times the "
+                f"{reference:.1%} of one with the true success as its reward"
+            )
+    return Round(len(config.episodes), ", and ".join(reasons) or None, figures, reference)
 
 
 def _figures(settings: LoopSettings, run: PolicyRun, number: int) -> PolicyFigures:
@@ -194,9 +204,9 @@ def _environment(settings: LoopSettings) -> dict[str, Any]:
 
 
 def _collect_settings(settings: LoopSettings, policy: str, episodes: int, seed: int) -> CollectSettings:
-    data: dict[str, Any] = {f"{label}_dir": _data(settings, 1, label) for label in LABELS}
-    data |= settings.model_dump(include={"image_keys", "crop"})
-    reward = {"collect_data": True, "data_collection": data, "reward_model": {"image_size": settings.image_size}}
+    reward: dict[str, Any] = _frames(settings)
+    reward["collect_data"] = True
+    reward["data_collection"] |= {f"{label}_dir": _data(settings, 1, label) for label in LABELS}
     content = {**_environment(settings), "policy": policy, "episodes": episodes, "seed": seed, "reward": reward}
     return validate(CollectSettings, {**content, "max_steps": settings.max_steps}, "frames loop")
 
@@ -232,6 +242,19 @@ def policy_settings(settings: LoopSettings, number: int) -> RLSettings:
     return validate(RLSettings, {**settings.policy, **own}, "frames loop: policy")
 
 
+def reference_settings(settings: LoopSettings) -> RLSettings:
+    """Return how the same policy is trained with the true success as its reward, once for all rounds."""
+    own = {**_environment(settings), "sources": ["success"], "seeds": [settings.seed]}
+    own |= {"output_dir": settings.output_dir / "reference", "reward": _frames(settings)}
+    return validate(RLSettings, {**settings.policy, **own}, "frames loop: policy")
+
+
+def _frames(settings: LoopSettings) -> dict[str, Any]:
+    """Return which frames are shown, as the block `reward` says it."""
+    data = settings.model_dump(include={"image_keys", "crop"})
+    return {"data_collection": data, "reward_model": {"image_size": settings.image_size}}
+
+
 def _folder(settings: LoopSettings, number: int) -> Path:
     return settings.output_dir / f"round-{number}"
 
@@ -247,16 +270,17 @@ def _episodes(settings: LoopSettings, number: int, label: str) -> Path:
 def markdown(rounds: list[Round]) -> str:
     """Return the rounds as a table."""
     lines = [
-        "| round | episodes | true success | rewarded steps | of them false | false afterwards "
-        "| failed episodes rewarded | verdict |",
-        "|---|---|---|---|---|---|---|---|",
+        "| round | episodes | true success | with it as the reward | rewarded steps | of them false "
+        "| false afterwards | failed episodes rewarded | verdict |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for number, one in enumerate(rounds, 1):
-        cells = [""] * 5
+        cells = [""] * 6
         if policy := one.policy:
             share = f" ({policy.false_rewards / policy.rewarded:.1%})" if policy.rewarded else ""
             cells = [
                 f"{policy.true_success_rate:.0%}",
+                "" if one.reference is None else f"{one.reference:.0%}",
                 f"{policy.rewarded:,}",
                 f"{policy.false_rewards:,}{share}",
                 "no reward" if policy.precision is None else f"{1 - policy.precision:.1%}",

@@ -87,6 +87,7 @@ class LoopSettings(EnvironmentSettings):
     crop: Crop = Field(default_factory=dict)  # as `data_collection` has it
     min_precision: float = Field(0.9, gt=0, lt=1)  # of the rewards of a policy's episodes: 95 % sure not to be less
     max_false_fires: float = Field(0.5, gt=0, lt=1)  # share of failed episodes that are rewarded: 95 % sure
+    min_success: float = Field(0.9, ge=0)  # times that of the same training with the true success as the reward
     seed: int = Field(0, ge=0)
     train: dict[str, Any] = Field(default_factory=dict)
     policy: dict[str, Any] = Field(default_factory=dict)
