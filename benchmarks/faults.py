@@ -17,10 +17,11 @@ reward that trains nothing, and `saturation`, the share at one end of the scale.
 from __future__ import annotations
 
 import argparse
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -248,41 +249,50 @@ def telling(fault: str, share: float, completions: Sequence[tuple[str, str]]) ->
     metrics = RewardSet([proxy, truth])(prompt=prompts, response=responses, groups=groups).metrics()
     struck = np.mean([fraction("fault", *pair) < share for pair in completions])
     shown = 1 - metrics["rewards/truth/held_out"] if fault == "shuffled" else metrics["rewards/proxy/saturation"]
-    return row(f"{fault}_{share:g}", shown / struck, f"of the faults, by {TELLING[fault]}", at_least=TOLD)
+    return row(f"{fault}_{share:g}", float(shown / struck), f"of the faults, by {TELLING[fault]}", at_least=TOLD)
 
 
 def stalls(folder: Path) -> list[Row]:
-    """Return the seconds that rounds of GRPO, one after another, wait for a judge and a service that are down."""
+    """Return the seconds that rounds of GRPO, one after another, wait for judges and services that are down."""
     rows = []
-    for name, config in (
-        ("judge", {"reward_model": "vllm_evaluate", "api_base_url": "{}/v1"}),
-        ("service", {"reward_model": "remote_pointwise", "server_url": "{}"}),
+    judge = {"reward_model": "vllm_evaluate", "api_base_url": "{}/v1"}
+    service = {"reward_model": "remote_pointwise", "server_url": "{}"}
+    three = [{"dtype": dtype} for dtype in ("float32", "float16", "bfloat16")]  # so that none shares a model
+    for name, configs, silent in (
+        ("dead_judge", [judge], False),
+        ("dead_service", [service], False),
+        ("dead_six", [{**config, **own} for config in (judge, service) for own in three], False),
+        ("silent_judges", [{**judge, **own} for own in three], True),
     ):
         with dying_service() as (url, die):
-            config = {key: value.format(url) for key, value in config.items()}
-            rewards = TRLRewardSet({"name": "x", "on_failure": "mask", **config}, GROUP)
+            configs = [{key: value.format(url) for key, value in config.items()} for config in configs]
+            named = [{"name": str(number), "on_failure": "mask", **config} for number, config in enumerate(configs)]
+            rewards = TRLRewardSet(named, GROUP)
             rewards.rewards = RewardSet(rewards.config)  # a reward's service must be there at the start
-            die()
+            die(silent)
             steps = grpo(folder / name, [rewards, rewards], JUDGED, Image.new("RGB", (28, 28), "red"))
         for number, step in enumerate(steps, 1):
             missing = int(np.isnan(step.rewards).sum())
-            rows.append(row(f"dead_{name}_round_{number}", step.seconds, "s", at_most=STALL, failed=missing))
+            rows.append(row(f"{name}_round_{number}", step.seconds, "s", at_most=STALL, failed=missing))
     return rows
 
 
 @contextmanager
-def dying_service() -> Generator[tuple[str, Callable[[], None]]]:
-    """Yield the address of a service that says it is ready, and what ends it."""
+def dying_service() -> Generator[tuple[str, Callable[[bool], None]]]:
+    """Yield the address of a service that says it is ready, and what ends it, or leaves a port that never answers."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
+    with ExitStack() as ports:
 
-    def die() -> None:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        def die(silent: bool) -> None:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+            if silent:
+                ports.enter_context(socket.create_server(("127.0.0.1", server.server_port), backlog=512))
 
-    yield f"http://127.0.0.1:{server.server_port}", die
+        yield f"http://127.0.0.1:{server.server_port}", die
 
 
 class Healthy(BaseHTTPRequestHandler):
