@@ -440,6 +440,18 @@ async def test_processes_that_share_a_queue_follow(redis_server, tmp_path, caplo
             assert score_of(await waiting) == 2
 
 
+@in_loop
+async def test_a_configuration_that_was_changed_since_counts_more_than_what_was_wanted(redis_server, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    shared = redis_server.settings
+    async with serving(tmp_path, **shared) as (_, client):
+        assert (await put(client, model(tmp_path / "models", "two", 2.0))).status_code == 200
+    three = fake("weights", "fake_reward.Weights", model_path=model(tmp_path / "models", "three", 3.0))
+    async with serving(tmp_path, configured=three, **shared) as (_, client):
+        assert score_of(await ask(client)) == 3
+    assert "weights begins as configured, which is not as it was when two was wanted" in caplog.messages
+
+
 async def state_of(client) -> dict[str, Any]:
     return (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()
 

@@ -329,6 +329,9 @@ class Versions:
             record = await self._backend.load_record(self._key)
             if record is not None and record["configured"] == self._wanted.configured:
                 self._wanted = Wanted.read(record)
+            elif record is not None and not self.begun.is_set():
+                model = Path(record["model"]).name
+                logger.info("%s begins as configured, which is not as it was when %s was wanted", self._name, model)
         if not self.begun.is_set():
             self._begin()
 
