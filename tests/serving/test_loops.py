@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from services import eventually, fake, in_loop, rewards, running
 
 from vlmrm.serving.backend import process_name
 from vlmrm.serving.health import WorkerRegistry
+from vlmrm.serving.worker_process import WorkerProcess
 
 SOON = {"silence": 1.0}
 
@@ -62,6 +66,24 @@ async def test_a_fault_of_the_service_fails_what_brings_it_about_and_nothing_els
         assert answer.status_code == 500 and "the service failed at a batch of length" in answer.text
         assert (await rewards(client, "aaa")).json()["data"][0]["score"] == 3
         assert (await client.get("/ready")).status_code == 200
+
+
+@in_loop
+async def test_a_worker_that_cannot_be_stopped_is_replaced_nevertheless(monkeypatch, caplog):
+    monkeypatch.setattr("vlmrm.serving.replica.BACKOFF_S", (0.0, 0.0))
+    stop = WorkerProcess.stop
+
+    async def fail(self):
+        await stop(self)
+        raise RuntimeError("Ray has gone")
+
+    async with running() as (service, client):
+        await eventually(lambda: service.health("length").ready)
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerProcess, "stop", fail)
+            os.kill(service.replicas["length"][0].process_id, signal.SIGKILL)
+            assert (await rewards(client, "aaa")).json()["data"][0]["score"] == 3
+    assert "a worker of length may run on: it could not be stopped" in caplog.messages
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,10 @@ class Replica:
                     self._note_failure(error, pause)
                 finally:
                     await self._end_worker()
+        except Exception as error:  # of what is done about errors: requests fail rather than wait for ever
+            self.lost = True
+            self.error = f"the worker of {self.reward} is not fed any more ({type(error).__name__})"
+            logger.exception("%s: restart the service", self.error)
         finally:
             self._ended = True
             for _, done in self._turns:
@@ -179,7 +183,14 @@ class Replica:
         self.ready = False
         worker, self._worker = self._worker, None
         if worker is not None:
+            await self._stop(worker)
+
+    async def _stop(self, worker: WorkerProcess) -> None:
+        """End a worker, whose own trouble with that keeps no other from its place."""
+        try:
             await worker.stop()
+        except Exception:
+            logger.exception("a worker of %s may run on: it could not be stopped", self.reward)
 
     async def fail_waiting(self) -> None:
         """Fail the jobs that wait, or the next that come, as no worker of this reward will load."""
@@ -247,7 +258,7 @@ class Replica:
         old = self._worker
         self._use(candidate)
         if old is not None:
-            await old.stop()
+            await self._stop(old)
         if self.asleep:
             await self._free()
 
