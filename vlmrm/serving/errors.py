@@ -8,7 +8,7 @@ VlmrmError
 ├── UnknownReward    404   in service.py
 ├── SlowBody         408   the body did not come in time
 ├── NotServed        409   in service.py: the demanded revision
-├── CannotSwitch     409   in replica.py: the model stays as it was
+├── CannotSwitch     409   in versions.py: the model stays as it was
 ├── TooLarge         413   in service.py
 ├── RewardFailed     500   the job was accepted and has no result
 ├── QueueAway        503   in backend.py, and Overloaded, with Retry-After
@@ -32,8 +32,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from vlmrm.errors import RowError, VlmrmError
 from vlmrm.serving.backend import QueueAway
-from vlmrm.serving.replica import CannotSwitch
 from vlmrm.serving.service import NotServed, NotServing, TooLarge, UnknownReward
+from vlmrm.serving.versions import CannotSwitch
 from vlmrm.serving.worker.channel import redact_paths
 from vlmrm.settings import describe_errors, model_in
 

@@ -24,10 +24,12 @@ from huggingface_hub.utils import validate_repo_id
 from pydantic import Field
 
 from vlmrm.conversation import Outcome
+from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import Backend, QueueAway
+from vlmrm.serving.candidate import Candidate
 from vlmrm.serving.health import WorkerHealth
-from vlmrm.serving.replica import Candidate, CannotSwitch, Replica
+from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.worker_process import RewardRaised, WorkerDied
 from vlmrm.serving.worker_spec import is_trained, worker_specs
@@ -44,6 +46,10 @@ PROBE: list[Item] = [  # that any model trained here can score
     {"messages": [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": answer}]}
     for answer in ("4", "I do not know.", "It is 5, as everybody knows.")
 ]
+
+
+class CannotSwitch(VlmrmError):
+    """Another model cannot take a reward's place; the one that is served stays."""
 
 
 class ModelRequest(Strict):
