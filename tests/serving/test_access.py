@@ -190,6 +190,7 @@ async def test_every_error_is_one_sentence_in_one_form():
             (await client.post("/get_reward", json={"query": ["a"], "label": [1]}), 422, "(did you mean labels?)"),
             (await client.post("/remote_rm", json={"prompt": "a", "respons": "b"}), 422, "(did you mean response?)"),
             (await client.post("/v1/rewards?timeout=3", json={}), 400, "?timeout of the address would not be read"),
+            (await client.put("/v1/rewards/length/model?beside=false", json={}), 400, "?beside of the address"),
             (await client.post("/v1/rewards", json={}, headers=gzip), 415, "the Content-Encoding"),
             (await client.post("/v1/rewards", json={}, headers=h2c), 400, "an upgrade to h2c: send it in HTTP/1.1"),
             (await client.post("/v1/rewards", json={}, headers={"X": "x" * 2**16}), 431, "over the limit of 65536"),

@@ -23,7 +23,7 @@ from vlmrm.serving.tokens import client_of
 from vlmrm.serving.turns import LANE, TurnScheduler
 
 REVISION_HEADER = b"x-vlmrm-revision"  # in a request the one that it demands, in an answer those that computed it
-METHODS = ("POST", "PUT", "PATCH", "DELETE")
+METHODS = ("POST", "PUT", "PATCH", "DELETE")  # that have a body
 IDLE_S = 15.0  # between two pieces of a body
 LASTING = 1 / 2  # of `max_wait`, once the queue has lasted so long: a burst ends, while overload would keep it full
 SMALL_BYTES, FEW_VALUES = 64 * 2**10, 1000

@@ -14,7 +14,7 @@ from fastapi import Request
 from pydantic import SecretStr
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlmrm.serving.bodies import too_large
+from vlmrm.serving.bodies import METHODS, too_large
 from vlmrm.serving.errors import error_response, response_to
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import LOOPBACK
@@ -154,7 +154,7 @@ def _unread(scope: Scope, headers: dict[bytes, bytes]) -> tuple[str, str, int] |
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(map(len, itertools.chain(*scope["headers"])))
     if size > HEADER_BYTES:
         return f"address and headers are {size} bytes, over the limit of {HEADER_BYTES}.", "InvalidRequest", 431
-    if scope["method"] != "POST":
+    if scope["method"] not in METHODS:
         return None
     if scope["query_string"]:
         name = scope["query_string"].partition(b"=")[0][:40].decode("latin-1")
