@@ -68,13 +68,24 @@ def test_the_true_success_is_of_the_state_that_a_step_led_to_also_at_the_end_of_
 
 def test_rewards_are_counted_against_the_true_success_of_their_states():
     audit = audit_of(FOOLED, MISSED, steps=6)
-    assert audit.counts() == Counts(training_steps=12, true_successes=4, rewarded=4, false_positives=2, missed=2)
+    counts = Counts(training_steps=12, true_successes=4, rewarded=4, false_positives=2, missed=2, paid=4, unearned=2)
+    assert audit.counts() == counts
     assert audit.counts() == Counts()
 
 
-def test_continuous_rewards_count_above_the_threshold_and_terminal_ones_where_they_are_given():
+def test_continuous_rewards_count_above_the_threshold_and_are_summed():
     continuous = audit_of(FOOLED, MISSED, steps=3, reward_type="continuous").counts()
     assert (continuous.rewarded, continuous.false_positives, continuous.missed) == (2, 1, 1)
+    paid, earned = (200 + 10 + 250 + 10 + 100 + 20) / 255, (250 + 100) / 255
+    assert (continuous.paid, continuous.unearned) == pytest.approx((paid, paid - earned))
+
+
+def test_a_continuous_reward_below_the_threshold_is_paid_for_nothing_all_the_same():
+    lazy = audit_of(([0, 120, 120, 120], [False] * 4), steps=3, reward_type="continuous").counts()
+    assert (lazy.rewarded, lazy.false_positives, lazy.unearned_share) == (0, 0, 1.0) and lazy.paid > 0.9
+
+
+def test_terminal_rewards_count_where_they_are_given():
     terminal = audit_of(FOOLED, MISSED, steps=3, reward_mode="terminal").counts()
     assert (terminal.rewarded, terminal.false_positives, terminal.missed) == (1, 0, 1)
 

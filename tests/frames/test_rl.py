@@ -25,7 +25,7 @@ from vlmrm.trajectories.trajectory import open_folder
 
 COLUMNS = [
     "source", "seed", "steps", "true_success_rate", "training_steps", "true_successes", "rewarded", "false_positives",
-    "missed", "novel", "false_positive_share",
+    "missed", "novel", "paid", "unearned", "false_positive_share", "unearned_share",
 ]  # fmt: skip
 
 
@@ -308,8 +308,8 @@ def runs(folder: Path) -> list[PolicyRun]:
     none = Counts()
     return [
         run("success", 0, (0.0, 1.0), (none, none)),
-        run("learned", 0, (0.0, 0.5), (none, Counts(10, 3, 4, 1, 0))),
-        run("learned", 1, (0.2, 0.7), (none, Counts(10, 3, 4, 2, 1))),
+        run("learned", 0, (0.0, 0.5), (none, Counts(10, 3, 4, 1, 0, paid=4.0, unearned=1.0))),
+        run("learned", 1, (0.2, 0.7), (none, Counts(10, 3, 4, 2, 1, paid=4.0, unearned=2.0))),
     ]
 
 
@@ -323,11 +323,11 @@ def test_the_summary_is_of_all_seeds(tmp_path):
     assert learned["true_success_rate"] == pytest.approx(0.6)
     assert learned["learned_rewards"] == {
         "training_steps": 20, "true_successes": 6, "rewarded": 8, "false_positives": 3, "missed": 1, "novel": 0,
-        "false_positive_share": 0.375,
+        "paid": 8.0, "unearned": 3.0, "false_positive_share": 0.375, "unearned_share": 0.375,
     }  # fmt: skip
     assert summary["sources"]["success"]["learned_rewards"] is None
-    assert "| learned reward | 60.0% | 50.0% to 70.0% | 8 | 3 (37.50%) | 1 |" in markdown(summary)
-    assert "| true success | 100.0% | 100.0% to 100.0% | | | |" in markdown(summary)
+    assert "| learned reward | 60.0% | 50.0% to 70.0% | 8 | 3 (37.50%) | 1 | 37.50% |" in markdown(summary)
+    assert "| true success | 100.0% | 100.0% to 100.0% | | | | |" in markdown(summary)
 
 
 def test_every_evaluation_is_a_row_and_empty_where_nothing_was_counted(tmp_path):

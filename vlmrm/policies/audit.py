@@ -28,6 +28,8 @@ class Counts:
     false_positives: int = 0  # rewarded without a success
     missed: int = 0  # successes without a reward
     novel: int = 0  # frames unlike those that the classifier knows
+    paid: float = 0.0  # sum of the learned rewards
+    unearned: float = 0.0  # of it, in steps without a success
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -37,9 +39,15 @@ class Counts:
         """Share of the rewards; None without any."""
         return self.false_positives / self.rewarded if self.rewarded else None
 
+    @property
+    def unearned_share(self) -> float | None:
+        """Share of the sum of rewards: continuous ones pay below the threshold too. None without any."""
+        return self.unearned / self.paid if self.paid else None
+
     def figures(self) -> dict[str, float | None]:
-        """Return the counts and their share by name, as tables and summaries have them."""
-        return {**asdict(self), "false_positive_share": self.false_positive_share}
+        """Return the counts and their shares by name, as tables and summaries have them."""
+        shares = {"false_positive_share": self.false_positive_share, "unearned_share": self.unearned_share}
+        return {**asdict(self), **shares}
 
 
 @dataclass(order=True)
@@ -84,6 +92,8 @@ class RewardAudit(VectorWrapper):
             false_positives=int((rewarded & ~success).sum()),
             missed=int((~rewarded & success).sum()),
             novel=int((info["frame_novelty"] > 1).sum()),
+            paid=float(info["frame_reward"].sum()),
+            unearned=float(info["frame_reward"][~success].sum()),
         )
         ended = terminations | truncations
         for i in np.flatnonzero(~success):

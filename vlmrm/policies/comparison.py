@@ -43,7 +43,8 @@ def evaluations(runs: Sequence[PolicyRun]) -> pd.DataFrame:
                 counts = dict.fromkeys(counts)
             row = {"source": run.source, "seed": run.seed, "steps": point.steps}
             rows.append({**row, "true_success_rate": point.true_success_rate, **counts})
-    types = dict.fromkeys(Counts().figures(), "Int64") | {"false_positive_share": "float64"}
+    shares = ("paid", "unearned", "false_positive_share", "unearned_share")
+    types = dict.fromkeys(Counts().figures(), "Int64") | dict.fromkeys(shares, "float64")
     return pd.DataFrame(rows).astype(types)
 
 
@@ -74,19 +75,22 @@ def summarise(runs: Sequence[PolicyRun], settings: RLSettings) -> dict[str, Any]
 def markdown(summary: dict[str, Any]) -> str:
     """Return the summary as a table."""
     lines = [
-        "| reward | true success rate | lowest to highest | rewarded steps | of them without success | missed |",
-        "|---|---|---|---|---|---|",
-        f"| none: random actions | {summary['random_success_rate']:.1%} | | | | |",
+        "| reward | true success rate | lowest to highest | rewarded steps | of them without success | missed "
+        "| share of all reward without success |",
+        "|---|---|---|---|---|---|---|",
+        f"| none: random actions | {summary['random_success_rate']:.1%} | | | | | |",
     ]
     for source, figures in summary["sources"].items():
         rate = f"{figures['true_success_rate']:.1%} | {figures['lowest']:.1%} to {figures['highest']:.1%}"
         rewards = figures["learned_rewards"]
         if rewards is None:
-            counts = "| |"
+            counts = "| | |"
         else:
             share = rewards["false_positive_share"]
             false = f"{rewards['false_positives']:,}" + ("" if share is None else f" ({share:.2%})")
-            counts = f"{rewards['rewarded']:,} | {false} | {rewards['missed']:,}"
+            unearned = rewards["unearned_share"]
+            unearned = "none" if unearned is None else f"{unearned:.2%}"
+            counts = f"{rewards['rewarded']:,} | {false} | {rewards['missed']:,} | {unearned}"
         lines.append(f"| {NAMES[source]} | {rate} | {counts} |")
     if summary["unqualified_because"]:
         lines += ["", f"The classifier does not qualify as a reward: {summary['unqualified_because']}."]

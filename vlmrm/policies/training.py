@@ -42,7 +42,7 @@ from vlmrm.settings import did_you_mean
 
 logger = logging.getLogger("vlmrm")
 
-VERSION = 3  # of the training and its measurement; other runs are not mixed with these
+VERSION = 4  # of the training and its measurement; other runs are not mixed with these
 ALGORITHMS: dict[str, Callable[..., BaseAlgorithm]] = {"ppo": PPO, "sac": SAC}
 FRAMES = 4  # that a policy sees at once: one shows no velocities
 MIN_SIDE = 36  # pixels that the convolutions of Stable-Baselines3 need
