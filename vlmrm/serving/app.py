@@ -172,4 +172,5 @@ async def docs(request: Request) -> HTMLResponse:
     """Show the OpenAPI document as a page."""
     [reward, *_] = gateway_of(request).authorized_rewards(request)
     url = str(request.base_url.replace(username=None, password=None)).rstrip("/")
-    return api_page(request.app, url, reward, guarded=bool(token_of(request)))
+    several = len(gateway_of(request).service.rewards) > 1
+    return api_page(request.app, url, reward, several=several, guarded=bool(token_of(request)))

@@ -36,15 +36,19 @@ NPY = base64.b64encode(b"\x93NUMPY\x01\x00" + bytes([len(HEADER), 0]) + HEADER +
 TENSOR = '{"prompts": ["a square"], "reward_fn": {"NAME": 1}, "media_type": "image"}'
 # Bodies of requests by the end of their route; of those that are no JSON, a command in which CALL is curl's.
 EXAMPLES: dict[str, Any] = {
-    "/v1/rewards": {"transform": "zscore", "items": [{"group": 1, "prompt": "2 + 2?", "response": "4"}]},
+    "/v1/rewards": {
+        "model": "NAME",
+        "transform": "zscore",
+        "items": [{"group": 1, "prompt": "2 + 2?", "response": "4"}],
+    },
     "/compute": {"prompt": ["a square"], "image": [SQUARE]},
     "/get_reward": {"query": ["2 + 2?4"], "prompts": ["2 + 2?"], "labels": [{"prompt": "2 + 2?"}]},
     "/v1/score/evaluation": {"messages": [RENDERED]},
     "/remote_rm": {"prompt": "2 + 2?", "response": "4", "label": None},
-    "/classify": {"messages": TALK},
-    "/pooling": {"messages": TALK, "use_activation": False},
-    "/v1/embeddings": {"messages": TALK},
-    "/score": {"queries": "2 + 2?", "documents": ["4", "5"]},
+    "/classify": {"model": "NAME", "messages": TALK},
+    "/pooling": {"model": "NAME", "messages": TALK, "use_activation": False},
+    "/v1/embeddings": {"model": "NAME", "messages": TALK},
+    "/score": {"model": "NAME", "queries": "2 + 2?", "documents": ["4", "5"]},
     "/rerank": RANKED,
     "/predict": {"inputs": [["2 + 2?", "4"]], "raw_scores": True},
     "/unirl/score": {
@@ -70,19 +74,20 @@ def api_document(app: FastAPI) -> bytes:
     return json.dumps(app.openapi()).encode()
 
 
-def api_page(app: FastAPI, url: str, reward: str, *, guarded: bool) -> HTMLResponse:
+def api_page(app: FastAPI, url: str, reward: str, *, several: bool, guarded: bool) -> HTMLResponse:
     """Return the routes and schemas of an application as a page without scripts.
 
     Args:
         url: the address of the service, in the examples.
         reward: the name of a reward, in the examples.
+        several: whether there are others, so that addresses must name it.
         guarded: whether the examples send a token.
     """
-    return _response(_api_html(app, url, reward, guarded))
+    return _response(_api_html(app, url, reward, several, guarded))
 
 
 @lru_cache(8)  # it takes 30 ms to write
-def _api_html(app: FastAPI, url: str, reward: str, guarded: bool) -> str:
+def _api_html(app: FastAPI, url: str, reward: str, several: bool, guarded: bool) -> str:
     document = app.openapi()
     routes: dict[tuple[str, str, str], dict[str, Any]] = {}  # one for all paths of a function
     for path, operations in document["paths"].items():
@@ -91,7 +96,7 @@ def _api_html(app: FastAPI, url: str, reward: str, guarded: bool) -> str:
             route = routes.setdefault((method, operation["summary"], tag), {"paths": [], "operation": operation})
             route["paths"].append(path)
     for (method, _, tag), route in routes.items():
-        path = min(route["paths"], key=lambda it: ("{" in it, len(it)))
+        path = min(route["paths"], key=lambda it: (("{" in it) != several, len(it)))
         token = "VLMRM_ADMIN_TOKEN" if tag == "operators" else "VLMRM_TOKEN" if guarded else ""
         command = example_call(method, re.sub(r"{\w+}", reward, path), url, reward, token)
         route |= {"method": method.upper(), "tag": tag, "example": command}
