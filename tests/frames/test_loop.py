@@ -189,6 +189,16 @@ def test_another_loop_in_the_same_folder_is_refused_by_name(planted, tmp_path, c
     assert not stub.calls
 
 
+def test_a_loop_that_failed_before_its_first_episode_may_be_corrected(planted, tmp_path):
+    stub = planted(GOOD)
+    stub.killed_at = 0
+    with pytest.raises(Killed):
+        looped(tmp_path, env="Acrobat-v1")
+    stub.killed_at = None
+    looped(tmp_path)
+    assert json.loads((tmp_path / "loop" / "settings.json").read_text())["env"] == "Acrobot-v1"
+
+
 def test_a_classifier_of_other_episodes_is_not_gone_on_with(planted, tmp_path):
     planted(GOOD)
     looped(tmp_path)

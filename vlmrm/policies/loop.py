@@ -97,10 +97,14 @@ def run_loop(settings: LoopSettings) -> list[Round]:
 
 
 def _keep_settings(settings: LoopSettings) -> None:
-    """Write the settings of a new loop; ConfigError if an earlier one in the folder has others."""
+    """Write the settings of a new loop; ConfigError if an earlier one in the folder has others.
+
+    One that failed before its first episode was stored, such as by a typo, is none.
+    """
     file = settings.output_dir / SETTINGS
     now = settings.model_dump(mode="json", exclude=FREE)
-    if not file.exists():
+    begun = any(trajectory_paths(_data(settings, 1, label)) for label in LABELS)
+    if not (file.exists() and begun):
         write_json(file, now)
     before = json.loads(file.read_text(encoding="utf-8"))
     for name in {**before, **now}:
