@@ -27,11 +27,11 @@ demo: $(INSTALLED)  ## train, sweep and score on the bundled digits
 frames-demo: $(INSTALLED)  ## collect frames of Acrobot, train a classifier, and PPO with its reward
 	$(BIN)/vlmrm frames demo
 
-test: $(INSTALLED)  ## run every test; workers take tests from each other, so that slow ones run side by side
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+test: $(INSTALLED)  ## run every test, four at a time even on two cores: many wait for processes more than they compute
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal
 
 lowest: $(LOWEST)  ## run the heart's tests with the lowest versions that pyproject.toml allows
-	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -n 2 --dist worksteal $(HEART)
+	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -n 4 --dist worksteal $(HEART)
 
 resolve: $(INSTALLED)  ## resolve the core beside the trainers of others, without installing
 	$(BIN)/python tests/resolving/resolve.py

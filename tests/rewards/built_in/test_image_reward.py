@@ -157,28 +157,28 @@ def test_the_score_is_the_published_one_alone_and_in_company(reward, pictures):
     assert np.ptp(oracle) > 0.01
     for size in (1, 4):
         found = reward(batch_size=size)(prompt=PROMPTS, image=pictures).total()
-        assert np.allclose(found, oracle, rtol=1e-6, atol=0)
+        assert np.allclose(found, oracle, rtol=5e-6, atol=0)
 
 
 def test_a_video_is_the_mean_of_its_frames_or_the_first(reward, pictures):
     oracle = [expected("two", picture) for picture in pictures]
     columns = {"prompt": ["two", "two"], "video": [pictures[:3], pictures[3:]]}
-    assert np.allclose(reward()(**columns).total(), [np.mean(oracle[:3]), oracle[3]], rtol=1e-6, atol=0)
-    assert np.allclose(reward(video_frames="first")(**columns).total(), [oracle[0], oracle[3]], rtol=1e-6, atol=0)
+    assert np.allclose(reward()(**columns).total(), [np.mean(oracle[:3]), oracle[3]], rtol=5e-6, atol=0)
+    assert np.allclose(reward(video_frames="first")(**columns).total(), [oracle[0], oracle[3]], rtol=5e-6, atol=0)
 
 
 def test_the_middle_of_a_wide_picture_is_seen(reward, pictures):
     wide = Image.new("RGB", (SIZE * 3, SIZE), "white")
     wide.paste(pictures[0], (SIZE, 0))
     found = reward()(prompt=["two"] * 2, image=[wide, pictures[0]]).total()
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert found[0] == pytest.approx(found[1], rel=5e-6)
 
 
 def test_long_prompts_are_cut_at_35_tokens_and_one_line_says_so(reward, pictures, caplog):
     with caplog.at_level(logging.WARNING, "vlmrm"):
         rewards = reward()
         found = [rewards(prompt=["a red " * count], image=pictures[:1]).total()[0] for count in (20, 40)]
-    assert found[0] == pytest.approx(found[1], abs=1e-6)
+    assert found[0] == pytest.approx(found[1], abs=5e-6)
     assert len([record for record in caplog.records if "reads the first 35" in record.getMessage()]) == 1
 
 
