@@ -16,6 +16,7 @@ from vlmrm.errors import RowError
 from vlmrm.formats.rollouts import read_openrlhf_query
 from vlmrm.formats.texts import JSON_VALUES, read_text
 from vlmrm.serving import parsing, threads
+from vlmrm.serving.context import RequestContext, begin_request
 from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.parsing import LARGE_BYTES, Parsers
 from vlmrm.serving.service import TooLarge
@@ -177,15 +178,24 @@ async def test_a_text_in_the_letters_of_base64_is_a_text_still():
 
 
 @in_loop
-async def test_two_threads_compute_beside_the_event_loop():
-    at_once, most = [], []
+async def test_two_threads_compute_beside_the_event_loop_and_one_client_has_one_of_them():
+    at_once, most, order = [], [], []
 
-    def compute(number: int) -> int:
-        at_once.append(number)
-        most.append(len(at_once))
+    def compute(name: str) -> None:
+        at_once.append(name)
+        order.append(name)
+        most.append(sorted(at_once))
         time.sleep(0.01)
-        at_once.remove(number)
-        return number
+        at_once.remove(name)
 
-    assert await asyncio.gather(*(in_thread(compute, number) for number in range(8))) == list(range(8))
-    assert max(most) <= threads.THREADS
+    async def ask(client: str, number: int) -> None:
+        begin_request(RequestContext(client))
+        await in_thread(compute, f"{client}{number}")
+
+    flood = [asyncio.create_task(ask("flood", number)) for number in range(8)]
+    await asyncio.sleep(0)
+    await asyncio.gather(*flood, *(asyncio.create_task(ask(client, 0)) for client in ("b", "c")))
+    assert max(map(len, most)) <= threads.THREADS
+    assert all(sum(name.startswith("flood") for name in names) <= 1 for names in most)
+    assert [name for name in order if name.startswith("flood")] == [f"flood{number}" for number in range(8)]
+    assert max(map(order.index, ("b0", "c0"))) <= 4  # of ten, and not behind all of the flood

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar, TypeVarTuple
+from weakref import WeakValueDictionary
 
 from anyio import CapacityLimiter
 from anyio.lowlevel import RunVar
 from anyio.to_thread import run_sync
+
+from vlmrm.serving.context import current_request
 
 THREADS = 2
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
-_LIMITER: RunVar[CapacityLimiter] = RunVar("limiter")  # of this event loop
+
+@dataclass
+class _Threads:
+    """Those of an event loop, and a lock for each client that waits for one, so that no client has more than one."""
+
+    limiter: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(THREADS))
+    locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+
+
+_THREADS: RunVar[_Threads] = RunVar("threads")
 
 
 async def in_thread(compute: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-    """Return what `compute` does, in one of `THREADS`; forty, as anyio has them, would keep the loop from its turn."""
+    """Return what `compute` does in one of `THREADS`, one client after the other; forty, as anyio has them, would keep
+    the loop from its turn."""
     try:
-        limiter = _LIMITER.get()
+        threads = _THREADS.get()
     except LookupError:
-        limiter = CapacityLimiter(THREADS)
-        _LIMITER.set(limiter)
-    return await run_sync(compute, *arguments, limiter=limiter)
+        threads = _Threads()
+        _THREADS.set(threads)
+    lock = threads.locks.setdefault(current_request().client, asyncio.Lock())
+    async with lock:
+        return await run_sync(compute, *arguments, limiter=threads.limiter)
