@@ -96,6 +96,9 @@ def test_an_item_that_cannot_be_read_is_named(route, body, reason):
     [
         {"input": "x", "truncate_prompt_tokens": 5},
         {"input": "x", "add_generation_prompt": True},
+        {"input": "x", "instruction": "Judge."},
+        {"input": "x", "max_tokens_per_query": 5},
+        {"input": "x", "padding": "max_length"},
         {"input": "x", "messages": []},
         {"input": "x", "use_actvation": False},
         {"input": [1, 2, 3]},

@@ -16,7 +16,7 @@ async def test_what_a_dialect_does_not_have_is_refused_by_name():
         (QUERY, "give either texts, as TEI's clients do, or documents"),
         ({**TEI, "documents": ["a"]}, "give either texts"),
         *(({**TEI, key: value}, f"{key} does not go with texts") for key, value in
-          {"top_n": 1, "return_documents": True, "use_activation": False, "max_tokens_per_doc": 9}.items()),
+          {"return_documents": True, "use_activation": False, "max_tokens_per_doc": 9}.items()),
         *(({**OTHERS, key: True}, f"{key} does not go with documents") for key in ("raw_scores", "return_text")),
         ({**OTHERS, "rank_fields": ["title"]}, "rank_fields may name text alone"),
         ({**OTHERS, "max_tokens_per_doc": 5}, "max_tokens_per_doc may cut a document off"),

@@ -124,9 +124,11 @@ async def test_unirl_gets_each_reward_of_each_request_or_its_error():
         ]
         answer = (await client.post("/unirl/score", json={"requests": requests})).json()
         health = (await client.get("/unirl/health")).json()
+        names = (await client.get("/unirl/rewards")).json()
         unknown = await client.post("/unirl/score", json={"requests": [wish(picture, rewards=("none",))]})
         failed = await client.post("/unirl/score", json={"requests": [wish(picture, rewards=("broken",))]})
     assert health == {"status": "ok", "rewards": {"characters": [True], "size": [True], "broken": [False]}}
+    assert names == {"rewards": ["characters", "size", "broken"]}
     one, two, three, four = answer["results"]
     assert one["characters"] == {"characters": 1.4} and three == four == {}
     assert "size" not in one and "size" in answer["errors"][0]  # a film among them fails the batch of that reward

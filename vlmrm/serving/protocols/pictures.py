@@ -38,7 +38,7 @@ router = APIRouter(route_class=StrictRoute)
 
 
 class Pickled(Strict):
-    """What verl-omni and flow_grpo post as a pickle, of which nothing but plain data is read."""
+    """What verl-omni posts as a pickle, of which nothing but plain data is read."""
 
     images: Column[bytes] = Field(min_length=1)
     prompts: Column[str]
@@ -140,6 +140,12 @@ async def unirl_health(request: Request) -> dict[str, Any]:
     gateway = gateway_of(request)
     names = gateway.authorized_rewards(request)
     return {"status": "ok", "rewards": {name: [gateway.service.health(name).ready] for name in names}}
+
+
+@router.get("/unirl/rewards", tags=["UniRL"])
+async def unirl_rewards(request: Request) -> dict[str, list[str]]:
+    """Return the names of the rewards, for UniRL's client outside its trainer."""
+    return {"rewards": list(gateway_of(request).authorized_rewards(request))}
 
 
 def _history(media: MediaResolver, request: HistoryRequest) -> Item:

@@ -24,7 +24,7 @@ from vlmrm.settings import Strict
 router = APIRouter(route_class=StrictRoute)
 
 OF_TEXTS = ("raw_scores", "return_text", "truncate", "truncation_direction")
-OF_DOCUMENTS = ("top_n", "return_documents", "rank_fields", "max_tokens_per_doc", "use_activation", "activation")
+OF_DOCUMENTS = ("return_documents", "rank_fields", "max_tokens_per_doc", "use_activation", "activation")
 UNTRUNCATED = "Nothing is truncated here: leave it out."
 
 
@@ -38,12 +38,12 @@ class RerankRequest(PoolingOptions):
     truncate: bool | None = Field(None, description="Ignored: nothing is truncated here.")
     truncation_direction: str | None = None
     documents: Content | Column[Content] | None = None
-    top_n: int | None = Field(None, ge=0, description="0 for all.")
+    top_n: int | None = Field(None, ge=0, description="0 for all. LiteLLM sends it with texts too.")
     return_documents: bool | None = Field(
         None, description="Default false on /v2/rerank, as Cohere's; true elsewhere."
     )
     rank_fields: Column[str] | None = Field(None, description="The text alone is read.")
-    max_tokens_per_doc: int | None = Field(None, description="Refused where a text may be longer: none is truncated.")
+    max_tokens_per_doc: int | None = Field(None, description="0 for no limit. Refused where a text may be longer.")
     max_chunks_per_doc: None = Field(None, description=UNTRUNCATED)
 
     @model_validator(mode="after")
@@ -56,7 +56,7 @@ class RerankRequest(PoolingOptions):
         if self.rank_fields not in (None, ["text"]):
             raise ValueError("rank_fields may name text alone: write what else is to be read into the text")
         most = self.max_tokens_per_doc
-        if most is not None and any(not isinstance(it, str) or len(it.encode()) > most for it in self.contents()):
+        if most and any(not isinstance(it, str) or len(it.encode()) > most for it in self.contents()):
             raise ValueError("max_tokens_per_doc may cut a document off, and nothing is truncated here: leave it out")
         return self
 
@@ -101,16 +101,16 @@ async def rerank(body: RerankRequest, request: Request, reward: str | None = Non
 
     raw = await score_conversations(request, name, contents, read, priority=body.importance())
     scores = raw if body.raw_scores or not body.activated() else [probability(score) for score in raw]
-    order = sorted(range(len(scores)), key=lambda index: -raw[index])
+    order = sorted(range(len(scores)), key=lambda index: -raw[index])[: body.top_n or None]
     if body.texts is not None:
-        texts = body.texts if body.return_text else [None] * len(order)
+        texts = body.texts if body.return_text else [None] * len(scores)
         return [Rank(index=index, score=scores[index], text=texts[index]) for index in order]
     shown = body.return_documents
     if shown is None:
         shown = not request.url.path.endswith("/v2/rerank")
     results = [
         RerankResult(index=index, relevance_score=scores[index], document=_shown(contents[index]) if shown else None)
-        for index in order[: body.top_n or None]
+        for index in order
     ]
     served = gateway_of(request).service.reward(name).name
     return RerankAnswer(id=f"rerank-{uuid.uuid4().hex}", model=served, results=results)

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from vlmrm.formats.rollouts import read_openrlhf_query, read_slime_sample, zip_columns
 from vlmrm.formats.texts import read_text
+from vlmrm.serving.gateway import gateway_of
 from vlmrm.serving.protocols.common import check_lengths, probability, score_conversations
 from vlmrm.serving.strict_json import Column, StrictRoute
 from vlmrm.settings import Strict
@@ -27,7 +28,7 @@ router = APIRouter(route_class=StrictRoute)
 class GetRewardRequest(Strict):
     """`query` is the rendered prompt with its answer. A label may be `{"prompt", "images", "videos"}`, or its JSON."""
 
-    query: Column[str] = Field(min_length=1)
+    query: Column[str]
     prompts: Column[str] | None = None
     labels: Column[Any] | None = None
 
@@ -50,6 +51,9 @@ class GetRewardAnswer(BaseModel):
 async def get_reward(body: GetRewardRequest, request: Request, reward: str | None = None) -> GetRewardAnswer:
     """Return the reward of each query, in order."""
     rows = zip_columns(body.query, body.prompts, body.labels)
+    if not rows:  # OpenRLHF sends a sample to the first of its servers, nothing to the others, and needs all answers
+        gateway_of(request).authorized_reward(request, reward)
+        return GetRewardAnswer(rewards=[], scores=[], extra_logs={})
     raw = await score_conversations(request, reward, rows, lambda row: read_openrlhf_query(row[1], row[0], row[2]))
     return GetRewardAnswer(rewards=raw, scores=[probability(score) for score in raw], extra_logs={"raw_score": raw})
 

@@ -25,7 +25,7 @@ from vlmrm.serving.strict_json import Column, StrictRoute
 # They would change the text or the pixels that are scored, which the checkpoint determines.
 FIXED = (
     *("chat_template", "chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs", "truncate_prompt_tokens"),
-    *("add_generation_prompt", "continue_final_message", "dimensions"),
+    *("add_generation_prompt", "continue_final_message", "dimensions", "instruction", "max_tokens_per_query"),
 )
 
 
@@ -43,6 +43,7 @@ class PoolingOptions(BaseModel):
     cache_salt: str | None = None
     truncation_side: str | None = None
     add_special_tokens: bool | None = None
+    padding: Literal["do_not_pad"] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
@@ -51,6 +52,8 @@ class PoolingOptions(BaseModel):
     add_generation_prompt: bool = False
     continue_final_message: bool = False
     dimensions: int | None = None
+    instruction: str | None = None
+    max_tokens_per_query: int | None = Field(None, description="0 for no limit.")
 
     @model_validator(mode="after")
     def _check_fixed(self) -> PoolingOptions:
@@ -94,6 +97,8 @@ class ClassifyRequest(PoolingOptions):
 class PoolingRequest(ClassifyRequest):
     task: Literal["classify"] | None = None
     encoding_format: Literal["float", "base64"] = "float"
+    embed_dtype: Literal["float32"] = "float32"
+    endianness: Literal["native", "little"] = "little"
 
 
 Content = str | dict[str, Any]
@@ -109,6 +114,7 @@ class ScoreRequest(PoolingOptions):
     items: Content | Column[Content] | None = None
     data_1: Content | Column[Content] | None = None
     data_2: Content | Column[Content] | None = None
+    max_tokens_per_doc: Literal[0] | None = Field(None, description="0 for no limit: nothing is truncated here.")
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ScoreRequest:
