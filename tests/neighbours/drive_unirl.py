@@ -1,4 +1,7 @@
-"""UniRL: its reward service asks ours, by its remote backend, for the rewards of pictures that a policy drew."""
+"""UniRL: its reward service asks ours, by its remote backend, for the rewards of pictures that a policy drew.
+
+So does the client of its own service, outside a trainer.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import numpy as np
 import torch
 from checks import QUESTION, Case, drawn, main, raised
 from PIL import Image
+from reward_service.client import RewardClient, RewardRequest
 from unirl.reward.remote import RemoteRewardBackend, RemoteRewardSpec
 from unirl.reward.service import RewardService
 from unirl.types.primitives import Images, Texts
@@ -38,8 +42,17 @@ def drawings(case: Case) -> torch.Tensor:
 
 
 def equal(case: Case) -> list[dict[str, Any]]:
-    values = rewards(case.url, drawings(case))
-    return [drawn(picture, value) for picture, value in zip(case.pictures, values, strict=True)]
+    values = rewards(case.url, drawings(case)) + asked(case)
+    return [drawn(picture, value) for picture, value in zip(2 * case.pictures, values, strict=True)]
+
+
+def asked(case: Case) -> list[float]:
+    client = RewardClient(f"{case.url}/unirl", image_format="PNG")
+    names = client.rewards()
+    assert names == ["vlm_reward"] == list(client.health()["rewards"]), names
+    pictures = [Image.open(one).convert("RGB") for one in case.pictures]
+    requests = [RewardRequest([(QUESTION, one)], names, metadata={"split": "test"}) for one in pictures]
+    return [found["vlm_reward"]["vlm_reward"] for found in client.score(requests)]
 
 
 def broken(case: Case) -> str:
