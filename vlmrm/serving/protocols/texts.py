@@ -51,7 +51,7 @@ class GetRewardAnswer(BaseModel):
 async def get_reward(body: GetRewardRequest, request: Request, reward: str | None = None) -> GetRewardAnswer:
     """Return the reward of each query, in order."""
     rows = zip_columns(body.query, body.prompts, body.labels)
-    if not rows:  # OpenRLHF sends a sample to the first of its servers, nothing to the others, and needs all answers
+    if not rows:  # of several servers OpenRLHF 0.11.0 sends all but the first nothing, and needs every answer
         gateway_of(request).authorized_reward(request, reward)
         return GetRewardAnswer(rewards=[], scores=[], extra_logs={})
     raw = await score_conversations(request, reward, rows, lambda row: read_openrlhf_query(row[1], row[0], row[2]))
