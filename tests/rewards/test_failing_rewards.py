@@ -143,7 +143,7 @@ def test_penalties_clipping_and_the_valid_range_are_configuration(settings, expe
     [
         ({"clip": [1, 1]}, "clip is .*: write the lowest and the highest"),
         ({"length_free": 3}, "length_free is a part of length_penalty"),
-        ({"deadline": 3.0}, "deadline is of asynchronous rewards"),
+        ({"deadline": 1.0}, "deadline is of asynchronous rewards"),
         ({"num_workers": 4}, "num_workers is of asynchronous rewards"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import pickle
 import socket
 import subprocess
@@ -312,6 +313,13 @@ def test_load_scorer_takes_an_address():
         load_scorer("outputs/best", reward="people")
     with pytest.raises(ConfigError, match="cannot be used: write http://host:port"):
         load_scorer("http://")
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": -1}, {"timeout": 0.0}, {"concurrency": 0}, {"timeout": math.nan}])
+def test_a_time_or_number_of_nothing_is_refused(wrong):
+    [(name, value)] = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name} is {value}: write a number above 0"):
+        RemoteScorer("http://127.0.0.1:1", **wrong)
 
 
 def test_an_address_without_its_scheme_is_no_missing_folder():

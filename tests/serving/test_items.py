@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 
 import pytest
 from services import HERE, Gate, fake, in_loop, queued, rewards, running
 from test_fetch import png
 
 from vlmrm.conversation import Conversation, Image, Message, Outcome, Sample
-from vlmrm.errors import RowError
+from vlmrm.errors import ConfigError, RowError
 from vlmrm.formats.flow_factory import (
     PromptTemplate,
     conversation_to_sample,
@@ -19,7 +20,7 @@ from vlmrm.formats.flow_factory import (
     write_sample,
 )
 from vlmrm.formats.wire import read_outcome, write_outcome
-from vlmrm.serving.engines import RewardEngine
+from vlmrm.serving.engines import RewardEngine, ScorerEngine
 
 RED, BLUE = b"red", b"blue"
 
@@ -137,3 +138,16 @@ def test_a_reward_of_one_s_own_is_given_messages_as_dictionaries():
     columns = write_sample(conversation_to_sample(asked))
     assert columns["prompt"][0] == {"role": "system", "content": [{"type": "text", "text": "Be kind."}]}
     assert sample_to_conversation(read_sample(columns)) == asked
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"custom_promt": "x"}, "unknown option custom_promt: did you mean custom_prompt?"),
+        ({"processes": "four"}, "processes is 'four': write a number of processes, or 0 for a thread"),
+        ({"processes": -1}, "processes is -1"),
+    ],
+)
+def test_options_of_a_trained_model_that_do_not_exist_are_a_wrong_configuration(options, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):  # for which a worker is not started again
+        ScorerEngine(model="any", **options)

@@ -21,7 +21,7 @@ from services import fake, in_loop, running, settings_of
 from test_fetch import png
 from test_fuzz import CLIP
 
-from vlmrm.errors import MediaError
+from vlmrm.errors import ConfigError, MediaError
 from vlmrm.serving.media import MediaResolver
 from vlmrm.serving.service import Service, TooLarge, count_pixels
 from vlmrm.serving.settings import Limits
@@ -128,6 +128,11 @@ def test_files_below_media_root_are_read(media):
     intake = MediaResolver(Limits(), media)
     for path in (media / "cat.png", media / "inside", f"{media}/./x/../cat.png"):
         assert intake.image(f"file://{path}") == png()
+
+
+def test_a_media_root_that_is_no_folder_is_an_error_at_the_start(media):
+    with pytest.raises(ConfigError, match=r"which is no folder: did you mean .*media\?"):
+        MediaResolver(Limits(), media.parent / "medai")
 
 
 @pytest.mark.parametrize("path", ["outside", "up/secret.png", "../secret.png", "%2e%2e/secret.png", "up"])

@@ -85,6 +85,16 @@ async def test_a_model_is_changed_and_rolled_back_and_answers_say_which_computed
 
 
 @in_loop
+async def test_a_change_that_is_asked_twice_leaves_the_model_before_it_to_roll_back_to(tmp_path):
+    async with serving(tmp_path) as (_, client):
+        two = model(tmp_path / "models", "two", 2.0)
+        for _ in range(2):
+            assert (await put(client, two)).json()["previous"].endswith("one")
+        back = await client.post("/v1/rewards/weights/rollback", headers=ADMIN)
+        assert back.json()["model"].endswith("one") and score_of(await ask(client)) == 1
+
+
+@in_loop
 async def test_a_model_that_cannot_be_loaded_leaves_the_old_one(tmp_path):
     async with serving(tmp_path) as (_, client):
         broken = model(tmp_path / "models", "broken", 0.0)
@@ -94,7 +104,8 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_old_one(tmp_path):
         assert score_of(await ask(client)) == 1
         state = (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()
         assert state["previous"] is None and state["model"].endswith("one") and not state["changing"]
-        for body in ({"shadows": 1}, {"model": broken, "beside": False}, {"model": 3}, {"model": ""}):
+        wrong = ({"shadows": 1}, {"beside": False}, {"model": 3}, {"model": ""}, {"max_difference": 0.5})
+        for body in wrong:
             assert (await put(client, **{"model": broken, **body})).status_code == 422
 
 

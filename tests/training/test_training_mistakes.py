@@ -202,7 +202,7 @@ MISTAKES = [
     # Model -----------------------------------------------------------------------------------------------------------
     Mistake("mistyped model", "did you mean HERE/model", {"model_name_or_path": "HERE/modle"}),
     Mistake("hub model without a network", "check the path and the network", {"model_name_or_path": "Qwen/Qwen9"}),
-    Mistake("data for a model", "neither a folder nor a hub checkpoint", {"model_name_or_path": "DATA"}),
+    Mistake("data for a model", "is a file: give the folder of a checkpoint", {"model_name_or_path": "DATA"}),
     Mistake("model of another kind", "HERE/model", spoil=model_config(model_type="nothing")),
     Mistake("weights cut off", "HERE/model cannot be read", spoil=truncated("model/model.safetensors")),
     Mistake("no weights", "HERE/model", spoil=without("model/model.safetensors")),

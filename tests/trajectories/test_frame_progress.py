@@ -54,6 +54,15 @@ class Planted:
         self.score_prefixes = lambda task, frames: [score(frames[: stop + 1]) for stop in range(len(frames))]
 
 
+def test_scores_that_differ_by_rounding_alone_are_tied(files):
+    alike = np.full(6, 5.2e-4) + 5e-10 * np.arange(6) / 5
+    episode = Scored(files[0], range(6), np.linspace(1e-4, 6e-4, 6), repeated=alike, shuffled=1e3 * alike)
+    assert value_order([episode] * 3).value == pytest.approx(1)
+    assert value_order([episode] * 3, "repeated").value == 0
+    apart = Scored(files[0], range(6), alike + 1e-8 * np.arange(6))
+    assert value_order([apart] * 3).value == pytest.approx(1)
+
+
 def brightness(frame) -> float:
     return float(np.asarray(frame).mean())
 

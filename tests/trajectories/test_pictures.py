@@ -86,5 +86,7 @@ def test_what_cannot_be_shown_is_named(folder, tmp_path):
         contact_sheet(files, tmp_path / "sheet.png", ["cam"], rows=0)
     with pytest.raises(ConfigError, match=r"cannot be written \(File exists\)"):
         contact_sheet(files, next(folder.iterdir()) / "sheet.png", ["cam"])
+    with pytest.raises(ConfigError, match=r"the sheet is a PNG, and .* write sheet.png"):
+        contact_sheet(files, tmp_path / "sheet.txt", ["cam"])
     with pytest.raises(ConfigError, match="nothing to show"):
         cli.app(["frames", "show"], result_action="return_value", exit_on_error=False)

@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
 )
 from transformers import ProcessorMixin
 
-from vlmrm.errors import CheckpointError
+from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.files import content_digest, content_digests, fsync, write_json
 from vlmrm.http import hub_answers
 from vlmrm.libraries import installed_version
@@ -411,7 +411,9 @@ def _find_cached(path: str | Path, name: str, revision: str | None) -> Path | No
     return file if file.is_file() else None
 
 
-def _unreachable(path: str | Path) -> CheckpointError:
+def _unreachable(path: str | Path) -> CheckpointError | ConfigError:
+    if Path(path).is_file():
+        return ConfigError(f"{path} is a file: give the folder of a checkpoint.")
     otherwise = ": check the path and the network."
     return CheckpointError(
         f"{path} is neither a folder nor a hub checkpoint that can be reached{nearest_file(Path(path), otherwise)}"

@@ -121,8 +121,8 @@ class RewardArguments:
                 raise ConfigError(f"{where}: {setting} is {bounds}: write the lowest and the highest reward.")
         if self.length_free and not self.length_penalty:
             raise ConfigError(f"{where}: length_free is a part of length_penalty: give that too.")
-        for setting in ("deadline", "num_workers"):
-            if getattr(self, setting) not in (None, 1) and not self.async_reward:
+        for setting, default in (("deadline", None), ("num_workers", 1)):
+            if getattr(self, setting) != default and not self.async_reward:
                 raise ConfigError(f"{where}: {setting} is of asynchronous rewards: set async_reward: true.")
         if isinstance(self.extra_kwargs.get("api_key"), str):  # configurations are logged and uploaded
             self.extra_kwargs = {**self.extra_kwargs, "api_key": SecretStr(self.extra_kwargs["api_key"])}

@@ -9,6 +9,7 @@ It needs neither torch nor any extra.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import math
 import os
@@ -73,7 +74,7 @@ class AsyncRemoteScorer:
         transport: of httpx2, for tests.
 
     Raises:
-        ConfigError: when `base_url` is no address.
+        ConfigError: when `base_url` is no address, or `timeout` or `concurrency` is not above 0.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class AsyncRemoteScorer:
         transport: Any = None,
     ):
         self.server = ServerAddress(base_url, "base_url", os.environ.get("VLMRM_TOKEN") if token is None else token)
+        _check_numbers(timeout=timeout, concurrency=concurrency)
         self.model, self.timeout, self.concurrency = model, timeout, concurrency
         self._headers = {} if revision is None else {REVISION_HEADER: revision}
         self.digest: str | None = None  # the service's revision of the model, from its last answer
@@ -219,6 +221,12 @@ def _check_service(answer: Any, where: str) -> None:
         raise ConfigError(f"{where} answered {status}: give the address of a vlmrm service.")
 
 
+def _check_numbers(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not value > 0:
+            raise ConfigError(f"{name} is {value}: write a number above 0.")
+
+
 class RemoteScorer:
     """A `Scorer` whose model is on a server. Arguments and errors are those of `AsyncRemoteScorer`.
 
@@ -226,6 +234,8 @@ class RemoteScorer:
     """
 
     def __init__(self, base_url: str, **options: Any):
+        inspect.signature(AsyncRemoteScorer).bind(base_url, **options)  # a mistyped option is an error here
+        _check_numbers(**{name: options[name] for name in ("timeout", "concurrency") if name in options})
         self._base_url, self._options = base_url, options
         self._server = ServerAddress(base_url, "base_url")
         self._lock = threading.Lock()

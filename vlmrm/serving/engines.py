@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from vlmrm.conversation import Conversation, Outcome
-from vlmrm.errors import CheckpointError, RowError
+from vlmrm.errors import CheckpointError, ConfigError, RowError
 from vlmrm.formats.flow_factory import (
     PROMPT_SLOT,
     PromptTemplate,
@@ -28,9 +29,10 @@ from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import reward_arguments
 from vlmrm.rewards.reward_set import Models
 from vlmrm.rewards.samples import CallResult, as_pil, required_columns
-from vlmrm.scoring.loading import load_local_scorer
+from vlmrm.scoring.loading import load_local_scorer, load_scorer
 from vlmrm.serving.media import read_npy, with_arrays
 from vlmrm.serving.preparing import MediaProcesses
+from vlmrm.settings import did_you_mean
 
 
 class ScorerEngine:
@@ -55,6 +57,11 @@ class ScorerEngine:
         processes: int = min(4, os.cpu_count() or 1),
         **options: Any,
     ):
+        known = {*inspect.signature(load_scorer).parameters, "custom_prompt", "system", "processes"}
+        for name in options.keys() - known:
+            raise ConfigError(f"unknown option {name}{did_you_mean(name, known)}")
+        if not isinstance(processes, int) or isinstance(processes, bool) or processes < 0:
+            raise ConfigError(f"processes is {processes!r}: write a number of processes, or 0 for a thread.")
         self.processes = MediaProcesses(processes) if processes and sys.platform == "linux" else None
         self.scorer = load_local_scorer(**options, cache_bytes=cache_bytes)
         if self.processes is not None and not self.processes.start(self.scorer.renderer):

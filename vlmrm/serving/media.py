@@ -23,11 +23,12 @@ from PIL import Image
 from vlmrm.conversation import Conversation, Message, Part, Reference, Text
 from vlmrm.conversation import Image as ImagePart
 from vlmrm.data.media import decode_data_uri, image_size
-from vlmrm.errors import MediaError
+from vlmrm.errors import ConfigError, MediaError
 from vlmrm.formats.wire import Item
 from vlmrm.rewards.samples import MEDIA
 from vlmrm.serving.fetch import Fetcher, RemoteImage
 from vlmrm.serving.settings import Limits
+from vlmrm.settings import nearest_file
 
 
 class MediaResolver:
@@ -38,9 +39,14 @@ class MediaResolver:
     Args:
         root: the folder below which `file://` references may lie; None refuses them.
         fetcher: of image URLs; None refuses them.
+
+    Raises:
+        ConfigError: when `root` is no folder.
     """
 
     def __init__(self, limits: Limits, root: Path | None, fetcher: Fetcher | None = None):
+        if root is not None and not root.is_dir():
+            raise ConfigError(f"media_root is {root}, which is no folder{nearest_file(root, ': check the path.')}")
         self.limits, self.fetcher = limits, fetcher
         self.root = None if root is None else root.resolve()
         self.attachments: Mapping[str, bytes] = {}

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import VlmrmError
@@ -60,6 +60,12 @@ class ModelRequest(Strict):
     max_difference: float | None = Field(
         None, ge=0, description="Of the scores of live traffic, on average; above it the old one stays."
     )
+
+    @model_validator(mode="after")
+    def _check_shadow(self) -> ModelRequest:
+        if self.max_difference is not None and not self.shadow:
+            raise ValueError("max_difference is of live traffic: give shadow, the number of items to compare")
+        return self
 
 
 class Difference(Strict):
@@ -239,6 +245,8 @@ class Versions:
                 wanted = Wanted(before.configured, *made, before.asleep, *previous)
                 if replicas:
                     await self._apply(wanted, request)
+                if _is_repeated(before, wanted, served, replicas):
+                    wanted = replace(wanted, previous=before.previous, previous_revision=before.previous_revision)
                 await self._want(wanted)
         finally:
             self._changing = False
@@ -379,6 +387,13 @@ async def _prove(reward: RewardSettings, expected: str, candidate: Candidate) ->
     bad = next((outcome.error for outcome in first if outcome.error is not None), None)
     if bad is not None or not np.allclose(_scores(first), _scores(second), atol=1e-3):
         raise CannotSwitch(f"the model {name} does not score a probe of {len(PROBE)} texts twice alike: {bad or ''}")
+
+
+def _is_repeated(before: Wanted, wanted: Wanted, served: str, replicas: Sequence[Replica]) -> bool:
+    """Return whether a change put in place what was there, so that a rollback still means the model before that."""
+    if replicas:
+        return replicas[0].model_revision == served
+    return wanted.model == before.model
 
 
 def _is_repository(model: str) -> bool:

@@ -32,9 +32,11 @@ def contact_sheet(
     Lines go from first to last. Successes have green borders, and of an episode with successes one at least is shown.
 
     Raises:
-        ConfigError: for a sheet without a cell, or one too large.
+        ConfigError: for a sheet without a cell, or one too large, or a file that is no PNG by its name.
         DataError: if the trajectories have no such images.
     """
+    if output.suffix.lower() != ".png":
+        raise ConfigError(f"the sheet is a PNG, and {output} has another name: write {output.stem}.png.")
     if columns < 1 or rows < 1 or columns * rows * len(keys) > MAX_CELLS:
         raise ConfigError(
             f"a sheet of {rows} trajectories by {columns} frames of {len(keys)} cameras cannot be drawn: it has 1 to "

@@ -32,6 +32,7 @@ from vlmrm.trajectories.pairs import spread_steps, task_of
 from vlmrm.trajectories.pictures import as_picture
 from vlmrm.trajectories.trajectory import TrajectoryFile
 
+TIED = 2**-18  # of the largest score: 32 times the precision of float32
 Shown = Literal["scores", "repeated", "shuffled"]
 CONTROLS: dict[Shown, str] = {"repeated": "their first frame repeated", "shuffled": "their frames shuffled"}
 
@@ -129,9 +130,14 @@ def gain(episodes: Sequence[Scored], control: Shown) -> Estimate:
 
 
 def _orders(episodes: Sequence[Scored], of: Shown) -> np.ndarray:
-    """Return the value-order correlation of each episode, [N]: of its scores and the number of frames shown."""
-    shown = [getattr(episode, of) for episode in episodes]
-    scores = np.concatenate([[], *shown])
+    """Return the value-order correlation of each episode, [N]: of its scores and the number of frames shown.
+
+    Scores of an episode that all differ by less than `TIED` of the largest are tied: a batch may round equal pictures
+    apart.
+    """
+    shown = [np.asarray(getattr(episode, of)) for episode in episodes]
+    tied = TIED * max((abs(score) for episode in episodes for score in episode.scores), default=0.0)
+    scores = np.concatenate([[], *(np.zeros(len(one)) if len(one) and np.ptp(one) < tied else one for one in shown)])
     places = np.concatenate([[], *(np.arange(len(one)) for one in shown)])
     orders = np.full(len(episodes), math.nan)
     found = spearman_within(scores, places, np.repeat(np.arange(len(shown)), [len(one) for one in shown]))
