@@ -26,6 +26,11 @@ settings.register_profile(
 settings.load_profile("tests")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that take minutes, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.path.name != "test_instruction_sets.py")
+
+
 @pytest.fixture(autouse=True)
 def _messages_reach_caplog(monkeypatch) -> Generator[None]:
     """Let caplog see our messages even after a command has redirected them to a file, which ends with its test."""
