@@ -387,7 +387,7 @@ def test_a_judge_is_attacked_with_one_answer_changed(here, data, judge):
     assert checked >= 6 and row["padded_answers_accuracy"] == 0.25, "three ties and three defeats"
 
 
-def test_what_a_judge_does_not_say_is_an_error_and_no_zero(here, data, judge):
+def test_what_a_judge_does_not_say_is_an_error_and_no_zero(here, data, judge, monkeypatch):
     spec = f"judge:m@{judge.url}?max_retries=0"
     judge.behave = lambda body, number: completion("Both are fine.")
     [row] = sweep(asked(data, spec, interventions="none", output_file="prose.csv")).rows
@@ -395,6 +395,7 @@ def test_what_a_judge_does_not_say_is_an_error_and_no_zero(here, data, judge):
     judge.behave = lambda body, number: error(503, "overloaded")
     [row] = sweep(asked(data, spec, interventions="none", output_file="down.csv")).rows
     assert "has no score for row pair-0: the judge m at" in (row["error"] or "") and "503" in (row["error"] or "")
+    monkeypatch.setattr("vlmrm.rewards.servers.COOL_DOWN", 0.0)  # for which the judge would not be asked
     judge.behave = lambda body, number: completion("no") if "black" in answers_of(body)[0] else biased(body, number)
     [row] = sweep(asked(data, spec, interventions="none", bad_rows="skip", output_file="some.csv")).rows
     assert row["error"] is None and row["dropped_rows"] == 2

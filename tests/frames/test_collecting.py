@@ -248,10 +248,17 @@ def test_a_file_is_read_by_the_grammar_of_every_other_configuration(tmp_path, ru
     assert not (tmp_path / "p").exists()
 
 
-@pytest.mark.parametrize("words", [["collect", "--env", "Acrobot-v1"], ["rl", "policy.yaml"], ["demo"]])
-def test_without_the_simulators_each_command_says_what_to_install(words, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["collect", "--env", "Acrobot-v1"], "a simulator"),
+        (["rl", "policy.yaml"], "training a policy"),
+        (["demo"], "training a policy"),
+    ],
+)
+def test_without_the_simulators_each_command_says_what_to_install(words, what, monkeypatch):
     monkeypatch.setattr("vlmrm.libraries.find_spec", lambda name: None if name == "pygame" else name)
-    with pytest.raises(ConfigError, match=r"a simulator needs pygame: pip install -e '\.\[frames\]'"):
+    with pytest.raises(ConfigError, match=rf"{what} needs pygame: pip install -e '\.\[frames\]'"):
         cli.app(["frames", *words], result_action="return_value", exit_on_error=False)
 
 
