@@ -51,6 +51,15 @@ async def put(client, model: str, **body: Any):
     return await client.put("/v1/rewards/weights/model", json={"model": model, **body}, headers=ADMIN)
 
 
+async def loading(folder: Path, client, gate: Gate) -> tuple[str, asyncio.Task[Any]]:
+    """Begin a change to a model with the score 2; it waits at the gate while it is loaded."""
+    two = model(folder / "models", "two", 2.0)
+    Path(two, "wait").write_text(gate.prompt)
+    change = asyncio.create_task(put(client, two))
+    await gate.reached()
+    return two, change
+
+
 async def ask(client, prompt: str = "a", headers: dict[str, str] | None = None):
     return await client.post("/v1/rewards", json={"items": [{"prompt": prompt}]}, headers=headers or {})
 
@@ -130,10 +139,7 @@ async def test_replicas_that_were_not_all_changed_have_the_wanted_model_again(tm
 async def test_a_model_that_is_written_while_it_is_loaded_is_refused(tmp_path):
     gate = Gate(tmp_path)
     async with serving(tmp_path) as (_, client):
-        two = model(tmp_path / "models", "two", 2.0)
-        Path(two, "wait").write_text(gate.prompt)
-        change = asyncio.create_task(put(client, two))
-        await gate.reached()
+        two, change = await loading(tmp_path, client, gate)
         busy = await put(client, two)
         assert busy.status_code == 409 and "is being changed: try again once it is done" in busy.text
         Path(two, "model.safetensors").write_text("3.0")
@@ -149,10 +155,7 @@ async def test_a_model_that_is_written_while_it_is_loaded_is_refused(tmp_path):
 async def test_a_worker_that_dies_during_a_change_costs_nothing_but_the_change(tmp_path, which):
     gate = Gate(tmp_path)
     async with serving(tmp_path) as (service, client):
-        two = model(tmp_path / "models", "two", 2.0)
-        Path(two, "wait").write_text(gate.prompt)
-        change = asyncio.create_task(put(client, two))
-        await gate.reached()
+        _, change = await loading(tmp_path, client, gate)
         os.kill(service.replicas["weights"][0].process_id if which == "old" else gate.worker, signal.SIGKILL)
         assert score_of(await ask(client)) == 1
         gate.open()
@@ -396,10 +399,7 @@ async def test_a_service_that_has_what_is_wanted_leaves_its_workers_alone(tmp_pa
 async def test_a_change_that_is_under_way_when_the_service_stops_leaves_no_worker(tmp_path):
     gate = Gate(tmp_path)
     async with serving(tmp_path) as (_, client):
-        two = model(tmp_path / "models", "two", 2.0)
-        Path(two, "wait").write_text(gate.prompt)
-        change = asyncio.create_task(put(client, two))
-        await gate.reached()
+        _, change = await loading(tmp_path, client, gate)
     assert not Path(f"/proc/{gate.worker}").exists()
     change.cancel()
 

@@ -6,7 +6,6 @@ that a group of rollouts shares its prompt.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import queue
 import threading
@@ -30,7 +29,7 @@ from vlmrm.rewards import Rewards, RewardSet
 from vlmrm.rewards.outcome import with_group_means
 from vlmrm.rewards.ranks import gather, rank, world_size
 from vlmrm.rewards.samples import MEDIA
-from vlmrm.scoring.loading import load_scorer
+from vlmrm.scoring.loading import SCORER_OPTIONS, load_scorer
 from vlmrm.scoring.protocol import ConversationLike, Scorer
 from vlmrm.scoring.remote import RemoteScorer
 
@@ -66,8 +65,7 @@ class SharedScorer:
         # Checked now: the scorer may be loaded much later, in another process.
         if options and not isinstance(self.model, str):
             raise ConfigError(f"{min(options)} is an option of load_scorer, and this scorer is loaded: leave it out.")
-        unknown = options.keys() - inspect.signature(load_scorer).parameters
-        if unknown:
+        if unknown := options.keys() - SCORER_OPTIONS:
             raise ConfigError(f"load_scorer takes no {min(unknown)}: docs/scoring.md has its keywords.")
 
     def score_each(self, conversations: Sequence[ConversationLike]) -> list[float | RowError]:

@@ -91,6 +91,9 @@ def load_scorer(
     return LocalScorer(loaded, max_tokens_per_batch=max_tokens_per_batch, batching=batching, cache_bytes=cache_bytes)
 
 
+SCORER_OPTIONS = tuple(inspect.signature(load_scorer).parameters)
+
+
 def load_local_scorer(model: str | Path, **options: Any) -> LocalScorer:
     """Load a checkpoint folder as `load_scorer` does, for callers that need the model itself.
 

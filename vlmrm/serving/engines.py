@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import json
 import os
@@ -29,7 +28,7 @@ from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import reward_arguments
 from vlmrm.rewards.reward_set import Models
 from vlmrm.rewards.samples import CallResult, as_pil, required_columns
-from vlmrm.scoring.loading import load_local_scorer, load_scorer
+from vlmrm.scoring.loading import SCORER_OPTIONS, load_local_scorer
 from vlmrm.serving.media import read_npy, with_arrays
 from vlmrm.serving.preparing import MediaProcesses
 from vlmrm.settings import did_you_mean
@@ -57,9 +56,9 @@ class ScorerEngine:
         processes: int = min(4, os.cpu_count() or 1),
         **options: Any,
     ):
-        known = {*inspect.signature(load_scorer).parameters, "custom_prompt", "system", "processes"}
-        for name in options.keys() - known:
-            raise ConfigError(f"unknown option {name}{did_you_mean(name, known)}")
+        if unknown := options.keys() - SCORER_OPTIONS:
+            known = (*SCORER_OPTIONS, "custom_prompt", "system", "processes")
+            raise ConfigError(f"unknown option {min(unknown)}{did_you_mean(min(unknown), known)}")
         if not isinstance(processes, int) or isinstance(processes, bool) or processes < 0:
             raise ConfigError(f"processes is {processes!r}: write a number of processes, or 0 for a thread.")
         self.processes = MediaProcesses(processes) if processes and sys.platform == "linux" else None

@@ -32,8 +32,10 @@ _THREADS: RunVar[_Threads] = RunVar("threads")
 
 
 async def in_thread(compute: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-    """Return what `compute` does in one of `THREADS`, one client after the other; forty, as anyio has them, would keep
-    the loop from its turn."""
+    """Return what `compute` returns in one of `THREADS` threads, of which a client has one at a time.
+
+    anyio's own forty would keep the event loop from its turn.
+    """
     try:
         threads = _THREADS.get()
     except LookupError:
