@@ -96,8 +96,8 @@ def run(*words: str) -> None:
 def test_a_converted_layout_reads_as_the_same_comparisons(name, output, here):
     path = write("rows.jsonl", LAYOUTS[name])
     run("convert", path, "--output", output)
-    before, after = map(canonical, load(path)), load(output)
-    assert after == list(before)
+    before, after = ([canonical(row) for row in load(file)] for file in (path, output))
+    assert after == before
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -110,27 +110,41 @@ def test_embedded_media_are_the_files(name, here):
         every = [it.reference if isinstance(it.reference, tuple) else (it.reference,) for it in parts]
         return [[encoded_media(reference, "image") for reference in frames] for frames in every]
 
-    before, after = [canonical(row) for row in load(path)], load("out.parquet")
+    before, after = ([canonical(row) for row in load(file)] for file in (path, "out.parquet"))
     assert media(after) == media(before)
     assert all(isinstance(it, bytes) for row in after for it in references(row.prompt) if not isinstance(it, tuple))
     assert [(row.id, row.judgements) for row in after] == [(row.id, row.judgements) for row in before]
 
 
-def test_a_tie_stays_a_tie_and_the_preferred_answer_comes_first(here):
-    rows = [{"caption": "a cat", "jpg_0": "a.png", "jpg_1": "b.png", "label_0": label} for label in (0.5, 0)]
+def test_a_tie_stays_a_tie(here):
+    rows = [{"caption": "a cat", "jpg_0": "a.png", "jpg_1": "b.png", "label_0": label} for label in (0.5, 1)]
     run("convert", write("rows.jsonl", rows), "--output", "out.jsonl")
     tied, other = (json.loads(line) for line in Path("out.jsonl").read_text().splitlines())
-    assert tied["tie"] is True and "tie" not in other and other["chosen_image"] == "b.png"
+    assert tied["tie"] is True and "tie" not in other and other["chosen_image"] == "a.png"
+
+
+def test_conversion_keeps_which_answer_came_first(here, capsys):
+    rows = [
+        {"prompt": f"q{i}", "response_a": "yes", "response_b": "no", "preference": "aab"[i % 3]} for i in range(30)
+    ]
+    path = write("rows.jsonl", rows)
+    run("convert", path, "--output", "out.jsonl")
+    firsts = []
+    for file in (path, "out.jsonl"):
+        capsys.readouterr()
+        run("rulers", file)
+        firsts += [line for line in capsys.readouterr().out.splitlines() if line.startswith("first ")]
+    assert firsts[0] == firsts[1] and "66.7 (" in firsts[0]
 
 
 def test_all_layouts_fit_into_one_file(here):
     paths = [write(f"{number}.jsonl", rows) for number, rows in enumerate(LAYOUTS.values())]
     run("convert", *paths, "--output", "all.jsonl")
-    assert load("all.jsonl") == [canonical(row) for row in load(*paths)]
+    assert [canonical(row) for row in load("all.jsonl")] == [canonical(row) for row in load(*paths)]
     # A table has one type in a column.
     images = [path for path, name in zip(paths, LAYOUTS, strict=True) if name not in ("videos", "frames")]
     run("convert", *images, "--output", "all.parquet")
-    assert load("all.parquet") == [canonical(row) for row in load(*images)]
+    assert [canonical(row) for row in load("all.parquet")] == [canonical(row) for row in load(*images)]
 
 
 def test_embedded_images_survive_in_a_text_file(here):

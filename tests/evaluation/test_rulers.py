@@ -127,7 +127,7 @@ def test_answers_that_are_images_are_measured(tmp_path):
     assert readings["question_blind"].accuracy.low > 0.8
     assert readings["image_blind"].verdict == "the answers have no text, which is all that it reads"
     assert readings["larger_image"].verdict == "below chance: its opposite is a ruler"
-    assert "The opposite of `larger_image` alone is right" in " ".join(meaning([*readings.values()]))
+    assert "The opposite of `larger_image` alone is right on 100.0% (" in " ".join(meaning([*readings.values()]))
 
 
 def test_the_number_of_frames_is_a_ruler(tmp_path):

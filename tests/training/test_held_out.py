@@ -27,7 +27,8 @@ def test_held_out_rows_can_be_evaluated_from_anywhere(train_here, tmp_path, monk
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     file = str(tmp_path / "out" / HELD_OUT)
-    assert [row["comparison"] for row in load_comparisons([file], arguments=DataArguments())] == expected
+    rows = load_comparisons([file], arguments=DataArguments())
+    assert [canonical(row["comparison"]) for row in rows] == expected
     sweep(["--model_dirs", str(tmp_path / "out/final"), "--dataset_path", file, "--interventions", "none"])
     scored = pd.read_parquet(next(Path.cwd().rglob("*.scores.parquet")))
     assert set(scored["comparison_id"]) == {row.id for row in expected}

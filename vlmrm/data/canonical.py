@@ -1,8 +1,9 @@
 """The canonical form of comparisons, which `vlmrm convert` writes: rows that read back as the same comparisons.
 
 A pair is `prompt`, `chosen` and `rejected` (or `chosen_image` and `rejected_image`), a list `prompt`, `responses` (or
-`response_images`) and `scores` or `ranks`. The media of the prompt are in `images` and `videos`; prompts and answers
-that are more than a text are messages. Every row is read back before it is written.
+`response_images`) and `scores` or `ranks`. Pairs are lists of two where the better answer is not always the first, so
+that the file keeps the order in which answers were shown. The media of the prompt are in `images` and `videos`;
+prompts and answers that are more than a text are messages. Every row is read back before it is written.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ Rows = Callable[[], Iterable[Comparison]]  # which can be passed over twice
 
 
 def canonical(comparison: Comparison) -> Comparison:
-    """Return a comparison as its canonical row reads: of a pair the preferred answer first, preferences as ranks."""
+    """Return a comparison as its canonical row reads, with the values of a preference as ranks."""
     if not comparison.judgements:
         raise RowError("its answers are not judged: there is no preference to write", comparison.id)
     kept = {name: value for name, value in comparison.columns.items() if value == value}  # NaN is an empty cell
@@ -49,11 +50,6 @@ def canonical(comparison: Comparison) -> Comparison:
     judgement = comparison.judgement
     if judgement.kind == "rating":
         return comparison
-    if comparison.is_pair():
-        [pair] = judgement.pairs()
-        answers = tuple(comparison.answers[index] for index in (pair.chosen, pair.rejected))
-        values = (1.0, 1.0) if pair.tie else (1.0, 0.0)
-        return replace(comparison, answers=answers, judgements=(replace(judgement, answers=(0, 1), values=values),))
     ranks = tuple(-float(_rank(value, comparison.ratings)) for value in comparison.ratings)
     order = tuple(range(len(ranks)))
     return replace(comparison, judgements=(replace(judgement, answers=order, values=ranks),))
@@ -65,10 +61,14 @@ def _rank(value: float, values: Sequence[float]) -> int:
 
 @dataclass(frozen=True)
 class Forms:
-    """Whether the prompts and the answers of all rows are texts: a column of a table has one type."""
+    """Whether the prompts and the answers of all rows are texts, and the better answer of all pairs is the first.
+
+    A column of a table has one type, and a table one form of pairs.
+    """
 
     prompts: bool = True
     answers: bool = True
+    pairs: bool = True
 
 
 def write_row(comparison: Comparison, forms: Forms) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def write_row(comparison: Comparison, forms: Forms) -> dict[str, Any]:
     row: dict[str, Any] = {"id": comparison.id, **_write_prompt(comparison.prompt, forms)}
     judgement = comparison.judgement
     single = len(comparison.judgements) == 1
-    pair = comparison.is_pair() and judgement.kind == "preference" and single
+    pair = forms.pairs and comparison.is_pair() and judgement.kind == "preference" and single
     values = [*comparison.ratings]
     kind = _only_medium(comparison.answers)
     if kind and not (pair and kind == "video"):  # which has no columns of its own, but messages
@@ -86,7 +86,7 @@ def write_row(comparison: Comparison, forms: Forms) -> dict[str, Any]:
         answers = [_write_answer(answer, forms) for answer in comparison.answers]
         row |= _sides(answers) if pair else {"responses": answers}
     if not pair:
-        row.setdefault("prompt", "")
+        row.setdefault("prompt", "" if forms.prompts else [])
         ranked = judgement.kind == "preference" and single
         row |= {"ranks": [int(_rank(value, values)) for value in values]} if ranked else {"scores": values}
     if single:
@@ -151,7 +151,7 @@ def choose_forms(comparisons: Iterable[Comparison]) -> Forms:
     """
     forms = Forms()
     for comparison in comparisons:
-        options = [forms, replace(forms, prompts=False), replace(forms, answers=False), Forms(False, False)]
+        options = starmap(Forms, sorted(product(*({it, False} for it in astuple(forms))), reverse=True))
         fits = (option for option in options if _reads_back(comparison, option))
         if (chosen := next(fits, None)) is None:
             raise RowError("the canonical form cannot express it: see docs/data.md", comparison.id)
@@ -162,7 +162,7 @@ def choose_forms(comparisons: Iterable[Comparison]) -> Forms:
 def _reads_back(comparison: Comparison, forms: Forms) -> bool:
     row = write_row(comparison, forms)
     try:
-        return read_row(row, comparison.id, lambda reference: reference) == comparison
+        return canonical(read_row(row, comparison.id, lambda reference: reference)) == comparison
     except RowError:
         return False
 

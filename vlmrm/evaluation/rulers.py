@@ -375,14 +375,21 @@ def meaning(readings: Sequence[RulerResult]) -> list[str]:
     for it in readings:
         if it.accuracy is None or it.accuracy.low <= CHANCE <= it.accuracy.high:
             continue
-        right = f"{_percent(it.accuracy, '%')} of the pairs"
+        opposite = it.accuracy.high < CHANCE
+        accuracy = _opposite(it.accuracy) if opposite else it.accuracy
+        right = f"{_percent(accuracy, '%')} of the pairs"
         if it.name in LEARNED and it.accuracy.low > CHANCE:
             unseen, conclusion = LEARNED[it.name]
             sentences.append(f"Without {unseen}, {right} are right: that much of the set {conclusion}.")
         elif it.name not in LEARNED:
-            which = "The opposite of " if it.accuracy.high < CHANCE else ""
+            which = "The opposite of " if opposite else ""
             sentences.append(f"{which}`{it.name}` alone is right on {right}: hold models to more.")
     return sentences or ["No ruler is found above chance, as far as these pairs can tell."]
+
+
+def _opposite(accuracy: Estimate) -> Estimate:
+    """Return the accuracy of the opposite choice; ties count half in both."""
+    return accuracy._replace(value=1 - accuracy.value, low=1 - accuracy.high, high=1 - accuracy.low)
 
 
 def _percent(figure: Estimate | None, sign: str = "") -> str:

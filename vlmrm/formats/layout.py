@@ -127,7 +127,7 @@ def prompt_turns(row: Row, prompt: Any) -> Messages:
     A row with media but no prompt gets an empty user turn for them; a row with neither has no prompt.
     """
     system = (Message.of("system", row["system"]),) if row.get("system") else ()
-    if prompt is not None and prompt != "":
+    if prompt not in (None, "", []):
         return (*system, *read_prompt(prompt))
     if any(row.get(name) for name in MEDIA):
         return (*system, Message("user", ()))  # `fill` puts the media there
