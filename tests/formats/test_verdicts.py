@@ -35,6 +35,7 @@ def winner(comparison) -> str:
             (word, "tie")
             for word in ("tie", "Tie", "tie (bothbad)", "both_bad", "same", "equally good", "A=B", "[[A=B]]")
         ),
+        *((word, "tie") for word in ("neither", "Neither is better")),
         *((word, "b") for word in ("B>A", "A<<B", "[[B>>A]]")),
     ],
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from scipy.special import expit
-from scipy.stats import kendalltau, norm, spearmanr
+from scipy.stats import kendalltau, norm, spearmanr, ttest_1samp
 
 from vlmrm.measures.intervals import Concordance, Contrast, Correlation, Figure, Mean, numbered, wilson
 from vlmrm.measures.statistics import CalibrationError, Temperature, fitted_temperature, log_losses
@@ -61,6 +61,12 @@ def test_prompts_of_one_pair_each_have_wilsons_interval():
     assert (found.low, found.high) == pytest.approx(wilson(3600, 4000), rel=1e-3)
     alike = Mean(np.repeat(right[::10], 10), scale="share").estimate(np.arange(4000) // 10)
     assert (alike.low, alike.high) == pytest.approx(wilson(360, 400), rel=0.01)
+
+
+def test_a_mean_of_single_rows_has_students_interval():
+    values = np.array([0.3, -1.2, 2.5, 0.9, 4.1])
+    of_mean, students = Mean(values).estimate(np.arange(5)), ttest_1samp(values, 0.0).confidence_interval(0.95)
+    assert (of_mean.low, of_mean.high) == pytest.approx((students.low, students.high))
 
 
 def test_rows_of_little_weight_do_not_narrow_an_interval():
