@@ -87,7 +87,7 @@ def test_the_examples_in_its_docstrings_are_true():
             RowError,
             "answers [0, 2] are judged, and there are 2",
         ),
-        (lambda: Comparison("r", (ASKED,), TWO).judgement, RowError, "its answers have 0 judgements: give one of all"),
+        (lambda: Comparison("r", (ASKED,), TWO).judgement, RowError, "its answers are not judged"),
         (lambda: Outcome(), RowError, "an outcome is a score or an error: give one of them"),
         (lambda: Outcome(0.5, "no image"), RowError, "an outcome is a score or an error: give one of them"),
         (lambda: Outcome(math.nan), RowError, "its score is nan: look for broken weights"),
@@ -148,11 +148,9 @@ def test_several_judgements_make_the_pairs_of_each():
     judgements = Judgement((2, 0), (1.0, 3.0), rater="a"), Judgement((0, 1, 2), (1.0, 2.0, 1.0), "rating", rater="b")
     both = Comparison("r", (ASKED,), answers, judgements)
     assert both.pairs() == [(0, 2, False), (1, 0, False), (0, 2, True), (1, 2, False)]
-    with pytest.raises(RowError, match="its answers have 2 judgements: give one of all of them"):
-        _ = both.ratings
-    for judgement in judgements[:1]:
-        with pytest.raises(RowError, match="its answers have 1 judgements: give one of all of them"):
-            _ = dataclasses.replace(both, judgements=(judgement,)).judgement
+    assert both.agreed() == [(0, 2, False), (1, 0, False), (1, 2, False)] and both.ratings == (2.0, 2.0, 1.0)
+    with pytest.raises(RowError, match="answer 2 is in none of its judgements"):
+        dataclasses.replace(both, judgements=judgements[:1])
     turned = dataclasses.replace(both, judgements=(Judgement((2, 0, 1), (1.0, 2.0, 3.0)),))
     assert turned.ratings == (2.0, 3.0, 1.0)
 
@@ -161,10 +159,16 @@ def test_the_judgement_of_several_raters_is_their_weighted_mean():
     first, second = Judgement((0, 1), (1.0, 0.0), weight=2.0), Judgement((1, 0), (1.0, 0.0), weight=1.0)
     several = Comparison("r", (ASKED,), TWO, (first, second))
     assert several.ratings == pytest.approx((2 / 3, 1 / 3)) and several.judgement.weight == 3.0
-    assert several.judgement.pairs() == [(0, 1, False)]
+    assert several.agreed() == [(0, 1, False)]
     thirds = [Judgement((0, 1), values, "rating", 0.5, 0.1) for values in ((1.0, 2.0), (2.0, 3.0), (3.0, 1.0))]
     tied = Comparison("r", (ASKED,), TWO, tuple(thirds)).judgement
     assert tied.pairs() == [(0, 1, True)] and (tied.kind, tied.margin) == ("rating", 0.5)
+
+
+def test_answers_that_nobody_compares_are_no_pair():
+    answers = (*TWO, (Message.of("assistant", "None."),))
+    chain = Comparison("r", (ASKED,), answers, (Judgement((0, 1), (1.0, 0.0)), Judgement((2, 1), (0.0, 1.0))))
+    assert chain.agreed() == chain.pairs() == [(0, 1, False), (1, 2, False)]
 
 
 def test_a_comparison_without_judgements_is_there_to_be_scored():

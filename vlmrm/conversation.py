@@ -29,6 +29,7 @@ Reference: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview 
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
 STANDARD_ROLES = ("user", "assistant", "system", "developer", "tool")  # a chat template may know more
 OPTION_RANGE = (1e-6, 1e12)  # far beyond what means anything, and safe to compute with
+MOST_MARGIN = 10.0  # log-odds of 22,000 to 1: no rater is that sure, so a larger one is on another scale
 FRAME_PIXELS = (128 * 28**2, 768 * 28**2)  # of a resized frame by default, as in qwen-vl-utils
 
 
@@ -268,12 +269,12 @@ class Judgement:
         answers: indices of the judged answers.
         values: one for each of them.
         kind: only the order of the values of a `preference` means something; of a `rating`, the differences too.
-        margin: by how much the better was preferred; the loss subtracts it.
+        margin: by how much the better was preferred, in log-odds; the loss subtracts it from the score difference.
         weight: weight of the judgement in the loss and in means.
         dimension, rater: the criterion and the person; None where the data do not say.
 
     Raises:
-        RowError: when answers and values differ in number, or a number is not finite.
+        RowError: when answers and values differ in number, or a number is not finite or out of range.
     """
 
     answers: tuple[int, ...]
@@ -291,7 +292,12 @@ class Judgement:
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "weight", _number("`weight`", self.weight, 0.0))
         if self.margin is not None:
-            object.__setattr__(self, "margin", _number("`margin`", self.margin))
+            object.__setattr__(self, "margin", margin := _number("`margin`", self.margin, 0.0))
+            if margin > MOST_MARGIN:
+                raise RowError(
+                    f"`margin` is {margin:g}, by which the loss would ask the scores to differ: rescale the column to "
+                    f"at most {MOST_MARGIN:g}, or leave it out with --columns ignore=margin"
+                )
         if len(self.answers) != len(self.values) or len(set(self.answers)) != len(self.answers):
             raise RowError(f"{len(self.values)} values judge the answers {list(self.answers)}: give each answer one")
 
@@ -331,6 +337,10 @@ class Comparison:
         for judgement in self.judgements:
             if not all(0 <= answer < len(self.answers) for answer in judgement.answers):
                 raise RowError(f"answers {list(judgement.answers)} are judged, and there are {len(self.answers)}")
+        judged = {answer for judgement in self.judgements for answer in judgement.answers}
+        if judged and len(judged) < len(self.answers):
+            number = min({*range(len(self.answers))} - judged) + 1
+            raise RowError(f"answer {number} is in none of its judgements: judge it, or remove it")
 
     def conversations(self) -> list[Conversation]:
         """Return the whole conversation of each answer."""
@@ -338,14 +348,14 @@ class Comparison:
 
     @property
     def judgement(self) -> Judgement:
-        """The only judgement, or the mean of several, of all answers, as metrics need it.
+        """The only judgement, or the mean of several: of each answer, over those that judge it.
 
         Raises:
-            RowError: when there is none, or one that leaves answers out.
+            RowError: when there is none.
         """
-        if not self.judgements or any(len(judgement.answers) != len(self.answers) for judgement in self.judgements):
-            raise RowError(f"its answers have {len(self.judgements)} judgements: give one of all of them")
-        return self.judgements[0] if len(self.judgements) == 1 else _mean(self.judgements)
+        if not self.judgements:
+            raise RowError("its answers are not judged: give a judgement of them")
+        return self.judgements[0] if len(self.judgements) == 1 else _mean(self.judgements, len(self.answers))
 
     @property
     def ratings(self) -> tuple[float, ...]:
@@ -356,6 +366,18 @@ class Comparison:
     def pairs(self) -> list[Pair]:
         """Return the pairs of all judgements, the better answer first."""
         return [pair for judgement in self.judgements for pair in judgement.pairs()]
+
+    def agreed(self) -> list[Pair]:
+        """Return the pairs that some judgement compares, each once, as the judgements have it together."""
+        if len(self.judgements) == 1:
+            return self.judgements[0].pairs()
+        leads: dict[tuple[int, int], list[float]] = {}
+        for judgement, share in zip(self.judgements, _shares(self.judgements), strict=True):
+            rated = sorted(zip(judgement.answers, judgement.values, strict=True))
+            for (i, a), (j, b) in combinations(rated, 2):
+                leads.setdefault((i, j), []).append(share * (a - b))
+        summed = {pair: round(math.fsum(parts), 9) for pair, parts in leads.items()}  # opposites of equal weight tie
+        return [Pair(i, j, tie=not lead) if lead >= 0 else Pair(j, i, tie=False) for (i, j), lead in summed.items()]
 
     def is_pair(self) -> bool:
         """Return whether there are exactly two answers."""
@@ -421,19 +443,25 @@ class Outcome:
             raise RowError(f"its score is {self.score}: look for broken weights")
 
 
-def _mean(judgements: Sequence[Judgement]) -> Judgement:
-    """Return the weighted mean of judgements of all answers; its weight is the sum of theirs."""
-    weight = math.fsum(judgement.weight for judgement in judgements)
-    shares = [judgement.weight / weight if weight else 1 / len(judgements) for judgement in judgements]
-    rated = [dict(zip(judgement.answers, judgement.values, strict=True)) for judgement in judgements]
-    values = [
-        round(math.fsum(share * by_answer[answer] for share, by_answer in zip(shares, rated, strict=True)), 9)
-        for answer in range(len(judgements[0].answers))  # rounded: the mean of a tie must tie
-    ]
+def _mean(judgements: Sequence[Judgement], count: int) -> Judgement:
+    """Return the weighted mean of judgements of `count` answers; its weight is the sum of theirs."""
+    values = []
+    for answer in range(count):
+        those = [judgement for judgement in judgements if answer in judgement.answers]
+        rated = [judgement.values[judgement.answers.index(answer)] for judgement in those]
+        parts = (share * value for share, value in zip(_shares(those), rated, strict=True))
+        values.append(round(math.fsum(parts), 9))  # the mean of a tie must tie
     kind = "rating" if all(judgement.kind == "rating" for judgement in judgements) else "preference"
     margins = {judgement.margin for judgement in judgements}
     margin = margins.pop() if len(margins) == 1 else None
-    return Judgement(tuple(range(len(values))), tuple(values), kind, margin, weight)
+    weight = math.fsum(judgement.weight for judgement in judgements)
+    return Judgement(tuple(range(count)), tuple(values), kind, margin, weight)
+
+
+def _shares(judgements: Sequence[Judgement]) -> list[float]:
+    """Return the share of each judgement in the weight of all."""
+    weight = math.fsum(judgement.weight for judgement in judgements)
+    return [judgement.weight / weight if weight else 1 / len(judgements) for judgement in judgements]
 
 
 def _number(name: str, value: object, least: float = -math.inf) -> float:

@@ -160,6 +160,13 @@ def test_irrelevant_answers_stand_under_another_prompt(processor):
     assert only_inputs(batch)["image_grid_thw"].shape[0] == 8
 
 
+def test_a_tie_sets_both_answers_under_another_prompt(processor):
+    tied = comparison("t", {"r": 1, "s": 1}, "red")
+    queries = for_dataset(1, 0, [{"comparison": comparison("blue", {"b": 1, "c": 0}, "blue")}])
+    texts = answer_texts(processor, collator(processor, irrelevant=queries)(rows(tied)))
+    assert texts == ["r", "s", "r", "s"]
+
+
 def test_without_another_prompt_in_the_batch_the_data_set_gives_one(processor):
     red, blue = comparison("red", {"r": 1, "s": 0}, "red"), comparison("blue", {"b": 1, "c": 0}, "blue")
     queries = for_dataset(1, 0, [{"comparison": red}, {"comparison": blue}])

@@ -203,7 +203,7 @@ def test_skipped_rows_are_counted(here, capsys):
 
 
 def test_a_split_is_that_of_eval_fraction_but_for_images_that_look_alike(here, capsys):
-    rows = [{**PAIR, "prompt": f"q{number % 30}", "margin": float(number)} for number in range(60)]
+    rows = [{**PAIR, "prompt": f"q{number % 30}", "margin": number / 10} for number in range(60)]
     path = write("rows.jsonl", rows)
     run("split", path, "--output", "parts", "--fraction", "0.3", "--seed", "4")
     train, held_out = load_train_and_eval(DataArguments(dataset_path=[path], eval_fraction=0.3, split_seed=4))

@@ -226,6 +226,21 @@ def test_optional_columns():
     assert read(chosen="good", rejected="bad").id == "rows.jsonl:1"
 
 
+def test_a_judgement_may_be_of_some_answers():
+    row = {"prompt": "Rank.", "responses": ["a", "b", "b"], "scores": [2, 1, 0]}
+    of_pairs = [{"answers": [0, 1], "values": [1, 0]}, {"answers": [2, 0], "values": [0, 1]}]
+    assert read_row({**row, "judgements": of_pairs}, "r", str).pairs() == [(0, 1, False), (0, 2, False)]
+    for judgements, reason in (
+        ([*of_pairs, {"answers": [1, 2], "values": [1, 0]}], "the same answer is listed twice"),
+        ([{"answers": [0, 7], "values": [1, 0]}], "there are 3"),
+        ([*of_pairs, {"answers": [0], "values": [1]}], "a judgement of one answer"),
+        ([{"answers": 0, "values": [1]}], "`answers` must be a list"),
+        ([], "`judgements` is empty"),
+    ):
+        with pytest.raises(RowError, match=reason):
+            read_row({**row, "judgements": judgements}, "r", str)
+
+
 def test_cells_that_are_none_are_absent():
     row = dict(PHOTO_ROWS["simple"], chosen_image=None, rejected_image=None, messages=None, scores=None, margin=None)
     assert flat(read(**row)) == (["user: [a.png]Look."], ANSWERS)
@@ -239,6 +254,8 @@ def test_cells_that_are_none_are_absent():
         ({"chosen": 3}, "expected a text"),
         ({"margin": math.nan}, "margin"),
         ({"margin": "big"}, "margin"),
+        ({"margin": -3}, "at least 0"),
+        ({"margin": 57}, "leave it out with --columns ignore=margin"),
         ({"weight": -1}, "at least 0"),
         ({"weight": math.inf}, "finite"),
         ({"tie": "maybe"}, "tie"),

@@ -240,13 +240,12 @@ class ComparisonCollator:
         pairs: list[tuple[int, int, float, float, bool, bool, bool]] = []  # in the order of PAIR_TYPES
         start = 0
         for unit in units:
-            judgements = unit.comparison.judgements
-            of_all = all(len(judgement.answers) == len(unit.comparison.answers) for judgement in judgements)
-            ratings = unit.comparison.ratings if len(judgements) > 1 and of_all else ()
-            for judgement in judgements:
-                for chosen, rejected, tie in judgement.pairs():
+            agreed = {*unit.comparison.agreed()}
+            for judgement in unit.comparison.judgements:
+                for pair in judgement.pairs():
+                    chosen, rejected, tie = pair
                     margin = 0.0 if tie or judgement.margin is None else judgement.margin
-                    outvoted = bool(ratings) and not tie and ratings[chosen] <= ratings[rejected]
+                    outvoted = not tie and pair not in agreed
                     pairs.append((start + chosen, start + rejected, margin, judgement.weight, tie, False, outvoted))
             start += len(unit.branches)
         altered = [(unit.index, name, len(items)) for unit in units for name, items in unit.altered.items()]

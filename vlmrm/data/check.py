@@ -137,12 +137,12 @@ class _Checker:
 
     def add(self, row: Comparison, open_media: bool) -> None:
         report = self.report
-        pairs = row.judgement.pairs()
+        pairs = row.agreed()
         report.example = report.example or row
         report.pairs += len(pairs)
         report.ties += sum(pair.tie for pair in pairs)
         report.ranked_lists += not row.is_pair()
-        report.disputed += len(row.judgements) > 1
+        report.disputed += len({*row.pairs()}) > len(pairs)
         report.categories[row.category or "(none)"] += 1
         report.prompt_lengths.append(len(text_of(row.prompt)))
         report.answer_lengths += [len(text) for answer in row.answers if (text := text_of(answer))]
@@ -295,7 +295,7 @@ def _format_comparison(comparison: Comparison) -> str:
 def _label(comparison: Comparison, index: int) -> str:
     if not comparison.is_pair():
         return f"answer of score {comparison.ratings[index]:g}"
-    (pair,) = comparison.judgement.pairs()
+    (pair,) = comparison.agreed()
     if pair.tie:
         return "one of two that tie"
     return "chosen" if index == pair.chosen else "rejected"

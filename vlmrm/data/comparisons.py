@@ -430,9 +430,13 @@ def is_irrelevant(donor: Messages, prompt: Messages) -> bool:
 
 
 def best_and_worst(comparison: Comparison) -> tuple[int, int]:
-    """Return the indices of the answers of the highest and the lowest rating, which a donor prompt is given."""
+    """Return the indices of the answers of the highest and the lowest rating, which a donor prompt is given.
+
+    Of equal ones the first is the best and the last the worst, so that a tie has both its answers.
+    """
     ratings = comparison.ratings
-    return max(range(len(ratings)), key=ratings.__getitem__), min(range(len(ratings)), key=ratings.__getitem__)
+    order = range(len(ratings))
+    return max(order, key=ratings.__getitem__), min(reversed(order), key=ratings.__getitem__)
 
 
 def for_dataset(count: int, seed: int, dataset) -> IrrelevantQueries:

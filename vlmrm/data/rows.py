@@ -43,8 +43,7 @@ def read_row(row: Mapping[str, Any], row_id: str, resolve: Resolve) -> Compariso
             raise RowError(f"{parsed.unjudged}: remove the row, or leave such rows out with bad_rows: skip")
         answers = [resolve_media(answer, resolve) for answer in parsed.answers()]
         judgements = _judgements(parsed, cells, len(answers))
-        for judgement in judgements:
-            _check_answers(answers, judgement.values)
+        _check_answers(answers)
         read = layout.columns() - parsed.figures | SPECIAL
         extra = {name: value for name, value in cells.items() if name not in read}
         category = cells.get("category")
@@ -56,6 +55,7 @@ def read_row(row: Mapping[str, Any], row_id: str, resolve: Resolve) -> Compariso
             category=None if category is None else str(category),
             columns={name: value for name, value in extra.items() if isinstance(value, (str, int, float, bool))},
         )
+        _check_judgements(comparison)
         _check_all_read(cells, layout, parsed, comparison, resolve)
         return comparison
 
@@ -135,14 +135,15 @@ def _read_judgement(written: Any) -> Judgement:
         raise RowError(f"`judgements` holds {shorten(written)}: write objects with `answers` and `values`")
     if unknown := sorted(written.keys() - set(JUDGEMENT)):
         raise RowError(f"a judgement has `{unknown[0]}`, which is not read: its fields are {', '.join(JUDGEMENT)}")
-    if any(isinstance(answer, bool) or not isinstance(answer, int) for answer in written["answers"]):
-        raise RowError(f"a judgement is of the answers {shorten(written['answers'])}: write their numbers, from 0")
+    answers, _ = (require_list(written[name], name) for name in ("answers", "values"))
+    if any(isinstance(answer, bool) or not isinstance(answer, int) for answer in answers):
+        raise RowError(f"a judgement is of the answers {shorten(answers)}: write their numbers, from 0")
     if written.get("kind", "preference") not in ("preference", "rating"):
         raise RowError(f"a judgement is of the kind {written['kind']!r:.40}: write preference or rating")
     return Judgement(**{name: value for name, value in written.items() if value is not None})
 
 
-def _check_answers(answers: Sequence[Messages], values: Sequence[float]) -> None:
+def _check_answers(answers: Sequence[Messages]) -> None:
     if len(answers) < 2:
         raise RowError(f"it has {len(answers)} answer(s): a preference needs two, remove the row")
     for number, answer in enumerate(answers, 1):
@@ -150,10 +151,15 @@ def _check_answers(answers: Sequence[Messages], values: Sequence[float]) -> None
             raise RowError(f"answer {number} is empty: fill it in or remove the row")
     if all(answer == answers[0] for answer in answers[1:]):
         raise RowError("the answers are the same, so nothing can be preferred: remove the row")
-    for i, first in enumerate(answers):
-        for j in range(i + 1, len(answers)):
-            if values[i] != values[j] and first == answers[j]:
-                raise RowError("the same answer is listed twice with different scores: keep one of them")
+
+
+def _check_judgements(comparison: Comparison) -> None:
+    if not comparison.judgements:
+        raise RowError("`judgements` is empty: fill it in or remove the row")
+    if any(len(judgement.answers) < 2 for judgement in comparison.judgements):
+        raise RowError("it has a judgement of one answer: a preference needs two, remove it")
+    if any(not tie and comparison.answers[i] == comparison.answers[j] for i, j, tie in comparison.pairs()):
+        raise RowError("the same answer is listed twice with different scores: keep one of them")
 
 
 # Unread columns ------------------------------------------------------------------------------------------------------

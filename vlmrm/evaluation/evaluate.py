@@ -278,7 +278,7 @@ def add_verdicts(frame: pd.DataFrame, result: ScoredComparisons) -> None:
     """
     if not any(result.verdicts):
         return
-    counts = [len(comparison.judgement.pairs()) for comparison in result.comparisons]
+    counts = [len(comparison.agreed()) for comparison in result.comparisons]
     owners = np.repeat(np.arange(len(counts)), counts)
     credits = []
     for owner, *pair in zip(owners, frame["chosen_branch"], frame["rejected_branch"], strict=True):

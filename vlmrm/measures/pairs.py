@@ -179,7 +179,7 @@ def _pairs_of(comparison: Comparison) -> Iterator[dict[str, Any]]:
         "weight": comparison.judgement.weight,
     }
     ratings = comparison.ratings
-    for number, (chosen, rejected, tie) in enumerate(comparison.judgement.pairs()):
+    for number, (chosen, rejected, tie) in enumerate(comparison.agreed()):
         row = {**shared, "pair": number, "tie": tie}
         for side, i in zip(SIDES, (chosen, rejected), strict=True):
             row |= {f"{side}_branch": i, f"{side}_rating": ratings[i]}
