@@ -2,9 +2,10 @@
 
 import json
 
-from PIL import Image
+from PIL import Image as Pillow
 
-from vlmrm.conversation import text_of
+from vlmrm.commands.check_data import token_counter
+from vlmrm.conversation import Conversation, Image, Message, text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.check import check_data, format_report
 from vlmrm.errors import RowError
@@ -12,7 +13,7 @@ from vlmrm.errors import RowError
 
 def write(folder, rows) -> str:
     for name, size in (("a.png", (56, 112)), ("b.png", (300, 56)), ("narrow.png", (3, 900))):
-        Image.new("RGB", size).save(folder / name)
+        Pillow.new("RGB", size).save(folder / name)
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -92,6 +93,24 @@ def test_tokens_are_counted_by_the_given_function(tmp_path):
     report = check_data(DataArguments(dataset_path=write(tmp_path, rows), max_seq_length=2), count_tokens=words)
     assert report.token_counts == [3, 3] and report.wrong_rows == [("rows.jsonl:2", "too long to render")]
     assert "2 conversations are over max_seq_length 2" in format_report(report)
+
+
+def test_an_image_is_processed_once_for_the_answers_of_a_row(tmp_path, tiny_checkpoint):
+    write(tmp_path, [])
+    count = token_counter(str(tiny_checkpoint), DataArguments())
+    image = Message.of("user", Image(str(tmp_path / "a.png")))
+    first = count(Conversation((image, Message.of("assistant", "Yes."))))
+    (tmp_path / "a.png").unlink()
+    assert count(Conversation((image, Message.of("assistant", "Yes.")))) == first
+
+
+def test_margins_are_described(tmp_path):
+    rows = [row(f"q{i}", margin=margin) for i, margin in enumerate((0.5, 1, 3))] + [row("none")]
+    rows += [row("tie", margin=9, tie=True), row("votes", margin=57)]
+    report = check_data(DataArguments(dataset_path=write(tmp_path, rows)))
+    text = format_report(report)
+    assert "3 margins from 0.5 to 3, median 1, which the loss subtracts" in text
+    assert report.wrong == 1 and "`margin` is 57" in text
 
 
 def test_ranked_lists_are_shown_with_their_scores(tmp_path):

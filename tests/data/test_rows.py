@@ -241,6 +241,18 @@ def test_a_judgement_may_be_of_some_answers():
             read_row({**row, "judgements": judgements}, "r", str)
 
 
+def test_a_file_name_is_an_answer_unless_it_is_there(tmp_path):
+    row = {"prompt": "Which file?", "responses": ["No idea.", "logo.png"], "scores": [1, 2]}
+
+    def resolve(reference):
+        return str(tmp_path / reference)
+
+    assert texts(read_row(row, "r", resolve).answers[1]) == ["assistant: logo.png"]
+    (tmp_path / "logo.png").touch()
+    with pytest.raises(RowError, match=r"answer 2 is the path of an image .* --columns response_images=responses"):
+        read_row(row, "r", resolve)
+
+
 def test_cells_that_are_none_are_absent():
     row = dict(PHOTO_ROWS["simple"], chosen_image=None, rejected_image=None, messages=None, scores=None, margin=None)
     assert flat(read(**row)) == (["user: [a.png]Look."], ANSWERS)
@@ -254,6 +266,9 @@ def test_cells_that_are_none_are_absent():
         ({"chosen": 3}, "expected a text"),
         ({"margin": math.nan}, "margin"),
         ({"margin": "big"}, "margin"),
+        ({"rejected": " good\n"}, "the same"),
+        ({"chosen": "img/a.jpg", "rejected": "img/b.jpg"}, "--columns chosen_image=chosen rejected_image=rejected"),
+        ({"chosen": "img/a.mp4", "rejected": "img/b.mp4"}, "write messages with a video part"),
         ({"margin": -3}, "at least 0"),
         ({"margin": 57}, "leave it out with --columns ignore=margin"),
         ({"weight": -1}, "at least 0"),

@@ -38,6 +38,7 @@ REFUSED = {
         label_studio([pairwise("left"), pairwise("right", control="safety")]),
         "its 2 pairwise results differ",
     ),
+    "no tags": (label_studio([pairwise("left") | {"to_name": None}]), "has no `to_name`"),
     "tags of no field": (label_studio([pairwise("left", "x,y")]), "it compares x and y"),
     "tags that are turned": (label_studio([pairwise("left", "txt-2,txt-1")]), "it compares txt-2 and txt-1"),
     "one rating": (label_studio([rating(4, "answer1")]), "its ratings are not of"),

@@ -235,6 +235,12 @@ def test_another_chat_template_is_refused(copy):
         load_checkpoint(copy)
 
 
+def test_a_text_model_is_refused_as_such(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(CheckpointError, match=r"is a text model \(qwen2\), .* name a vision-language model"):
+        load_processor(tmp_path)
+
+
 def test_processor_may_come_from_the_base_model(copy, tiny_checkpoint):
     for name in ("processor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (copy / name).unlink()

@@ -97,6 +97,8 @@ def test_the_facts_of_data_are_read_from_a_sample(tmp_path):
     assert (facts.rows, facts.held_out, facts.bad_share) == (60, 0.1, 0.0)
     assert 56 * 56 <= facts.pixels <= 112 * 56
     assert facts_of_data([str(text_pairs(tmp_path / "two", 2))]).held_out == 0.0
+    margins = write_rows(tmp_path / "m.jsonl", [{"chosen": "a", "rejected": "b", "margin": m} for m in (1, 2.5)])
+    assert facts_of_data([str(margins)]).margins.startswith("2 margins from 1 to 2.5, median 1.75")
     broken = write_rows(tmp_path / "broken.jsonl", [{"prompt": "?", "chosen": "a", "rejected": "a"}] * 3)
     with pytest.raises(DataError, match="3 of 3 sampled rows cannot be read"):
         facts_of_data([str(broken)])

@@ -143,6 +143,16 @@ def one_step(train_here, tmp_path):
     return run
 
 
+def test_margins_and_contradictions_are_told_before_training(train_here, tmp_path, caplog):
+    rows = [
+        {"prompt": "What?", "chosen": "Yes.", "rejected": "No.", "margin": 0.5},
+        {"prompt": "What?", "chosen": "No.", "rejected": "Yes.", "margin": 2.0},
+    ]
+    train_here(write_rows(tmp_path / "rows.jsonl", rows), max_steps=1)
+    assert "2 margins from 0.5 to 2, median 1.25, which the loss subtracts: of 2 rows read" in caplog.text
+    assert "1 of 2 rows read have the prompt and answers of an earlier one with another order" in caplog.text
+
+
 def test_margin_and_weight_enter_the_loss_as_written(one_step, tmp_path):
     margins, row_weights = [0.0, 0.5, 2.0], [1.0, 3.0, 0.5]
     path = colour_pairs(tmp_path / "data", 3, margin=margins, weight=row_weights)

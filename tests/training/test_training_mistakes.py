@@ -199,6 +199,11 @@ MISTAKES = [
     Mistake("absent image_root", "nowhere", {"image_root": "nowhere"}),
     Mistake("batch larger than the data", "dataloader_drop_last leaves out all 4 rows",
             {"dataloader_drop_last": True, "per_device_train_batch_size": 16}),
+    Mistake("irrelevant queries of one question", "no two of 4 rows have prompts", {"use_irrelevant_queries": True},
+            every_row(images=None, prompt="What?")),
+    Mistake("irrelevant queries of one image", "no two of 4 rows have prompts", {"use_irrelevant_queries": True},
+            lambda folder: every_row(images=rows_of(folder)[0]["images"])(folder)),
+    Mistake("margins of votes", "row pair-2: `margin` is 57", spoil=third_row(margin=57)),
     # Model -----------------------------------------------------------------------------------------------------------
     Mistake("mistyped model", "did you mean HERE/model", {"model_name_or_path": "HERE/modle"}),
     Mistake("hub model without a network", "check the path and the network", {"model_name_or_path": "Qwen/Qwen9"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 from vlmrm.config import parse
 from vlmrm.conversation import Conversation
@@ -13,6 +14,8 @@ from vlmrm.data.check import check_data, format_report
 from vlmrm.errors import ConfigError
 from vlmrm.logs import say
 from vlmrm.settings import key
+
+RECENT = 8  # processed images and videos that are kept: the answers of a row share those of its prompt
 
 
 @dataclass
@@ -38,8 +41,11 @@ def check_data_command(words: Sequence[str]) -> int:
 
 def token_counter(model: str, arguments: DataArguments) -> Callable[[Conversation], int]:
     """Return a function that counts the tokens of a conversation, those of its images included."""
+    from cachetools import LRUCache
+
     from vlmrm.modeling import load_processor
     from vlmrm.rendering import MediaLimits, Renderer
 
     renderer = Renderer(load_processor(model), MediaLimits.of(arguments))
-    return lambda conversation: len(renderer.render(conversation))
+    cache: Any = LRUCache(RECENT)
+    return lambda conversation: len(renderer.render(conversation, cache))

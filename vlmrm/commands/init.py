@@ -31,4 +31,6 @@ def init_command(data: Sequence[str], model: str | None, output: Path) -> None:
     say(f"wrote {output}, for {machine}: {how}{zero}, as {recipe.method.why}")
     if facts.bad_share:
         say(f"{facts.bad_share:.1%} of a sample cannot be read ({facts.reason}): such rows are skipped")
+    if facts.margins:
+        say(f"of a sample {facts.margins}: --columns ignore=margin leaves them out")
     say(f"next: vlmrm plan {output}, then {recipe.launch}")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -49,6 +49,7 @@ class Report:
     ties: int = 0
     ranked_lists: int = 0
     disputed: int = 0  # rows whose raters differ
+    margins: list[float] = field(default_factory=list)
     categories: Counter[str] = field(default_factory=Counter)
     images: int = 0
     videos: int = 0
@@ -105,7 +106,7 @@ class _Checker:
         self.report = Report(max_seq_length=arguments.max_seq_length)
         self.media: dict[str, tuple[int, int] | MediaError | None] = {}  # sizes or errors by key
         self.kinds: dict[str, str] = {}
-        self.first_rows: dict[bytes, tuple[str, tuple[float, ...]]] = {}  # id and ratings by content
+        self.repeats = Repeats()
 
     def check(self, path: str, split: str, media_sample: int | None) -> None:
         # Wrong rows are listed even if training will stop at them.
@@ -143,10 +144,15 @@ class _Checker:
         report.ties += sum(pair.tie for pair in pairs)
         report.ranked_lists += not row.is_pair()
         report.disputed += len({*row.pairs()}) > len(pairs)
+        report.margins += margins_of(row)
         report.categories[row.category or "(none)"] += 1
         report.prompt_lengths.append(len(text_of(row.prompt)))
         report.answer_lengths += [len(text) for answer in row.answers if (text := text_of(answer))]
-        self.compare_with_earlier(row)
+        if (repeat := self.repeats.find(row)) is not None:
+            report.duplicates += 1
+            report.contradictions += repeat.contradicts
+            if len(report.duplicate_rows) < MAX_LISTED:
+                report.duplicate_rows.append((row.id, repeat.first))
         media = media_of([*row.prompt, *(message for answer in row.answers for message in answer)])
         for medium in media:
             self.kinds[media_key(medium.reference)] = medium.kind
@@ -174,27 +180,49 @@ class _Checker:
         open_video(medium, self.arguments.video_fps, self.arguments.video_max_frames)
         return None
 
-    def compare_with_earlier(self, row: Comparison) -> None:
-        """Count a row with the prompt and answers of an earlier one as a duplicate, or as a contradiction too."""
-        answers = sorted(
-            (_fingerprint(answer), rating) for answer, rating in zip(row.answers, row.ratings, strict=True)
-        )
-        key = _fingerprint(row.prompt) + b"".join(answer for answer, _ in answers)
-        ratings = tuple(rating for _, rating in answers)
-        if key not in self.first_rows:
-            self.first_rows[key] = (row.id, ratings)
-            return
-        first_id, first_ratings = self.first_rows[key]
-        self.report.duplicates += 1
-        self.report.contradictions += _order(ratings) != _order(first_ratings)
-        if len(self.report.duplicate_rows) < MAX_LISTED:
-            self.report.duplicate_rows.append((row.id, first_id))
-
     def finish(self) -> Report:
         kinds = Counter(self.kinds.values())
         self.report.images, self.report.videos = kinds["image"], kinds["video"]
         self.report.image_sizes = [size for size in self.media.values() if isinstance(size, tuple)]
         return self.report
+
+
+class Repeat(NamedTuple):
+    """A row with the prompt and answers of an earlier one: the id of that, and whether it has another order."""
+
+    first: str
+    contradicts: bool
+
+
+class Repeats:
+    """Finds rows with the prompt and answers of an earlier one."""
+
+    def __init__(self) -> None:
+        self.first_rows: dict[bytes, tuple[str, list[int]]] = {}  # id and order by content
+
+    def find(self, row: Comparison) -> Repeat | None:
+        """Return what a row repeats; None for the first of its kind."""
+        answers = sorted(
+            (_fingerprint(answer), rating) for answer, rating in zip(row.answers, row.ratings, strict=True)
+        )
+        key = _fingerprint(row.prompt) + b"".join(answer for answer, _ in answers)
+        order = _order([rating for _, rating in answers])
+        first, first_order = self.first_rows.setdefault(key, (row.id, order))
+        return None if first_order is order else Repeat(first, first_order != order)
+
+
+def margins_of(row: Comparison) -> set[float]:
+    """Return the margins that the loss subtracts: those of judgements that are no ties."""
+    decided = (judgement for judgement in row.judgements if not all(pair.tie for pair in judgement.pairs()))
+    return {judgement.margin for judgement in decided if judgement.margin is not None}
+
+
+def describe_margins(margins: Sequence[float]) -> str:
+    """Return in words how margins are distributed, and what is done with them."""
+    return (
+        f"{counted(len(margins), 'margin')} from {min(margins):g} to {max(margins):g}, median {np.median(margins):g}, "
+        "which the loss subtracts"
+    )
 
 
 def _fingerprint(messages: Messages) -> bytes:
@@ -238,6 +266,8 @@ def _format_contents(report: Report) -> str:
     ties = f", {report.ties:,} of them ties" if report.ties else ""
     lists = f" ({counted(report.ranked_lists, 'ranked list')})" if report.ranked_lists else ""
     lines.append(f"{counted(report.pairs, 'pair')}{ties}{lists}")
+    if report.margins:
+        lines.append(describe_margins(report.margins))
     if report.disputed:
         lines.append(f"rows whose raters differ, read as soft labels: {report.disputed:,}")
     lines.append(f"{counted(report.images, 'different image')}, {counted(report.videos, 'video')}")

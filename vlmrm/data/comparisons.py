@@ -16,7 +16,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -420,13 +420,23 @@ class IrrelevantQueries:
 
 def is_irrelevant(donor: Messages, prompt: Messages) -> bool:
     """Return whether a donor prompt is of the kind of `prompt`, but with other media or, without any, another text."""
-    donor_media = {media_key(medium.reference) for medium in media_of(donor)}
-    media = {media_key(medium.reference) for medium in media_of(prompt)}
-    if bool(media) != bool(donor_media):
-        return False  # a model would tell a question about an image from a request for one too easily
-    if media:
-        return not media & donor_media
-    return text_of(prompt) != text_of(donor)
+    return are_unrelated(subject(donor), subject(prompt))
+
+
+Subject: TypeAlias = frozenset[str] | str
+
+
+def subject(prompt: Messages) -> Subject:
+    """Return what an irrelevant prompt must not share: the keys of the media or, without any, the text."""
+    return frozenset(media_key(medium.reference) for medium in media_of(prompt)) or text_of(prompt)
+
+
+def are_unrelated(a: Subject, b: Subject) -> bool:
+    """Return whether prompts of these subjects are irrelevant to each other."""
+    if isinstance(a, str) or isinstance(b, str):
+        # A model would tell a question about an image from a request for one too easily.
+        return isinstance(a, str) and isinstance(b, str) and a != b
+    return a.isdisjoint(b)
 
 
 def best_and_worst(comparison: Comparison) -> tuple[int, int]:

@@ -13,7 +13,18 @@ from typing import Any
 
 from PIL import Image
 
-from vlmrm.conversation import Comparison, Judgement, Message, Messages, Part, Text, media_of, shorten, text_of
+from vlmrm.conversation import (
+    Comparison,
+    Judgement,
+    Message,
+    Messages,
+    Part,
+    Text,
+    media_of,
+    shorten,
+    text_of,
+    with_article,
+)
 from vlmrm.data.columns import MALFORMED, SPECIAL
 from vlmrm.data.media import BASE64_STARTS, IMAGE_SUFFIXES, VIDEO_SUFFIXES, media_key, media_name
 from vlmrm.errors import DataError, RowError, UnreadColumnError
@@ -44,6 +55,7 @@ def read_row(row: Mapping[str, Any], row_id: str, resolve: Resolve) -> Compariso
         answers = [resolve_media(answer, resolve) for answer in parsed.answers()]
         judgements = _judgements(parsed, cells, len(answers))
         _check_answers(answers)
+        _check_no_paths(answers, cells, resolve)
         read = layout.columns() - parsed.figures | SPECIAL
         extra = {name: value for name, value in cells.items() if name not in read}
         category = cells.get("category")
@@ -73,6 +85,7 @@ def read_answers(row: Mapping[str, Any], row_id: str, resolve: Resolve) -> Compa
         if not parsed.conversations:
             raise RowError("it has no answer to score")
         answers = tuple(resolve_media(answer, resolve) for answer in parsed.answers())
+        _check_no_paths(answers, cells, resolve)
         comparison = Comparison(row_id, resolve_media(parsed.prompt(), resolve), answers)
         _check_all_read(cells, layout, parsed, comparison, resolve)
         return comparison
@@ -149,8 +162,46 @@ def _check_answers(answers: Sequence[Messages]) -> None:
     for number, answer in enumerate(answers, 1):
         if not any(message.text.strip() or message.media for message in answer):
             raise RowError(f"answer {number} is empty: fill it in or remove the row")
-    if all(answer == answers[0] for answer in answers[1:]):
+    if all(_trimmed(answer) == _trimmed(answers[0]) for answer in answers[1:]):
         raise RowError("the answers are the same, so nothing can be preferred: remove the row")
+
+
+def _trimmed(answer: Messages) -> list[Any]:
+    """Return the role and parts of each message, texts without spaces around them, which chat templates remove."""
+    parts = [[part.text.strip() if isinstance(part, Text) else part for part in message.content] for message in answer]
+    return [(message.role, of_message) for message, of_message in zip(answer, parts, strict=True)]
+
+
+def _check_no_paths(answers: Sequence[Messages], row: Row, resolve: Resolve) -> None:
+    """Refuse answers that are paths of images or videos, which would be read as these words.
+
+    A file name may be an answer, so that a path must exist, or all answers have folders.
+    """
+    paths = {
+        number: text
+        for number, answer in enumerate(answers, 1)
+        if not media_of(answer) and any(_media_in(text := text_of(answer).strip()))
+    }
+    in_folders = len(paths) == len(answers) and all("/" in path and " " not in path for path in paths.values())
+    for number, path in paths.items():
+        if not (in_folders or path.startswith(EMBEDDED) or _is_file(path, resolve)):
+            continue
+        kind = "video" if _is_video("", path) else "image"
+        column = next((name for name in ANSWER_LISTS if name in row), None)
+        mapping = f"response_{kind}s={column}" if column else "chosen_image=chosen rejected_image=rejected"
+        known = column or (kind == "image" and "chosen" in row)
+        advice = f"read it with --columns {mapping}, or " if known else ""
+        raise RowError(
+            f"answer {number} is the path of {with_article(kind)} ({path:.80}), which would be read as these words: "
+            f"{advice}write messages with {with_article(kind)} part"
+        )
+
+
+def _is_file(path: str, resolve: Resolve) -> bool:
+    try:
+        return os.path.isfile(resolve(path))
+    except RowError:  # outside image_root
+        return False
 
 
 def _check_judgements(comparison: Comparison) -> None:
@@ -180,6 +231,7 @@ EMBEDDED = ("data:image/", "data:video/", *BASE64_STARTS)
 PLACEHOLDER = re.compile("|".join(PLACEHOLDERS.values()))
 
 ANSWERS = frozenset({"chosen", "rejected", "responses"})  # columns of answers
+ANSWER_LISTS = ("responses", "completions", "answers", "candidates")
 PROMPTS = ("prompt", "question", "messages", "conversations", "instruction", "caption")  # columns of prompts
 
 # Words in names of columns, in the singular.
@@ -272,11 +324,7 @@ def _unread_medium(name: str, value: Any, messages: Sequence[Message], resolve: 
     keys = set(map(media_key, read))
     for medium in media:
         if isinstance(medium, str) and not medium.startswith(EMBEDDED):
-            try:
-                path = resolve(medium)
-            except RowError:  # outside image_root
-                continue
-            if os.path.isfile(path) and os.path.basename(path) not in sources:
+            if _is_file(medium, resolve) and os.path.basename(medium) not in sources:
                 return medium
         elif media_key(medium) not in keys:
             return medium

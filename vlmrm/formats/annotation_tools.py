@@ -46,7 +46,7 @@ def label_studio(row: Row) -> ParsedRow:
     fields = _fields(row["data"], "data")
     annotations = [it for it in records(row["annotations"], "annotations") if not it.get("was_cancelled")]
     results = [[_result(item) for item in annotation.get("result") or []] for annotation in annotations]
-    pairwise = next((r["to_name"] for result in results for r in result if r.get("type") == "pairwise"), None)
+    pairwise = next((r.get("to_name") for result in results for r in result if r.get("type") == "pairwise"), None)
     sides = _sides(fields, str(pairwise).split(",") if pairwise else ())
     parsed = _task(fields, sides)
     try:
@@ -65,6 +65,8 @@ def _verdict(result: Sequence[Mapping[str, Any]], fields: Row, sides: Sides) -> 
     """Return what one annotation says of the two answers; None if it has no result about them."""
     of_type = {kind: [it for it in result if it.get("type") == kind] for kind in ("pairwise", "rating", "choices")}
     if pairwise := of_type["pairwise"]:
+        if not all(it.get("to_name") for it in pairwise):
+            raise RowError("its pairwise result has no `to_name`, which says which answer was on the left")
         selected = {(it.get("value") or {}).get("selected") for it in pairwise}
         if len(selected) != 1:
             raise RowError(f"its {len(pairwise)} pairwise results differ, which may be of several questions")

@@ -16,6 +16,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError  # a configuration that contradicts itself
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging as transformers_logging
 
 from vlmrm.errors import CheckpointError, ConfigError, first_line
@@ -155,6 +159,11 @@ def load_processor(path: str | Path, revision: str | None = None, trust_remote_c
         CheckpointError: when it has none, or one without a chat template.
     """
     if not _has_processor(path, revision):
+        kind = (read_json_of(path, "config.json", revision) or {}).get("model_type")
+        if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            raise CheckpointError(
+                f"{path} is a text model ({kind}), and text models are not trained here: name a vision-language model."
+            )
         raise CheckpointError(f"{path} has no processor: name the model that it was trained from as base_model_path.")
     try:
         processor = AutoProcessor.from_pretrained(

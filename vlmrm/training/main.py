@@ -68,7 +68,7 @@ from vlmrm.training.resume import (
     save_settings,
     training_settings,
 )
-from vlmrm.training.survey import can_evaluate, can_train, check_survey, shared_prompts, survey
+from vlmrm.training.survey import can_evaluate, can_train, check_survey, look_through, shared_prompts, survey
 from vlmrm.training.trainer import DROPPED_ROWS, ComparisonTrainer
 
 logger = logging.getLogger("vlmrm")
@@ -326,6 +326,8 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
     collator = survey_collator(arguments, processor)
     rows = survey(train_dataset, collator, can_train, data_args.split_seed)
     check_survey(rows, "dataset_path", args.max_dropped_share, "weighs anything")
+    for remark in look_through(train_dataset, data_args.split_seed, args.use_irrelevant_queries):
+        logger.warning(remark)
     if rows.rows is not None and args.dataloader_drop_last:
         check_last_batch(rows.rows, args)
     if eval_dataset is None or args.eval_strategy == "no":

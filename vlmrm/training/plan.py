@@ -56,7 +56,7 @@ from vlmrm.training.main import (
 )
 from vlmrm.training.memory import Memory, estimate_memory, free_memory
 from vlmrm.training.resume import check_base, check_settings, restart_of, training_settings
-from vlmrm.training.survey import Survey, can_evaluate, can_train, check_survey, shared_prompts, survey
+from vlmrm.training.survey import Survey, can_evaluate, can_train, check_survey, look_through, shared_prompts, survey
 from vlmrm.training.trainer import ComparisonTrainer
 
 SAMPLE = 500  # rows that a plan reads
@@ -230,6 +230,7 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
     plan.steps, plan.epochs = count_steps(run, plan.train.rows, plan.processes)
     with plan.stage():
         check_survey(plan.train, "dataset_path", args.max_dropped_share, "weighs anything")
+        plan.remarks += look_through(train_dataset, data.split_seed, args.use_irrelevant_queries)
     if eval_dataset is not None and args.eval_strategy != "no":
         plan.held_out = survey(eval_dataset, collator, can_evaluate, data.split_seed, SAMPLE)
         with plan.stage():

@@ -18,6 +18,7 @@ import torch
 
 from vlmrm.conversation import Comparison, Video, media_of, text_of
 from vlmrm.data.arguments import DataArguments
+from vlmrm.data.check import describe_margins, margins_of
 from vlmrm.data.comparisons import load_comparisons, split_held_out
 from vlmrm.data.media import image_size
 from vlmrm.errors import CheckpointError, ConfigError, DataError, RowError
@@ -56,6 +57,7 @@ class DataFacts:
     held_out: float  # share of prompts that can be held out, 0 for none
     bad_share: float = 0.0
     reason: str = ""  # why the last bad row is bad
+    margins: str = ""  # of the sample, in words
 
 
 @dataclass(frozen=True)
@@ -296,12 +298,14 @@ def facts_of_data(paths: Sequence[str]) -> DataFacts:
     chosen = np.sort(np.random.default_rng(0).choice(count, min(SAMPLE, count), replace=False))
     rows = [dataset[int(number)]["comparison"] for number in chosen]
     characters, areas, errors = [0], [0], []
+    margins: list[float] = []
     for row in rows:
         try:
             if isinstance(row, RowError):
                 raise row
             characters.append(sum(len(text_of((*row.prompt, *answer))) for answer in row.answers))
             areas += _areas(row)
+            margins += margins_of(row)
         except RowError as error:
             errors.append(error)
     if len(errors) > 0.1 * len(rows):
@@ -317,6 +321,7 @@ def facts_of_data(paths: Sequence[str]) -> DataFacts:
         held_out=_held_out(dataset, count),
         bad_share=len(errors) / len(rows),
         reason=errors[-1].reason if errors else "",
+        margins=describe_margins(margins) if margins else "",
     )
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,12 +15,14 @@ import torch
 from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.collator import OverlongError
 from vlmrm.conversation import Comparison, media_of
-from vlmrm.data.comparisons import split_key
+from vlmrm.data.check import Repeats, describe_margins, margins_of
+from vlmrm.data.comparisons import are_unrelated, iterate_readable, split_key, subject
 from vlmrm.data.media import media_key
-from vlmrm.errors import MediaError, RowError, TrainingError
+from vlmrm.errors import ConfigError, MediaError, RowError, TrainingError
 from vlmrm.training.losses import weights
 
 SAMPLE = 64  # rows that a training reads before its first step
+LOOKED = 10_000  # rows whose margins are read, and that are compared with each other
 COMPARED = 2000  # rows of each side whose prompts are compared
 
 HasUse = Callable[[dict[str, torch.Tensor]], bool]  # of the pairs of a part
@@ -127,6 +129,50 @@ def check_survey(result: Survey, key: str, max_dropped_share: float, requirement
             f"{result.dropped} of {rows} of {key} would be left out ({reasons}; the last: {result.last_reason}): mend "
             f"that, or allow it with max_dropped_share: {min(1.0, result.dropped_share + 0.05):.2f}."
         )
+
+
+def look_through(dataset: Any, seed: int, irrelevant: bool) -> Iterator[str]:
+    """Read at most `LOOKED` rows, of a stream `SAMPLE`, and remark on margins and contradictions.
+
+    Args:
+        irrelevant: refuse rows of which none has a prompt that is irrelevant to another's.
+
+    Raises:
+        ConfigError: when there is no such prompt: irrelevant queries would do nothing.
+    """
+    repeats, subjects, unrelated = Repeats(), set(), False
+    margins: list[float] = []
+    count = contradictions = 0
+    for row in _readable(dataset, seed):
+        count += 1
+        margins += margins_of(row)
+        repeat = repeats.find(row)
+        contradictions += repeat is not None and repeat.contradicts
+        if irrelevant and not unrelated and row.prompt and (new := subject(row.prompt)) not in subjects:
+            unrelated = any(are_unrelated(new, earlier) for earlier in subjects)
+            subjects.add(new)
+    if irrelevant and not unrelated:
+        raise ConfigError(
+            f"use_irrelevant_queries does nothing: no two of {count:,} rows have prompts of different images or, "
+            "without images, of different texts; remove it, or mix in other data."
+        )
+    if margins:
+        yield f"{describe_margins(margins)}: of {count:,} rows read"
+    if contradictions:
+        yield (
+            f"{contradictions:,} of {count:,} rows read have the prompt and answers of an earlier one with another "
+            "order: vlmrm check-data names them"
+        )
+
+
+def _readable(dataset: Any, seed: int) -> Iterator[Comparison]:
+    if isinstance(dataset, Sized):
+        if (count := len(dataset)) > LOOKED:
+            dataset = cast(Any, dataset).select(np.sort(np.random.default_rng(seed).choice(count, LOOKED, False)))
+        yield from iterate_readable(cast(Any, dataset))
+        return
+    rows = (row["comparison"] for row in islice(dataset, SAMPLE))
+    yield from (row for row in rows if isinstance(row, Comparison))
 
 
 def shared_prompts(train: Any, held_out: Any, seed: int, limit: int = COMPARED) -> tuple[int, int, int]:
