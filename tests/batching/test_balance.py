@@ -44,6 +44,12 @@ def test_ranks_get_like_work(tmp_path):
         assert max(sums) <= 1.35 * min(sums)
 
 
+def test_a_last_step_repeats_no_row():
+    for ranks, accumulated in ((1, 4), (2, 2)):
+        steps = [BalancedBatches([1] * 5, 4, ranks, accumulated, rank=rank, drop_last=False) for rank in range(ranks)]
+        assert sorted(i for batches in steps for batch in batches for i in batch) == list(range(5))
+
+
 @pytest.mark.parametrize("strategy", ["batch_rebalance", "random"])
 def test_training_with_it_sees_every_row(train_here, tmp_path, strategy):
     data = colour_lists(tmp_path / "data", 12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -230,6 +231,20 @@ def test_parts_stay_under_the_budget_and_count_what_is_shared_once(checkpoints):
     assert sorted(batcher.split(units, 10**6)[0]) == [0, 1, 2]
 
 
+def test_an_image_of_one_part_costs_again_in_the_next():
+    batcher = SharedBatcher(path_positions, [], {9}, False)
+    units = [[rendered_with(word, name)] for word, name in ((1, "A"), (2, "B"), (3, "A"))]
+    assert batcher.size(units[0]) == 4 + 5
+    assert batcher.split(units, 9 + 4) == [[0], [1], [2]]
+
+
+def test_a_prompt_that_ends_inside_an_image_is_not_kept():
+    batcher = SharedBatcher(path_positions, [], {9}, False)
+    ends = range(1, 6)
+    kept = [batcher.prefix(replace(rendered_with(1, "A", 2, 3), prompt=end)) is not None for end in ends]
+    assert kept == [True, False, False, True, True]
+
+
 def size_of(inputs) -> int:
     return inputs["input_ids"].numel() + len(inputs["media"]["image"]["tensors"]["pixel_values"])
 
@@ -266,9 +281,10 @@ def test_an_image_prefix_is_shared_by_different_questions(checkpoints):
 
 
 def rendered_with(*items) -> Rendered:
-    """A conversation of words, by their ids, and images of three tokens, by their keys."""
+    """A conversation of words, by their ids, and images of three tokens and five patches, by their keys."""
     ids = [token for item in items for token in ([9] * 3 if isinstance(item, str) else [item])]
-    media = tuple(ProcessedMedia(item, "image", {}, "", [9] * 3) for item in items if isinstance(item, str))
+    pixels = {"pixel_values": torch.zeros(5, 1)}
+    media = tuple(ProcessedMedia(item, "image", pixels, "", [9] * 3) for item in items if isinstance(item, str))
     return Rendered(ids, [int(token == 9) for token in ids], media)
 
 

@@ -34,11 +34,12 @@ FIGURES = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward", "num
 def test_two_processes_equal_two_accumulated_batches_bit_for_bit(tmp_path, tiny_checkpoint, train_here, kind):
     keys = {"save_steps": 5}
     if kind == "pairs":
-        data = colour_pairs(tmp_path / "data", 12, weight=[1.0, 0.5, 3.0] * 4)
+        # The third step of each epoch has one row, and so nothing for the second process.
+        data = colour_pairs(tmp_path / "data", 9, weight=[1.0, 0.5, 3.0] * 3)
     elif kind == "streamed":
         data, keys = colour_pairs(tmp_path / "data", 11), {**keys, "streaming": True}
     else:
-        data, keys = colour_lists(tmp_path / "data", 12), {**keys, "use_irrelevant_queries": True}
+        data, keys = colour_lists(tmp_path / "data", 11), {**keys, "use_irrelevant_queries": True}
     two = start(
         ["train_rm.py"],
         *short_training(tiny_checkpoint, data, tmp_path / "two", **keys),

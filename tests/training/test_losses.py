@@ -75,6 +75,18 @@ def test_the_irrelevant_loss_is_least_at_a_tie_and_is_weighted():
     assert parts["preference"].item() == pytest.approx(total(PreferenceLoss(), SCORES, pairs_of([preference])))
 
 
+def test_irrelevant_pairs_make_a_weighted_mean():
+    pairs = pairs_of([(0, 1, 0, 1, 1, 1), (2, 3, 0, 3, 1, 1)])
+    expected = (bradley_terry_tie(torch.tensor(2.0)) + 3 * bradley_terry_tie(torch.tensor(1.75))) / 4
+    assert total(PreferenceLoss(), SCORES, pairs) == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_scores_of_half_precision_are_compared_in_float32():
+    pairs = pairs_of([(0, 1, 0.1, 1, 0, 0), (2, 3, 0, 1, 1, 1)])
+    loss = PreferenceLoss(tie_threshold=0.4, center_coefficient=0.01)
+    assert total(loss, SCORES.bfloat16(), pairs) == total(loss, SCORES.float(), pairs)
+
+
 def test_centring_adds_the_square_of_the_sum():
     pairs = pairs_of([(0, 1, 0, 1, 0, 0)])
     parts = PreferenceLoss(center_coefficient=0.01)(SCORES, pairs, weights(pairs))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch.utils.data import BatchSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from vlmrm.conversation import Comparison, Medium, Reference, Video, media_of, text_of
@@ -53,12 +54,32 @@ def _image_tokens(reference: Reference, limits: MediaLimits) -> int:
     return min(max(width * height, limits.min_pixels or 0), largest) // PIXELS_PER_TOKEN
 
 
+class EvenBatches(BatchSampler):
+    """The batches of a sampler, and empty ones until every rank has as many; accelerate would repeat rows."""
+
+    def __init__(self, batches: BatchSampler, ranks: int):
+        super().__init__(batches.sampler, batches.batch_size, drop_last=False)
+        self.ranks = ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from super().__iter__()
+        yield from ([] for _ in range(-super().__len__() % self.ranks))
+
+    def __len__(self) -> int:
+        return super().__len__() + -super().__len__() % self.ranks
+
+
 class BalancedBatches(BatchRebalanceSampler):
     """HF's sampler, which shuffles and spreads each step's rows over ranks and accumulated batches, for packed rows.
 
     HF balances padded batches by varying their sizes. Here nothing is padded: every batch keeps its size, and rows go,
-    largest first, to the batch with the least work that has room.
+    largest first, to the batch with the least work that has room. A last step of fewer rows than batches has empty
+    ones, where HF would repeat rows.
     """
+
+    def __init__(self, *args: Any, **keys: Any):
+        super().__init__(*args, **keys)
+        self.has_tail = False  # one that HF would fill
 
     def _assign(self, indices: Sequence[int], lengths: Sequence[int]) -> list[list[list[int]]]:
         """Return the rows of one step as batches[rank][accumulation step]."""

@@ -44,8 +44,8 @@ class PreferenceLoss:
         per_preference, per_irrelevant = totals.float().clamp_min(torch.finfo(torch.float32).tiny)
 
         fit = pair_loss(difference - pairs["margin"], pairs["tie"], self.tie_threshold)
-        # 0 x scores keeps a batch without pairs in the graph: every rank must run its backward.
-        parts = {"preference": (preference * weight * fit).sum() / per_preference + 0.0 * scores.sum()}
+        # Sums over no pairs are in the graph too: every rank must run its backward.
+        parts = {"preference": (preference * weight * fit).sum() / per_preference}
         of_ties = (irrelevant * weight * bradley_terry_tie(difference)).sum() / per_irrelevant
         parts["irrelevant"] = self.irrelevant_weight * of_ties
         if self.center_coefficient is not None:

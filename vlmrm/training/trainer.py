@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Tra
 from transformers.trainer_utils import EvalLoopOutput
 
 from vlmrm.batching import Batch, ComparisonCollator, Part, to_device
+from vlmrm.batching.balance import BalancedBatches, EvenBatches, estimated_costs
 from vlmrm.batching.pieces import log_cut
 from vlmrm.engine import Engine, ScoredRow
 from vlmrm.errors import ConfigError, RowError, ScoreError, TrainingError
@@ -148,6 +149,10 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             loader = super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         finally:
             self.data_collator = self.collator
+        batches = getattr(loader, "batch_sampler", None)
+        if is_training and getattr(batches, "num_processes", 1) > 1 and not batches.drop_last:
+            batches.batch_sampler = EvenBatches(batches.batch_sampler, batches.num_processes)
+            batches.batch_size = None  # of any size: none is filled
         if hasattr(loader, "device"):
             # Each forward moves its own inputs: of the rest, numbers are read that the host should not wait for.
             loader.device = None
@@ -158,8 +163,6 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if self.args.train_sampling_strategy != "batch_rebalance" or not isinstance(dataset, datasets.Dataset):
             return super()._get_train_sampler(train_dataset)
-        from vlmrm.batching.balance import BalancedBatches, estimated_costs
-
         ranks, accumulated = self.args.world_size, self.args.gradient_accumulation_steps
         return BalancedBatches(
             estimated_costs(dataset, self.collator.renderer.limits),
