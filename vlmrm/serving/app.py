@@ -105,7 +105,7 @@ async def status(request: Request) -> dict[str, Any]:
     failures = reversed(service.metrics.recent_failures)
     return {
         "version": vlmrm.__version__,
-        "uptime": round(time.time() - service.started),
+        "uptime": round(time.monotonic() - service.started),
         "draining": service.draining,
         "rewards": rewards,
         "decoder": None if decoder is None else asdict(decoder),

@@ -201,7 +201,7 @@ class Gateway:
         job = await self.service.job(reward, items, priority)
 
         async def accept() -> str:
-            return await self.service.accept(job, time.time() + timeout)
+            return await self.service.accept(job, time.monotonic() + timeout)
 
         line = self._lines[reward]
         if patience:

@@ -75,7 +75,7 @@ class Service:
             for name, reward in self.rewards.items()
         }
         self.draining = False
-        self.started = time.time()
+        self.started = time.monotonic()
         self._errors: dict[str, str] = {}  # of loops whose last round has failed
         self._loops: list[asyncio.Task[None]] = []
 
