@@ -26,7 +26,7 @@ from vlmrm.serving.parsing import Parsers
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings
 from vlmrm.serving.strict_json import count_text, too_much_text
-from vlmrm.serving.threads import in_thread
+from vlmrm.serving.threads import computed, in_thread
 from vlmrm.serving.tokens import is_allowed, require_token, token_of
 from vlmrm.serving.turns import TurnScheduler
 
@@ -103,13 +103,10 @@ class Gateway:
 
     async def written(self, inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
         """Return the item that `write` makes of each input, or why there is none."""
-        # A thread would take longer than small bodies do, but files may be large, and long in coming.
-        if self.media.root is not None:
+        if self.media.root is not None:  # files may be large, and long in coming
             items = await run_sync(_write_each, inputs, write)
-        elif current_request().is_small:
-            items = _write_each(inputs, write)
         else:
-            items = await in_thread(_write_each, inputs, write)
+            items = await computed(_write_each, inputs, write)
         most = self.settings.limits.max_text_bytes
         # What looks like base64 in the JSON was taken for a medium, and may be a text.
         if current_request().body_bytes > most and await in_thread(count_text, items) > most:
