@@ -40,7 +40,6 @@ def create_app(service: Service, *, requests: bool = True) -> FastAPI:
         yield
         await service.drain(DRAIN_S)
         await service.stop()
-        app.state.gateway.parsers.stop()
 
     # FastAPI's own /docs and /openapi.json would need no token.
     app = FastAPI(

@@ -22,7 +22,6 @@ from vlmrm.serving.context import current_request
 from vlmrm.serving.errors import Forbidden, InvalidRequest, RewardFailed, TimedOut
 from vlmrm.serving.fetch import FetchBudget, Fetcher, fetch_images
 from vlmrm.serving.media import MediaResolver
-from vlmrm.serving.parsing import Parsers
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings
 from vlmrm.serving.strict_json import count_text, too_much_text
@@ -53,7 +52,6 @@ class Gateway:
         self.fetcher = Fetcher(self.settings.allowed_hosts, self.settings.limits)
         self.media = MediaResolver(self.settings.limits, self.settings.media_root, self.fetcher)
         self.scheduler = TurnScheduler()
-        self.parsers = Parsers(self.settings.limits)
         self._lines: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by reward, of those that wait for room
         # Where only rewards have tokens, each of them also opens what concerns the whole service.
         rewards = [reward.token for reward in self.settings.reward_args]
