@@ -354,9 +354,9 @@ async def test_a_job_that_a_worker_died_with_comes_alone_and_is_failed_after_the
 @in_loop
 async def test_a_job_past_its_deadline_is_failed_instead_of_begun(backends):
     async with backends() as backend:
-        late = await backend.put(job("late", deadline=time.time() - 1))
-        extended = await backend.put(job("extended", deadline=time.time() - 1))
-        assert await backend.put(job("extended", deadline=time.time() + 600)) == extended
+        late = await backend.put(job("late", deadline=time.monotonic() - 1))
+        extended = await backend.put(job("extended", deadline=time.monotonic() - 1))
+        assert await backend.put(job("extended", deadline=time.monotonic() + 600)) == extended
         assert prompts(await backend.take("length", 1000)) == ["extended"]
         status = await backend.status(late)
         assert (status.state, status.error) == (State.failed, "its deadline had passed before it was begun")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import time
 from typing import Any
 
 import numpy as np
 import pytest
-from services import Gate, fake, in_loop, rewards, running
+from services import Gate, fake, in_loop, queued, rewards, running
 
 from vlmrm.serving.turns import LANE, TurnScheduler
 
@@ -48,7 +49,7 @@ async def test_a_lane_is_told_how_long_it_would_wait():
 
 
 @in_loop
-async def test_a_request_that_would_wait_too_long_is_refused_unread(monkeypatch):
+async def test_a_request_that_would_wait_too_long_is_refused_unparsed(monkeypatch):
     async with running() as (_, client):
         scheduler = client._transport.app.state.gateway.scheduler
         assert (await rewards(client, "a cat")).status_code == 200
@@ -88,6 +89,18 @@ async def test_bodies_together_have_a_limit_until_they_are_answered(tmp_path):
 
 
 @in_loop
+async def test_announced_bodies_take_no_room():
+    size = 4096
+    announced = [(b"host", b"localhost"), (b"content-length", b"%d" % size)]
+    async with running(limits={"max_body_bytes": size, "max_bodies_bytes": size}) as (_, client):
+        waiting = [asyncio.create_task(sent(client._transport.app, [PIECE], headers=announced)) for _ in range(8)]
+        await asyncio.sleep(0.05)
+        assert (await rewards(client, "a cat")).status_code == 200
+        for one in waiting:
+            one.cancel()
+
+
+@in_loop
 async def test_a_client_may_say_how_long_it_waits(tmp_path):
     gate = Gate(tmp_path)
     async with running() as (_, client):
@@ -98,6 +111,19 @@ async def test_a_client_may_say_how_long_it_waits(tmp_path):
         for wrong in ("soon", "0", "-1", "nan", "inf"):
             answer = await client.post("/v1/rewards", json=body, headers={"X-Request-Timeout": wrong})
             assert answer.status_code == 400 and "X-Request-Timeout" in answer.text
+
+
+@in_loop
+async def test_a_step_of_the_clock_expires_no_request(tmp_path, monkeypatch):
+    gate, now = Gate(tmp_path), time.time
+    async with running() as (service, client):
+        first = asyncio.create_task(rewards(client, gate.prompt))
+        await gate.reached()
+        second = asyncio.create_task(rewards(client, "waits", timeout=60))
+        await queued(service, 1)
+        monkeypatch.setattr(time, "time", lambda: now() + 3600)
+        gate.open()
+        assert [(await one).status_code for one in (first, second)] == [200, 200]
 
 
 async def sent(app: Any, messages: list[dict[str, Any]], **scope: Any) -> list[dict[str, Any]]:

@@ -1,13 +1,11 @@
-"""Large JSON in processes of its own: the same values and errors, and no harm to others."""
+"""Large JSON, and what is more than a small body takes: in threads, without harm to others."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
+import threading
 import time
-from typing import Any
 
 import pytest
 from services import fake, in_loop, running
@@ -15,91 +13,42 @@ from services import fake, in_loop, running
 from vlmrm.errors import RowError
 from vlmrm.formats.rollouts import read_openrlhf_query
 from vlmrm.formats.texts import JSON_VALUES, read_text
-from vlmrm.serving import parsing, threads
+from vlmrm.serving import strict_json, threads
 from vlmrm.serving.context import RequestContext, begin_request
 from vlmrm.serving.errors import InvalidRequest
-from vlmrm.serving.parsing import LARGE_BYTES, Parsers
-from vlmrm.serving.service import TooLarge
 from vlmrm.serving.settings import Limits
+from vlmrm.serving.strict_json import LARGE_BYTES, parse
 from vlmrm.serving.threads import in_thread
 
 PADDING = " " * LARGE_BYTES
 DATA = "data:image/png;base64," + "A" * LARGE_BYTES
 
 
-def process_of(parsers: Parsers) -> Any:
-    [process] = parsers._idle
-    return process._process
-
-
 @in_loop
-async def test_large_json_has_the_values_and_the_errors_of_small():
-    parsers = Parsers(Limits())
-    for value in (
-        {"items": [{"image": DATA, "x": [1, 2.5, None, True], "é": "ü" * 5000}]},
-        {"$bytes": [0, 1], "a": {"$dict": {}}, "b": DATA},
-        DATA,
-    ):
-        assert await parsers.parse(json.dumps(value).encode() + PADDING.encode()) == value
-    kept = process_of(parsers).pid
+async def test_large_json_is_parsed_off_the_loop_as_small_is(monkeypatch):
+    value = {"items": [{"image": DATA, "x": [1, 2.5, None, True, 10**30], "é": "ü" * 5000}], "$bytes": {"$dict": {}}}
+    threads_of = []
+    strict = strict_json.strict_json
+    monkeypatch.setattr(
+        strict_json, "strict_json", lambda *a: threads_of.append(threading.current_thread()) or strict(*a)
+    )
+    assert await parse(json.dumps(value).encode(), Limits()) == value
     for broken in ('{"a": 1, "a": 2}', "[NaN]", "[" * 40 + "]" * 40, '"\\ud800"', '{"a": ', '"\xff"'):
         with pytest.raises(InvalidRequest) as small:
-            await parsers.parse(broken.encode("latin-1"))
+            await parse(broken.encode("latin-1"), Limits())
         with pytest.raises(InvalidRequest) as large:
-            await parsers.parse(PADDING.encode() + broken.encode("latin-1"))
-        assert str(large.value).split(" character ")[0] == str(small.value).split(" character ")[0]
-    assert process_of(parsers).pid == kept  # one process has parsed all of it
-    parsers.stop()
+            await parse(PADDING.encode() + broken.encode("latin-1"), Limits())
+        assert str(large.value).split(" at line ")[0] == str(small.value).split(" at line ")[0]
+    assert [thread is threading.main_thread() for thread in threads_of] == [False, *[True, False] * 6]
 
 
 @in_loop
 async def test_texts_are_bounded_and_media_are_not():
-    parsers = Parsers(Limits(max_text_bytes=1000))
-    assert await parsers.parse(json.dumps({"image": DATA, "raw": "A" * 2000, "prompt": "a b" * 300}).encode())
+    limits = Limits(max_text_bytes=1000)
+    assert await parse(json.dumps({"image": DATA, "raw": "A" * 2000, "prompt": "a b" * 300}).encode(), limits)
     for value in ({"prompt": "a b" * 400}, ["a b" * 200, {"x": ["a b" * 200]}]):
         with pytest.raises(InvalidRequest, match="over the limit max_text_bytes of 1000"):
-            await parsers.parse(json.dumps([value, DATA]).encode())
-    parsers.stop()
-
-
-@in_loop
-async def test_a_process_that_dies_or_hangs_costs_one_request():
-    parsers, body = Parsers(Limits()), json.dumps(DATA).encode()
-    assert await parsers.parse(body) == DATA
-    os.kill(process_of(parsers).pid, signal.SIGSTOP)
-    for patience in (0.2, parsing.PARSE_S):
-        parsers._idle[0]._socket.settimeout(patience)
-        if patience > 1:
-            process_of(parsers).kill()
-        with pytest.raises(TooLarge, match=r"the JSON of \d+ bytes took over"):
-            await parsers.parse(body)
-        assert await parsers.parse(body) == DATA  # by another
-    parsers.stop()
-
-
-@in_loop
-async def test_json_over_the_memory_of_a_request_is_too_large(monkeypatch):
-    monkeypatch.setattr(parsing, "BASE_BYTES", 300 * 2**20)
-    parsers = Parsers(Limits(max_json_values=10**9))
-    with pytest.raises(TooLarge, match="or more memory than requests have"):
-        await parsers.parse(b"[" + b'{"a":1},' * 2_000_000 + b"1]")
-    parsers.stop()
-
-
-@in_loop
-async def test_a_client_that_leaves_ends_the_parsing_of_its_body():
-    parsers, body = Parsers(Limits()), json.dumps(DATA).encode()
-    assert await parsers.parse(body) == DATA
-    process = process_of(parsers)
-    process.send_signal(signal.SIGSTOP)
-    parsing_it = asyncio.create_task(parsers.parse(body))
-    await asyncio.sleep(0.05)
-    parsing_it.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await parsing_it
-    assert process.returncode == -signal.SIGKILL
-    assert await parsers.parse(body) == DATA
-    parsers.stop()
+            await parse(json.dumps([value, DATA]).encode(), limits)
 
 
 @in_loop

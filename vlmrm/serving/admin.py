@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from vlmrm.serving.errors import error_responses
 from vlmrm.serving.gateway import Gateway, gateway_of
+from vlmrm.serving.strict_json import StrictRoute
 from vlmrm.serving.versions import ModelRequest, ModelState
 
 ELSEWHERE: dict[int | str, dict[str, Any]] = {202: {"description": "Others have the workers.", "model": ModelState}}
-router = APIRouter(prefix="/v1/rewards/{name}", tags=["operators"], responses=error_responses())
+
+
+class OperatorRoute(StrictRoute):
+    """A route whose token is checked before its body is looked at."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            gateway_of(request).require_admin(request)
+            return await handle(request)
+
+        return guarded
+
+
+router = APIRouter(
+    route_class=OperatorRoute, prefix="/v1/rewards/{name}", tags=["operators"], responses=error_responses()
+)
 
 
 @router.get("/model")
@@ -58,7 +77,6 @@ async def wake(name: str, request: Request, response: Response) -> ModelState:
 
 def _gateway(request: Request, name: str) -> Gateway:
     gateway = gateway_of(request)
-    gateway.require_admin(request)
     gateway.service.reward(name)
     return gateway
 

@@ -40,7 +40,6 @@ def create_app(service: Service, *, requests: bool = True) -> FastAPI:
         yield
         await service.drain(DRAIN_S)
         await service.stop()
-        app.state.gateway.parsers.stop()
 
     # FastAPI's own /docs and /openapi.json would need no token.
     app = FastAPI(
@@ -105,7 +104,7 @@ async def status(request: Request) -> dict[str, Any]:
     failures = reversed(service.metrics.recent_failures)
     return {
         "version": vlmrm.__version__,
-        "uptime": round(time.time() - service.started),
+        "uptime": round(time.monotonic() - service.started),
         "draining": service.draining,
         "rewards": rewards,
         "decoder": None if decoder is None else asdict(decoder),

@@ -51,7 +51,7 @@ class Job:
         request_id: of the request that sent it, for logs.
         trace: the W3C traceparent of that request; "" where it is not traced.
         wanted: the revision that must compute it; "" for any.
-        deadline: seconds since the epoch after which nobody waits for the job, and it is not begun.
+        deadline: of `time.monotonic`, after which nobody waits for the job, and it is not begun.
         attempts: how often a worker died or hung with it.
         packed: reward and items as one bytes object, of `size` bytes.
         receipt: the delivery that this is, in a queue that may deliver a job again.

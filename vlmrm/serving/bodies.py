@@ -61,19 +61,17 @@ class BodyMiddleware:
     ):
         self.app, self.limits, self.scheduler, self.metrics = app, limits, scheduler, metrics
         self.results = results
-        self._bytes = 0  # of bodies in memory, or announced
+        self._bytes = 0  # of bodies in memory: what is announced costs its sender nothing, and may never come
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in METHODS:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        declared = int(headers.get(b"content-length", b"0"))  # digits: RequestMiddleware refuses others
         held = _Held(self)
         try:
             context = RequestContext(client_of(scope), _deadline(headers), wanted=_wanted(headers))
             begin_request(context)
-            held.grow(declared)
             body = await self._read(receive, held)
             await _Handling(self, context, scope, receive, send).run(body)
         except ClientGone:
@@ -125,14 +123,11 @@ class _Held:
         self._bytes = 0
 
     def grow_to(self, size: int) -> None:
-        self.grow(max(size - self._bytes, 0))
-
-    def grow(self, size: int) -> None:
-        limit = self._middleware.limits.max_bodies_bytes
-        if self._middleware._bytes + size > limit:
+        limit, more = self._middleware.limits.max_bodies_bytes, size - self._bytes
+        if self._middleware._bytes + more > limit:
             raise Busy(f"the bodies of all requests together are over the limit of {limit} bytes: try again later.")
-        self._middleware._bytes += size
-        self._bytes += size
+        self._middleware._bytes += more
+        self._bytes = size
 
     def release(self) -> None:
         self._middleware._bytes -= self._bytes

@@ -17,6 +17,7 @@ class RequestContext:
         arrived: of `time.monotonic`.
         deadline: of `time.monotonic`, after which its client waits no longer.
         is_small: whether its body is read, checked and hashed in a millisecond or two, which a thread would take too.
+        sizes: width and height of its pictures whose headers have been read.
         wanted: the revision that must compute its scores; "" for any.
         revisions: those that did, by reward, for a header of the answer.
     """
@@ -26,6 +27,7 @@ class RequestContext:
     is_small: bool = True
     body_bytes: int = 0
     wanted: str = ""
+    sizes: dict[bytes, tuple[int, int]] = field(default_factory=dict, repr=False)
     revisions: dict[str, str] = field(default_factory=dict)
     arrived: float = field(default_factory=time.monotonic)
 

@@ -9,11 +9,12 @@ from hashlib import sha256
 from typing import Any
 
 from vlmrm.conversation import FRAME_PIXELS
-from vlmrm.data.media import image_size, video_pixels
+from vlmrm.data.media import video_pixels
 from vlmrm.errors import MediaError
 from vlmrm.formats.openai import OPTIONS as VIDEO_OPTIONS
 from vlmrm.formats.wire import Item
 from vlmrm.serving.media import view_npy
+from vlmrm.serving.threads import picture_size
 
 VIDEO_COLUMNS = ("video", "condition_videos")
 PATCH_PIXELS = 28 * 28  # of a token of an image
@@ -118,7 +119,7 @@ class _MediaFile:
 
 
 def _image_pixels(image: bytes) -> int:
-    width, height = image_size(image)
+    width, height = picture_size(image)
     return width * height
 
 

@@ -50,7 +50,7 @@ class JobBatch:
 
     def add(self, job: Job) -> int:
         """Add a job and return the tokens by which the batch grows."""
-        if job.deadline is not None and job.deadline < time.time():
+        if job.deadline is not None and job.deadline < time.monotonic():
             self.late.append(job)
             return 0
         tokens = self._tokens(job)

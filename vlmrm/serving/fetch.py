@@ -18,9 +18,9 @@ from typing import Any
 
 import httpx2 as httpx
 
-from vlmrm.data.media import image_size
 from vlmrm.errors import ConfigError, MediaError
 from vlmrm.serving.settings import Limits
+from vlmrm.serving.threads import in_thread, picture_size
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -130,7 +130,7 @@ class Fetcher:
             raise MediaError(f"the image at its URL did not come in {self.limits.fetch_timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise MediaError(f"the image at its URL cannot be fetched ({type(error).__name__})") from error
-        self.limits.check_image(*image_size(data))
+        self.limits.check_image(*await in_thread(picture_size, data))
         return {"bytes": data}
 
     def _host(self, url: httpx.URL) -> AllowedHost:

@@ -22,11 +22,10 @@ from vlmrm.serving.context import current_request
 from vlmrm.serving.errors import Forbidden, InvalidRequest, RewardFailed, TimedOut
 from vlmrm.serving.fetch import FetchBudget, Fetcher, fetch_images
 from vlmrm.serving.media import MediaResolver
-from vlmrm.serving.parsing import Parsers
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings
 from vlmrm.serving.strict_json import count_text, too_much_text
-from vlmrm.serving.threads import in_thread
+from vlmrm.serving.threads import computed, in_thread
 from vlmrm.serving.tokens import is_allowed, require_token, token_of
 from vlmrm.serving.turns import TurnScheduler
 
@@ -53,7 +52,6 @@ class Gateway:
         self.fetcher = Fetcher(self.settings.allowed_hosts, self.settings.limits)
         self.media = MediaResolver(self.settings.limits, self.settings.media_root, self.fetcher)
         self.scheduler = TurnScheduler()
-        self.parsers = Parsers(self.settings.limits)
         self._lines: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by reward, of those that wait for room
         # Where only rewards have tokens, each of them also opens what concerns the whole service.
         rewards = [reward.token for reward in self.settings.reward_args]
@@ -103,13 +101,10 @@ class Gateway:
 
     async def written(self, inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
         """Return the item that `write` makes of each input, or why there is none."""
-        # A thread would take longer than small bodies do, but files may be large, and long in coming.
-        if self.media.root is not None:
+        if self.media.root is not None:  # files may be large, and long in coming
             items = await run_sync(_write_each, inputs, write)
-        elif current_request().is_small:
-            items = _write_each(inputs, write)
         else:
-            items = await in_thread(_write_each, inputs, write)
+            items = await computed(_write_each, inputs, write)
         most = self.settings.limits.max_text_bytes
         # What looks like base64 in the JSON was taken for a medium, and may be a text.
         if current_request().body_bytes > most and await in_thread(count_text, items) > most:
@@ -201,7 +196,7 @@ class Gateway:
         job = await self.service.job(reward, items, priority)
 
         async def accept() -> str:
-            return await self.service.accept(job, time.time() + timeout)
+            return await self.service.accept(job, time.monotonic() + timeout)
 
         line = self._lines[reward]
         if patience:

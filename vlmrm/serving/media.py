@@ -22,12 +22,13 @@ from PIL import Image
 
 from vlmrm.conversation import Conversation, Message, Part, Reference, Text
 from vlmrm.conversation import Image as ImagePart
-from vlmrm.data.media import decode_data_uri, image_size
+from vlmrm.data.media import decode_data_uri
 from vlmrm.errors import ConfigError, MediaError
 from vlmrm.formats.wire import Item
 from vlmrm.rewards.samples import MEDIA
 from vlmrm.serving.fetch import Fetcher, RemoteImage
 from vlmrm.serving.settings import Limits
+from vlmrm.serving.threads import picture_size
 from vlmrm.settings import nearest_file
 
 
@@ -91,7 +92,7 @@ class MediaResolver:
         data = self._bytes(reference, "image")
         if len(data) > self.limits.max_image_bytes:
             raise MediaError(f"an image has {len(data)} bytes, over the limit of {self.limits.max_image_bytes}")
-        self.limits.check_image(*image_size(data))
+        self.limits.check_image(*picture_size(data))
         return data
 
     def video(self, reference: Any) -> bytes | tuple[bytes | RemoteImage, ...]:

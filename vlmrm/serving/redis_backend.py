@@ -84,7 +84,7 @@ class RedisBackend:
     # Requests --------------------------------------------------------------------------------------------------------
 
     async def put(self, job: Job) -> str:
-        ttl = "" if job.deadline is None else job.deadline - time.time()  # Redis counts by its own clock
+        ttl = "" if job.deadline is None else job.deadline - time.monotonic()  # Redis counts by its own clock
         content = (job.id, job.key, job.reward, job.packed, len(job.items), job.cost, job.priority, ttl)
         origin = (
             " ".join(job.revisions),

@@ -23,7 +23,7 @@ from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.telemetry import REQUEST_ID, Metrics, current_trace
-from vlmrm.serving.threads import in_thread
+from vlmrm.serving.threads import computed, in_thread
 from vlmrm.serving.versions import Versions
 from vlmrm.serving.worker_spec import is_trained, worker_specs
 
@@ -75,7 +75,7 @@ class Service:
             for name, reward in self.rewards.items()
         }
         self.draining = False
-        self.started = time.time()
+        self.started = time.monotonic()
         self._errors: dict[str, str] = {}  # of loops whose last round has failed
         self._loops: list[asyncio.Task[None]] = []
 
@@ -192,8 +192,7 @@ class Service:
         make = partial(self._make_job, reward, list(items), priority, self.info(reward).get("max_pixels"))
         # Files of the service and images by URL may be large in a small request.
         named = self.settings.media_root is not None or self.settings.allowed_hosts
-        small = current_request().is_small and not named and not _has_video(items)
-        job = make() if small else await in_thread(make)
+        job = await (in_thread if named or _has_video(items) else computed)(make)
         if len(items) > max_items or job.size > max_bytes:
             raise TooLarge(
                 f"a request of {len(items)} items in {job.size} bytes is over what the queue can hold, "

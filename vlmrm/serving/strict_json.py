@@ -7,24 +7,50 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
-from pydantic import FailFast
+from pydantic import BaseModel, FailFast, ValidationError
+from pydantic_core import from_json
 
 from vlmrm.serving.errors import STATUS, InvalidRequest
-from vlmrm.serving.service import TooLarge
 from vlmrm.serving.settings import Limits
+from vlmrm.serving.threads import in_thread
+from vlmrm.settings import describe_errors
 
-# An unterminated string matches to the end of the text, so that not every quote in it is tried as a beginning.
-STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+ESCAPED, FEW_ESCAPES = re.compile(rb"\\.", re.DOTALL), 10_000
 BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 SHORT = 64  # characters, of which no image is made
-BRACKETS = bytes.maketrans(b"{}", b"[]")
-NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 MANY_KEYS = 4096  # of one object, each of which may be an error of its own
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+LARGE_BYTES, SYNTAX, MANY_SIGNS = 256 * 2**10, (b",", b'"', b"[", b"{"), 20_000  # a thread parses what has more
+ENTRIES = 1024  # of a column, which are validated in some milliseconds
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def parse(body: bytes, limits: Limits) -> Any:
+    """Return the value of a request's JSON, as `strict_json` does, in a thread where it is large.
+
+    Raises:
+        InvalidRequest: as `strict_json`, and where a column has far more entries than a request may have items.
+    """
+    small = len(body) < LARGE_BYTES and sum(map(body.count, SYNTAX)) < MANY_SIGNS
+    value = strict_json(body, limits) if small else await in_thread(strict_json, body, limits)
+    most = max(limits.max_items, ENTRIES)
+    for name, column in value.items() if isinstance(value, dict) else ():
+        if isinstance(column, list) and len(column) > most:
+            raise InvalidRequest(f"{name[:60]} has {len(column)} entries: send {most} at most.")
+    return value
+
+
+async def parse_as(kind: type[Model], body: bytes, limits: Limits) -> Model:
+    """Return a body as a model, for routes whose body FastAPI does not read; raises as `parse`."""
+    value = await parse(body, limits)
+    try:
+        return await in_thread(kind.model_validate, value)
+    except ValidationError as error:
+        raise InvalidRequest(f"{describe_errors(error.errors(), kind)}.") from None
 
 
 def strict_json(body: bytes, limits: Limits) -> Any:
@@ -33,24 +59,86 @@ def strict_json(body: bytes, limits: Limits) -> Any:
     Raises:
         InvalidRequest: for what is not JSON, is ambiguous, or would take far more memory than it has bytes.
     """
-    _check_structure(body, limits)
+    bare = _bare(body, limits)
+    # Before anything is built: a megabyte of `{"a":1},` becomes fifty of Python objects.
+    if sum(map(bare.count, (b"[", b"{", b","))) > limits.max_json_values:
+        raise _too_many(limits)
     try:
-        value = json.loads(
-            body.decode("utf-8"), object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant
-        )
-        if SURROGATE.search(body):
-            json.dumps(value, ensure_ascii=False).encode()
-        if len(body) > limits.max_text_bytes and count_text(value, besides=is_medium) > limits.max_text_bytes:
-            raise InvalidRequest(too_much_text(limits.max_text_bytes))
-        return value
-    except UnicodeDecodeError as error:
-        raise InvalidRequest("the JSON is not UTF-8: encode it so.") from error
-    except UnicodeEncodeError as error:
-        raise InvalidRequest("the JSON has half of a surrogate pair, which is no character: leave it out.") from error
-    except json.JSONDecodeError as error:
-        raise InvalidRequest(f"the JSON is broken at character {error.pos} ({error.msg}).") from error
-    except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
-        raise InvalidRequest("the JSON is nested too deep, or has a number that is too long.") from error
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(_problem(body, bare, error, limits)) from error
+    if _keys(value, limits) < bare.count(b":"):  # the parser keeps the last of equal keys
+        json.loads(body, object_pairs_hook=_unique)
+    if len(body) > limits.max_text_bytes and count_text(value, besides=is_medium) > limits.max_text_bytes:
+        raise InvalidRequest(too_much_text(limits.max_text_bytes))
+    return value
+
+
+def _bare(body: bytes, limits: Limits) -> bytes:
+    """Return JSON without its strings; of a broken text, so far as it is JSON."""
+    if body.count(b"\\") < FEW_ESCAPES:  # the quicker way; of millions it would take seconds
+        body = ESCAPED.sub(b"", body)
+    else:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    most = 4 * (limits.max_json_values + 1)  # quotes: each value may have a key
+    parts = body.split(b'"', most)
+    if len(parts) > most:
+        raise _too_many(limits)
+    return b"".join(parts[::2])
+
+
+def _too_many(limits: Limits) -> InvalidRequest:
+    return InvalidRequest(f"the JSON has over {limits.max_json_values} values: send fewer items at a time.")
+
+
+def _too_deep(limits: Limits) -> InvalidRequest:
+    return InvalidRequest(f"the JSON is nested deeper than the limit of {limits.max_json_depth}.")
+
+
+def _problem(body: bytes, bare: bytes, error: ValueError, limits: Limits) -> str:
+    """Return what is wrong with a text that is no JSON."""
+    if constant := re.search(rb"NaN|-?Infinity", bare):
+        return f"the JSON has {constant[0].decode()}, which JSON has no number for: leave it out or send null."
+    if "recursion" in str(error):
+        return str(_too_deep(limits))
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return "the JSON is not UTF-8: encode it so."
+    return f"the JSON is broken: {error}."
+
+
+def _keys(value: Any, limits: Limits) -> int:
+    """Return how many keys all objects of a value have.
+
+    Raises:
+        InvalidRequest: when it is nested too deep, or has an infinite number or an object of too many keys.
+    """
+    keys, level, depth = 0, [value], 0
+    while level:
+        if depth > limits.max_json_depth:
+            raise _too_deep(limits)
+        below: list[Any] = []
+        for part in level:
+            if isinstance(part, list):
+                below += part
+            elif isinstance(part, dict):
+                if len(part) > MANY_KEYS:
+                    raise InvalidRequest(f"the JSON has an object of {len(part)} keys: {MANY_KEYS} are the most.")
+                keys += len(part)
+                below += part.values()
+            elif isinstance(part, float) and math.isinf(part):
+                raise InvalidRequest("the JSON has a number that is too large: send one below 1e308.")
+        level, depth = below, depth + 1
+    return keys
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise InvalidRequest(f"the JSON has the key {twice[:60]!r} twice in one object: send it once.")
+    return content
 
 
 def too_much_text(limit: int) -> str:
@@ -70,43 +158,6 @@ def count_text(value: Any, besides: Callable[[str], bool] = lambda text: False) 
     return sum(count_text(part, besides) for part in parts)
 
 
-def _check_structure(body: bytes, limits: Limits) -> None:
-    """Check the limits before anything is built: a megabyte of `[[[[` becomes a hundred of Python objects."""
-    opened = body.count(b"[") + body.count(b"{")
-    if opened <= limits.max_json_depth and opened + body.count(b",") <= limits.max_json_values:
-        return
-    bare = STRING.sub(b"", body)
-    values = bare.count(b"[") + bare.count(b"{") + bare.count(b",")
-    if values > limits.max_json_values:
-        raise InvalidRequest(f"the JSON has over {limits.max_json_values} values: send fewer items at a time.")
-    brackets = bare.translate(BRACKETS, NO_BRACKETS)
-    for _ in range(limits.max_json_depth):  # a level at a time; what is not closed, the parser refuses early
-        brackets = brackets.replace(b"[]", b"")
-    if b"[]" in brackets:
-        raise InvalidRequest(f"the JSON is nested deeper than the limit of {limits.max_json_depth}.")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(pairs) > MANY_KEYS:
-        raise InvalidRequest(f"the JSON has an object of {len(pairs)} keys: {MANY_KEYS} are the most.")
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise InvalidRequest(f"the JSON has the key {twice[:60]!r} twice in one object: send it once.")
-    return content
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if math.isinf(value):
-        raise InvalidRequest(f"the JSON has the number {digits[:20]}, which is too large: send one that is not.")
-    return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise InvalidRequest(f"the JSON has {name}, which JSON has no number for: leave it out or send null.")
-
-
 Entry = TypeVar("Entry")
 
 
@@ -123,10 +174,10 @@ class _StrictRequest(Request):
         if not hasattr(self, "_json"):
             body = await self.body()
             try:
-                self._json = await self.app.state.gateway.parsers.parse(body)
-            except (InvalidRequest, TooLarge) as error:
+                self._json = await parse(body, self.app.state.gateway.settings.limits)
+            except InvalidRequest as error:
                 # FastAPI replaces any other error that is raised while it reads a body by a sentence of its own.
-                raise HTTPException(STATUS[type(error)], str(error)) from error
+                raise HTTPException(STATUS[InvalidRequest], str(error)) from error
         return self._json
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar, TypeVarTuple
 from weakref import WeakValueDictionary
@@ -12,6 +13,7 @@ from anyio import CapacityLimiter
 from anyio.lowlevel import RunVar
 from anyio.to_thread import run_sync
 
+from vlmrm.data.media import image_size
 from vlmrm.serving.context import current_request
 
 THREADS = 2
@@ -44,3 +46,30 @@ async def in_thread(compute: Callable[[*Arguments], Result], *arguments: *Argume
     lock = threads.locks.setdefault(current_request().client, asyncio.Lock())
     async with lock:
         return await run_sync(compute, *arguments, limiter=threads.limiter)
+
+
+class _NotOnTheLoop(Exception):
+    """A header is to be read, which may take half a second."""
+
+
+async def computed(compute: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
+    """Return what `compute` returns: at once of a small request, in a thread of a larger one or one with pictures."""
+    if current_request().is_small:
+        with suppress(_NotOnTheLoop):
+            return compute(*arguments)
+    return await in_thread(compute, *arguments)
+
+
+def picture_size(data: bytes) -> tuple[int, int]:
+    """Return width and height of a picture, whose header is read once in a request; for `computed` or a thread.
+
+    Raises:
+        MediaError: as `image_size`.
+    """
+    sizes = current_request().sizes
+    if data not in sizes:
+        with suppress(RuntimeError):
+            asyncio.get_running_loop()
+            raise _NotOnTheLoop
+        sizes[data] = image_size(data)
+    return sizes[data]

@@ -22,7 +22,7 @@ from vlmrm.serving.gateway import gateway_of
 from vlmrm.serving.media import MediaResolver
 from vlmrm.serving.protocols.common import check_lengths, media_read, score_inputs
 from vlmrm.serving.service import NotServing, TooLarge, UnknownReward
-from vlmrm.serving.strict_json import Column
+from vlmrm.serving.strict_json import Column, parse_as
 from vlmrm.serving.worker.channel import redact_paths
 from vlmrm.settings import nearest
 
@@ -90,7 +90,7 @@ async def compute(request: Request, reward: str | None = None) -> ComputeAnswer:
     gateway = gateway_of(request)
     try:
         settings = gateway.authorized_reward(request, reward)
-        body = await gateway.parsers.parse_as(ComputeRequest, await request.body())
+        body = await parse_as(ComputeRequest, await request.body(), gateway.settings.limits)
         rows = range(len(body.prompt))
         write = partial(_item, body, gateway.media)
         return ComputeAnswer(rewards=await score_inputs(gateway, settings, rows, write, noun="sample"))

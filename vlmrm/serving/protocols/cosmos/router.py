@@ -19,6 +19,7 @@ from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.gateway import gateway_of
 from vlmrm.serving.protocols.cosmos.payload import Pull
 from vlmrm.serving.protocols.cosmos.service import enqueue, pull, read_request
+from vlmrm.serving.strict_json import parse
 
 RESULTS = "/api/reward/pull"  # asks for what has been accepted
 
@@ -77,7 +78,7 @@ async def pull_scores(request: Request) -> JSONResponse:
 
 async def _read_pull(request: Request) -> Pull:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
-        content = await gateway_of(request).parsers.parse(await request.body())
+        content = await parse(await request.body(), gateway_of(request).settings.limits)
     else:
         content = dict(await request.form(max_files=0, max_fields=10))
     try:

@@ -15,6 +15,7 @@ from vlmrm.serving.gateway import Gateway
 from vlmrm.serving.protocols.cosmos.payload import MediaBatch, Metadata, read_media
 from vlmrm.serving.service import NotServing
 from vlmrm.serving.settings import RewardSettings
+from vlmrm.serving.strict_json import parse_as
 from vlmrm.serving.threads import in_thread
 from vlmrm.serving.worker.channel import redact_paths
 
@@ -49,7 +50,7 @@ async def read_request(gateway: Gateway, body: bytes) -> tuple[Metadata, MediaBa
     head, newline, data = body.partition(b"\n")
     if not newline:
         raise MediaError("the body has no line end after its JSON: send <JSON>, a line end, and the media")
-    metadata = await gateway.parsers.parse_as(Metadata, head)
+    metadata = await parse_as(Metadata, head, gateway.settings.limits)
     if metadata.media_type == "latent":
         _check_decoder(gateway)
     media = await in_thread(read_media, data, metadata.media_type, gateway.settings.limits)
