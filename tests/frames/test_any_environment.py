@@ -39,8 +39,8 @@ class Room(gym.Env):
     })})
     action_space = gym.spaces.Discrete(2)
 
-    def __init__(self, lamp=4):
-        self.lamp = lamp
+    def __init__(self, lamp=4, broken=None):
+        self.lamp, self.broken = lamp, broken
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -49,17 +49,25 @@ class Room(gym.Env):
 
     def step(self, action):
         self.on += int(action)
+        if self.broken == "step" and self.on == 3:
+            raise RuntimeError("the lamp burst")
         return self.shown(), 0.0, False, False, {"lit": self.on / self.lamp}
 
     def shown(self):
         views = {name: self.np_random.integers(0, 60, (24, 48, 3), dtype=np.uint8) for name in ("top", "side")}
         views["top"][:, 24:] = self.np_random.integers(0, 256)
         views["top"][8:16, 8:16] = 255 if self.on >= self.lamp else 0
+        if self.broken == "size" and self.on > 2:
+            views["top"] = views["top"][:20]
         return {"pixels": views}
 
 
 def policy(observations):
     return np.ones(len(observations["pixels"]["top"]), dtype=np.int64)
+
+
+def three(observations):
+    return np.zeros(3)
 
 
 def vector():
@@ -72,6 +80,9 @@ def wrong():
 
 gym.register("Lamp/Room-v0", Room)
 '''
+BURST, CUT = (
+    {"policy": "lamp_room:policy", "noise": 0, "env_options": {"broken": broken}} for broken in ("step", "size")
+)
 CROP = {"top": [0, 0, 0.5, 1]}
 
 
@@ -180,12 +191,16 @@ def test_a_policy_of_states_observes_one_vector_and_no_images(monkeypatch):
         ("lamp_room:wrong", {}, "returns int: it has to return a gymnasium.Env"),
         ("lamp_room:Room", {"image_keys": ["topp"]}, "shows no image 'topp': it shows top, side.*'render' is"),
         ("lamp_room:Room", {"image_keys": ["render"]}, "make it with render_mode='rgb_array'"),
+        ("lamp_room:Room", {"policy": "lamp_room:three"}, r"three returns actions of shape \[3\]: .* are \[2\]"),
+        ("lamp_room:Room", BURST, r"Room.* raises RuntimeError in a step \(the lamp burst\)"),
+        ("lamp_room:Room", CUT, r"shows 'top' as \[3, 20, 48\] after \[3, 24, 48\]: an episode has frames"),
         ("lamp_room:Room", {"crop": {"top": [0, 0, 90, 9]}}, "not within the images 'top', 48 wide and 24 high"),
     ],
 )
 def test_what_cannot_be_collected_is_refused_by_name(name, changes, message):
     with pytest.raises((ConfigError, DataError), match=message):
-        collect(settings(name, **{"success": "info.lit >= 1", "image_keys": ["top"], "episodes": 1} | changes))
+        collect(settings(name, **{"success": "info.lit >= 1", "image_keys": ["top"], "episodes": 2} | changes))
+    assert not list(Path().glob("data/*/*.safetensors"))
 
 
 @pytest.mark.parametrize(

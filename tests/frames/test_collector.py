@@ -17,7 +17,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.frames.collector import RewardDataCollector
-from vlmrm.trajectories.trajectory import open_folder, trajectory_paths
+from vlmrm.trajectories.trajectory import open_folder, open_trajectory, trajectory_paths
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_chunk_of_steps_is_cut_where_an_episode_ends(folders, collect):
         collector.step(None)
     collector.close()
     assert stories(folders[0]) == {(n, e): [0, 1, 2, 3] for n in range(2) for e in range(2)}
-    assert stories(folders[1]) == {(n, 2): [0] for n in range(2)}
+    assert trajectory_paths(folders[1]) == []  # the third episodes have only begun
 
 
 def test_labels_without_frames_are_refused(collect):
@@ -173,8 +173,8 @@ def test_metadata_says_where_a_trajectory_comes_from(folders, collect):
     [second] = [file for file in open_folder(folders[1]) if told(file.frame("wrist", 0))[:2] == (1, 1)]
     assert second.keys == ["wrist", "cam"]
     assert second.metadata | {"keys": ""} == {
-        "environment": "Toy", "seed": "8", "episode": "1", "success_once": "false", "frames": "5", "successes": "0",
-        "version": "1", "keys": "",
+        "environment": "Toy", "seed": "8", "episode": "1", "success_once": "false", "ended": "true", "frames": "5",
+        "successes": "0", "version": "1", "keys": "",
     }  # fmt: skip
 
 
@@ -183,6 +183,7 @@ def test_episodes_are_counted_anew_from_each_seed(folders, collect):
     for seed in (5, None, 6):
         collector.reset(seed=seed)
     collector.reset(seed=[7])
+    collector.reset()
     collector.close()
     about = [file.metadata for file in open_folder(folders[1])]
     assert [(entry["seed"], entry["episode"]) for entry in about] == [("5", "0"), ("5", "1"), ("6", "0"), ("7", "0")]
@@ -215,8 +216,8 @@ def test_an_episode_that_another_collector_of_the_seed_has_stored_is_not_stored_
     for collector in (first, second):
         play(collector, 12)
         collector.close()
-    assert (len(stories(folders[0])), len(stories(folders[1]))) == (6, 6)  # which asserts that each is there once
-    assert (first.twins, second.twins) == (0, 12) and second.written == {True: [], False: []}
+    assert (len(stories(folders[0])), len(stories(folders[1]))) == (6, 3)  # which asserts that each is there once
+    assert (first.twins, second.twins) == (0, 9) and second.written == {True: [], False: []}
     [warning] = [record.message for record in caplog.records]
     assert "has this episode of seed" in warning and "give processes that share folders different seeds" in warning
 
@@ -233,16 +234,16 @@ def test_other_seeds_and_no_seed_make_no_twins(folders, collect):
 PROGRAM = """
 import os, signal, sys, time
 sys.path.insert(0, {tests!r})
-from test_collector import RewardDataCollector, counting, play
-collector = RewardDataCollector(counting(3), {positive!r}, {negative!r}, ["cam"], {limit})
+from test_collector import Doing, RewardDataCollector, counting, play
+collector = RewardDataCollector({env}, {positive!r}, {negative!r}, ["cam"], {limit})
 play(collector, {steps}, {seed})
 {then}
 """
 
 
-def start(folders, *, steps: int, then: str = "", limit: int | None = None, seed: int = 7) -> subprocess.Popen:
+def start(folders, *, steps: int, then="", limit: int | None = None, seed=7, env="counting(3)") -> subprocess.Popen:
     paths = {"positive": str(folders[0]), "negative": str(folders[1]), "tests": str(Path(__file__).parent)}
-    program = PROGRAM.format(**paths, steps=steps, then=then, limit=limit, seed=seed)
+    program = PROGRAM.format(**paths, steps=steps, then=then, limit=limit, seed=seed, env=env)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, env=environment)
 
@@ -259,7 +260,7 @@ def test_processes_share_a_folder_without_a_collision_and_within_its_limit(folde
     assert [ended(process) for process in processes] == [0, 0]
     positive, negative = open_folder(folders[0]), open_folder(folders[1])
     assert len(positive) == 50  # of 2 * (40 + 24)
-    assert len(negative) == 2 * (30 + 1 + 2)  # environment 1's, and those that had just begun: all, and apart
+    assert len(negative) == 2 * 30  # environment 1's
     assert len({path.name[:6] for path in trajectory_paths(folders[0])}) == 50
 
 
@@ -268,11 +269,10 @@ def test_processes_share_a_folder_without_a_collision_and_within_its_limit(folde
     ("then", "status", "kept"),
     [("", 0, True), ("os.kill(os.getpid(), signal.SIGTERM)", 143, True), ("os.kill(os.getpid(), 9)", -9, False)],
 )
-def test_episodes_under_way_are_written_at_the_end_but_not_by_sigkill(folders, then, status, kept):
-    assert ended(start(folders, steps=5, then=then)) == status
-    stored = stories(folders[0]) | stories(folders[1])
-    assert {(0, 0): [0, 1, 2, 3], (1, 0): [0, 1, 2, 3, 4]}.items() <= stored.items()
-    assert (stored.get((0, 1)) == [0, 1, 2]) is kept
+def test_successes_under_way_are_written_at_the_end_but_not_by_sigkill(folders, then, status, kept):
+    assert ended(start(folders, steps=2, then=then, env="Doing(counting(3))")) == status
+    assert [len(file) for file in map(open_trajectory, trajectory_paths(folders[0]))] == [3] * kept
+    assert trajectory_paths(folders[1]) == []  # the others might still have succeeded
 
 
 @pytest.mark.slow
@@ -319,6 +319,24 @@ def test_sigterm_waits_for_the_write_and_then_ends_the_program(folders, collect,
 # What cannot be collected --------------------------------------------------------------------------------------------
 
 
+class Doing(gym.vector.VectorWrapper):
+    """Says that every state of environment 1 is a success."""
+
+    def step(self, actions: Any) -> Any:
+        *result, info = self.env.step(actions)
+        info["success"][1] = True
+        return *result, info
+
+
+def test_of_episodes_under_way_successes_alone_are_stored(folders, collect):
+    collector = collect(Doing(counting(2)))
+    play(collector, 2)
+    collector.close()
+    [file] = open_folder(folders[0])
+    assert file.metadata["ended"] == "false" and file.metadata["seed"] == "8"
+    assert not trajectory_paths(folders[1])  # environment 0 might have succeeded
+
+
 def test_a_missing_image_is_refused_by_name(collect):
     with pytest.raises(DataError, match="environment 0 shows no image 'wrist'"):
         play(collect(counting(1), ["cam", "wrist"]), 1)
@@ -362,7 +380,7 @@ def test_pictures_with_channels_last_and_floats_are_kept_as_bytes(folders, colle
 
     collector = collect(Changed(counting(1), change))
     play(collector, 2)
-    collector.close()
+    collector.reset()
     assert stories(folders[1]) == {(0, 0): [0, 1, 2]}
 
 

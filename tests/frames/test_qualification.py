@@ -38,13 +38,23 @@ def test_auc_is_the_share_of_pairs_in_order_and_the_loss_is_cross_entropy():
 
 
 @pytest.mark.parametrize("target", [0.0, 0.01, 0.1, 0.5])
-def test_the_threshold_is_the_lowest_with_that_false_positive_rate(target):
+def test_the_threshold_has_the_highest_recall_of_that_false_positive_rate(target):
     logits, labels = drawn()
     threshold = choose_threshold(HeldOut(logits, labels, np.zeros(len(labels))), target, min_precision=0)
-    failures = logits[labels == 0]
+    failures, successes = logits[labels == 0], logits[labels == 1]
     assert (failures > threshold).mean() <= target
-    lower = logits[logits <= threshold].max()  # with the next lower score above it too it would be too many
+    lower = successes[successes <= threshold].max()  # with the next lower success above it failures are too many
     assert (failures >= lower).mean() > target
+    assert logits[logits > threshold].min() in successes  # and any higher loses a success
+
+
+def test_between_classes_far_apart_no_failure_fires():
+    generator = np.random.default_rng(0)
+    labels = np.tile(np.arange(40) >= 22, (24, 1)) & (np.arange(24) < 12)[:, None]
+    held_out = HeldOut((20 * labels - 10 + generator.normal(size=labels.shape)).ravel(), labels.ravel().astype(float),
+                       np.repeat(np.arange(24), 40))  # fmt: skip
+    measured = figures(held_out, choose_threshold(held_out, 0.01))
+    assert (measured["precision"], measured["recall"], measured["false_fires"]) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("least", [0.5, 0.9, 0.99, 1.0])
@@ -75,7 +85,7 @@ def test_between_classes_the_threshold_is_half_way():
 def test_so_few_failed_episodes_fire_that_their_bound_holds(failed, share, tolerated):
     generator = np.random.default_rng(0)
     logits, labels = generator.normal(size=(failed + 1, 20)), np.zeros((failed + 1, 20))
-    logits[-1], labels[-1] = np.linspace(-2, 9, 20), np.arange(20) >= 5
+    logits[-1], labels[-1] = np.linspace(0.5, 4.3, 20), np.arange(20) >= 5
     frames = HeldOut(logits.ravel(), labels.ravel(), np.repeat(np.arange(failed + 1), 20))
     threshold = choose_threshold(frames, 0.9, share, min_precision=0)
     measured = figures(frames, threshold)

@@ -81,7 +81,7 @@ def test_what_is_no_episode_is_named(tmp_path, changes, reason):
         read_episode(episode(tmp_path / "0.pkl", **changes))
 
 
-def test_a_folder_of_episodes_is_imported_once(tmp_path):
+def test_a_folder_of_episodes_is_imported_once(tmp_path, caplog):
     folders = tmp_path / "positive", tmp_path / "negative"
     (tmp_path / "raw").mkdir()
     episode(tmp_path / "raw" / "0.pkl")
@@ -90,6 +90,7 @@ def test_a_folder_of_episodes_is_imported_once(tmp_path):
     write_payload(open_folder(tmp_path / "own"), tmp_path / "raw" / "train.pt")
     actual = import_episodes(episodes_in(None, None, tmp_path / "raw"), *folders, "Toy")
     assert (len(actual.positive), len(actual.negative)) == (2, 1)
+    assert "train.pt does not say which frames are of one episode" in caplog.text
     again = import_episodes(episodes_in(None, None, tmp_path / "raw"), *folders, "Toy")
     assert again.earlier == 3
 

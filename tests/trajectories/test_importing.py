@@ -83,6 +83,13 @@ def test_folders_are_imported_once_and_sorted_by_their_labels(folders, capsys):
     assert len(trajectory_paths(folders[2])) == 3
 
 
+def test_episodes_that_begin_with_success_are_warned_of(folders, caplog):
+    for name, labels in (("a", [1, 1, 1]), ("b", [0, 1, 1])):
+        save(folders[0] / f"{name}.npy", {"cam": STORED}, np.array(labels))
+    import_trajectories(folders[0], None, *folders[2:], "Toy")
+    assert "1 of 2 episodes succeed in every frame (a.npy)" in caplog.text
+
+
 def test_an_episode_that_another_process_imports_meanwhile_is_stored_once(folders):
     [episode] = episodes_in(save(folders[0] / "0.npy", {"cam": STORED}).parent, None)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 from tqdm import tqdm
 
 from vlmrm.errors import ConfigError
@@ -131,7 +131,8 @@ def _missing_seeds(settings: CollectSettings) -> list[int]:
                     f"success is {declared['declared_success']}, and {file.path} was labelled by {labelled}: name "
                     "another folder, or the success of before."
                 )
-            if file.metadata.get("played", declared["played"]) == declared["played"]:
+            complete = file.metadata.get("ended") == "true"
+            if complete and file.metadata.get("played", declared["played"]) == declared["played"]:
                 stored.add(file.metadata.get("seed"))
     seeds = [episode_seed(settings.seed, number) for number in range(settings.episodes)]
     return [seed for seed in seeds if str(seed) not in stored]
@@ -153,26 +154,43 @@ def _play(
     # A generator for each episode makes it the same beside any others.
     generators = [np.random.default_rng(seed) for seed in playing]
     observations, _ = collector.reset(seed=playing)
-    while any(seed is not None for seed in playing) and not collector.full:
-        actions = np.array(policy(observations) if policy else [space.sample() for _ in generators])
-        for i, generator in enumerate(generators):
-            if generator.random() < noise:
-                actions[i] = _random_action(space, generator)
-        observations, _, terminations, truncations, _ = collector.step(actions)
-        ended = terminations | truncations
-        if not ended.any():
-            continue
-        for i in np.flatnonzero(ended):
-            bar.update(playing[i] is not None)
-            playing[i] = next(waiting, None)
-            generators[i] = np.random.default_rng(playing[i])
-        bar.set_postfix(positive=len(collector.written[True]), negative=len(collector.written[False]))
-        observations, _ = collector.reset(seed=playing, options={"reset_mask": ended})
-        for i in np.flatnonzero(ended):
-            if playing[i] is None:
-                collector.discard(i)  # a vector steps all its environments, also those without an episode
-    for i in range(collector.num_envs):
-        collector.discard(i)
+    try:
+        while any(seed is not None for seed in playing) and not collector.full:
+            actions = _actions(settings, policy, observations, collector)
+            for i, generator in enumerate(generators):
+                if generator.random() < noise:
+                    actions[i] = _random_action(space, generator)
+            observations, _, terminations, truncations, _ = collector.step(actions)
+            ended = terminations | truncations
+            if not ended.any():
+                continue
+            for i in np.flatnonzero(ended):
+                bar.update(playing[i] is not None)
+                playing[i] = next(waiting, None)
+                generators[i] = np.random.default_rng(playing[i])
+            bar.set_postfix(positive=len(collector.written[True]), negative=len(collector.written[False]))
+            observations, _ = collector.reset(seed=playing, options={"reset_mask": ended})
+            for i in np.flatnonzero(ended):
+                if playing[i] is None:
+                    collector.discard(i)  # a vector steps all its environments, also those without an episode
+    finally:
+        for i in range(collector.num_envs):
+            collector.discard(i)  # the same command plays those under way anew
+
+
+def _actions(settings: CollectSettings, policy: Policy | None, observations: Any, env: VectorEnv) -> np.ndarray:
+    """Return an action for each environment; ConfigError where the policy returns another shape."""
+    space = env.single_action_space
+    if policy is None:
+        return np.array([space.sample() for _ in range(env.num_envs)])
+    actions = np.array(policy(observations))
+    expected = [env.num_envs, *(space.shape or ())]
+    if list(actions.shape) != expected:
+        raise ConfigError(
+            f"policy {settings.policy} returns actions of shape {list(actions.shape)}: those of {settings.env} for "
+            f"{env.num_envs} observations are {expected}."
+        )
+    return actions
 
 
 def _policy_of(settings: CollectSettings) -> Policy | None:

@@ -22,7 +22,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vlmrm.errors import ConfigError, DataError, Preempted
 from vlmrm.files import make_folder
-from vlmrm.frames.images import as_array, fitted_images, images_of, value_of
+from vlmrm.frames.images import as_array, check_one_size, fitted_images, images_of, value_of
 from vlmrm.frames.settings import Crop
 from vlmrm.trajectories.trajectory import (
     Trajectory,
@@ -50,6 +50,7 @@ class _Episode:
     number: int
     seed: int | None = None  # of the environment's last reset with one
     frames: list[LabelledFrame] = field(default_factory=list)
+    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the cameras' frames, before they are fitted
     success_once: bool = False
     discarded: bool = False
 
@@ -63,8 +64,9 @@ class RewardDataCollector(VectorWrapper):
     a label. An episode is positive if a frame of it is a success, or if `info` has `success_once`.
 
     Trajectories of other processes count against the limits too. An episode that another process with the same seed
-    has stored is left out, counted in `twins` and warned of. Unfinished episodes are written when the collector
-    is closed, when the program ends, and at SIGTERM, unless the program handles that itself.
+    has stored is left out, counted in `twins` and warned of. An unfinished episode that shows a success is written
+    when the collector is closed, when the program ends, and at SIGTERM, unless the program handles that itself; one
+    without is dropped, for it might still have succeeded. The metadata of trajectories say whether they have `ended`.
 
     Args:
         env: any vector environment with an `autoreset_mode` in its metadata.
@@ -155,16 +157,16 @@ class RewardDataCollector(VectorWrapper):
         return observation, rewards, terminations, truncations, info
 
     def close(self, **kwargs: Any) -> None:
-        """Write the unfinished episodes and close the environments."""
+        """Write the unfinished episodes that show a success, and close the environments."""
         self.flush()
         atexit.unregister(self.flush)
         super().close(**kwargs)
 
     def flush(self) -> None:
-        """Write the unfinished episodes as they are; later frames start new ones."""
+        """Write the unfinished episodes that show a success, and drop the others; later frames start new ones."""
         with sigterm.held_back():
             for i in range(self.num_envs):
-                self._finish(i)
+                self._finish(i, ended=False)
 
     def discard(self, i: int) -> None:
         """Drop the whole unfinished episode of environment `i`, with the frames that are yet to come."""
@@ -206,41 +208,48 @@ class RewardDataCollector(VectorWrapper):
                 self._finish(i)
 
     def _labelled(self, i: int, observation: Any, info: Mapping[str, Any]) -> list[LabelledFrame]:
-        return labelled_frames(i, self._keys, observation, info, self.num_envs, self._size, self._crop)
+        """Return environment `i`'s frames, `fitted`, and label of each state of a step; none without labels."""
+        labels = _labels_of(i, info, self.num_envs)
+        if labels is None:
+            return []
+        images = images_of(i, self._keys, observation, info, self.num_envs)
+        for key, frames in images.items():
+            if len(frames) != len(labels):
+                raise DataError(
+                    f"environment {i} showed {len(frames)} frames of {key!r} with {len(labels)} labels: each frame "
+                    "needs the label of the state that it shows."
+                )
+        check_one_size(f"environment {i}", images, self._episodes[i].sizes)
+        images = fitted_images(images, self._size, self._crop)
+        return [({key: images[key][t] for key in self._keys}, float(labels[t])) for t in range(len(labels))]
 
     def _append(self, i: int, frame: LabelledFrame) -> None:
-        if self._episodes[i].discarded:
-            return
-        buffer = self._episodes[i].frames
-        first, _ = buffer[0] if buffer else frame
-        for key, image in frame[0].items():
-            if image.shape != first[key].shape:
-                raise DataError(
-                    f"environment {i} shows {key!r} as {list(image.shape)} after {list(first[key].shape)}: an episode "
-                    "has frames of one size."
-                )
-        buffer.append(frame)
+        if not self._episodes[i].discarded:
+            self._episodes[i].frames.append(frame)
 
-    def _finish(self, i: int) -> None:
+    def _finish(self, i: int, ended: bool = True) -> None:
         episode = self._episodes[i]
         with sigterm.held_back():
             if episode.frames:
-                self._write(episode)
+                self._write(episode, ended)
             self._episodes[i] = _Episode(episode.number + bool(episode.frames), episode.seed)
 
-    def _write(self, episode: _Episode) -> None:
+    def _write(self, episode: _Episode, ended: bool) -> None:
         metadata = {
             **self._notes,
             "environment": self._name,
             "seed": "none" if episode.seed is None else str(episode.seed),
             "episode": str(episode.number),  # since that seed
-            "success_once": "true" if episode.success_once else "false",
+            "success_once": str(episode.success_once).lower(),
+            "ended": str(ended).lower(),
         }
         if crop := {key: box for key, box in (self._crop or self._shown).items() if key in self._keys}:
             metadata["crop"] = json.dumps(crop)
         images = {key: np.stack([image[key] for image, _ in episode.frames]) for key in self._keys}
         trajectory = Trajectory(images, np.array([label for _, label in episode.frames], dtype=np.float32), metadata)
         positive = trajectory.positive
+        if not (ended or positive):
+            return
         folder = self._folders[positive]
         with locked(folder):  # another process may fill the folder, or store the same episode
             if self._has_room(positive):
@@ -294,29 +303,6 @@ def observation_of(i: int, observation: Any) -> Any:
     if isinstance(observation, Mapping):
         return {key: observation_of(i, value) for key, value in observation.items()}
     return observation[i]
-
-
-def labelled_frames(
-    i: int,
-    keys: Sequence[str],
-    observation: Any,
-    info: Mapping[str, Any],
-    count: int,
-    size: Sequence[int] | None = None,
-    crop: Crop | None = None,
-) -> list[LabelledFrame]:
-    """Return environment `i`'s frames, `fitted`, and label of each state of a step; none without labels."""
-    labels = _labels_of(i, info, count)
-    if labels is None:
-        return []
-    images = fitted_images(images_of(i, keys, observation, info, count), size, crop)
-    for key, frames in images.items():
-        if len(frames) != len(labels):
-            raise DataError(
-                f"environment {i} showed {len(frames)} frames of {key!r} with {len(labels)} labels: each frame needs "
-                "the label of the state that it shows."
-            )
-    return [({key: images[key][t] for key in keys}, float(labels[t])) for t in range(len(labels))]
 
 
 def _labels_of(i: int, info: Mapping[str, Any], count: int) -> np.ndarray | None:

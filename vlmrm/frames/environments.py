@@ -18,9 +18,9 @@ import numpy as np
 from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
-from vlmrm.errors import ConfigError, DataError, first_line
+from vlmrm.errors import ConfigError, DataError, VlmrmError, first_line
 from vlmrm.frames.collector import LABELS
-from vlmrm.frames.images import cameras, fitted_images, images_of
+from vlmrm.frames.images import cameras, check_one_size, fitted_images, images_of
 from vlmrm.frames.settings import IMAGE_KEY, IMAGE_SIZE, RENDER, Crop
 from vlmrm.frames.simulators import SIMULATORS, Simulator
 from vlmrm.frames.success import FORMS, DeclaredSuccess
@@ -197,16 +197,26 @@ class LabelledEnv(gym.Wrapper):
         super().__init__(env)
         self._success, self._stop, self._past_end, self._repeat = success, stop_at_success, past_end, action_repeat
         self._keys, self._size, self._crop, self._seed = list(keys), size, crop, seed
+        self._shown: dict[str, tuple[int, ...]] = {}  # the sizes of the episode's frames before they are fitted
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         first, self._seed = self._seed, None
         observation, info = self.env.reset(seed=first if seed is None else seed, options=options)
+        self._shown.clear()
         return observation, self._labelled(observation, info, self._success(self.env))
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         total = 0.0
         for _ in range(self._repeat):
-            observation, reward, terminated, truncated, info = self.env.step(action)
+            try:
+                observation, reward, terminated, truncated, info = self.env.step(action)
+            except VlmrmError:
+                raise
+            except Exception as error:  # whatever an environment's own code raises
+                raise ConfigError(
+                    f"{self.env} raises {type(error).__name__} in a step ({first_line(error)}): look at it "
+                    f"and at its actions, such as {action!s:.60}."
+                ) from error
             success = self._success(self.env)
             if success:
                 terminated = self._stop or (bool(terminated) and not self._past_end)
@@ -238,4 +248,5 @@ class LabelledEnv(gym.Wrapper):
         for key, frames in images.items():
             if len(frames) != 1:
                 raise DataError(f"{self.env} shows {len(frames)} frames of {key!r} at once: show the last alone.")
+        check_one_size(str(self.env), images, self._shown)
         return {key: frames[0] for key, frames in fitted_images(images, self._size, self._crop).items()}

@@ -18,7 +18,7 @@ from vlmrm.frames.checkpoint import LoadedClassifier, load_classifier
 from vlmrm.frames.classifier import ClassifierConfig, model_input
 from vlmrm.frames.collector import autoreset_mode, final_state, observation_of, reset_mask
 from vlmrm.frames.drift import DriftWatch
-from vlmrm.frames.images import as_array, fitted_images, images_of
+from vlmrm.frames.images import as_array, check_one_size, fitted_images, images_of
 from vlmrm.frames.settings import RewardModelSettings
 from vlmrm.trajectories.trajectory import to_uint8
 
@@ -41,7 +41,8 @@ class FrameReward(VectorWrapper):
 
     Args:
         env: a vector environment with an `autoreset_mode` in its metadata that shows images as `RewardDataCollector`
-            takes them, one of each camera in a step.
+            takes them, one of each camera in a step. Those of another size than the classifier's are scaled as
+            `vlmrm frames collect` scales them.
         settings: see `RewardModelSettings`.
         scorer: the opened classifier, for several wrappers to share.
 
@@ -74,12 +75,13 @@ class FrameReward(VectorWrapper):
                 "autoreset_mode=AutoresetMode.DISABLED, and reset those that have ended."
             )
         self._starting = np.zeros(env.num_envs, dtype=bool)  # the environments whose next step is a reset
+        self._sizes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(env.num_envs)]  # of the frames shown
         self._recent = RecentFrames(env.num_envs, settings, self.scorer.config.threshold)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         mask = reset_mask(self.num_envs, options)
         observation, info = self.env.reset(seed=seed, options=options)
-        self._recent.forget(mask)
+        self._forget(mask)
         self._starting[mask] = False
         return observation, info
 
@@ -94,7 +96,7 @@ class FrameReward(VectorWrapper):
             terminations = np.logical_or(as_array(terminations), self._recent.succeeded)
             ended |= terminations
         learned = self._recent.rewards(ended, ignored=self._starting)
-        self._recent.forget(ended | self._starting)
+        self._forget(ended | self._starting)
         self._starting = ended & (self._mode is AutoresetMode.NEXT_STEP)
         reward = self.settings.reward_weight * learned
         if self.settings.env_reward_weight:  # not 0 times a NaN
@@ -114,6 +116,11 @@ class FrameReward(VectorWrapper):
             self._watch.look()
         super().close(**kwargs)
 
+    def _forget(self, mask: np.ndarray) -> None:
+        self._recent.forget(mask)
+        for i in np.flatnonzero(mask):
+            self._sizes[i].clear()
+
     def _images(self, observation: Any, info: Mapping[str, Any], ended: np.ndarray) -> dict[str, np.ndarray]:
         """Return the frames of the states that the step led to, uint8 [N,C,H,W] by camera."""
         same_step = self._mode is AutoresetMode.SAME_STEP  # of ended environments, it shows the next episode's start
@@ -128,8 +135,9 @@ class FrameReward(VectorWrapper):
                     raise DataError(
                         f"environment {i} showed {len(frames)} frames of {key!r} in a step: a reward is of one."
                     )
-        images = {key: np.concatenate([images[key] for images in shown]) for key in self._keys}
-        return fitted_images(images, self.scorer.config.image_size, self._crop) if self._crop else images
+            check_one_size(f"environment {i}", images, self._sizes[i])
+        scaled = [fitted_images(images, self.scorer.config.image_size, self._crop) for images in shown]
+        return {key: np.concatenate([images[key] for images in scaled]) for key in self._keys}
 
 
 class RecentFrames:

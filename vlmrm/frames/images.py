@@ -162,6 +162,17 @@ def fitted(frames: np.ndarray, size: Sequence[int] | None, crop: Sequence[float]
     return np.stack([np.asarray(picture).reshape(height, width, channels).transpose(2, 0, 1) for picture in pictures])
 
 
+def check_one_size(shown: str, images: Mapping[str, np.ndarray], sizes: dict[str, tuple[int, ...]]) -> None:
+    """Raise DataError where a camera's frames differ in size from those before in an episode, which `sizes` keeps."""
+    for key, frames in images.items():
+        first = sizes.setdefault(key, frames.shape[1:])
+        if frames.shape[1:] != first:
+            raise DataError(
+                f"{shown} shows {key!r} as {list(frames.shape[1:])} after {list(first)}: an episode has frames of one "
+                "size."
+            )
+
+
 def fitted_images(
     images: Mapping[str, np.ndarray], size: Sequence[int] | None, crop: Crop | None
 ) -> dict[str, np.ndarray]:

@@ -99,13 +99,14 @@ def choose_threshold(
     max_false_fires: float = MAX_FALSE_FIRES,
     min_precision: float = MIN_PRECISION,
 ) -> float:
-    """Return the lowest logit that three limits allow.
+    """Return the highest logit with the recall of the lowest that three limits allow.
 
-    Above it lie at most the share `target_fpr` of the failures, and frames of so few failed episodes that, with 95 %
-    confidence, at most the share `max_false_fires` of all has one; or of none, if too few were held out to show that.
-    Of the frames above it, at least the share `min_precision` are successes, with the same confidence: where these are
-    rare, the few failures of `target_fpr` are as many. Where nothing shows that, no held-out failure lies above it.
-    The logit is half-way to the next higher score, which changes no prediction on the held-out frames.
+    Above the lowest lie at most the share `target_fpr` of the failures, and frames of so few failed episodes that,
+    with 95 % confidence, at most the share `max_false_fires` of all has one; or of none, if too few were held out to
+    show that. Of the frames above, at least the share `min_precision` are successes, with the same confidence: where
+    these are rare, the few failures of `target_fpr` are as many. Where nothing shows that, no held-out failure lies
+    above. A higher threshold with the same recall keeps all limits, and rewards less that is no success.
+    The logit is half-way from the lowest rewarded success to the next lower score.
     """
     logits = held_out.logits
     failures = np.sort(logits[held_out.labels == 0])[::-1]
@@ -116,8 +117,10 @@ def choose_threshold(
         tolerated = sum(bound <= max_false_fires for bound in bounds)  # bounds grow with the fires
         lowest = max(lowest, peaks[max(tolerated - 1, 0)])
     lowest = _precise(held_out, np.append(lowest, failures[::-1][failures[::-1] > lowest]), min_precision)
-    above = logits[logits > lowest]
-    return float((lowest + above.min()) / 2 if len(above) else lowest)
+    rewarded = logits[(held_out.labels == 1) & (logits > lowest)]
+    if not len(rewarded):
+        return float(logits.max())  # no threshold has a recall, and this one rewards nothing
+    return float((logits[logits < rewarded.min()].max() + rewarded.min()) / 2)
 
 
 def _precise(held_out: HeldOut, candidates: np.ndarray, precision: float) -> float:

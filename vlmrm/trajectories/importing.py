@@ -6,6 +6,7 @@ distinguishes these two.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from vlmrm.errors import DataError
 from vlmrm.files import content_digest, make_folder
 from vlmrm.trajectories.pickles import read_dictionary
 from vlmrm.trajectories.trajectory import (
+    SUCCESS,
     Trajectory,
     find_trajectory,
     listed,
@@ -26,6 +28,8 @@ from vlmrm.trajectories.trajectory import (
     to_uint8,
     write_trajectory,
 )
+
+logger = logging.getLogger("vlmrm")
 
 BYTES, UNIT, LARGE = "uint8", "floats in [0, 1]", "floats from 0 to 255"
 
@@ -52,7 +56,7 @@ class Episode:
 
 
 def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_dir: Path, environment: str) -> Imported:
-    """Write episodes as trajectories.
+    """Write episodes as trajectories; warn of those that succeed from their first frame on.
 
     A positive one without a successful frame counts as `success_once`; a negative one with such a frame becomes
     positive. Episodes that were imported before are left out, by their content.
@@ -65,6 +69,7 @@ def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_di
     written: dict[bool, list[Path]] = {True: [], False: []}
     numbers: Counter[str] = Counter()
     moved = earlier = 0
+    always: list[str] = []  # succeed in every frame
     errors: dict[str, DataError] = {}
     for episode in tqdm(episodes, desc="import", unit="episode", disable=None):
         try:
@@ -87,6 +92,14 @@ def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_di
             continue
         numbers[kind] += 1
         moved += episode.positive not in (None, trajectory.positive)
+        if len(trajectory.labels) > 1 and (trajectory.labels >= SUCCESS).all():
+            always.append(episode.name)
+    if always:
+        logger.warning(
+            "%d of %d episodes succeed in every frame (%s): if their labels say how an episode ends, a classifier "
+            "learns that its beginning is a success; name a label of frames.",
+            *(len(always), len(episodes), listed(always)),
+        )
     imported = Imported(written[True], written[False], numbers, moved, earlier)
     if errors:
         first = next(iter(errors.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -14,6 +15,8 @@ from vlmrm.files import make_folder, require_new_file, require_new_folder, write
 from vlmrm.trajectories.importing import stored_as_bytes
 from vlmrm.trajectories.pickles import REPEATS, read_pickle
 from vlmrm.trajectories.trajectory import Trajectory, TrajectoryFile, listed, to_unit
+
+logger = logging.getLogger("vlmrm")
 
 # Of an observation: [H,W,C] or [C,H,W], or several views of that.
 CAMERAS = ("main_images", "wrist_images", "extra_view_images")
@@ -93,7 +96,7 @@ def _stacked(frames: Sequence[np.ndarray], subject: str) -> np.ndarray:
 
 
 def read_payload(path: Path) -> tuple[Trajectory, str]:
-    """Read the frames that RLinf's preprocessing sampled out of many episodes, as one trajectory.
+    """Read the frames that RLinf's preprocessing sampled out of many episodes, as one trajectory; warn of that.
 
     Raises:
         DataError: if it cannot be read without running anything, or holds something else.
@@ -116,6 +119,11 @@ def read_payload(path: Path) -> tuple[Trajectory, str]:
         raise DataError(f"{path} has images that claim more than {REPEATS} times the bytes of the file.")
     if not all(type(label) in (int, float, bool) for label in labels):
         raise DataError(f"{path} has labels that are no numbers.")
+    logger.warning(
+        "%s does not say which frames are of one episode, and is one trajectory: a classifier of such files never "
+        "qualifies as a reward; import the .pkl episodes that they were sampled from.",
+        path,
+    )
     frames = _stacked([_channels_first(image.numpy()) for image in images], f"{path}: images")
     return stored_as_bytes({MAIN: frames}, np.array(labels, dtype=np.float32), str(path))
 
