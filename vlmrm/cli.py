@@ -16,6 +16,7 @@ from vlmrm.commands.evaluation import Words, card, evaluate, leaderboard, leakag
 from vlmrm.commands.frames import app as frames
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
+from vlmrm.data.columns import parse_columns
 from vlmrm.errors import VlmrmError
 from vlmrm.keys import answered, helped
 from vlmrm.libraries import needs
@@ -68,17 +69,27 @@ def train(*words: Words) -> None:
 
 @app.command
 @needs("train", "writing a configuration")
-def init(*data: str, model: str | None = None, output: Path = Path("config.yaml")) -> None:
+def init(
+    *data: str,
+    model: str | None = None,
+    output: Path = Path("config.yaml"),
+    columns: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    image_root: str | None = None,
+) -> None:
     """Write a commented configuration that starts on this machine: init DATA [--model ID].
 
     Args:
         data: Preferences: files, folders or hub ids.
         model: Checkpoint to start from. Default: one that this machine can train.
         output: The configuration; an existing file is never overwritten.
+        columns: Columns that have other names in the data, as NAME=COLUMN (images=file_name prompt=query).
+        image_root: Folder of relative image paths. Default: the folder of the file that names them.
     """
     from vlmrm.commands.init import init_command
+    from vlmrm.data.arguments import DataArguments
 
-    init_command(data, model, output)
+    reading = DataArguments([*data], columns=parse_columns(columns), image_root=image_root, bad_rows="skip")
+    init_command(reading, model, output)
 
 
 @app.command(help_flags=[])
