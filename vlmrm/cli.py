@@ -18,7 +18,7 @@ from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
 from vlmrm.data.columns import parse_columns
 from vlmrm.errors import VlmrmError
-from vlmrm.keys import answered, helped
+from vlmrm.keys import answered, helped, stand_in
 from vlmrm.libraries import needs
 from vlmrm.logs import open_streams, quiet_libraries, say
 
@@ -31,7 +31,22 @@ Examples:
     vlmrm score --model outputs/best --image cat.jpg --prompt "What is this?" --response "A cat." --response "A dog."
 """
 
-app = App(
+
+class _App(App):
+    """An app whose completion knows the keys of the verbs that read their words themselves."""
+
+    def generate_completion(self, **options: Any) -> str:
+        own = {verb: self[verb].default_command for verb in ("train", "plan", "eval", "check-data")}
+        try:
+            for verb in own:
+                self[verb].default_command = stand_in(verb)
+            return super().generate_completion(**options)
+        finally:
+            for verb, command in own.items():
+                self[verb].default_command = command
+
+
+app = _App(
     name="vlmrm",
     help="Train vision-language reward models from preferences, measure them, and score with them.",
     help_epilogue=EPILOGUE,
