@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 
@@ -82,6 +83,21 @@ def test_ctrl_c_is_said_with_a_status_of_its_own(words, monkeypatch, capsys):
         cli.run(lambda: cli.app(words))
     assert ended.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_help_of_a_verb_shows_examples_of_its_own(capsys):
+    def check(app, *words):
+        own = {"train", "plan", "eval", "check-data"}  # whose help is of their keys
+        for name in (it for it in app if not it.startswith("-") and (words or it not in own)):
+            cli.app([*words, name, "--help"], result_action="return_value")
+            examples = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" vlmrm ")]
+            command = " ".join(["vlmrm", *words, name])
+            assert examples and all(f"{line} ".startswith(f" {command} ") for line in examples), command
+            check(app[name], *words, name)
+
+    check(cli.app)
+    for example in (*cli.EXAMPLES, *cli.EXAMPLES_OF_VERBS):
+        cli.app.parse_args(shlex.split(example), exit_on_error=False, print_error=False)
 
 
 def test_completion_is_installed_into_a_file(tmp_path, monkeypatch, capsys):
