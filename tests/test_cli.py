@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 
@@ -84,11 +85,34 @@ def test_ctrl_c_is_said_with_a_status_of_its_own(words, monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_help_of_a_verb_shows_examples_of_its_own(capsys):
+    def check(app, *words):
+        own = {"train", "plan", "eval", "check-data"}  # whose help is of their keys
+        for name in (it for it in app if not it.startswith("-") and (words or it not in own)):
+            cli.app([*words, name, "--help"], result_action="return_value")
+            examples = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" vlmrm ")]
+            command = " ".join(["vlmrm", *words, name])
+            assert examples and all(f"{line} ".startswith(f" {command} ") for line in examples), command
+            check(app[name], *words, name)
+
+    check(cli.app)
+    for example in (*cli.EXAMPLES, *cli.EXAMPLES_OF_VERBS):
+        cli.app.parse_args(shlex.split(example), exit_on_error=False, print_error=False)
+
+
 def test_completion_is_installed_into_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(SystemExit) as ended:
         cli.app(["--install-completion", "--shell", "bash", "--output", str(tmp_path / "completion")])
-    assert not ended.value.code and "check-data" in (tmp_path / "completion").read_text()
+    assert not ended.value.code
+    script = (tmp_path / "completion").read_text()
+    words = ["train --learning", "plan --overlong ''", "eval --model_d", "check-data --media"]
+    complete = f"source {tmp_path}/completion; it() {{ COMP_WORDS=($@); COMP_CWORD=$(($# - 1)); _vlmrm; }}; "
+    complete += "; ".join(f"it vlmrm {word}; echo ${{COMPREPLY[@]}}" for word in words)
+    done = subprocess.run(["bash", "-c", complete], capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n") == ["--learning_rate", "drop trim error", "--model_dirs", "--media_sample", ""], (
+        script
+    )
 
 
 def test_a_service_with_several_rewards_asks_for_model(monkeypatch, capsys):
@@ -101,6 +125,24 @@ def test_a_service_with_several_rewards_asks_for_model(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "error: http://host: a request names no reward: choose from a, b with --model NAME.\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("image", "sentence"),
+    [
+        ("https://host/cat.jpg", "https://host/cat.jpg is on the network: download"),
+        ("no.jpg", "no.jpg does not exist"),
+    ],
+)
+def test_a_picture_is_looked_for_before_the_model(image, sentence, capsys):
+    for option in ("--image", "--response-image"):
+        with pytest.raises(SystemExit) as stopped:
+            cli.run(
+                lambda option=option: cli.app(
+                    ["score", "--model", "m", "--prompt", "?", "--response", "a", option, image]
+                )
+            )
+        assert stopped.value.code == 3 and sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["demo", "--output"], ["frames", "demo", "--output"], ["init-tiny"]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,24 +16,91 @@ from vlmrm.commands.evaluation import Words, card, evaluate, leaderboard, leakag
 from vlmrm.commands.frames import app as frames
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
+from vlmrm.data.columns import parse_columns
 from vlmrm.errors import VlmrmError
-from vlmrm.keys import answered, helped
+from vlmrm.keys import answered, helped, stand_in
 from vlmrm.libraries import needs
 from vlmrm.logs import open_streams, quiet_libraries, say
 
-EPILOGUE = """
-Examples:
+SCORE = 'score --model outputs/best --image cat.jpg --prompt "What is this?" --response "A cat." --response "A dog."'
+FOLDERS = "--positive-dir data/positive --negative-dir data/negative"
+EXAMPLES = (
+    "demo",
+    "train training_configs/7b_config.yaml --learning_rate 5e-6",
+    "eval training_configs/eval_config_example.yaml",
+    SCORE,
+)
+EXAMPLES_OF_VERBS = (
+    "score --model outputs/best --input my_pairs.jsonl --output scores",
+    "init my_pairs.jsonl --model Qwen/Qwen2.5-VL-3B-Instruct --output my_config.yaml",
+    "init my_pairs.csv --columns images=photo prompt=query",
+    "init-tiny outputs/tiny --arch qwen3_vl",
+    "convert my_columns.jsonl my_lists.jsonl --output all.parquet --columns images=photo prompt=query --embed",
+    "split my_pairs.jsonl --output parts --fraction 0.2",
+    "report results/mine.csv --output results/report",
+    "leaderboard results/all results/yesterday.csv --output outputs/leaderboard",
+    "card outputs/mine/checkpoint-500 results/mine.csv --data me/my_pairs",
+    "leakage --train my_pairs.jsonl --eval my_test.jsonl",
+    "power --difference 0.02 --discordance 0.15 --pairs-per-prompt 3 --correlation 0.3",
+    "power --pairs 1000 --threshold 0.5",
+    "rulers my_pairs.jsonl",
+    "rulers --benchmark rewardbench",
+    "merge outputs/lora/final outputs/merged",
+    "import Skywork/Skywork-VL-Reward-7B --output models/skywork",
+    "import my_swift_adapter --base Qwen/Qwen2.5-VL-7B-Instruct --output models/mine",
+    "export --model outputs/best --output outputs/exported",
+    f"frames collect --env Acrobot-v1 --episodes 100 {FOLDERS}",
+    f"frames collect --env Acrobot-v1 --episodes 25 --policy random --seed 1 {FOLDERS}",
+    f"frames import --lerobot lerobot/pusht --environment PushT {FOLDERS}",
+    "frames export data/positive data/negative --to rlinf --output rlinf_data",
+    "frames show data/positive data/negative --output sheet.png",
+    'frames pairs data/positive data/negative --output pairs.jsonl --task "Swing the tip above the line."',
+    'frames progress data/positive --model outputs/best --task "Swing the tip above the line." --output done.jsonl',
+    f"frames label episodes --model judge.yaml --above 0.5 {FOLDERS}",
+    f"frames train {FOLDERS} --output-checkpoint reward_model.pt",
+    "frames eval reward_model.pt new_data/positive new_data/negative --output eval.json",
+    "frames rl training_configs/frames_rl.yaml",
+    "frames loop training_configs/frames_loop.yaml",
+    "frames demo",
+    "serve --model outputs/best",
+    "serve --config service.toml --port 9000",
+    "serve api --config service.toml",
+    "serve workers --config service.toml --engine ray",
+    "serve prepare --config service.toml",
+)
 
-    vlmrm demo
-    vlmrm train training_configs/7b_config.yaml --learning_rate 5e-6
-    vlmrm eval training_configs/eval_config_example.yaml
-    vlmrm score --model outputs/best --image cat.jpg --prompt "What is this?" --response "A cat." --response "A dog."
-"""
 
-app = App(
+def _epilogue(examples: Iterable[str]) -> str:
+    return "\n".join(["", "Examples:", "", *(f"    vlmrm {example}" for example in examples)]) + "\n"
+
+
+def _give_examples(app: App, verb: str = "") -> None:
+    """Give each verb the examples of its own, in the place of those of all verbs."""
+    for name in app:
+        if not name.startswith("-"):
+            of_verb = [line for line in (*EXAMPLES, *EXAMPLES_OF_VERBS) if f"{line} ".startswith(f"{verb}{name} ")]
+            app[name].help_epilogue = _epilogue(of_verb)
+            _give_examples(app[name], f"{verb}{name} ")
+
+
+class _App(App):
+    """An app whose completion knows the keys of the verbs that read their words themselves."""
+
+    def generate_completion(self, **options: Any) -> str:
+        own = {verb: self[verb].default_command for verb in ("train", "plan", "eval", "check-data")}
+        try:
+            for verb in own:
+                self[verb].default_command = stand_in(verb)
+            return super().generate_completion(**options)
+        finally:
+            for verb, command in own.items():
+                self[verb].default_command = command
+
+
+app = _App(
     name="vlmrm",
     help="Train vision-language reward models from preferences, measure them, and score with them.",
-    help_epilogue=EPILOGUE,
+    help_epilogue=_epilogue(EXAMPLES),
     version=vlmrm.__version__,
     default_parameter=Parameter(negative_iterable=()),
     suppress_keyboard_interrupt=False,  # `run` reports it
@@ -68,17 +135,27 @@ def train(*words: Words) -> None:
 
 @app.command
 @needs("train", "writing a configuration")
-def init(*data: str, model: str | None = None, output: Path = Path("config.yaml")) -> None:
+def init(
+    *data: str,
+    model: str | None = None,
+    output: Path = Path("config.yaml"),
+    columns: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    image_root: str | None = None,
+) -> None:
     """Write a commented configuration that starts on this machine: init DATA [--model ID].
 
     Args:
         data: Preferences: files, folders or hub ids.
         model: Checkpoint to start from. Default: one that this machine can train.
         output: The configuration; an existing file is never overwritten.
+        columns: Columns that have other names in the data, as NAME=COLUMN (images=file_name prompt=query).
+        image_root: Folder of relative image paths. Default: the folder of the file that names them.
     """
     from vlmrm.commands.init import init_command
+    from vlmrm.data.arguments import DataArguments
 
-    init_command(data, model, output)
+    reading = DataArguments([*data], columns=parse_columns(columns), image_root=image_root, bad_rows="skip")
+    init_command(reading, model, output)
 
 
 @app.command(help_flags=[])
@@ -212,6 +289,9 @@ def demo(*, output: Path = Path("outputs/demo")) -> None:
     from vlmrm.commands.demo import run_demo
 
     run_demo(output)
+
+
+_give_examples(app)
 
 
 def main() -> None:

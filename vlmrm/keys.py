@@ -10,13 +10,16 @@ import argparse
 import json
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from inspect import Parameter, Signature
 from itertools import groupby
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter as CommandParameter
 
 from vlmrm.config import PlainErrors, check
 from vlmrm.libraries import installed_version
@@ -27,6 +30,7 @@ HELP, HELP_ALL = ("--help", "-h"), "--help-all"
 SWITCH = ("true", "yes", "t", "y", "1", "false", "no", "f", "n", "0")  # as HF's string_to_bool reads them
 KINDS: dict[str, Any] = {"none": NoneType, "list": list, "dict": dict, "str": str}
 SAME_KEYS = {"plan": "train"}
+PATHS = ("path", "dir", "dirs", "file", "config", "root", "deepspeed")  # ends of the keys of files
 WIDTHS = (80, 120)  # of the help, between which the terminal decides
 
 
@@ -62,6 +66,23 @@ def keys_of(command: str) -> tuple[Key, ...]:
 @cache
 def _declared(command: str) -> dict[str, Any]:
     return json.loads(FILE.read_text(encoding="utf-8"))[SAME_KEYS.get(command, command)]
+
+
+def stand_in(command: str) -> Callable[..., None]:
+    """Return a function with the keys of a verb as its parameters, from which the completion of shells is made."""
+
+    def verb(*words: Any, **keys: Any) -> None: ...
+
+    def hint(key: Key) -> Any:
+        values = key.choices or (("true", "false") if key.type == "string_to_bool" else ())
+        kind = Literal[tuple(values)] if values else Path if key.name.endswith(PATHS) else str
+        meaning = key.meaning.replace("`", "").split(". ")[0]
+        return Annotated[kind, CommandParameter(name=f"--{key.name}", help=meaning)]
+
+    of_keys = [Parameter(key.name, Parameter.KEYWORD_ONLY, annotation=hint(key)) for key in keys_of(command)]
+    words = Parameter("words", Parameter.VAR_POSITIONAL, annotation=Path)
+    verb.__signature__ = Signature([words, *of_keys])  # type: ignore[attr-defined]
+    return verb
 
 
 def answered(command: str, summary: str, words: Sequence[str], flags: Sequence[str] = ()) -> bool:

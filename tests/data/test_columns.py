@@ -73,6 +73,11 @@ def test_columns_are_given_as_words_as_json_and_as_a_mapping(words, tmp_path, mo
         ("picture", "columns holds 'picture': write columns as"),
         ('{"images": ', "not valid JSON"),
         ({"images": 3}, "names no column"),
+        ({"contest": "ignore"}, "write ignore=contest"),
+        (["ignore=contest", "prompt=contest"], "reads contest twice"),
+        ({"response_left": "caption_left"}, "did you mean response_a?"),
+        ({"response_right": "caption_right"}, "did you mean response_b?"),
+        ({"response_x": "caption_right"}, "write NAME=COLUMN"),
         ({"images": ""}, "names no column"),
     ],
 )
@@ -109,10 +114,25 @@ def test_the_mapping_of_a_column_that_is_not_read_is_shown(tmp_path):
         load(path)
     assert references(load(path, columns={"images": "photo"})[0].prompt) == [str(tmp_path / "a.png")]
     path = write(tmp_path / "query.jsonl", {"query": "?", "system_prompt": "Be kind.", "chosen": "A", "rejected": "B"})
-    with pytest.raises(DataError, match=r"--columns prompt=query, or remove"):
+    with pytest.raises(DataError, match=r"--columns prompt=query, or leave it out"):
         load(path)
-    with pytest.raises(DataError, match=r"--columns system=system_prompt, or remove"):
+    with pytest.raises(DataError, match=r"--columns system=system_prompt, or leave it out"):
         load(path, columns={"prompt": "query"})
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_is_ignored_by_its_name(streaming, tmp_path):
+    text = {"question": "?", "answer1": "A", "answer2": "B", "winner": "answer1"}
+    path = write(tmp_path / "rows.jsonl", {**text, "contest": 858, "contexts": "Some.", "photo": "a.png"})
+    with pytest.raises(DataError, match=r"`contexts` .*leave it out with --columns ignore=contexts"):
+        load(path, streaming=streaming, columns={"images": "photo"})
+    [row] = load(path, streaming=streaming, columns={"ignore": ["contexts", "photo"]})
+    assert row.columns["contest"] == 858, "a number is no text of a prompt"
+    assert "contexts" not in row.columns and not references(row.prompt)
+    [same] = load(path, streaming=streaming, columns=["ignore=contexts", "ignore=photo"])
+    assert same == row
+    with pytest.raises(DataError, match="no column `contxt`"):
+        load(path, streaming=streaming, columns={"ignore": "contxt"})
 
 
 def test_the_image_folder_of_a_hub_is_read_without_a_mapping(tmp_path):

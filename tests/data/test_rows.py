@@ -342,6 +342,7 @@ def test_an_unknown_layout_names_the_missing_columns_of_the_nearest():
     [
         ("domain", "language", "context"),
         ("question", "answer"),
+        ("instruction_text", "answers_of_all"),
         (),
     ],
 )
@@ -389,6 +390,14 @@ MEANT = {
     "caption, jpg0, jpg1, label0": ("Pick-a-Pic", "{jpg_0: jpg0, jpg_1: jpg1, label_0: label0}"),
     "prompt, respose_a, response_b, winner": ("two answers and a verdict", "{response_a: respose_a}"),
     "prompt, response_a, response_b, winer": ("two answers and a verdict", "{winner: winer}"),
+    "text, caption_left, caption_right, pick": (
+        "two answers and a verdict",
+        "{response_a: caption_left, response_b: caption_right}",
+    ),
+    "prompt, answer_right, answer_left, winner": (
+        "two answers and a verdict",
+        "{response_a: answer_left, response_b: answer_right}",
+    ),
     "prompt, path_1, path2": ("HPSv3", "{path1: path_1}"),
 }
 

@@ -6,8 +6,10 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from vlmrm import files
 from vlmrm.errors import CheckpointError
@@ -16,10 +18,11 @@ from vlmrm.modeling import (
     find_checkpoints,
     load_checkpoint,
     load_for_training,
+    manifest,
     verify_complete,
     write_complete,
 )
-from vlmrm.modeling.manifest import verify_if_listed, weights_digest
+from vlmrm.modeling.manifest import find_file, verify_if_listed, weights_digest
 from vlmrm.scoring import load_scorer
 
 
@@ -122,6 +125,19 @@ def test_checkpoints_come_in_natural_order(tmp_path):
 def test_an_absent_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint folder"):
         verify_complete(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(GatedRepoError, "is gated: ask for access"), (RepositoryNotFoundError, "a private one")]
+)
+def test_a_model_that_one_may_not_read_says_how_to_log_in(error, said, monkeypatch):
+    def refuse(*args, **keys):
+        raise error("401 Client Error.", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(manifest, "hub_answers", lambda: True)
+    monkeypatch.setattr(manifest, "hf_hub_download", refuse)
+    with pytest.raises(CheckpointError, match=f"google/gemma-9 .*{said}.*log in with `hf auth login`"):
+        find_file("google/gemma-9", "config.json")
 
 
 def test_a_digest_names_what_scores_depend_on_and_nothing_else(tmp_path, tiny_reward_model):

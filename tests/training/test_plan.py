@@ -10,6 +10,7 @@ import pytest
 from runs import colour_pairs, short_training
 
 from vlmrm import cli
+from vlmrm.commands.plan import format_plan
 from vlmrm.training import plan as planning
 from vlmrm.training.checks import RunArguments
 from vlmrm.training.folder import output_lock
@@ -53,6 +54,8 @@ def test_a_plan_measures_a_training_and_leaves_nothing_behind(planned, tmp_path)
     assert plan.disk is not None and plan.disk.checkpoint > 3 * plan.memory.weights
     both, evaluated, trained = plan.shared_prompts or (0, 0, 0)
     assert (evaluated, trained) == (5, 10) and both == 0  # the same questions about other files
+    assert plan.held_out_prompts == 5 and any("5 rows of 5 prompts, too few to tell" in it for it in plan.remarks)
+    assert "5 of 5 prompts" in format_plan(plan)
 
 
 def test_a_plan_names_everything_that_would_stop_the_training(planned, tmp_path, without_trial):

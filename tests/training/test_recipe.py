@@ -7,6 +7,7 @@ import yaml
 from runs import colour_pairs, text_pairs, words, write_rows
 
 from vlmrm import cli
+from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.checks import RunArguments
@@ -20,6 +21,12 @@ SMALL, MIDDLE, LARGE = 3.8e9, 8.3e9, 73e9  # parameters
 def gpus(count: int, gigabytes: float, **keys) -> Machine:
     return Machine(count, gigabytes * 1e9, 200e9, bfloat16=True, **keys)
 
+
+def facts_of(paths, **keys) -> DataFacts:
+    return facts_of_data(DataArguments([str(path) for path in paths], bad_rows="skip", **keys))
+
+
+COUNTS = (("many", 1000), ("some", 300), ("few", 33))  # of prompts
 
 CPU = Machine(0, 0, 64e9, bfloat16=False)
 
@@ -93,15 +100,31 @@ def test_every_configuration_is_read_without_a_word_of_complaint(machine, tmp_pa
 
 
 def test_the_facts_of_data_are_read_from_a_sample(tmp_path):
-    facts = facts_of_data([str(colour_pairs(tmp_path / "data", 60))])
-    assert (facts.rows, facts.held_out, facts.bad_share) == (60, 0.1, 0.0)
+    facts = facts_of([colour_pairs(tmp_path / "data", 60)])
+    assert (facts.rows, facts.held_out, facts.bad_share) == (60, 0.2, 0.0)
     assert 56 * 56 <= facts.pixels <= 112 * 56
     assert facts_of_data([str(text_pairs(tmp_path / "two", 2))]).held_out == 0.0
     margins = write_rows(tmp_path / "m.jsonl", [{"chosen": "a", "rejected": "b", "margin": m} for m in (1, 2.5)])
     assert facts_of_data([str(margins)]).margins.startswith("2 margins from 1 to 2.5, median 1.75")
+    assert facts_of([text_pairs(tmp_path / "two", 2)]).held_out == 0.0
     broken = write_rows(tmp_path / "broken.jsonl", [{"prompt": "?", "chosen": "a", "rejected": "a"}] * 3)
     with pytest.raises(DataError, match="3 of 3 sampled rows cannot be read"):
-        facts_of_data([str(broken)])
+        facts_of([broken])
+
+
+def test_a_share_is_held_out_that_has_enough_prompts(tmp_path, capsys, tiny_checkpoint):
+    """Rows say little of how many prompts there are, and an accuracy of few of these says nothing."""
+    of = {name: [{"query": f"{i % n}?", "chosen": "a", "rejected": str(i)} for i in range(1000)] for name, n in COUNTS}
+    paths = {name: write_rows(tmp_path / f"{name}.jsonl", rows) for name, rows in of.items()}
+    many, some, few = (facts_of([path], columns={"prompt": "query"}) for path in paths.values())
+    assert (many.held_out, some.held_out, few.held_out) == (0.05, 0.1, 0.2)
+    assert many.held_out_prompts >= 20 <= some.held_out_prompts and few.held_out_prompts < 10
+    output = tmp_path / "few.yaml"
+    words = ["init", str(paths["few"]), "--model", str(tiny_checkpoint), "--output", str(output)]
+    cli.app([*words, "--columns", "prompt=query"], exit_on_error=False, result_action="return_value")
+    written = yaml.safe_load(output.read_text())
+    assert (written["columns"], written["eval_fraction"]) == ({"prompt": "query"}, 0.2)
+    assert f"holds out {few.held_out_prompts} prompts, too few to tell" in capsys.readouterr().out
 
 
 def test_a_written_configuration_trains_as_it_stands_and_is_never_overwritten(
@@ -119,3 +142,4 @@ def test_a_written_configuration_trains_as_it_stands_and_is_never_overwritten(
     assert (tmp_path / "mine.yaml").read_text() == text
     result = train(["mine.yaml", *words(max_steps=2, eval_steps=1, save_steps=1, dataloader_num_workers=0)])
     assert result.model_dir.name == "best" and (result.model_dir / "COMPLETE.json").is_file()
+    assert "too few to tell" in capsys.readouterr().err

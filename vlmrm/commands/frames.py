@@ -15,17 +15,6 @@ from vlmrm.frames.settings import TrainSettings
 from vlmrm.libraries import needs
 from vlmrm.logs import say, start_log
 
-EPILOGUE = """
-Examples:
-
-    vlmrm frames collect --env Acrobot-v1 --episodes 100 --positive-dir data/positive --negative-dir data/negative
-    vlmrm frames collect --env Acrobot-v1 --episodes 25 --policy random --seed 1 \
-        --positive-dir data/positive --negative-dir data/negative
-    vlmrm frames show data/positive data/negative --output sheet.png
-    vlmrm frames train --positive-dir data/positive --negative-dir data/negative --output-checkpoint reward_model.pt
-    vlmrm frames eval reward_model.pt new_data/positive new_data/negative
-    vlmrm frames rl training_configs/frames_rl.yaml
-"""
 DATA, MODEL = ("reward", "data_collection"), ("reward", "reward_model")
 BLOCKS = {  # of the YAML file, that hold some of the options
     "positive_dir": DATA,
@@ -42,7 +31,6 @@ POLICIES = (*SIMULATORS, "stable_baselines3")
 app = App(
     name="frames",
     help="Rewards from frames: collect labelled ones, train a classifier of success, train a policy with it.",
-    help_epilogue=EPILOGUE,
     default_parameter=Parameter(negative_iterable=()),
 )
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
+from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.files import make_folder, require_new_file, write_file
-from vlmrm.logs import say
+from vlmrm.logs import counted, say
+from vlmrm.measures.audit import PROMPTS
 from vlmrm.training.recipe import Machine, choose, default_model, facts_of_data, facts_of_model
 
 
-def init_command(data: Sequence[str], model: str | None, output: Path) -> None:
-    """Write the configuration `output` for training on `data`.
+def init_command(data: DataArguments, model: str | None, output: Path) -> None:
+    """Write the configuration `output` for training on the preferences of `data`.
 
     Raises:
         ConfigError: when `output` exists, or the model does not fit.
         DataError: when the data cannot be read.
     """
-    if not data:
+    if not data.dataset_path:
         raise ConfigError("there is nothing to train on: name a file, a folder or a hub id of preferences.")
     require_new_file(output)
     machine = Machine.here()
@@ -33,4 +34,9 @@ def init_command(data: Sequence[str], model: str | None, output: Path) -> None:
         say(f"{facts.bad_share:.1%} of a sample cannot be read ({facts.reason}): such rows are skipped")
     if facts.margins:
         say(f"of a sample {facts.margins}: --columns ignore=margin leaves them out")
+    if facts.held_out and facts.held_out_prompts < PROMPTS:
+        say(
+            f"eval_fraction {facts.held_out} holds out {counted(facts.held_out_prompts, 'prompt')}, too few to tell a "
+            "better checkpoint from a lucky one: add prompts, or give eval_dataset_path"
+        )
     say(f"next: vlmrm plan {output}, then {recipe.launch}")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from vlmrm.files import size_text
-from vlmrm.logs import duration, quiet_libraries, say
+from vlmrm.logs import counted, duration, quiet_libraries, say
 from vlmrm.training.memory import Memory
 from vlmrm.training.plan import Timing, TrainingPlan, plan_training, token_figures
 from vlmrm.training.survey import Survey
@@ -34,9 +34,9 @@ def format_plan(plan: TrainingPlan) -> str:
 def _lines(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
     yield "model", plan.config["model_name_or_path"]
     yield "data", ", ".join(plan.config["dataset_path"])
-    for name, part in {"rows": plan.train, "evaluation": plan.held_out}.items():
+    for name, part, prompts in (("rows", plan.train, 0), ("evaluation", plan.held_out, plan.held_out_prompts)):
         if part is not None:
-            yield name, _rows(part)
+            yield name, _rows(part, prompts)
             yield "", _tokens(part)
     if plan.shared_prompts is not None:
         both, evaluated, trained = plan.shared_prompts
@@ -70,8 +70,9 @@ def _lines(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(f"{name} {value}" for name, value in plan.versions.items() if value[0].isdigit())
 
 
-def _rows(part: Survey) -> str:
+def _rows(part: Survey, prompts: int) -> str:
     rows = "a stream" if part.rows is None else f"{part.rows:,}"
+    rows += f" of {counted(prompts, 'prompt')}" if prompts else ""
     sample = "" if part.rows == part.sampled else f" (a sample of {part.sampled:,} read)"
     reasons = "".join(f", {count:,} {reason}" for reason, count in part.reasons.most_common())
     return f"{rows}{sample}, {part.dropped_share:.1%} left out{reasons}"

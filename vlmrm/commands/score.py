@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from vlmrm.conversation import Image, Message
+from vlmrm.conversation import Image, Message, media_of
 from vlmrm.data.columns import parse_columns
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.libraries import needs
@@ -27,8 +27,8 @@ def score(
     url: str | None = None,
     prompt: str | None = None,
     response: list[str] | None = None,
-    image: list[Path] | None = None,
-    response_image: list[Path] | None = None,
+    image: list[str] | None = None,
+    response_image: list[str] | None = None,
     json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
     data: Annotated[list[str] | None, Parameter(name="--input", consume_multiple=True)] = None,
     output: Path | None = None,
@@ -84,7 +84,7 @@ def score(
         if prompt is None:
             raise ConfigError("there is nothing to score: give --prompt, with its answers, or --input and --output.")
         _refuse(of_table, "goes with --input, and --prompt says what to score: give one of them.")
-        messages = [Message.of("user", *(Image(str(path)) for path in image or []), prompt)]
+        messages = [Message.of("user", *map(Image, image or []), prompt)]
         answers = _score_answers(model, url, messages, response or [], response_image or [], device, dtype)
         if json_output:
             say(json.dumps({"model": model, "prompt": prompt, "answers": answers}, indent=2))
@@ -118,7 +118,7 @@ def _score_answers(
     url: str | None,
     prompt: Sequence[Message],
     responses: Sequence[str],
-    images: Sequence[Path],
+    images: Sequence[str],
     device: str | None,
     dtype: str,
 ) -> list[dict[str, Any]]:
@@ -127,6 +127,10 @@ def _score_answers(
         raise ConfigError(
             "there is no answer to score: give --response TEXT (or --response-image FILE) once for each."
         )
+    from vlmrm.data.media import image_size
+
+    for picture in [*(medium.reference for medium in media_of(prompt)), *images]:
+        image_size(picture)  # a model takes minutes to load, and would then find it missing
     from vlmrm.scoring.loading import is_address, load_scorer
 
     if url is not None:
@@ -137,14 +141,14 @@ def _score_answers(
         scorer = load_scorer(model, device=device, dtype=dtype)
     else:
         raise ConfigError("there is nothing to score with: give --model CHECKPOINT, or --url http://host:port.")
-    answers = [*responses, *(Message.of("assistant", Image(str(path))) for path in images)]
+    answers = [*responses, *(Message.of("assistant", Image(path)) for path in images)]
     try:
         [scores] = scorer.score_groups([(prompt, answers)])
     except ConfigError as error:
         if url is None or "choose from" not in str(error):
             raise
         raise ConfigError(f"{str(error).rstrip('.')} with --model NAME.") from error  # the rewards of a service
-    names = [*responses, *map(str, images)]
+    names = [*responses, *images]
     return [
         {"answer": name, "score": score, "digest": scorer.digest} for name, score in zip(names, scores, strict=True)
     ]

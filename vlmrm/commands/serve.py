@@ -10,15 +10,7 @@ from cyclopts import App
 from vlmrm.libraries import needs
 from vlmrm.logs import say
 
-EPILOGUE = """
-Examples:
-
-    vlmrm serve --model outputs/best
-    vlmrm serve --config service.toml --port 9000
-    vlmrm serve prepare --config service.toml
-"""
-
-app = App(name="serve", help_epilogue=EPILOGUE)
+app = App(name="serve")
 
 
 @app.default

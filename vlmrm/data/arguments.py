@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vlmrm.data.columns import parse_columns
+from vlmrm.data.columns import Columns, parse_columns
 from vlmrm.errors import ConfigError
 from vlmrm.settings import key
 
@@ -38,12 +38,12 @@ class DataArguments:
     image_root: str | None = key(
         None, "Folder of relative image paths. Default: the folder of the file that names them."
     )
-    columns: dict[str, str] | str | None = field(
+    columns: Columns | str | None = field(
         default=None,
         metadata={
             "nargs": "+",
-            "help": "Columns that have other names in the data, as NAME=COLUMN: `images=file_name prompt=query`; in a "
-            "file a mapping.",
+            "help": "Columns that have other names in the data, as NAME=COLUMN: `images=file_name prompt=query`; "
+            "`ignore=COLUMN` reads nothing of one. In a file a mapping.",
         },
     )
     images: str | None = key(
@@ -72,7 +72,7 @@ class DataArguments:
     )
 
     @property
-    def column_names(self) -> dict[str, str]:
+    def column_names(self) -> Columns:
         """The mapping `columns`, of our names to those of the data."""
         return parse_columns(self.columns) or {}
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from vlmrm.conversation import Comparison, Conversation, Medium, Message, Messages, Text, Video, media_of, text_of
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.columns import SPECIAL
+from vlmrm.data.columns import IGNORE, SPECIAL
 from vlmrm.data.comparisons import iterate_comparisons, load_comparisons, reader_of
 from vlmrm.data.media import media_key, media_name, open_image, open_video
 from vlmrm.data.rows import is_noteworthy
@@ -132,6 +132,7 @@ class _Checker:
         for source in reader_of(dataset).sources:
             layout = detect_layout(source.columns)
             unused = [name for name in source.columns if name not in layout.columns() | SPECIAL | (metadata - texts)]
+            unused += [name for name, new in source.names.items() if new == IGNORE]
             self.report.sources.append(
                 SourceReport(source.name, layout.name, len(cast("Dataset", source.table)), unused)
             )

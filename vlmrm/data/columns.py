@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.formats import LAYOUTS_TO_SCORE
-from vlmrm.settings import did_you_mean
+from vlmrm.formats import LAYOUTS_TO_SCORE, with_sides
+from vlmrm.settings import did_you_mean, nearest
 
 # The only column of a line that could not be parsed, with the reason; empty in the rows of its table that could.
 MALFORMED = "$malformed"
 SPECIAL = frozenset({"id", "margin", "weight", "tie", "category", "judgements"})  # read in every layout
 READ = SPECIAL.union(*(layout.columns() for layout in LAYOUTS_TO_SCORE))
 WRITE = "write columns as images=file_name prompt=query"
+IGNORE = "ignore"  # the name of columns that are not read at all
+
+Columns: TypeAlias = dict[str, str | list[str]]
 
 # What `datasets` reads as the files of a folder: `file_name` is the image of a row, `chosen_image_file_name` that of
 # the column `chosen_image`.
@@ -24,8 +27,10 @@ METADATA = "metadata"
 FILE_NAME = re.compile(r"(?:(?P<column>.+)_)?file_names?")
 
 
-def parse_columns(value: Sequence[str] | str | Mapping[str, str] | None) -> dict[str, str] | None:
+def parse_columns(value: Sequence[str] | str | Mapping[str, str | list[str]] | None) -> Columns | None:
     """Return a mapping of our names of columns to those of the data; a text or list holds `NAME=COLUMN`, or JSON.
+
+    The name `ignore` has a list of columns.
 
     Raises:
         ConfigError: when it is no such mapping, names a column that nothing reads, or one column twice.
@@ -34,23 +39,44 @@ def parse_columns(value: Sequence[str] | str | Mapping[str, str] | None) -> dict
         return None
     words = [value] if isinstance(value, str) else value
     pairs = words.items() if isinstance(words, Mapping) else [pair for word in words for pair in _pairs(word)]
-    columns: dict[str, str] = {}
-    for name, column in pairs:
+    columns: Columns = {}
+    ignored: list[str] = []
+    for name, column in _flat(pairs):
         if not isinstance(column, str) or not column or not isinstance(name, str):
             raise ConfigError(f"columns holds {name}: {column!r}, which names no column: {WRITE}.")
-        if name not in READ:
-            if column in READ:
+        if name not in READ and name != IGNORE:
+            if column in READ or column == IGNORE:
                 raise ConfigError(
                     f"columns holds {name}={column}: write {column}={name}, the name of docs/data.md first."
                 )
-            near = did_you_mean(name, READ, ": write NAME=COLUMN, with a name of docs/data.md.")
-            raise ConfigError(f"columns reads {column} as {name}, which no layout has{near}")
+            near = _nearest_name(name)
+            end = f"did you mean {near}?" if near else "write NAME=COLUMN, with a name of docs/data.md."
+            raise ConfigError(f"columns reads {column} as {name}, which no layout has: {end}")
         if name in columns:
             raise ConfigError(f"columns names {name} twice ({columns[name]} and {column}): keep one.")
-        if column in columns.values():
+        if column in columns.values() or column in ignored:
             raise ConfigError(f"columns reads {column} twice: keep one of the two.")
-        columns[name] = column
-    return columns
+        if name == IGNORE:
+            ignored.append(column)
+        else:
+            columns[name] = column
+    return {**columns, IGNORE: ignored} if ignored else columns
+
+
+def _flat(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Yield the pairs of a mapping, one for each column that is ignored."""
+    for name, value in pairs:
+        columns = value if name == IGNORE and isinstance(value, (list, tuple)) else [value]
+        yield from ((name, column) for column in columns)
+
+
+def _nearest_name(name: str) -> str | None:
+    """Return the name that a mistyped one is probably meant as; never that of the other of two answers."""
+    sided = with_sides(name)
+    near = nearest(sided, READ)
+    if near is None or near[-1] not in "abAB012" or sided[-1] == near[-1].lower():
+        return near
+    return None if any(name != near and name[:-1] == near[:-1] for name in READ) else near
 
 
 def _pairs(word: Any) -> Iterable[tuple[Any, Any]]:
@@ -65,17 +91,17 @@ def _pairs(word: Any) -> Iterable[tuple[Any, Any]]:
     return [(name.strip(), column.strip())]
 
 
-def choose_names(path: str, present: Collection[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the new name of each column of the table at `path` that gets one.
+def choose_names(path: str, present: Collection[str], columns: Mapping[str, str | list[str]]) -> dict[str, str]:
+    """Return the new name of each column of the table at `path` that gets one, `IGNORE` of one that is not read.
 
     Columns that `columns` does not map keep their names, but for the file names of a hub image folder.
 
     Raises:
         DataError: when a new name is that of a column which the table has already.
     """
-    names = {column: name for name, column in columns.items() if column in present}
+    names = {column: name for name, column in _flat(columns.items()) if column in present}
     for column, name in names.items():
-        if name in present and name not in names:
+        if name != IGNORE and name in present and name not in names:
             raise DataError(
                 f"{path} has a column `{name}` of its own beside `{column}`: take {name}={column} out of columns, or "
                 f"remove one of the two columns"
@@ -89,15 +115,15 @@ def choose_names(path: str, present: Collection[str], columns: Mapping[str, str]
     return names
 
 
-def check_columns_exist(tables: Mapping[str, Collection[str]], columns: Mapping[str, str]) -> None:
+def check_columns_exist(tables: Mapping[str, Collection[str]], columns: Mapping[str, str | list[str]]) -> None:
     """Check that each mapped column is in a table, under either name; one with the new name needs no mapping.
 
     Raises:
         DataError: naming the column, the tables and the nearest name.
     """
     present = {name for names in tables.values() for name in names}
-    for name, column in columns.items():
-        if not {name, column} & present:
+    for name, column in _flat(columns.items()):
+        if column not in present and (name == IGNORE or name not in present):
             where = ", ".join(list(tables)[:3])
             near = did_you_mean(column, present, f": the columns are {', '.join(sorted(present))}.").rstrip(".")
             raise DataError(f"columns says {name}={column}, and {where} has no column `{column}`{near}")
@@ -105,6 +131,7 @@ def check_columns_exist(tables: Mapping[str, Collection[str]], columns: Mapping[
 
 def renamed(row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return a row under the new names of its columns; with a value under both names it is a malformed row."""
+    row = {column: value for column, value in row.items() if names.get(column) != IGNORE}
     for column, name in names.items():
         if row.get(column) is not None and row.get(name) is not None and name not in names:
             return {MALFORMED: f"it has both `{column}` and `{name}`, which columns makes one: remove one of them"}

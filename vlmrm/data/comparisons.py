@@ -265,14 +265,9 @@ def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Datase
     Raises:
         DataError: when one side would be empty.
     """
-    folders = [rule.folder for rule in reader_of(dataset).rules]
-    held: list[bool] = []
-    errors: list[RowError] = []
-    for row, source in zip(iterate_comparisons(dataset), index_column(dataset, "source"), strict=True):
-        if isinstance(row, RowError):
-            errors.append(row)
-        key = None if isinstance(row, RowError) else "\0".join(split_key(row, folders[source]))
-        held.append(key is not None and is_held_out_key(key, fraction, seed))
+    keys = prompt_keys(dataset)
+    errors = [key for key in keys if isinstance(key, RowError)]
+    held = [isinstance(key, str) and is_held_out_key(key, fraction, seed) for key in keys]
     train, held_out = np.flatnonzero(np.logical_not(held)), np.flatnonzero(held)
     if not len(train) or not len(held_out):
         side = "evaluation" if len(train) else "training"
@@ -286,6 +281,15 @@ def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Datase
             f"{len(dataset)} rows; change it or give eval_dataset_path"
         )
     return dataset.select(train), dataset.select(held_out)
+
+
+def prompt_keys(dataset: Dataset) -> list[str | RowError]:
+    """Return what tells the prompt of each row from others, its images included; of a row without one its error."""
+    folders = [rule.folder for rule in reader_of(dataset).rules]
+    return [
+        row if isinstance(row, RowError) else "\0".join(split_key(row, folders[source]))
+        for row, source in zip(iterate_comparisons(dataset), index_column(dataset, "source"), strict=True)
+    ]
 
 
 def is_held_out_key(key: str, fraction: float, seed: int) -> bool:

@@ -25,7 +25,7 @@ from vlmrm.conversation import (
     text_of,
     with_article,
 )
-from vlmrm.data.columns import MALFORMED, SPECIAL
+from vlmrm.data.columns import IGNORE, MALFORMED, SPECIAL
 from vlmrm.data.media import BASE64_STARTS, IMAGE_SUFFIXES, VIDEO_SUFFIXES, media_key, media_name
 from vlmrm.errors import DataError, RowError, UnreadColumnError
 from vlmrm.formats import LAYOUTS_TO_SCORE, detect_layout
@@ -265,12 +265,12 @@ def _check_all_read(row: Row, layout: Layout, parsed: ParsedRow, comparison: Com
             mapping = _mapping(name, [f"{kind}s", kind], free, " if it belongs to the prompt, or ")
             raise UnreadColumnError(
                 f"the column `{name}` holds an image or video ({media_name(medium):.80}) that is not read: {mapping}"
-                "remove it if it is not part of the conversation"
+                f"{_ignoring(name, row)} if it is not part of the conversation"
             )
         if (text := _unread_answer(name, value, messages)) is not None:
             raise UnreadColumnError(
                 f"the column `{name}` holds a text ({shorten(text)}) that is not read: write both as messages if it "
-                "is a part of the answer, or remove it"
+                f"is a part of the answer, or {_ignoring(name, row)}"
             )
         if (text := _unread_text(name, value, messages)) is not None:
             readable_as = (
@@ -278,13 +278,13 @@ def _check_all_read(row: Row, layout: Layout, parsed: ParsedRow, comparison: Com
             )
             mapping = _mapping(name, readable_as, free, ", or ") or "join it to the prompt, or "
             raise UnreadColumnError(
-                f"the column `{name}` holds a text ({shorten(text)}) that is not read: {mapping}remove it if it is "
-                "not part of the conversation"
+                f"the column `{name}` holds a text ({shorten(text)}) that is not read: {mapping}"
+                f"{_ignoring(name, row)} if it is not part of the conversation"
             )
-        if near := _typo_of(name, readable):
+        if (near := _typo_of(name, readable)) and not (isinstance(value, (int, float)) and _is_of_prompt(near)):
             raise UnreadColumnError(
-                f"the column `{name}` is not read: read it as `{near}` with --columns {near}={name}, or rename it to "
-                "something less like that"
+                f"the column `{name}` is not read: read it as `{near}` with --columns {near}={name}, or "
+                f"{_ignoring(name, row)}"
             )
 
 
@@ -292,6 +292,11 @@ def _mapping(name: str, readable_as: Sequence[str], free: frozenset[str], end: s
     """Return the words that read a column as the first of `readable_as` that is free; nothing where none is."""
     column = next((column for column in readable_as if column in free), None)
     return f"read it with --columns {column}={name}{end}" if column else ""
+
+
+def _ignoring(name: str, row: Row) -> str:
+    """Return the words that say how a column, or a field inside of one, is left out."""
+    return f"leave it out with --columns {IGNORE}={name}" if name in row else "remove it"
 
 
 def _is_video(name: str, medium: Any) -> bool:
@@ -354,6 +359,10 @@ def _is_named_media(name: str) -> bool:
 def _is_named_prompt(name: str) -> bool:
     words = _words(name)
     return words[-1] in PROMPT_WORDS or (words[-1] == "text" and (len(words) == 1 or words[-2] in PROMPT_WORDS))
+
+
+def _is_of_prompt(name: str) -> bool:
+    return _is_named_prompt(name) or _is_named_media(name)
 
 
 def _unread_text(name: str, value: Any, messages: Sequence[Message]) -> str | None:

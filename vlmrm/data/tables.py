@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from vlmrm.data.columns import MALFORMED, check_columns_exist, choose_names, renamed
+from vlmrm.data.columns import MALFORMED, Columns, check_columns_exist, choose_names, renamed
 from vlmrm.data.kinds import KIND_NAMES, KINDS, ROWS, first_non_utf8, kind_of, open_file, unreadable
 from vlmrm.errors import DataError, RowError
 from vlmrm.files import visible_files
@@ -36,7 +36,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 class Source:
     """A table of rows. `name` begins its row ids; relative media paths start from `folder`.
 
-    `names` has the new name of each renamed column.
+    `names` has the new name of each renamed column, `IGNORE` of one that is not read.
     """
 
     name: str
@@ -111,7 +111,7 @@ def load_sources(
     split: str = "train",
     streaming: bool = False,
     bad_rows: str = "error",
-    columns: Mapping[str, str] | None = None,
+    columns: Columns | None = None,
     layouts: Sequence[Layout] = LAYOUTS,
 ) -> list[list[Source]]:
     """Open each of `paths`: a hub id, a `save_to_disk` folder, a data file, a folder of them, or a glob pattern.

@@ -18,6 +18,7 @@ from typing import Any
 from datasets import Dataset
 
 from vlmrm.data.arguments import DataArguments
+from vlmrm.data.columns import Columns
 from vlmrm.data.comparisons import data_fingerprint, iterate_readable, load_comparisons, load_train_and_eval
 from vlmrm.data.tables import InMemory
 from vlmrm.errors import ConfigError
@@ -56,7 +57,7 @@ class SetKeys(Strict):
     max_eval_samples: int | None = None
     image_root: str | None = None
     images: str | None = None
-    columns: dict[str, str] | list[str] | None = None
+    columns: Columns | list[str] | None = None
     path_rewrites: list[str] | None = None
     group_by: str | list[str] | None = None
 

@@ -6,6 +6,7 @@ format cannot express is an error that names it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,11 @@ SYNONYMS = {
     "responses": ("candidates", "outputs", "generations", "replies"),
     "scores": ("rewards", "grades"),
 }
+SIDES = {"left": "a", "right": "b", "first": "a", "second": "b"}
+# Stems of columns that are about two answers, and hold none.
+NO_ANSWERS = frozenset(
+    ["score", "rating", "rank", "label", "vote", "votes", "model", "image", "img", "picture", "video", "path"]
+)
 SIMILAR = 0.75  # of a column's name to the one that is needed
 ONE_ANSWER = frozenset(["response", "answer", "completion", "output", "image", "video", "video link", "filename"])
 RATING = ("rating", "score", "rank", "quality", "helpfulness", "correctness", "alignment", "label")
@@ -79,7 +85,8 @@ def _hint(names: frozenset[str], layouts: Sequence[Layout]) -> str:
             "`prompt` and `response`" if rollouts.prompt_response in layouts else "`prompt`, `chosen` and `rejected`"
         )
         return f"rename them to those of one, such as {such}"
-    hint = f"the nearest is `{guess.layout.name}`, which also needs {guess.layout.missing(names)}"
+    missing = guess.layout.missing(names.union(guess.mapping)) or guess.layout.missing(names)
+    hint = f"the nearest is `{guess.layout.name}`, which also needs {missing}"
     if guess.mapping:
         listed = ", ".join(f"{name}: {column}" for name, column in sorted(guess.mapping.items()))
         hint += f"; `columns: {{{listed}}}` says what is what"
@@ -107,7 +114,7 @@ class _Guess:
             mapping |= meant
             present |= columns & names
             needed += len(columns)
-        share = (len(present) + len(mapping)) / needed if mapping or present - PROMPTS else 0.0
+        share = (len(present) + len(mapping)) / needed if present.union(mapping) - PROMPTS else 0.0
         share = 0.0 if layout.without & names else share
         return cls(layout, mapping, share)
 
@@ -123,8 +130,25 @@ def _meant(missing: frozenset[str], unused: frozenset[str]) -> dict[str, str]:
         # One answer or one score is no list of them.
         if column is not None and column.lower() + "s" != name:
             mapping[name] = column
-    return mapping
+    return mapping or (_two_answers(unused) if missing == {"response_a", "response_b"} else {})
+
+
+def _two_answers(columns: frozenset[str]) -> dict[str, str]:
+    """Return columns that differ in their side alone, such as `caption_left` and `caption_right`, as two answers."""
+    pairs: dict[frozenset[str], dict[str, str]] = {}
+    for column in sorted(columns):
+        words = re.findall(r"[a-z]+|\d", with_sides(column))
+        side = next((word for word in words[-1:] + words[:1] if word in ("a", "b", "1", "2")), "")
+        name = "response_" + side.replace("1", "a").replace("2", "b")
+        if side and not NO_ANSWERS.intersection(words):
+            pairs.setdefault(frozenset(words) - {side}, {})[name] = column
+    return next((pair for pair in pairs.values() if len(pair) == 2), {})
 
 
 def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
+    return "".join(letter for letter in with_sides(name) if letter.isalnum())
+
+
+def with_sides(name: str) -> str:
+    """Return a column's name in small letters, with `left` and `right` as the sides `a` and `b`."""
+    return re.sub("|".join(SIDES), lambda match: SIDES[match[0]], name.lower())

@@ -19,13 +19,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-from huggingface_hub import hf_hub_download, list_repo_files, snapshot_download
+from huggingface_hub import constants, hf_hub_download, list_repo_files, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
+    GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,  # of the HTTP package that this version of the hub's client is written for
     LocalEntryNotFoundError,
+    RepositoryNotFoundError,
 )
 from transformers import ProcessorMixin
 
@@ -356,7 +358,7 @@ def find_file(path: str | Path, name: str, revision: str | None = None) -> Path 
     except EntryNotFoundError:  # the repository exists, without such a file
         return None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise _unreachable(path) from error
+        raise _unreachable(path, error) from error
 
 
 def file_names(path: str | Path, revision: str | None = None) -> list[str]:
@@ -373,7 +375,7 @@ def file_names(path: str | Path, revision: str | None = None) -> list[str]:
         try:
             return sorted(list_repo_files(str(path), revision=revision))
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise _unreachable(path) from error
+            raise _unreachable(path, error) from error
         except HTTPError:  # the hub cannot be reached any more
             folder = cached_snapshot(path, revision)
     return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
@@ -388,7 +390,7 @@ def cached_snapshot(path: str | Path, revision: str | None, *names: str) -> Path
     try:
         return Path(snapshot_download(str(path), revision=revision, local_files_only=True, allow_patterns=list(names)))
     except (OSError, HFValidationError) as error:
-        raise _unreachable(path) from error
+        raise _unreachable(path, error) from error
 
 
 def local_folder(path: str | Path, revision: str | None = None) -> Path:
@@ -411,10 +413,16 @@ def _find_cached(path: str | Path, name: str, revision: str | None) -> Path | No
     return file if file.is_file() else None
 
 
-def _unreachable(path: str | Path) -> CheckpointError | ConfigError:
+def _unreachable(path: str | Path, cause: Exception) -> CheckpointError | ConfigError:
     if Path(path).is_file():
         return ConfigError(f"{path} is a file: give the folder of a checkpoint.")
+    if isinstance(cause, GatedRepoError):
+        return CheckpointError(
+            f"{path} is gated: ask for access at {constants.ENDPOINT}/{path}, and log in with `hf auth login`."
+        )
     otherwise = ": check the path and the network."
+    if isinstance(cause, RepositoryNotFoundError):
+        otherwise = ": check the name, and if it is a private one, log in with `hf auth login`."
     return CheckpointError(
         f"{path} is neither a folder nor a hub checkpoint that can be reached{nearest_file(Path(path), otherwise)}"
     )

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from vlmrm.data.arguments import DataArguments
+from vlmrm.data.columns import Columns
 from vlmrm.data.comparisons import RowReader, data_fingerprint, open_groups, read_or_error
 from vlmrm.data.kinds import unreadable
 from vlmrm.data.rows import read_answers
@@ -58,7 +59,7 @@ class OfflineJob:
     output: Path
     split: str = "train"
     image_root: str | None = None
-    columns: dict[str, str] | None = None
+    columns: Columns | None = None
     streaming: bool = False
     device: str | None = None
     dtype: str = "auto"

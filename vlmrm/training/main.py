@@ -68,7 +68,16 @@ from vlmrm.training.resume import (
     save_settings,
     training_settings,
 )
-from vlmrm.training.survey import can_evaluate, can_train, check_survey, look_through, shared_prompts, survey
+from vlmrm.training.survey import (
+    can_evaluate,
+    can_train,
+    check_survey,
+    count_prompts,
+    few_prompts,
+    look_through,
+    shared_prompts,
+    survey,
+)
 from vlmrm.training.trainer import DROPPED_ROWS, ComparisonTrainer
 
 logger = logging.getLogger("vlmrm")
@@ -335,6 +344,8 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
     key = "eval_dataset_path" if data_args.eval_dataset_path else f"eval_fraction {data_args.eval_fraction}"
     held_out = survey(eval_dataset, collator, can_evaluate, data_args.split_seed)
     check_survey(held_out, key, args.max_dropped_share, "has a preference")
+    if remark := few_prompts(len(eval_dataset), count_prompts(eval_dataset, data_args.split_seed)):
+        logger.warning(remark)
     if data_args.eval_dataset_path:
         both, evaluated, trained = shared_prompts(train_dataset, eval_dataset, data_args.split_seed)
         if both:

@@ -56,7 +56,17 @@ from vlmrm.training.main import (
 )
 from vlmrm.training.memory import Memory, estimate_memory, free_memory
 from vlmrm.training.resume import check_base, check_settings, restart_of, training_settings
-from vlmrm.training.survey import Survey, can_evaluate, can_train, check_survey, look_through, shared_prompts, survey
+from vlmrm.training.survey import (
+    Survey,
+    can_evaluate,
+    can_train,
+    check_survey,
+    count_prompts,
+    few_prompts,
+    look_through,
+    shared_prompts,
+    survey,
+)
 from vlmrm.training.trainer import ComparisonTrainer
 
 SAMPLE = 500  # rows that a plan reads
@@ -95,6 +105,7 @@ class TrainingPlan:
     remarks: list[str] = field(default_factory=list)
     train: Survey | None = None
     held_out: Survey | None = None
+    held_out_prompts: int = 0
     shared_prompts: tuple[int, int, int] | None = None  # evaluation rows also trained on, and both numbers compared
     launch: str = ""  # what to run, in words
     processes: int = 1
@@ -235,6 +246,9 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
         plan.held_out = survey(eval_dataset, collator, can_evaluate, data.split_seed, SAMPLE)
         with plan.stage():
             check_survey(plan.held_out, "the evaluation", args.max_dropped_share, "has a preference")
+        plan.held_out_prompts = count_prompts(eval_dataset, data.split_seed)
+        if remark := few_prompts(len(eval_dataset), plan.held_out_prompts):
+            plan.remarks.append(remark)
         if data.eval_dataset_path:
             plan.shared_prompts = shared_prompts(train_dataset, eval_dataset, data.split_seed)
     estimate = estimate_memory(run, plan.processes)

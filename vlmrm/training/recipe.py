@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -19,10 +20,11 @@ import torch
 from vlmrm.conversation import Comparison, Video, media_of, text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.check import describe_margins, margins_of
-from vlmrm.data.comparisons import load_comparisons, split_held_out
+from vlmrm.data.comparisons import is_held_out_key, load_comparisons, prompt_keys
 from vlmrm.data.media import image_size
 from vlmrm.errors import CheckpointError, ConfigError, DataError, RowError
 from vlmrm.libraries import install_command
+from vlmrm.measures.audit import PROMPTS
 from vlmrm.modeling import reward_model_class
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import find_file
@@ -30,8 +32,9 @@ from vlmrm.training.checks import has_bfloat16
 from vlmrm.training.memory import host_memory
 
 SAMPLE = 200  # rows that are read
-SPLIT_ROWS = 20_000  # of larger data not every row is read to try the split
+SPLIT_ROWS = 20_000  # whose prompts are counted
 LEAST_ROWS = 20  # of fewer none are held out
+SHARES = (0.05, 0.1, 0.2)  # of the prompts, from which the first is held out that holds enough
 USABLE = 0.7  # share of the memory for weights and optimizer; the rest is for activations
 FULL_BYTES, HALF_BYTES, QUANTIZED_BYTES = 16, 2, 0.7  # a parameter: trained whole, frozen in half precision, in 4 bits
 TOKEN_PIXELS = 28 * 28
@@ -55,9 +58,11 @@ class DataFacts:
     characters: int
     pixels: int  # 0 without images
     held_out: float  # share of prompts that can be held out, 0 for none
+    held_out_prompts: int = PROMPTS
     bad_share: float = 0.0
     reason: str = ""  # why the last bad row is bad
     margins: str = ""  # of the sample, in words
+    reading: Mapping[str, Any] = field(default_factory=dict)  # keys that say how the rows are read
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,8 @@ def _yaml(value: Any) -> str:
     if isinstance(value, float) and 0 < value < 1e-3:
         mantissa, _, exponent = f"{value:e}".partition("e")
         return f"{float(mantissa)}e{int(exponent)}"
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, tuple):
         return f"[{', '.join(map(_yaml, value))}]"
     if isinstance(value, str) and not re.fullmatch(r"[\w./~-]+", value):
@@ -227,8 +234,8 @@ def choose(data: DataFacts, model: ModelFacts, machine: Machine, name: str = "co
         + [("lora_alpha", 32, "")] * adapters
         + [("load_in_4bit", True, "QLoRA: the frozen weights in 4 bits")] * (method.kind == "qlora"),
         "Data": [("dataset_path", data.paths[0] if len(data.paths) == 1 else data.paths, "")]
-        + [("eval_fraction", data.held_out, "share of prompts held out; no prompt is on both sides")]
-        * bool(data.held_out)
+        + [(name, value, "") for name, value in data.reading.items()]
+        + [("eval_fraction", data.held_out, _of_held_out(data))] * bool(data.held_out)
         + [("max_pixels", max_pixels, f"at most {max_pixels // TOKEN_PIXELS} tokens an image")] * bool(max_pixels)
         + [("bad_rows", "skip", f"of a sample {data.bad_share:.1%} cannot be read")] * bool(data.bad_share)
         + [("dataloader_num_workers", min(max(machine.cores // ranks - 1, 0), 4), "processes that read ahead")],
@@ -250,6 +257,12 @@ def choose(data: DataFacts, model: ModelFacts, machine: Machine, name: str = "co
         "Evaluation, checkpoints, logs": _cadence(bool(data.held_out), every, steps),
     }
     return recipe
+
+
+def _of_held_out(data: DataFacts) -> str:
+    if data.held_out_prompts >= PROMPTS:
+        return "share of prompts held out; no prompt is on both sides"
+    return f"share of prompts held out, here {data.held_out_prompts}: too few to tell, so add prompts"
 
 
 def _max_pixels(data: DataFacts, machine: Machine) -> int:
@@ -286,14 +299,13 @@ def _cadence(evaluates: bool, every: int, steps: int) -> list[tuple[str, Any, st
 # Gathering facts -----------------------------------------------------------------------------------------------------
 
 
-def facts_of_data(paths: Sequence[str]) -> DataFacts:
+def facts_of_data(arguments: DataArguments) -> DataFacts:
     """Read a sample of the rows, and the sizes of their images.
 
     Raises:
         DataError: when the data cannot be read, or a tenth of the sample cannot.
     """
-    arguments = DataArguments(dataset_path=list(paths), bad_rows="skip")
-    dataset: Any = load_comparisons(paths, arguments=arguments)
+    dataset: Any = load_comparisons(arguments.dataset_path, arguments=arguments)
     count = len(dataset)
     chosen = np.sort(np.random.default_rng(0).choice(count, min(SAMPLE, count), replace=False))
     rows = [dataset[int(number)]["comparison"] for number in chosen]
@@ -313,15 +325,18 @@ def facts_of_data(paths: Sequence[str]) -> DataFacts:
             f"{len(errors)} of {len(rows)} sampled rows cannot be read, the last because {errors[-1].reason}: "
             "vlmrm check-data names them."
         )
+    share, prompts = _held_out(dataset, count)
     return DataFacts(
-        paths=tuple(paths),
+        paths=tuple(arguments.dataset_path),
         rows=count,
         characters=max(characters),
         pixels=int(np.percentile(areas, 95)),
-        held_out=_held_out(dataset, count),
+        held_out=share,
+        held_out_prompts=prompts,
         bad_share=len(errors) / len(rows),
         reason=errors[-1].reason if errors else "",
         margins=describe_margins(margins) if margins else "",
+        reading={name: value for name in ("columns", "image_root") if (value := getattr(arguments, name)) is not None},
     )
 
 
@@ -335,18 +350,20 @@ def _areas(row: Comparison) -> list[int]:
     return areas
 
 
-def _held_out(dataset: Any, count: int) -> float:
-    """Return the share of prompts to hold out: enough for a figure, and 0 where the prompts are too few."""
+def _held_out(dataset: Any, count: int) -> tuple[float, int]:
+    """Return the share of prompts to hold out, 0 for none, and how many these are of the rows that were counted."""
     if count < LEAST_ROWS:
-        return 0.0
-    share = 0.05 if count >= 1000 else 0.1
+        return 0.0, 0
     if count > SPLIT_ROWS:
-        return share
-    try:
-        split_held_out(dataset, share, DataArguments().split_seed)
-    except DataError:
-        return 0.0
-    return share
+        dataset = dataset.select(np.sort(np.random.default_rng(0).choice(count, SPLIT_ROWS, replace=False)))
+    keys = {key for key in prompt_keys(dataset) if isinstance(key, str)}
+    held: dict[float, int] = {}
+    for share in SHARES if count >= 1000 else SHARES[1:]:
+        held[share] = sum(is_held_out_key(key, share, DataArguments().split_seed) for key in keys)
+        if held[share] >= PROMPTS:
+            return share, held[share]
+    share = max((share for share in held if 0 < held[share] < len(keys)), default=0.0)
+    return share, held.get(share, 0)
 
 
 def facts_of_model(name: str) -> ModelFacts:

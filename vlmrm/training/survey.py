@@ -19,6 +19,8 @@ from vlmrm.data.check import Repeats, describe_margins, margins_of
 from vlmrm.data.comparisons import are_unrelated, iterate_readable, split_key, subject
 from vlmrm.data.media import media_key
 from vlmrm.errors import ConfigError, MediaError, RowError, TrainingError
+from vlmrm.logs import counted
+from vlmrm.measures.audit import PROMPTS
 from vlmrm.training.losses import weights
 
 SAMPLE = 64  # rows that a training reads before its first step
@@ -181,13 +183,30 @@ def shared_prompts(train: Any, held_out: Any, seed: int, limit: int = COMPARED) 
     Returns:
         The numbers of evaluation rows whose prompt is trained on, and of evaluation and training rows compared.
     """
-    trained = [tuple(split_key(row, "")) for row in _comparisons(train, seed, limit)]
-    evaluated = [tuple(split_key(row, "")) for row in _comparisons(held_out, seed, limit)]
+    trained, evaluated = (
+        [tuple(split_key(row, "")) for row in _comparisons(part, seed, limit) if row.prompt]
+        for part in (train, held_out)
+    )
     prompts = set(trained)
     return sum(key in prompts for key in evaluated), len(evaluated), len(trained)
 
 
+def count_prompts(dataset: Any, seed: int) -> int:
+    """Return the number of different prompts of at most `COMPARED` rows, images included."""
+    return len({tuple(split_key(row, "")) for row in _comparisons(dataset, seed, COMPARED)})
+
+
+def few_prompts(rows: int, prompts: int) -> str:
+    """Return a remark on an evaluation of too few prompts to tell anything; nothing where they are enough."""
+    if prompts >= PROMPTS:
+        return ""
+    return (
+        f"the evaluation has {counted(rows, 'row')} of {counted(prompts, 'prompt')}, too few to tell a better "
+        f"checkpoint from a lucky one: raise eval_fraction or give eval_dataset_path, for {PROMPTS} prompts or more"
+    )
+
+
 def _comparisons(dataset: Any, seed: int, limit: int) -> Iterator[Comparison]:
     for _, row in _sample(dataset, seed, limit):
-        if isinstance(row["comparison"], Comparison) and row["comparison"].prompt:
+        if isinstance(row["comparison"], Comparison):
             yield row["comparison"]
