@@ -1,6 +1,8 @@
-# One verb each. Everything runs in .venv, made on first use; only Python 3.11 or newer, make and a C compiler are needed.
+# One verb each. Everything runs in .venv, made on first use, with what the verb needs: the demo Python 3.11 or newer and
+# make, the tests a C++ compiler too.
 PYTHON ?= python3
 BIN := .venv/bin
+DEMO := .venv/.demo
 INSTALLED := .venv/.installed
 LOWEST := .cache/lowest/.installed
 DOCS := .cache/docs/.installed
@@ -21,10 +23,10 @@ export PATH := $(abspath $(BIN)):$(PATH)
 help:  ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-17s%s\n", $$1, $$2}' Makefile
 
-demo: $(INSTALLED)  ## train, sweep and score on the bundled digits
+demo: $(DEMO)  ## train, sweep and score on the bundled digits
 	$(BIN)/vlmrm demo
 
-frames-demo: $(INSTALLED)  ## collect frames of Acrobot, train a classifier, and PPO with its reward
+frames-demo: $(DEMO)  ## collect frames of Acrobot, train a classifier, and PPO with its reward
 	$(BIN)/vlmrm frames demo
 
 test: $(INSTALLED)  ## run every test, four at a time even on two cores: many wait for processes more than they compute
@@ -73,14 +75,28 @@ docs: $(DOCS)  ## build the documentation into site/; a broken link or anchor fa
 	$(<D)/bin/zensical build --strict
 	$(<D)/bin/python docs/check_links.py site
 
+NEW_ENOUGH = @$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else 'vlmrm needs Python 3.11 or \
+newer, and $(PYTHON) is %d.%d: name another, such as make PYTHON=python3.12 $(or $(MAKECMDGOALS),demo)' % sys.version_info[:2])"
+INSTALL = $(BIN)/uv pip install --system-certs --python $(BIN)/python --constraint constraints.txt --editable
+
 # The stamp is made last: an install that fails, or is interrupted, is tried again.
-$(INSTALLED): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
+	$(NEW_ENOUGH)
+	@echo "Installing into .venv what training needs: 98 packages, 6.4 GB. Of these 5.2 GB are torch with the CUDA libraries;"
+	@echo "UV_TORCH_BACKEND=cpu in the environment takes torch for the CPU instead, where PyTorch's own index can be reached."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	$(INSTALL) '.[train]'
+	touch $@
+
+$(INSTALLED): $(DEMO)
+	@echo "Installing into .venv what development needs as well: some 100 packages, 1 GB"
+	$(INSTALL) '.[dev]'
 	touch $@
 
 # Without constraints.txt, which pins the versions of the day.
 $(LOWEST): pyproject.toml
+	$(NEW_ENOUGH)
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
@@ -89,6 +105,7 @@ $(LOWEST): pyproject.toml
 
 # The pages are built from the source as text: what the package itself needs is not installed.
 $(DOCS): pyproject.toml
+	$(NEW_ENOUGH)
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -c "import tomllib; print(*tomllib.load(open('$<', 'rb'))['project']['optional-dependencies']['docs'])" | \

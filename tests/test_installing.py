@@ -305,6 +305,31 @@ def test_the_pins_are_names_and_versions_and_within_the_bounds():
 
 
 def test_the_lowest_versions_are_tried_without_the_pins():
-    rules = dict(re.findall(r"^\$\((INSTALLED|LOWEST)\):(.*\n(?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M))
-    assert "--constraint constraints.txt" in rules["INSTALLED"]
-    assert "constraints.txt" not in rules["LOWEST"]
+    text = (ROOT / "Makefile").read_text()
+    [lowest] = re.findall(r"^\$\(LOWEST\):.*\n((?:\t.*\n)+)", text, re.M)
+    [install] = re.findall(r"^INSTALL = (.*)$", text, re.M)
+    assert "--constraint constraints.txt" in install and "constraint" not in lowest and "$(INSTALL)" not in lowest
+
+
+def made(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Return what `make` says in a checkout without .venv."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder)
+    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True)
+
+
+def test_the_demo_installs_what_it_needs_and_says_how_much(tmp_path):
+    demo, test = (made(tmp_path, "--dry-run", verb).stdout for verb in ("demo", "test"))
+    assert "'.[train]'" in demo and "[dev]" not in demo and "'.[train]'" in test and "'.[dev]'" in test
+    [size] = re.findall(r"^\| `train` \|.*\| (\d+) \| (\d),(\d)00 \|$", (ROOT / "docs/install.md").read_text(), re.M)
+    assert "{} packages, {}.{} GB".format(*size) in demo
+    assert not [line for line in demo.splitlines() if ".[train]" in line and "--quiet" in line]
+
+
+def test_make_refuses_an_old_python_by_name(tmp_path):
+    old = tmp_path / "python3.10"
+    old.write_text(f"""#!/bin/sh\nexec {sys.executable} "$1" "import sys; sys.version_info = (3, 10, 12)\n$2"\n""")
+    old.chmod(0o755)
+    done = made(tmp_path, "demo", f"PYTHON={old}")
+    assert done.returncode == 2 and f"needs Python 3.11 or newer, and {old} is 3.10" in done.stderr
+    assert not (tmp_path / ".venv").exists()

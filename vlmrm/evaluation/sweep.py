@@ -1,4 +1,4 @@
-"""`vlmrm eval` and eval_rm.py: evaluate every checkpoint of every training, or other scorers, on one data set or more.
+"""`vlmrm eval`: evaluate every checkpoint of every training, or other scorers, on one data set or more.
 
 Each data set has a table of its own with a row for each of them. With `watch`, checkpoints of running trainings are
 evaluated as soon as each is complete.

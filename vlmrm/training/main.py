@@ -1,4 +1,4 @@
-"""`vlmrm train` and train_rm.py: train a reward model from a configuration."""
+"""`vlmrm train`: train a reward model from a configuration."""
 
 from __future__ import annotations
 
