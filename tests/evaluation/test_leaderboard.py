@@ -229,7 +229,6 @@ def test_a_name_tells_checkpoints_and_trainings_apart(tmp_path):
     content["best"] |= {
         "checkpoint": "checkpoint-2",
         "path": "runs/b/checkpoint-2",
-        "kept": None,
         "without_luck": None,
     }
     path.with_suffix(".json").write_text(json.dumps(content))

@@ -117,43 +117,6 @@ def card(model: Path, results: Path, *, data: str) -> None:
     say(f"the model card is {write_card(model, results, data=data)}")
 
 
-@needs("report", "planning")
-def power(
-    results: Path | None = None,
-    *,
-    difference: float | None = None,
-    pairs: int | None = None,
-    threshold: float | None = None,
-    discordance: float | None = None,
-    pairs_per_prompt: float | None = None,
-    correlation: float | None = None,
-    power: float = 0.8,
-) -> None:
-    """Say how many pairs show a difference in accuracy, or how small a difference a number of pairs shows.
-
-    Args:
-        results: Results from which the other figures are estimated: the output_file of an evaluation.
-        difference: The difference in accuracy to be shown, such as 0.02.
-        pairs: The number of pairs. Default: those of the results.
-        threshold: Compare one model with this accuracy, such as 0.5 for chance. Default: compare two models.
-        discordance: Share of pairs that only one of two models has right. Default: 0.2.
-        pairs_per_prompt: Pairs of each prompt. Default: 1.
-        correlation: Correlation between the pairs of one prompt, from 0 to 1. Default: 0.
-        power: Probability with which the difference should be found.
-    """
-    from vlmrm.measures.power import plan
-
-    options = {
-        "discordance": discordance,
-        "threshold": threshold,
-        "pairs_per_prompt": pairs_per_prompt,
-        "correlation": correlation,
-        "power": power,
-    }
-    stated = {name: value for name, value in options.items() if value is not None}
-    say(plan(results, difference, pairs, stated))
-
-
 @needs("train", "reading data sets")
 def leakage(
     *,
