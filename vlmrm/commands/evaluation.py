@@ -86,20 +86,18 @@ def leaderboard(
     output: Path = Path("outputs/leaderboard"),
     title: str = "Leaderboard",
     best: Annotated[bool, Parameter(negative="")] = False,
-    equal_sets: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Rank the models of any number of evaluations over the prompts that they share, and show all their figures.
+    """Show the models of any number of evaluations in one table, with the ranks that the data leave open.
 
     Args:
         results: The output_file of an evaluation, or the folder of a suite; several are merged.
-        output: Folder for leaderboard.html, leaderboard.csv and leaderboard.json.
+        output: Folder for leaderboard.html and leaderboard.csv.
         title: Heading of the page.
         best: Take of each evaluation only the checkpoint that it chose as the best.
-        equal_sets: Give each data set the same weight in the ranking, in place of each prompt.
     """
     from vlmrm.evaluation.leaderboard import build_leaderboard
 
-    page = build_leaderboard(results, output, title=title, best_only=best, equal_sets=equal_sets)
+    page = build_leaderboard(results, output, title=title, best_only=best)
     say(f"the leaderboard is {page}")
 
 
