@@ -129,13 +129,11 @@ EVALUATION = {
         "output_file",
     ),
     "What to measure": ("interventions", "intervention_sample", "group_by", "train_data"),
-    "Choosing and keeping": (
+    "Choosing the best": (
         "metric_for_best",
         "one_standard_error",
         "fail_under",
         "save_normalization",
-        "keep_best",
-        "yes",
     ),
     "While a training runs": ("watch", "watch_timeout"),
     "Running": ("eval_batch_size", "dtype", "dataloader_num_workers", "trust_remote_code"),

@@ -1,4 +1,4 @@
-"""Write the file tree into docs/architecture.md, each file with the first sentence of its docstring.
+"""Write the spine and the rooms into docs/architecture.md, from the files' docstrings.
 
 python docs/tree.py
 """
@@ -7,57 +7,61 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "vlmrm"
 PAGE = ROOT / "docs" / "architecture.md"
 START, END = "<!-- tree: python docs/tree.py -->\n", "<!-- end of the tree -->\n"
-COLUMN, WIDTH = 30, 88  # where the comments begin, and how long they may be
+
+# What a stranger reads, in this order: how a pair becomes a gradient, and a conversation a score.
+SPINE = (
+    *("conversation.py", "formats/layout.py", "formats/openai.py", "formats/preferences.py"),
+    *("data/rows.py", "data/comparisons.py", "rendering.py"),
+    *("batching/tree.py", "batching/shared.py", "batching/collator.py"),
+    *("modeling/reward_model.py", "modeling/attention.py", "modeling/head.py", "engine.py"),
+    *("training/losses.py", "training/passes.py", "training/trainer.py", "training/main.py"),
+    *("scoring/scorer.py", "measures/pairs.py", "measures/metrics.py"),
+)
 
 
-def tree() -> str:
-    """Return the files of the package as indented lines with comments."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "vlmrm"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines, folders = [], set()
-    for path in sorted(
-        {Path(name) for name in listed.stdout.splitlines()}, key=lambda path: (*path.parent.parts, "", path.name)
-    ):
-        if path.suffix != ".py" or not (ROOT / path).exists():
+def spine() -> str:
+    """Return the files of the spine as a table: name, lines, first sentence."""
+    rows = [f"| `{name}` | {lines(PACKAGE / name)} | {sentence(PACKAGE / name)} |" for name in SPINE]
+    total = sum(lines(PACKAGE / name) for name in SPINE)
+    return "\n".join(["| file | lines | |", "|---|---|---|", *rows, f"| | {total} | |"])
+
+
+def rooms() -> str:
+    """Return the other rooms, a file at the top among them, as a table: name, files, lines, first sentence."""
+    rows = []
+    for path in sorted(PACKAGE.iterdir(), key=lambda path: (path.is_file(), path.name)):
+        files = [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
+        files = [file for file in files if file.relative_to(PACKAGE).as_posix() not in SPINE]
+        if not files or path.name in ("__init__.py", "__main__.py"):
             continue
-        for depth, folder in enumerate(reversed(path.parents)):
-            if depth and folder not in folders:
-                folders.add(folder)
-                lines.append(line(depth - 1, f"{folder.name}/", comment(folder / "__init__.py")))
-        if path.name != "__init__.py":
-            lines.append(line(len(path.parents) - 1, path.name, comment(path)))
-    return "\n".join(lines)
+        name = path.name if path.is_file() else f"{path.name}/"
+        first = sentence(path if path.is_file() else path / "__init__.py")
+        rows.append(f"| `{name}` | {len(files)} | {sum(map(lines, files))} | {first} |")
+    return "\n".join(["| room | files | lines | |", "|---|---|---|---|", *rows])
 
 
-def line(depth: int, name: str, text: str) -> str:
-    return f"{'  ' * depth + name:{COLUMN}} {text}".rstrip()
+def lines(path: Path) -> int:
+    """Return the lines of a file to the nearest ten: the page need not change with every commit."""
+    return round(len(path.read_text(encoding="utf-8").splitlines()), -1)
 
 
-def comment(path: Path) -> str:
+def sentence(path: Path) -> str:
     """Return the first sentence of a file's docstring."""
-    if not (ROOT / path).exists():
-        return ""
-    text = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or ""
-    sentence = re.split(r"(?<=\.)\s", " ".join(text.partition("\n\n")[0].split()))[0].rstrip(".:")
-    return sentence if len(sentence) <= WIDTH else sentence[: WIDTH - 4].rsplit(" ", 1)[0] + " ..."
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return re.split(r"(?<=\.)\s", " ".join(text.partition("\n\n")[0].split()))[0].rstrip(".:").replace("|", "\\|")
 
 
 def page() -> str:
-    """Return the architecture page with the tree as it is now."""
+    """Return the architecture page with the tables as they are now."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
     after = rest.partition(END)[2]
-    return f"{before}{START}\n```text\n{tree()}\n```\n\n{END}{after}"
+    return f"{before}{START}\n{spine()}\n\n### The other rooms\n\n{rooms()}\n\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from PIL import Image as Pillow
 
 from vlmrm import load_scorer
 from vlmrm.conversation import Comparison, Image, Judgement, Message, Video
-from vlmrm.evaluation.keeping import SweepResult
+from vlmrm.evaluation.sweep_result import SweepResult
 
 SCRIPT = "<script>alert(1)</script>"
 TAGS = {"table", "caption", "tr", "th", "td", "img"}

@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 
 import vlmrm
 from vlmrm.commands.convert import convert, split
-from vlmrm.commands.evaluation import Words, card, evaluate, leaderboard, leakage, power, report, rulers
+from vlmrm.commands.evaluation import Words, card, evaluate, leaderboard, leakage, report, rulers
 from vlmrm.commands.frames import app as frames
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
@@ -117,7 +117,6 @@ app.command(report)
 app.command(leaderboard)
 app.command(card)
 app.command(leakage)
-app.command(power)
 app.command(rulers)
 app.command(evaluate, name="eval", help_flags=[])
 

@@ -102,8 +102,6 @@ def test_an_unknown_standard_error_chooses_nothing():
         ({"metric_for_best": "image_reliance", "interventions": "none"}, "needs blank_image: add it to interventions"),
         ({"metric_for_best": "loss", "fail_under": 0.5}, "of loss less is"),
         ({"fail_under": 75}, "it is an accuracy, from 0 to 1"),
-        ({"keep_best": 0}, "keep_best is 0"),
-        ({"yes": True}, "yes answers keep_best"),
         ({"watch_timeout": 0}, "watch_timeout is 0"),
     ],
 )

@@ -192,7 +192,7 @@ def results_beside(
     chosen: Best | None = None
     if best is not None:
         named = {name: rows[best][name] for name in ("model", "checkpoint", "path")}
-        how = {"metric": "loss", "one_standard_error": False, "value": 0.5, "kept": None} | fields.pop("how", {})
+        how = {"metric": "loss", "one_standard_error": False, "value": 0.5} | fields.pop("how", {})
         chosen = cast("Best", named | how)
     content = {"schema_version": SCHEMA_VERSION, "settings": {}, "leakage": None, "best": chosen, "results": rows}
     (folder / f"{name}.json").write_text(dump_results(cast("ResultsFile", content | fields)))

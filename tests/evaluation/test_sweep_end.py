@@ -1,4 +1,4 @@
-"""The end of a sweep: which checkpoint is best, what is saved with it, what is deleted, and what bad input leaves."""
+"""The end of a sweep: which checkpoint is best, what is saved with it, and what bad input leaves."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from vlmrm import cli, load_scorer
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, VlmrmError
 from vlmrm.evaluation import evaluate as evaluate_module
-from vlmrm.evaluation import keeping
 from vlmrm.evaluation import sweep as sweep_module
+from vlmrm.evaluation import sweep_result
 from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.sweep import sweep, watch
@@ -85,7 +85,6 @@ def test_the_best_is_by_the_metric_that_was_asked_for(run_folder, data, monkeypa
         "model": "run",
         "checkpoint": least["checkpoint"],
         "path": least["path"],
-        "kept": None,
     }
     assert [name for name, best in column("best").items() if best == "True"] == [least["checkpoint"]]
     cli.evaluate(*asked(run_folder, data, metric_for_best="accuracy/hard"))
@@ -106,8 +105,7 @@ def test_fail_under_is_of_the_metric(run_folder, data):
     keys = {"metric_for_best": "average_margin"}
     assert sweep(asked(run_folder, data, **keys, fail_under=margin)).best is not None
     with pytest.raises(BelowThreshold, match=r"average_margin is below .* fail_under: see results\.csv"):
-        sweep(asked(run_folder, data, **keys, fail_under=margin + 0.1, keep_best=1, yes=True))
-    assert len(steps()) == 4, "nothing is deleted for a model that is not good enough"
+        sweep(asked(run_folder, data, **keys, fail_under=margin + 0.1))
 
 
 def test_a_metric_without_its_column_is_a_sentence_after_the_sweep(run_folder, data):
@@ -153,45 +151,13 @@ def test_a_checkpoint_may_be_left_as_it_is(run_folder, data, monkeypatch, capsys
     def read_only(*_, **__):
         raise ConfigError("reward_model.json cannot be written (Read-only file system)")
 
-    monkeypatch.setattr(keeping, "save_normalization", read_only)
+    monkeypatch.setattr(sweep_result, "save_normalization", read_only)
     assert sweep(asked(run_folder, data)).best is not None
     assert (
         "not saved with the best checkpoint: reward_model.json cannot be written (Read-only file system)"
         in capsys.readouterr().err
     )
     assert {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()} == before
-
-
-# Deleting ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_best_are_marked_and_the_others_deleted_after_a_yes(run_folder, data):
-    with pytest.raises(ConfigError, match="nothing was deleted, because there is no terminal"):
-        sweep(asked(run_folder, data, keep_best=2))  # pytest's stdin is no terminal
-    assert len(steps()) == 4
-    ranked = sorted(load_results("results.json")["results"], key=lambda row: -row["preference_accuracy"])
-    kept = {name for name, mark in column("kept").items() if mark == "True"}
-    assert kept == {row["checkpoint"] for row in ranked[:2]}
-    result = sweep(asked(run_folder, data, keep_best=2, yes=True))
-    assert steps() == sorted([*kept, "final"])
-    assert len(result.rows) == 3, "what was measured of the deleted stays"
-
-
-def test_nothing_is_deleted_while_a_checkpoint_could_not_be_evaluated(run_folder, data, capsys):
-    (run_folder / "checkpoint-1" / "model.safetensors").write_bytes(b"broken")
-    sweep(asked(run_folder, data, keep_best=1, yes=True))
-    assert len(steps()) == 4 and "keep_best deletes nothing" in capsys.readouterr().err
-
-
-def test_results_of_another_training_do_not_crowd_out_this_one_s(run_folder, data, tiny_reward_model):
-    best = sweep(asked(run_folder, data)).best
-    assert best is not None
-    factor = {"checkpoint-1": 1.0}.get(best["checkpoint"], -1.0)  # always wrong where the other is right
-    for step in (5, 6):
-        scaled(tiny_reward_model, Path("worse", f"checkpoint-{step}"), factor * step)
-    scaled(tiny_reward_model, Path("worse", "final"), 1.0)
-    sweep(asked("worse", data, keep_best=1, yes=True))
-    assert len(steps(Path("worse"))) == 2 and len(steps()) == 4
 
 
 # Watching ------------------------------------------------------------------------------------------------------------
@@ -215,7 +181,7 @@ def test_ctrl_c_ends_a_watch_with_the_table_as_it_stands(run_folder, data, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sweep_module, "watch", partial(watch, wait=interrupt))
-    result = sweep(asked(run_folder, data, watch=True, keep_best=1, yes=True))
+    result = sweep(asked(run_folder, data, watch=True))
     assert len(result.rows) == len(steps()) == len(column("best")) == 3 and result.best is not None
     with pytest.raises(ConfigError, match="watch saw no checkpoint in absent"):
         sweep(asked("absent", data, watch=True, output_file="absent.csv"))
@@ -223,13 +189,10 @@ def test_ctrl_c_ends_a_watch_with_the_table_as_it_stands(run_folder, data, monke
 
 @pytest.mark.slow
 def test_two_processes_watch_the_same_checkpoints(run_folder, data, tmp_path):
-    done = start(
-        ["eval_rm.py"], *asked(run_folder, data, watch=True, keep_best=1, yes=True), cwd=tmp_path, processes=2
-    )
+    done = start(["eval_rm.py"], *asked(run_folder, data, watch=True), cwd=tmp_path, processes=2)
     finish(done)
     saved = load_results("results.json")
     assert saved["best"] is not None and len(saved["results"]) == 3
-    assert steps() == [saved["best"]["checkpoint"], "final"]
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------

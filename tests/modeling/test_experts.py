@@ -1,4 +1,4 @@
-"""Routers: their loss and figures count a token once for each conversation that holds it."""
+"""Routers: their loss counts a token once for each conversation that holds it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 from vlmrm.errors import ConfigError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import batcher_for, load_for_training
-from vlmrm.modeling.experts import Routers, balance_loss, find_routers, token_weights
+from vlmrm.modeling.experts import Routers, balance_loss, find_routers
 from vlmrm.rendering import Renderer
 
 sys.path.append(str(Path(__file__).parents[1] / "batching"))
@@ -136,29 +136,6 @@ def positions_of(layout, end):
         path = [*range(layout.segments[index].start, layout.segments[index].stop), *path]
         index = layout.segments[index].parent
     return path
-
-
-def test_figures_are_of_the_conversations_tokens(mixture, batches):
-    figures = []
-    for batching, inputs in zip(BATCHINGS, batches, strict=True):
-        model = opened(mixture, batching)
-        routers = Routers(find_routers(model))
-        with rounding_nowhere(), torch.no_grad():
-            for _ in range(2):
-                with routers.watching(inputs) as decisions:
-                    model(**inputs)
-                routers.add(decisions)
-            figures.append(routers.flush(lambda values: 2 * values))  # two ranks with equal batches
-    assert figures[0] == pytest.approx(figures[1], rel=1e-9)
-    weights = token_weights(batches[0]).bool()
-    logits = [decision.logits[weights].detach() for decision in decisions_of(mixture, "reference", batches[0])]
-    entropies = [
-        torch.distributions.Categorical(logits=it).entropy().mean() / torch.tensor(EXPERTS).log() for it in logits
-    ]
-    chosen = [torch.bincount(it.topk(CHOICES).indices.flatten(), minlength=EXPERTS) for it in logits]
-    assert figures[0]["router_entropy"] == pytest.approx(float(sum(entropies) / LAYERS), rel=1e-6)
-    assert figures[0]["router_max_load"] == pytest.approx(max(float(EXPERTS * it.max() / it.sum()) for it in chosen))
-    assert figures[0]["router_dead_experts"] == sum(int((it == 0).sum()) for it in chosen)
 
 
 def test_a_model_without_experts_has_no_routers(tiny_checkpoint):

@@ -1,4 +1,4 @@
-"""Trainings of a mixture of experts: its loss and figures are those of either batching, and LoRA of its experts."""
+"""Trainings of a mixture of experts: its loss is that of either batching, and LoRA of its experts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from runs import assert_equal_weights, colour_pairs, logged, weights
 
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import ModelArguments, load_checkpoint, load_for_training, lora_config, merge
-
-FIGURES = ("router_entropy", "router_max_load", "router_dead_experts")
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +30,11 @@ def test_shared_and_padded_batches_train_the_same_balance(train_here, tmp_path, 
     for batching in ("shared", "reference"):
         train_here(data, batching, batching=batching, max_steps=2, **keys)
         checkpoint = tmp_path / batching / "checkpoint-2"
-        lines[batching] = {name: logged(checkpoint, name) for name in ("loss", "loss_router", "grad_norm", *FIGURES)}
+        lines[batching] = {name: logged(checkpoint, name) for name in ("loss", "loss_router", "grad_norm")}
     assert "batching: reference" not in caplog.text
     for name, values in lines["shared"].items():
         assert values == pytest.approx(lines["reference"][name], rel=1e-3), name
     assert all(0.1 <= value < 0.1 * EXPERTS * 2 for value in lines["shared"]["loss_router"])
-    assert all(0 < value <= 1 for value in lines["shared"]["router_entropy"])
-    assert all(1 <= value <= EXPERTS for value in lines["shared"]["router_max_load"])
-    assert all(0 <= value < EXPERTS * LAYERS for value in lines["shared"]["router_dead_experts"])
 
 
 def test_the_loss_of_a_step_does_not_depend_on_its_number_of_equal_batches(train_here, tmp_path, mixture):

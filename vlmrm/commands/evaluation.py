@@ -86,20 +86,18 @@ def leaderboard(
     output: Path = Path("outputs/leaderboard"),
     title: str = "Leaderboard",
     best: Annotated[bool, Parameter(negative="")] = False,
-    equal_sets: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
-    """Rank the models of any number of evaluations over the prompts that they share, and show all their figures.
+    """Show the models of any number of evaluations in one table, with the ranks that the data leave open.
 
     Args:
         results: The output_file of an evaluation, or the folder of a suite; several are merged.
-        output: Folder for leaderboard.html, leaderboard.csv and leaderboard.json.
+        output: Folder for leaderboard.html and leaderboard.csv.
         title: Heading of the page.
         best: Take of each evaluation only the checkpoint that it chose as the best.
-        equal_sets: Give each data set the same weight in the ranking, in place of each prompt.
     """
     from vlmrm.evaluation.leaderboard import build_leaderboard
 
-    page = build_leaderboard(results, output, title=title, best_only=best, equal_sets=equal_sets)
+    page = build_leaderboard(results, output, title=title, best_only=best)
     say(f"the leaderboard is {page}")
 
 
@@ -115,43 +113,6 @@ def card(model: Path, results: Path, *, data: str) -> None:
     from vlmrm.evaluation.card import write_card
 
     say(f"the model card is {write_card(model, results, data=data)}")
-
-
-@needs("report", "planning")
-def power(
-    results: Path | None = None,
-    *,
-    difference: float | None = None,
-    pairs: int | None = None,
-    threshold: float | None = None,
-    discordance: float | None = None,
-    pairs_per_prompt: float | None = None,
-    correlation: float | None = None,
-    power: float = 0.8,
-) -> None:
-    """Say how many pairs show a difference in accuracy, or how small a difference a number of pairs shows.
-
-    Args:
-        results: Results from which the other figures are estimated: the output_file of an evaluation.
-        difference: The difference in accuracy to be shown, such as 0.02.
-        pairs: The number of pairs. Default: those of the results.
-        threshold: Compare one model with this accuracy, such as 0.5 for chance. Default: compare two models.
-        discordance: Share of pairs that only one of two models has right. Default: 0.2.
-        pairs_per_prompt: Pairs of each prompt. Default: 1.
-        correlation: Correlation between the pairs of one prompt, from 0 to 1. Default: 0.
-        power: Probability with which the difference should be found.
-    """
-    from vlmrm.measures.power import plan
-
-    options = {
-        "discordance": discordance,
-        "threshold": threshold,
-        "pairs_per_prompt": pairs_per_prompt,
-        "correlation": correlation,
-        "power": power,
-    }
-    stated = {name: value for name, value in options.items() if value is not None}
-    say(plan(results, difference, pairs, stated))
 
 
 @needs("train", "reading data sets")

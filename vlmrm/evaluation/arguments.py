@@ -173,11 +173,6 @@ class EvaluationArguments(ComputeArguments):
     watch_timeout: float = field(
         default=60.0, metadata={"help": "Minutes without a new checkpoint after which `watch` ends."}
     )
-    keep_best: int | None = field(
-        default=None,
-        metadata={"help": "Mark so many of the best checkpoints, and delete the others, after asking."},
-    )
-    yes: bool = field(default=False, metadata={"help": "Delete what `keep_best` lists without asking."})
     dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that open and process images."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the checkpoint."})
 
@@ -193,7 +188,7 @@ class EvaluationArguments(ComputeArguments):
             raise ConfigError(
                 "model_dirs is missing: name at least one training output folder or checkpoint, or another scorer."
             )
-        for name in ("watch", "keep_best", "one_standard_error"):
+        for name in ("watch", "one_standard_error"):
             if self.scorer and getattr(self, name):
                 raise ConfigError(
                     f"{name} is about the checkpoints of a training, and scorer names others: remove one."
@@ -206,7 +201,7 @@ class EvaluationArguments(ComputeArguments):
             raise ConfigError(f"output_file is {self.output_file}: it must end in .csv (the .json goes beside it).")
 
     def _check_choice(self) -> None:
-        """Check the keys by which the best checkpoint is chosen and kept, before anything is scored."""
+        """Check the keys by which the best checkpoint is chosen, before anything is scored."""
         figure = split_metric(self.metric_for_best)[1]
         criterion = Criterion(figure, self.one_standard_error)
         if self.fail_under is not None:
@@ -221,10 +216,6 @@ class EvaluationArguments(ComputeArguments):
         needed = "" if metric is None else (metric.needs or "").removesuffix("_chosen")
         if needed in INTERVENTIONS and needed not in self.interventions:
             raise ConfigError(f"metric_for_best is {figure}, which needs {needed}: add it to interventions.")
-        if self.keep_best is not None and self.keep_best < 1:
-            raise ConfigError(f"keep_best is {self.keep_best}: it must be at least 1.")
-        if self.yes and self.keep_best is None:
-            raise ConfigError("yes answers keep_best, which is not given: add it, or leave yes out.")
         if self.watch_timeout <= 0:
             raise ConfigError(f"watch_timeout is {self.watch_timeout} minutes: it must be more than 0.")
         if figure.startswith(BENCHMARK) and not self.benchmark and self.suite is None:

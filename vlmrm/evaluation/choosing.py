@@ -111,7 +111,6 @@ class Criterion:
             "model": row["model"],
             "checkpoint": row["checkpoint"],
             "path": row["path"],
-            "kept": None,
         }
 
     def _without_luck(self, ranked: Sequence[Row], frame: pd.DataFrame | None) -> dict[str, Any] | None:

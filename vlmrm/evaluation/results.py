@@ -162,8 +162,6 @@ def table(rows: Sequence[Row], best: Best | None) -> pd.DataFrame:
         if "limits" in row:
             line["limits"] = ", ".join(row["limits"])
         line["best"] = best is not None and row["path"] == best["path"]
-        if best is not None and best["kept"] is not None:
-            line["kept"] = row["path"] in best["kept"]
         flat.append(line)
     frame = pd.DataFrame(flat)
     present = [name for name in COLUMNS if name in frame or name in FIRST]

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import minimize
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, hstack, vstack
+from sklearn.feature_extraction.text import HashingVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
 
 from vlmrm.conversation import Comparison, Image, Medium, Messages, media_of, text_of
 from vlmrm.data.media import open_image
@@ -33,10 +34,7 @@ from vlmrm.measures.pairs import credits_of, margins_of, scored_pairs
 logger = logging.getLogger("vlmrm")
 
 FOLDS = 5
-RIDGE = 1.0
-BUCKETS = 1 << 13  # of hashed words, before the measures of style
-IMAGES = BUCKETS + 16  # the first of the measures of an answer's image
-WIDTH = IMAGES + 16
+BUCKETS = 1 << 13  # of hashed words
 MOST_WORDS = 2000  # of a text
 CHANCE, NEAR = 0.5, 0.05  # a ruler is at chance where its interval lies within 5 points of it
 WORD = re.compile(r"\w+")
@@ -80,7 +78,6 @@ class Silent(Exception):
 
 
 Scores = list[list[float]]  # by comparison, one a branch
-Cells = dict[int, float]  # features of an answer: hashed words by bucket, measures after them
 
 
 @dataclass
@@ -88,7 +85,7 @@ class Answered:
     """Comparisons with pairs, and the measures of each answer's image: `images[i][b]` are those of branch b."""
 
     rows: list[Comparison]
-    images: list[list[Cells]]
+    images: list[list[list[float]]]
 
     def texts(self) -> list[list[str]]:
         return [[text_of(answer) for answer in row.answers] for row in self.rows]
@@ -180,7 +177,7 @@ def more_markdown(data: Answered) -> Scores:
 
 
 def larger_image(data: Answered) -> Scores:
-    scores = [[cells.get(IMAGES, 0.0) for cells in of_row] for of_row in data.images]
+    scores = [[measures[0] for measures in of_row] for of_row in data.images]
     return _unless_equal(scores, "no answer has a larger image than another")
 
 
@@ -209,47 +206,47 @@ def image_blind(data: Answered) -> Scores:
     if not any(text.strip() for of_row in texts for text in of_row):
         raise Silent("the answers have no text, which is all that it reads")
     questions = [text_of(row.prompt) for row in data.rows]
-    return _learned(
-        data,
-        [[_of_text(text, question) for text in of_row] for of_row, question in zip(texts, questions, strict=True)],
-    )
+    pairs = [(text, question) for of_row, question in zip(texts, questions, strict=True) for text in of_row]
+    return _learned(data, [_tokens(*pair) for pair in pairs], [_style(*pair) for pair in pairs])
 
 
 def question_blind(data: Answered) -> Scores:
     """Score answers by their words and by measures of their images."""
-    cells = [
-        [_of_text(text, "") | measures for text, measures in zip(texts, images, strict=True)]
-        for texts, images in zip(data.texts(), data.images, strict=True)
-    ]
-    return _learned(data, cells)
+    texts = [text for of_row in data.texts() for text in of_row]
+    images = [measures for of_row in data.images for measures in of_row]
+    of_style = [_style(text, "") + measures for text, measures in zip(texts, images, strict=True)]
+    return _learned(data, [_tokens(text, "") for text in texts], of_style)
 
 
-def _of_text(text: str, question: str) -> Cells:
-    words = WORD.findall(text.lower())[:MOST_WORDS]
-    of_question = WORD.findall(question.lower())[:MOST_WORDS]
-    opening = " ".join(of_question[:2])
-    cells: Cells = {}
-    for word in words:
-        for token in (word, f"{opening}|{word}") if opening else (word,):
-            bucket = crc32(token.encode()) % BUCKETS
-            cells[bucket] = cells.get(bucket, 0.0) + 1.0
-    norm = np.sqrt(sum(count * count for count in cells.values())) or 1.0
-    cells = {bucket: count / norm for bucket, count in cells.items()}
-    shared = len(set(words) & set(of_question)) / max(len(set(words)), 1)
+def _tokens(text: str, question: str) -> list[str]:
+    """Return the words of an answer, alone and behind the first two of the question."""
+    words, opening = _words(text), " ".join(_words(question)[:2])
+    return [*words, *(f"{opening}|{word}" for word in words if opening)]
+
+
+def _style(text: str, question: str) -> list[float]:
+    """Return measures of an answer's length and form, and the share of its words that the question has."""
+    words, of_question = _words(text), set(_words(question))
     counts = (len(text), len(words), len(MARKDOWN.findall(text)), len(REFUSAL.findall(text)), len(set(words)))
-    of_style = [*np.log1p(counts), shared, float(text.rstrip().endswith("?"))]
-    return cells | {BUCKETS + number: float(value) for number, value in enumerate(of_style)}
+    shared = len(of_question.intersection(words)) / max(len(set(words)), 1)
+    return [*np.log1p(counts).tolist(), shared, float(text.rstrip().endswith("?"))]
 
 
-def _of_images(answer: Messages) -> Cells:
+def _words(text: str) -> list[str]:
+    return WORD.findall(text.lower())[:MOST_WORDS]
+
+
+def _of_images(answer: Messages) -> list[float]:
     """Return measures of the first image of an answer: size, shape, brightness and its spread, edges, colours.
+
+    All are zero without an image.
 
     Raises:
         MediaError: when it cannot be read.
     """
     images = [medium for medium in media_of(answer) if isinstance(medium, Image)]
     if not images:
-        return {}
+        return [0.0] * 9
     picture = open_image(images[0].reference)
     width, height = picture.size
     pixels = np.asarray(picture.resize((SAMPLED, SAMPLED)), dtype=float) / 255
@@ -257,18 +254,18 @@ def _of_images(answer: Messages) -> Cells:
     edges = np.abs(np.diff(grey, axis=0)).mean() + np.abs(np.diff(grey, axis=1)).mean()
     colour = (pixels.max(axis=2) - pixels.min(axis=2)).mean()
     measures = [np.log(width * height), np.log(width / height), grey.mean(), grey.std(), edges, colour]
-    measures += [*pixels.mean(axis=(0, 1))]
-    return {IMAGES + number: float(value) for number, value in enumerate(measures)}
+    return [float(measure) for measure in (*measures, *pixels.mean(axis=(0, 1)))]
 
 
-def _learned(data: Answered, cells: Sequence[Sequence[Cells]]) -> Scores:
-    """Score each prompt's answers by a Bradley-Terry model with a ridge, fitted to the pairs of other prompts."""
+def _learned(data: Answered, tokens: Sequence[list[str]], measures: Sequence[list[float]]) -> Scores:
+    """Score each prompt's answers by a Bradley-Terry model of tokens and measures, fitted on other prompts."""
     prompts = data.prompts()
     count = prompts.max() + 1
     if count < 2 * FOLDS:
         raise Silent(f"it learns from other prompts, and the rows have {count}")
+    words = HashingVectorizer(n_features=BUCKETS, alternate_sign=False, analyzer=list).transform(tokens)
+    features = csr_matrix(hstack([words, StandardScaler().fit_transform(measures)]))
     sizes = [len(row.answers) for row in data.rows]
-    features = _matrix([of_answer for of_row in cells for of_answer in of_row])
     starts = np.concatenate([[0], np.cumsum(sizes)])
     pairs = [
         (number, starts[number] + pair.chosen, starts[number] + pair.rejected)
@@ -281,42 +278,12 @@ def _learned(data: Answered, cells: Sequence[Sequence[Cells]]) -> Scores:
     differences = features[better] - features[worse]
     scores, of_branch = np.zeros(features.shape[0]), np.repeat(fold, sizes)
     for number in range(FOLDS):
-        weights = _fitted(differences[fold[owners] != number])
-        scores[of_branch == number] = features[of_branch == number] @ weights
+        known = differences[fold[owners] != number]
+        # Each pair in both orders, so that there are two classes, with half the weight.
+        model = LogisticRegression(C=0.5, fit_intercept=False, max_iter=200)
+        model.fit(vstack([known, -known]), np.repeat([1, 0], known.shape[0]))
+        scores[of_branch == number] = features[of_branch == number] @ model.coef_[0]
     return [scores[start:end].tolist() for start, end in pairwise(starts)]
-
-
-def _matrix(cells: Sequence[Cells]) -> csr_matrix:
-    """Return the features [B, F], the measures after the words with mean 0 and spread 1 among all answers."""
-    counts = [len(of_answer) for of_answer in cells]
-    columns = np.fromiter((column for of_answer in cells for column in of_answer), dtype=int)
-    values = np.fromiter((value for of_answer in cells for value in of_answer.values()), dtype=float)
-    pointers = np.concatenate([[0], np.cumsum(counts)])
-    table = csr_matrix((values, columns, pointers), shape=(len(cells), WIDTH))
-    dense = table[:, BUCKETS:].toarray()
-    spread = dense.std(axis=0)
-    scaled = np.where(spread > 1e-9, (dense - dense.mean(axis=0)) / np.where(spread > 1e-9, spread, 1.0), 0.0)
-    rows, measures = (part.ravel() for part in np.indices(scaled.shape))
-    kept = columns < BUCKETS
-    owners = np.repeat(np.arange(len(cells)), counts)
-    return csr_matrix(
-        (
-            np.concatenate([values[kept], scaled.ravel()]),
-            (np.concatenate([owners[kept], rows]), np.concatenate([columns[kept], measures + BUCKETS])),
-        ),
-        shape=(len(cells), WIDTH),
-    )
-
-
-def _fitted(differences: csr_matrix) -> np.ndarray:
-    """Return the weights w[F] that minimize sum log(1 + exp(-differences[N, F] w)) + RIDGE / 2 |w|²."""
-
-    def loss(weights: np.ndarray) -> tuple[float, np.ndarray]:
-        margins = differences @ weights
-        gradient = -(differences.T @ (1 / (1 + np.exp(np.clip(margins, -500, 500))))) + RIDGE * weights
-        return float(np.logaddexp(0, -margins).sum() + RIDGE / 2 * weights @ weights), gradient
-
-    return minimize(loss, np.zeros(differences.shape[1]), jac=True, method="L-BFGS-B", options={"maxiter": 200}).x
 
 
 RULERS: dict[str, tuple[str, Callable[[Answered], Scores]]] = {

@@ -20,7 +20,7 @@ from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS
 from vlmrm.settings import describe_errors
 
-SCHEMA_VERSION = 3  # raised whenever a field changes its name or meaning; a new metric is absent from older files
+SCHEMA_VERSION = 4  # raised whenever a field changes its name or meaning; a new metric is absent from older files
 
 # JSON has no NaN and no infinity: null stands for a figure that the pairs do not allow.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
@@ -118,7 +118,7 @@ else:
 
 @strict
 class Best(TypedDict):
-    """The checkpoint that `metric` chooses, with its value there; `kept` are the paths that `keep_best` keeps.
+    """The checkpoint that `metric` chooses, with its value there.
 
     `without_luck` is its figure as new prompts would show it, None where it cannot be known.
     """
@@ -130,7 +130,6 @@ class Best(TypedDict):
     model: str
     checkpoint: str
     path: str
-    kept: list[str] | None
 
 
 @strict

@@ -122,8 +122,6 @@ class SuiteTable:
                     line[column] = self.figure.number(measured, part) if has else math.nan
             line |= {"error": row["error"], "seconds": row["seconds"]}
             line["best"] = self.best is not None and row["path"] == self.best["path"]
-            if self.best is not None and self.best["kept"] is not None:
-                line["kept"] = row["path"] in self.best["kept"]
             lines.append(line)
         return pd.DataFrame(lines)
 

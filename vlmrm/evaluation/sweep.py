@@ -29,13 +29,13 @@ from vlmrm.evaluation.arguments import EvaluationArguments, check_data_keys
 from vlmrm.evaluation.choosing import Criterion, split_metric
 from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.evaluate import evaluate_entry, opened
-from vlmrm.evaluation.keeping import SweepResult, conclude
 from vlmrm.evaluation.leakage import Leakage, leakage, open_rows, verdict
 from vlmrm.evaluation.results import beside_published, describe, write_rewardbench
 from vlmrm.evaluation.scorers import scorer_entries
 from vlmrm.evaluation.scorers.checkpoint import CheckpointEntry
 from vlmrm.evaluation.suite import EvaluationSet, OpenSet, evaluation_sets, is_suite
 from vlmrm.evaluation.suite_table import SuiteTable, mean_criterion
+from vlmrm.evaluation.sweep_result import SweepResult, conclude
 from vlmrm.files import exclusive_lock
 from vlmrm.logs import counted, start_log
 from vlmrm.modeling.manifest import COMPLETE, TRAINING_LOCK, find_checkpoints, is_finished
@@ -107,12 +107,12 @@ def run_sweep(
     # Images are opened and processed for the first checkpoint and kept for the others.
     with TemporaryDirectory(prefix="vlmrm-images-") as images:
         run = SweepRun(args, data_args, processes, Path(images))
-        looked_at, stopped = evaluate_all(entries, opened_sets, run, unread)
+        looked_at = evaluate_all(entries, opened_sets, run, unread)
     main = processes.is_main_process
     paths = frozenset(entry.path for entry in looked_at)
     if not is_suite(args):
         [results] = (it.results for it in opened_sets)
-        best = conclude(results, criterion_of(args), looked_at, args, main=main, stopped=stopped)
+        best = conclude(results, criterion_of(args), looked_at, args, main=main)
         return SweepResult(results.rows, best, results.csv, results.parquet, paths)
     read = {str(it.definition.name): it.results for it in opened_sets if it.definition.name not in unread}
     if not read:
@@ -122,7 +122,7 @@ def run_sweep(
         raise DataError(f"{chosen_by}, by which metric_for_best chooses, cannot be evaluated: {unread[chosen_by]}")
     criterion = mean_criterion(args.metric_for_best, args.one_standard_error, tuple(read))
     table = SuiteTable(Path(args.output_file), read, criterion)
-    best = conclude(table, criterion, looked_at, args, main=main, stopped=stopped or bool(unread))
+    best = conclude(table, criterion, looked_at, args, main=main)
     of_sets = {name: SweepResult(it.rows, it.best, it.csv, it.parquet, paths) for name, it in read.items()}
     return SweepResult(table.rows, best, table.csv, table.csv.with_suffix(".scores.parquet"), paths, of_sets, unread)
 
@@ -189,12 +189,10 @@ def entries_to_evaluate(args: EvaluationArguments) -> Iterable[Entry]:
 
 def evaluate_all(
     entries: Iterable[Entry], sets: Sequence[OpenSet], run: SweepRun, unread: dict[str, str]
-) -> tuple[list[Entry], bool]:
-    """Evaluate the entries on the sets that lack them, each opened once.
+) -> list[Entry]:
+    """Evaluate the entries on the sets that lack them, each opened once, and return all entries; Ctrl-C ends a watch.
 
-    Returns:
-        All entries, and whether Ctrl-C ended a watch. The reason why a set of a suite cannot be scored goes into
-        `unread`, and the sweep continues without it.
+    The reason why a set of a suite cannot be scored goes into `unread`, and the sweep continues without it.
     """
     looked_at: list[Entry] = []
     try:
@@ -213,8 +211,7 @@ def evaluate_all(
         if not run.args.watch:
             raise
         logger.warning("Stopped watching")
-        return looked_at, True
-    return looked_at, False
+    return looked_at
 
 
 def evaluate_on(sets: Sequence[OpenSet], entry: Entry, run: SweepRun, unread: dict[str, str]) -> None:

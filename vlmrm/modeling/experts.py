@@ -1,11 +1,10 @@
-"""Routers of mixture-of-experts language models: their load-balancing loss and figures, and the experts' weights.
+"""Routers of mixture-of-experts language models: their load-balancing loss, and the experts' weights.
 
-A token counts once for each conversation that holds it, so a shared batch has the loss and figures of the padded one.
+A token counts once for each conversation that holds it, so a shared batch has the loss of the padded one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,11 +137,6 @@ class Decision:
         """Return each expert's probability, summed over the weighted tokens, float32 [experts]."""
         return self.weights @ self.logits.float().softmax(-1)
 
-    def entropy(self) -> torch.Tensor:
-        """Return the tokens' summed entropy of the experts' probabilities, as a share of that of an even choice."""
-        logarithms = self.logits.float().log_softmax(-1)
-        return -(self.weights @ (logarithms.exp() * logarithms).sum(-1)) / math.log(self.logits.shape[1])
-
 
 def balance_loss(decisions: list[Decision]) -> torch.Tensor:
     """Return the load-balancing loss of one forward, E Σ f P over the E experts.
@@ -166,18 +160,13 @@ def balance_loss(decisions: list[Decision]) -> torch.Tensor:
 
 
 class Routers:
-    """Watches the routers of a model while it runs, and sums up figures for the training log; without any, nothing."""
+    """Watches the routers of a model while it runs."""
 
     def __init__(self, routers: list[Router]):
         self.routers = routers
         self._outputs: dict[Router, Sequence[torch.Tensor]] | None = None  # of the forward that is watched
-        self._reset()
         for router in routers:
             router.module.register_forward_hook(self._recorder(router))
-
-    def _reset(self) -> None:
-        self._loads: list[torch.Tensor] = []  # of each router, [experts]
-        self._entropy = self._tokens = torch.zeros(())
 
     def _recorder(self, router: Router) -> Callable[..., None]:
         def record(module: Any, args: tuple, output: Sequence[torch.Tensor]) -> None:
@@ -201,34 +190,3 @@ class Routers:
             return
         weights = token_weights(inputs)
         decisions += [Decision.of(router, outputs[router], weights) for router in self.routers]
-
-    @torch.no_grad()
-    def add(self, decisions: list[Decision]) -> None:
-        """Add one forward to the figures. Nothing waits for the device."""
-        if not decisions:
-            return
-        loads = [it.load() for it in decisions]
-        device = loads[0].device
-        self._loads = [a + b for a, b in zip(self._loads, loads, strict=True)] if self._loads else loads
-        self._entropy = self._entropy.to(device) + sum(it.entropy().to(device) for it in decisions)
-        self._tokens = self._tokens.to(device) + sum(it.weights.sum().to(device) for it in decisions)
-
-    def flush(self, add_up: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Return the figures since the last call; `add_up` sums a tensor over ranks. Every rank must call it.
-
-        router_entropy: entropy of a router's probabilities, mean of tokens and layers: 1 is an even choice.
-        router_max_load: tokens of the busiest expert of any layer: 1 is as many as it has of an even load.
-        router_dead_experts: the number of experts, of all layers, that got no token.
-        """
-        if not self._loads:
-            return {}
-        sizes = [len(load) for load in self._loads]
-        device = self._entropy.device
-        *loads, entropy, tokens = add_up(
-            torch.cat([it.to(device).flatten() for it in (*self._loads, self._entropy, self._tokens)])
-        ).split([*sizes, 1, 1])
-        self._reset()
-        busiest = torch.stack([len(load) * load.max() / load.sum() for load in loads]).max()
-        dead = torch.stack([(load == 0).sum() for load in loads]).sum()
-        figures = torch.stack([entropy[0] / tokens[0], busiest, dead.float()]).tolist()
-        return dict(zip(("router_entropy", "router_max_load", "router_dead_experts"), figures, strict=True))

@@ -279,7 +279,6 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
     def compute_loss(self, model, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
         with self._routers.watching(inputs["inputs"]) as decisions:
             scores = model(**inputs["inputs"]).logits.squeeze(-1)
-        self._routers.add(decisions)
         loss = inputs["objective"](scores)
         if coefficient := self.args.router_aux_loss_coef:
             # A mean over the step's forwards, each with the weight of its pairs.
@@ -309,7 +308,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs.update(self._rates)
-            figures = self._figures.flush(self.accelerator) | self._routers.flush(self.accelerator.reduce)
+            figures = self._figures.flush(self.accelerator)
             figures["num_tokens"] = self.state.num_input_tokens_seen
             self.row_tally.warn_early()
             self._chance.add(*self._figures.flushed)

@@ -1,0 +1,50 @@
+"""The house stays small enough to see whole. The limits fall with time; who adds lines takes others away."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LINES = {"vlmrm": 61_500}  # of each package
+FILE = 530  # lines of a file
+BEHIND_TRAINING = 96  # modules that `vlmrm.training.main` imports with it
+
+
+def lines(file: Path) -> int:
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
+def test_packages_have_no_more_lines_than_allowed():
+    for package, limit in LINES.items():
+        sizes = {file: lines(file) for file in (ROOT / package).rglob("*.py")}
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:10]
+        table = "\n".join(f"{sizes[file]:5} {file.relative_to(ROOT)}" for file in largest)
+        assert sum(sizes.values()) <= limit, f"take lines out of {package}, such as from\n{table}"
+        assert sizes[largest[0]] <= FILE, f"a file is one noun of at most {FILE} lines:\n{table}"
+
+
+def test_few_modules_stand_behind_training():
+    """Those that are imported when a module is, not inside of functions."""
+    seen, waiting = set(), ["vlmrm.training.main"]
+    while waiting:
+        module = waiting.pop()
+        path = ROOT / module.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if module not in seen and file.is_file():
+            seen.add(module)
+            waiting += imported(ast.parse(file.read_text(encoding="utf-8")).body)
+    assert len(seen) <= BEHIND_TRAINING, sorted(seen)
+
+
+def imported(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{name.name}" for name in node.names))
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            yield from imported([*node.body, *node.orelse])
+        elif isinstance(node, (ast.With, ast.Try)):
+            yield from imported(node.body)
