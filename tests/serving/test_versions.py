@@ -302,27 +302,6 @@ async def test_three_changes_under_load_lose_nothing_and_every_score_is_by_the_r
 
 
 @in_loop
-async def test_live_traffic_is_scored_by_both_before_the_switch(tmp_path):
-    async with serving(tmp_path, limits={"result_ttl": 0}) as (_, client):
-        stop = asyncio.Event()
-
-        async def load():
-            while not stop.is_set():
-                await ask(client)
-
-        traffic = asyncio.create_task(load())
-        two = model(tmp_path / "models", "two", 2.0)
-        refused = await put(client, two, shadow=3, max_difference=0.5)
-        assert refused.status_code == 409 and "differ by 1.0" in refused.text
-        assert score_of(await ask(client)) == 1
-        changed = (await put(client, two, shadow=3)).json()
-        stop.set()
-        await traffic
-        assert changed["difference"] == {"items": 3, "mean": 1.0, "largest": 1.0, "correlation": None}
-        assert score_of(await ask(client)) == 2
-
-
-@in_loop
 async def test_a_reward_that_sleeps_computes_nothing_until_it_is_woken(tmp_path):
     async with serving(tmp_path) as (service, client):
         assert (await client.post("/v1/rewards/weights/sleep", headers=ADMIN)).json()["asleep"]

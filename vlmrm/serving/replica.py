@@ -34,7 +34,6 @@ BACKOFF_S = (0.5, 60.0)  # before another process is started: the first time, at
 QUIET_S = 0.01  # without a further job, after which those that came together are begun
 GATHERING_S = 0.1  # for which a batch waits for further jobs, at most
 RECENT = 8  # batches; while one of them had several jobs, the next waits for further jobs
-SAMPLING_S = 0.05  # between two looks at how much live traffic has been collected
 
 
 class Replica:
@@ -64,7 +63,6 @@ class Replica:
         self.model_revision = ""  # without the decoder's
         self._turns: deque[tuple[Callable[[], Awaitable[None]], asyncio.Future[None]]] = deque()
         self._turn_comes = asyncio.Event()
-        self._sample: list[tuple[Item, Outcome]] | None = None  # of live traffic, while `sample` collects it
         self._ended = False
         self._taken = 0  # batches that are not finished
         self._counted: dict[str, float] = {}  # of what the worker computed, what the metrics have
@@ -178,15 +176,6 @@ class Replica:
             WorkerDied: as `switch`, and when it cannot be loaded again; that is then tried further.
         """
         await self._take_turn(self._wake)
-
-    async def sample(self, count: int, seconds: float) -> list[tuple[Item, Outcome]]:
-        """Return up to `count` items with a score that are computed in the next `seconds`."""
-        self._sample = sample = []
-        end = time.monotonic() + seconds
-        while len(sample) < count and time.monotonic() < end:
-            await asyncio.sleep(SAMPLING_S)
-        self._sample = None
-        return sample[:count]
 
     async def _take_turn(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run `work` while no batch runs."""
@@ -328,9 +317,6 @@ class Replica:
             outcomes, seconds = await self._score(worker, jobs, begun)
             self.metrics.record_batch(self.reward, outcomes, seconds)
             trace_batch(jobs, taken, time.time() - seconds, time.time())
-            if self._sample is not None:  # before a queue drops the items
-                pairs = zip((item for job in jobs for item in job.items), outcomes, strict=True)
-                self._sample += [pair for pair in pairs if pair[1].error is None]
             # One list of outcomes, in the order of the jobs.
             ends = itertools.accumulate(len(job.items) for job in jobs)
             parts = [(job, outcomes[end - len(job.items) : end]) for job, end in zip(jobs, ends, strict=True)]

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import VlmrmError
@@ -39,7 +39,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger("vlmrm")
 
-SHADOW_S = 60.0  # for live traffic to come
 RECORD_S = 10 * 365 * 86400.0  # for which a shared queue keeps which model is wanted
 RETRY_S = (10.0, 600.0)  # between two tries to follow other processes: the first, the longest
 PROBE: list[Item] = [  # that any model trained here can score
@@ -53,28 +52,9 @@ class CannotSwitch(VlmrmError):
 
 
 class ModelRequest(Strict):
-    """A model that shall compute a reward from now on, and what is asked of it first."""
+    """A model that shall compute a reward from now on."""
 
     model: str = Field(min_length=1, description="A folder below one of model_roots, or a repository they allow.")
-    shadow: int = Field(0, ge=0, le=10_000, description="Items of live traffic that both score before the switch.")
-    max_difference: float | None = Field(
-        None, ge=0, description="Of the scores of live traffic, on average; above it the old one stays."
-    )
-
-    @model_validator(mode="after")
-    def _check_shadow(self) -> ModelRequest:
-        if self.max_difference is not None and not self.shadow:
-            raise ValueError("max_difference is of live traffic: give shadow, the number of items to compare")
-        return self
-
-
-class Difference(Strict):
-    """How far the scores of live traffic by a new model are from those of the old one; null where there were none."""
-
-    items: int
-    mean: float | None
-    largest: float | None
-    correlation: float | None
 
 
 class ModelState(Strict):
@@ -87,7 +67,6 @@ class ModelState(Strict):
     changing: bool = False
     asleep: bool = False
     error: str | None = Field(None, description="What is wrong with workers, such as why they refuse a model.")
-    difference: Difference | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +124,6 @@ class Versions:
         self._unsaved = False  # the shared queue does not know what is wanted
         self._changing = False
         self._failed = ("", 0.0, 0.0)  # the id of what could not be followed, when it is tried again, the pause
-        self._difference: Difference | None = None
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -164,7 +142,6 @@ class Versions:
             changing=self._changing or not (wanted.is_proved or errors),
             asleep=wanted.asleep,
             error="; ".join(errors) or None,
-            difference=self._difference,
         )
 
     async def change(self, request: ModelRequest) -> None:
@@ -176,9 +153,7 @@ class Versions:
             CannotSwitch: saying why; the old model then still computes it.
             QueueAway: as `Backend.save_record`; nothing is changed then.
         """
-        if request.shadow and not self._replicas:
-            raise CannotSwitch("shadow needs workers in this process: ask a process that has some.")
-        await self._change_alone(request, "")
+        await self._change_alone(request.model, "")
 
     async def roll_back(self) -> None:
         """Have the previous model compute the reward again; raises as `change` does."""
@@ -186,7 +161,7 @@ class Versions:
         wanted = self._wanted
         if not wanted.previous:
             raise CannotSwitch(f"{self._name} has had no other model.")
-        await self._change_alone(ModelRequest(model=wanted.previous), wanted.previous_revision)
+        await self._change_alone(wanted.previous, wanted.previous_revision)
 
     async def sleep(self, asleep: bool) -> None:
         """Free the accelerator's memory of the reward's workers, or fill it again, as `change` does."""
@@ -226,14 +201,14 @@ class Versions:
 
     # How it is done --------------------------------------------------------------------------------------------------
 
-    async def _change_alone(self, request: ModelRequest, expected: str) -> None:
-        self._check_allowed(request.model)
+    async def _change_alone(self, model: str, expected: str) -> None:
+        self._check_allowed(model)
         if self._changing:
             raise CannotSwitch(f"the model of {self._name} is being changed: try again once it is done.")
         self._changing = True
-        await self._to_its_end(self._change(request, expected))
+        await self._to_its_end(self._change(model, expected))
 
-    async def _change(self, request: ModelRequest, expected: str) -> None:
+    async def _change(self, model: str, expected: str) -> None:
         try:
             async with self._lock:
                 await self._refresh()
@@ -241,10 +216,10 @@ class Versions:
                 served = next((replica.model_revision for replica in replicas), "")
                 # What has never been served is nothing to come back to.
                 previous = (before.model, served) if before.is_proved else (before.previous, before.previous_revision)
-                made = (request.model, uuid.uuid4().hex, expected, bool(replicas))
+                made = (model, uuid.uuid4().hex, expected, bool(replicas))
                 wanted = Wanted(before.configured, *made, before.asleep, *previous)
                 if replicas:
-                    await self._apply(wanted, request)
+                    await self._apply(wanted)
                 if _is_repeated(before, wanted, served, replicas):
                     wanted = replace(wanted, previous=before.previous, previous_revision=before.previous_revision)
                 await self._want(wanted)
@@ -265,10 +240,9 @@ class Versions:
         others = (replica for replica in self._replicas if replica.asleep != asleep)
         await _all(replica.sleep() if asleep else replica.wake() for replica in others)
 
-    async def _apply(self, wanted: Wanted, request: ModelRequest) -> None:
+    async def _apply(self, wanted: Wanted) -> None:
         """Load the model in workers of its own, prove it, and switch all replicas of this process to them."""
         replicas, reward = self._replicas, self._reward_of(wanted.model)
-        self._difference = None
         for replica in replicas:
             if replica.lost:
                 raise CannotSwitch(f"its place cannot be taken: {replica.error}")
@@ -276,8 +250,6 @@ class Versions:
             candidates = await _all(map(Candidate.load, worker_specs(reward, self._settings.limits.silence)), _stop)
             try:
                 await _all(_prove(reward, wanted.expected, candidate) for candidate in candidates)
-                if request.shadow:
-                    await self._shadow(reward, request, candidates[0])
                 self._served = None
                 await _all(replica.switch(new) for replica, new in zip(replicas, candidates, strict=True))
             except BaseException:
@@ -293,16 +265,6 @@ class Versions:
 
     def _reward_of(self, model: str) -> RewardSettings:
         return self._reward.model_copy(update={"model_path": model})
-
-    async def _shadow(self, reward: RewardSettings, request: ModelRequest, candidate: Candidate) -> None:
-        """Score live traffic by `candidate` as well; raise CannotSwitch above the difference that is allowed."""
-        pairs = await self._replicas[0].sample(request.shadow, SHADOW_S)
-        items = [item for item, _ in pairs]
-        outcomes = (await candidate.worker.score(items, reward.batch_timeout))[0] if pairs else []
-        self._difference = difference = _difference([outcome for _, outcome in pairs], outcomes)
-        limit = request.max_difference
-        if limit is not None and (difference.mean is None or difference.mean > limit):
-            raise CannotSwitch(f"its scores of {difference.items} items differ by {difference.mean} on average.")
 
     # Processes that share a queue ------------------------------------------------------------------------------------
 
@@ -322,7 +284,7 @@ class Versions:
         if self._served != wanted.id and (failed != wanted.id or time.monotonic() >= again):
             self._changing = True
             try:
-                await self._apply(wanted, ModelRequest(model=wanted.model))
+                await self._apply(wanted)
             except CannotSwitch as error:
                 pause = min(2 * pause, RETRY_S[1]) if failed == wanted.id else RETRY_S[0]
                 self._failed = (wanted.id, time.monotonic() + pause, pause)
@@ -423,17 +385,3 @@ async def _stop(candidate: Candidate) -> None:
 
 def _scores(outcomes: Sequence[Outcome]) -> list[float]:
     return [math.nan if outcome.score is None else outcome.score for outcome in outcomes]
-
-
-def _difference(old: Sequence[Outcome], new: Sequence[Outcome]) -> Difference:
-    """Return how far `new` scores are from `old` ones, of the items that have both."""
-    both = np.array([_scores(old), _scores(new)])
-    both = both[:, np.isfinite(both).all(axis=0)] if len(new) else np.empty((2, 0))
-    if not both.size:
-        return Difference(items=0, mean=None, largest=None, correlation=None)
-    distance = np.abs(both[0] - both[1])
-    varies = both.shape[1] > 1 and (both.std(axis=1) > 0).all()
-    correlation = float(np.corrcoef(both[0], both[1]).item(1)) if varies else None
-    return Difference(
-        items=both.shape[1], mean=float(distance.mean()), largest=float(distance.max()), correlation=correlation
-    )
