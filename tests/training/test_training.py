@@ -143,14 +143,15 @@ def one_step(train_here, tmp_path):
     return run
 
 
-def test_margins_and_contradictions_are_told_before_training(train_here, tmp_path, caplog):
+def test_margins_and_contradictions_are_told_before_training(train_here, tmp_path, capsys):
     rows = [
         {"prompt": "What?", "chosen": "Yes.", "rejected": "No.", "margin": 0.5},
         {"prompt": "What?", "chosen": "No.", "rejected": "Yes.", "margin": 2.0},
     ]
     train_here(write_rows(tmp_path / "rows.jsonl", rows), max_steps=1)
-    assert "2 margins from 0.5 to 2, median 1.25, which the loss subtracts: of 2 rows read" in caplog.text
-    assert "1 of 2 rows read have the prompt and answers of an earlier one with another order" in caplog.text
+    log = capsys.readouterr().err
+    assert "2 margins from 0.5 to 2, median 1.25, which the loss subtracts: of 2 rows read" in log
+    assert "1 of 2 rows read have the prompt and answers of an earlier one with another order" in log
 
 
 def test_margin_and_weight_enter_the_loss_as_written(one_step, tmp_path):

@@ -171,7 +171,7 @@ def _readable(dataset: Any, seed: int) -> Iterator[Comparison]:
     if isinstance(dataset, Sized):
         if (count := len(dataset)) > LOOKED:
             dataset = cast(Any, dataset).select(np.sort(np.random.default_rng(seed).choice(count, LOOKED, False)))
-        yield from iterate_readable(cast(Any, dataset))
+        yield from iterate_readable(dataset)
         return
     rows = (row["comparison"] for row in islice(dataset, SAMPLE))
     yield from (row for row in rows if isinstance(row, Comparison))
