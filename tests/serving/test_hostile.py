@@ -180,13 +180,15 @@ def test_what_comes_without_a_token_is_not_taken(host):
 def test_bodies_that_never_end_have_one_budget_and_keep_nobody_from_the_service(host):
     half = BODIES_MB // 4 * 2**20
     with ExitStack() as opened, budget(host, 2 * BODIES_MB, 120):
-        begun = [opened.enter_context(open_request(host, half + 1, TOKEN)) for _ in range(3)]
+        begun = [opened.enter_context(open_request(host, 2 * half, TOKEN)) for _ in range(3)]
         for connection in begun:
             connection.sendall(bytes(half))
-        for _ in range(8):  # beside these three, each of them is more than there is room for
-            with open_request(host, 2 * half, TOKEN) as refused:
+        for _ in range(4):  # beside these three, each of them is more than there is room for
+            for connection in begun:
+                connection.sendall(b" ")
+            with open_request(host, half + 1, TOKEN) as refused:
                 with suppress(OSError):  # the service has answered and closed
-                    refused.sendall(bytes(2 * half))
+                    refused.sendall(bytes(half + 1))
                 assert refused.recv(12) == b"HTTP/1.1 503"
         assert "score" in score(host, [part(png(64, 64))])
         assert httpx.get(f"{host.url}/health", timeout=300).status_code == 200

@@ -20,7 +20,7 @@ from hosts import until
 from services import HERE, Gate
 
 from vlmrm.errors import ConfigError
-from vlmrm.serving.server import listen
+from vlmrm.serving.server import listen, serve
 from vlmrm.serving.worker.channel import pack
 from vlmrm.serving.worker_process import WORKER
 
@@ -107,6 +107,26 @@ def answer(connection: socket.socket) -> bytes:
         while piece := connection.recv(65536):
             received += piece
     return received
+
+
+def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "best").mkdir()
+    for name, sentence in (
+        ("bset", "is no folder: did you mean .*best"),
+        ("best", "is no checkpoint, as it has neither"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            serve(None, str(tmp_path / name), {"port": 0})
+
+
+@pytest.mark.slow
+def test_a_reward_that_can_never_be_loaded_ends_the_service(tmp_path):
+    reward = f'[[reward_args]]\nreward_type = "one"\nengine = "fake_reward.Misconfigured"\nimport_from = [{HERE!r}]\n'
+    (tmp_path / "service.toml").write_text(f"port = 0\n{reward}")
+    command = [sys.executable, "-m", "vlmrm", "serve", "--config", str(tmp_path / "service.toml")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 2
+    assert "the worker of one cannot load its reward: ConfigError: device is cuda:9" in ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow

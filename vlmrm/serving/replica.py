@@ -96,13 +96,15 @@ class Replica:
                     pause = 0.0
                     await self._feed()
                 except CannotLoad as error:
+                    if self.model_revision:  # it could be loaded before, and may be again
+                        pause = self._note_failure(error, pause)
+                        continue
                     self.lost = True
                     self.error = f"the worker of {self.reward} {error}"
                     logger.error("%s; correct its configuration and start the service again", self.error.rstrip("."))
                     return
                 except Exception as error:
-                    pause = min(2 * pause or BACKOFF_S[0], BACKOFF_S[1])
-                    self._note_failure(error, pause)
+                    pause = self._note_failure(error, pause)
                 finally:
                     await self._end_worker()
         except Exception as error:  # of what is done about errors: requests fail rather than wait for ever
@@ -122,8 +124,9 @@ class Replica:
             await self._wait(None, patience=left)
             await self._run_turns()
 
-    def _note_failure(self, error: Exception, pause: float) -> None:
-        """Count a worker that died, or could not be loaded, after which another is started."""
+    def _note_failure(self, error: Exception, pause: float) -> float:
+        """Count a worker that died, or could not be loaded; return after how many seconds another is started."""
+        pause = min(2 * pause or BACKOFF_S[0], BACKOFF_S[1])
         fault = not isinstance(error, WorkerDied)
         reason = f"is stopped by a fault of the service ({type(error).__name__})" if fault else str(error)
         message = f"the worker of {self.reward} {reason}"
@@ -133,6 +136,7 @@ class Replica:
         self.restarts += 1
         again = "once it is woken" if self.asleep else f"in {pause:.1f} s"
         logger.error("%s; another is started %s", message.rstrip("."), again, exc_info=fault)
+        return pause
 
     async def _end_worker(self) -> None:
         self.ready = False

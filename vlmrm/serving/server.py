@@ -28,8 +28,11 @@ from vlmrm.serving.app import create_app
 from vlmrm.serving.errors import error_response
 from vlmrm.serving.middleware import HEADER_BYTES, connection_limit
 from vlmrm.serving.service import Service
-from vlmrm.serving.settings import load_settings, validate_settings
+from vlmrm.serving.settings import RewardSettings, load_settings, validate_settings
 from vlmrm.serving.telemetry import set_log_format
+from vlmrm.serving.versions import is_repository
+from vlmrm.serving.worker_spec import is_trained
+from vlmrm.settings import nearest_file
 
 logger = logging.getLogger("vlmrm")
 
@@ -45,6 +48,7 @@ PIECES, PIECE_BYTES = 4096, 64  # of a body: that many may be shorter on average
 OPEN_FILES = 65_536  # that are asked for: libraries that try all numbers of files stay quick
 DISCARDED_BYTES = 16 * 2**20  # of a refused body, so that its sender can read the answer before it is cut off
 WRITE_S = 60.0  # for a client to take some of its answer
+WATCHED_S = 0.5  # between two looks whether all rewards can be loaded
 WARNING_S = 10.0  # between two warnings of too many connections
 
 Role = Literal["everything", "api", "workers"]
@@ -72,12 +76,35 @@ def serve(config: Path | None, model: str | None, overrides: Mapping[str, Any], 
         raise ConfigError(
             f"vlmrm serve {role} shares its queue with other processes: set redis_host or redis_sentinels."
         )
+    if role != "api" and not settings.has_redis:  # else its workers, or the model that is wanted, are others
+        for reward in settings.reward_args:
+            check_model(reward)
     raise_file_limit()  # before the application reads it
     app = create_app(Service(settings, workers=role != "api"), requests=role != "workers")
     with listen(settings.host, settings.port) as listener:
         start_log("serve")
         set_log_format(logger, as_json=settings.log_format == "json")
         run(app, listener, ", ".join(reward.name for reward in settings.reward_args))
+
+
+def check_model(reward: RewardSettings) -> None:
+    """Refuse at once what a worker would find to be no model after it has imported torch.
+
+    Raises:
+        ConfigError: when the folder of a trained model is not there, or holds no checkpoint.
+    """
+    path = Path(reward.model_path)
+    if not is_trained(reward) or reward.ray_address or (is_repository(reward.model_path) and not path.parent.is_dir()):
+        return  # on other machines, or in the hub, only a worker can tell
+    if not path.is_dir():
+        raise ConfigError(
+            f"the model of {reward.name} is {path}, which is no folder{nearest_file(path, ': check the path.')}"
+        )
+    if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ConfigError(
+            f"the model of {reward.name} is {path}, which is no checkpoint, as it has neither a config.json nor an "
+            "adapter_config.json: name the folder that has one, such as best in that of a training."
+        )
 
 
 def raise_file_limit() -> None:
@@ -140,7 +167,10 @@ def run(app: FastAPI, listener: socket.socket, names: str) -> None:
     drain = partial(app.state.gateway.service.drain, fetched=True)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    DrainingServer(config, f"Serving {names} on {url}", drain).run(sockets=[listener])
+    server = DrainingServer(config, f"Serving {names} on {url}", drain, app.state.gateway.service.unloadable)
+    server.run(sockets=[listener])
+    if server.problem is not None:
+        raise ConfigError(server.problem)
 
 
 relies_on(uvicorn.Server, overridden=("startup", "handle_exit", "shutdown"), attributes=("should_exit",))
@@ -151,11 +181,19 @@ class DrainingServer(uvicorn.Server):
 
     Args:
         drain: waits at most so many seconds until accepted jobs are finished and their results fetched.
+        unloadable: returns why the service cannot go on, once it cannot; that is then its `problem`, and it ends.
     """
 
-    def __init__(self, config: uvicorn.Config, ready: str, drain: Callable[[float], Awaitable[None]]):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        ready: str,
+        drain: Callable[[float], Awaitable[None]],
+        unloadable: Callable[[], str | None],
+    ):
         super().__init__(config)
-        self.ready, self.drain = ready, drain
+        self.ready, self.drain, self.unloadable = ready, drain, unloadable
+        self.problem: str | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -167,6 +205,12 @@ class DrainingServer(uvicorn.Server):
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         logger.info(self.ready)
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (problem := self.unloadable()) is None:
+            await asyncio.sleep(WATCHED_S)
+        self.problem, self.should_exit = problem, True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

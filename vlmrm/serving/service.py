@@ -108,6 +108,11 @@ class Service:
         """What is wrong with the work of this process that goes on beside requests, by what it is."""
         return {**self._errors, **self.backend.errors}
 
+    def unloadable(self) -> str | None:
+        """Return why a reward of this process has never been loaded and never will; None while none is so."""
+        replicas = (one for replicas in self.replicas.values() for one in replicas)
+        return next((f"{one.error}" for one in replicas if one.lost and not one.model_revision), None)
+
     async def _run(self, replicas: Sequence[Replica], begin: asyncio.Event | None = None) -> None:
         """Keep the workers of a reward running; once all are lost, fail its jobs.
 

@@ -193,7 +193,7 @@ class Versions:
             if folder.is_absolute() and path.is_absolute():
                 if path.is_dir() and path.resolve().is_relative_to(folder.resolve()):
                     return
-            elif not folder.is_absolute() and fnmatch(model, root) and _is_repository(model):
+            elif not folder.is_absolute() and fnmatch(model, root) and is_repository(model):
                 return
         raise CannotSwitch(
             f"the model {path.name} is no folder below one of model_roots, and no repository that they allow."
@@ -358,7 +358,7 @@ def _is_repeated(before: Wanted, wanted: Wanted, served: str, replicas: Sequence
     return wanted.model == before.model
 
 
-def _is_repository(model: str) -> bool:
+def is_repository(model: str) -> bool:
     """Return whether a name can only be a repository's: one of a folder, such as org/../../etc, would be opened."""
     try:
         validate_repo_id(model)

@@ -93,7 +93,7 @@ class WorkerProcess:
 
         Raises:
             WorkerDied: when it cannot be started, or has not loaded in `load_timeout` seconds.
-            CannotLoad: when its configuration is wrong.
+            CannotLoad: when its configuration is wrong, or its model is no checkpoint.
         """
         process, local = await cls._open(spec)
         reader, writer = await asyncio.open_connection(sock=local)

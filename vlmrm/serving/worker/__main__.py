@@ -40,7 +40,7 @@ def main(descriptor):
         engine = getattr(importlib.import_module(module), name)(**start["options"])
     except Exception as error:
         # By name, as vlmrm's own class may not be importable here. A wrong configuration stays wrong: no restart.
-        permanent = any(kind.__name__ == "ConfigError" for kind in type(error).__mro__)
+        permanent = any(kind.__name__ in ("ConfigError", "CheckpointError") for kind in type(error).__mro__)
         channel.send({"kind": "broken", "id": start["id"], "error": describe(error, secrets), "permanent": permanent})
         return
     info = redact(getattr(engine, "info", {}), secrets)
