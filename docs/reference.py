@@ -46,7 +46,7 @@ INTRODUCTION = """# Configuration
 A configuration is a flat YAML or JSON file. The command line overrides the file, and the file overrides the defaults:
 
 ```bash
-python train_rm.py training_configs/qwen3b_config_balance_vanilla.yaml --learning_rate 5e-6
+vlmrm train training_configs/qwen3b_config_balance_vanilla.yaml --learning_rate 5e-6
 ```
 
 A value means the same in the file and on the command line; `null` means no value. Write lists as `[a, b]` in the file
@@ -57,7 +57,7 @@ The files that `deepspeed` and `fsdp_config` name are searched for in the workin
 configuration file, then one folder up. `env:` sets environment variables.
 
 `vlmrm train --help` shows the keys with their defaults, `--help-all` those of Hugging Face too; `vlmrm
---install-completion` teaches bash, zsh or fish the verbs and options.
+--install-completion` teaches bash, zsh or fish the verbs, their options and keys.
 
 vlmrm's own keys come first, then those of Hugging Face by topic. This page is generated:
 `python docs/reference.py`."""
@@ -224,7 +224,7 @@ def page() -> str:
         "## Data\n\n" + DATA_INTRODUCTION,
         *topics(DataArguments, DATA),
         "## Reward training\n\n" + table(RewardTrainingArguments, dict.fromkeys(declared)),
-        "## Evaluation: `eval_rm.py`\n\nThese keys, those of [Data](#data), and of [Model](#model) the ones under "
+        "## Evaluation: `vlmrm eval`\n\nThese keys, those of [Data](#data), and of [Model](#model) the ones under "
         "*Compute and memory* and *Checks on opening*.",
         *topics(EvaluationArguments, EVALUATION, left_out=shared),
         "## Hugging Face\n\n" + INHERITED_INTRODUCTION,

@@ -115,7 +115,7 @@ def load_reward_model(
             )
         refuse_torch_files(path)
         architecture = next(iter(config.architectures or []), config.model_type)
-        raise CheckpointError(f"{path} is a {architecture} and has no reward head: train it first, with train_rm.py.")
+        raise CheckpointError(f"{path} is a {architecture} and has no reward head: train it first, with vlmrm train.")
     return _load(
         path,
         config,
