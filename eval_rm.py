@@ -1,6 +1,6 @@
 """Evaluates checkpoints: python eval_rm.py CONFIG.yaml [--key value ...]"""
 
-from vlmrm.cli import eval_script
+from vlmrm.__main__ import main
 
 if __name__ == "__main__":
-    eval_script()
+    main("eval")

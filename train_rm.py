@@ -1,6 +1,6 @@
 """Trains a reward model: python train_rm.py CONFIG.yaml [--key value ...]"""
 
-from vlmrm.cli import train_script
+from vlmrm.__main__ import main
 
 if __name__ == "__main__":
-    train_script()
+    main("train")

@@ -57,7 +57,7 @@ The files that `deepspeed` and `fsdp_config` name are searched for in the workin
 configuration file, then one folder up. `env:` sets environment variables.
 
 `vlmrm train --help` shows the keys with their defaults, `--help-all` those of Hugging Face too; `vlmrm
---install-completion` teaches bash, zsh or fish the verbs and options.
+--install-completion` teaches bash, zsh or fish the verbs, their options and keys.
 
 vlmrm's own keys come first, then those of Hugging Face by topic. This page is generated:
 `python docs/reference.py`."""

@@ -85,6 +85,21 @@ def test_ctrl_c_is_said_with_a_status_of_its_own(words, monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_ctrl_c_while_the_command_is_imported_is_said_too():
+    program = """
+import sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "cyclopts":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+import runpy
+runpy.run_module("vlmrm", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 def test_help_of_a_verb_shows_examples_of_its_own(capsys):
     def check(app, *words):
         own = {"train", "plan", "eval", "check-data"}  # whose help is of their keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -293,27 +294,16 @@ def demo(*, output: Path = Path("outputs/demo")) -> None:
 _give_examples(app)
 
 
-def main() -> None:
-    """Entry point of `vlmrm`."""
-    _run_and_leave(app)
-
-
-def _run_and_leave(command: Callable[[], Any]) -> None:
-    """Run a verb as the whole of this process: a second Ctrl-C must not break into its end with a traceback."""
+def main(*verb: str) -> None:
+    """Run the command line, or one verb of it, as the whole of this process."""
     try:
-        run(command)
-    finally:
+        run(lambda: app([*verb, *sys.argv[1:]]))
+    finally:  # a second Ctrl-C must not break into the end with a traceback
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _script(*verb: str) -> Callable[[], None]:
-    """Return the entry point of a script that stands for a verb."""
-    return lambda: _run_and_leave(lambda: app([*verb, *sys.argv[1:]]))
-
-
-train_script, eval_script = _script("train"), _script("eval")  # train_rm.py and eval_rm.py
 # cosmos-rl calls these two by the names of its own service.
-serve_script, prepare_script = _script("serve"), _script("serve", "prepare")
+serve_script, prepare_script = partial(main, "serve"), partial(main, "serve", "prepare")
 
 
 def run(command: Callable[[], Any]) -> None:

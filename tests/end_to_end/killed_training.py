@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from vlmrm.cli import train_script
+from vlmrm.cli import main
 
 left = int(sys.argv.pop(1))
 write = sys.stderr.write
@@ -24,4 +24,4 @@ def counting(text: str) -> int:
 
 
 sys.stderr.write = counting
-train_script()
+main("train")

@@ -131,6 +131,8 @@ def check_required(run: RunArguments) -> Iterator[str]:
                 raise ConfigError(missing(f"report_to: {name}", name, name))
             hint = did_you_mean(name, ("tensorboard", "trackio", "wandb", "none"), f": pip install {name}.")
             raise ConfigError(f"report_to names {name}, which is not installed{hint}")
+    if "wandb" in args.report_to and not args.process_index:
+        check_wandb()
     if args.push_to_hub:
         raise ConfigError("push_to_hub does not work here: upload the trained model with vlmrm export --push_to_hub.")
     yield from check_optimizer(args, run.written)
@@ -147,12 +149,33 @@ def check_required(run: RunArguments) -> Iterator[str]:
         )
 
 
+def check_wandb() -> None:
+    """Refuse a run of wandb that would not begin: without a login it says so after the model was loaded."""
+    import wandb
+
+    if wandb.setup().settings.mode in ("offline", "disabled"):
+        return
+    otherwise = "run `wandb login`, set WANDB_API_KEY, or keep the run here with WANDB_MODE=offline."
+    try:
+        if not wandb.login(prompt=False):
+            raise ConfigError(f"report_to: wandb is not logged in: {otherwise}")
+    except wandb.Error as error:
+        raise ConfigError(f"report_to: wandb cannot log in ({first_line(error).rstrip('.')}): {otherwise}") from error
+
+
 def check_engine(run: RunArguments) -> Iterator[str]:
     """Refuse parts of a run that its engine does not carry, and FSDP where transformers would ignore it."""
     args = run.training
     check_combination(run.model, args)
     if args.fsdp and args.device.type == "cpu":
         raise ConfigError("fsdp does not run on a CPU: remove it, or use deepspeed: zero2.json.")
+    if args.deepspeed and args.device.type == "cpu":
+        for tool in ("ninja", os.environ.get("CXX", "c++")):
+            if shutil.which(tool) is None:
+                raise ConfigError(
+                    f"deepspeed compiles a part of itself for a CPU, and there is no {tool}: install it (Debian: apt "
+                    "install g++ ninja-build), or remove deepspeed."
+                )
     yield from ()
 
 
