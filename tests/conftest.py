@@ -108,8 +108,6 @@ def tiny_reward_model(shared_folder, tiny_checkpoint) -> Path:
                 folder,
                 processor=load_processor(tiny_checkpoint),
                 head="linear",
-                min_pixels=None,
-                max_pixels=None,
                 provenance={},
             )
             write_complete(folder, world_size=1, step=0)

@@ -94,12 +94,12 @@ class Rendered:
 
 @dataclass
 class MediaLimits:
-    """Limits of the size of images and videos; None keeps the processor's own."""
+    """Limits of the size of images, None for the processor's own; the sampling of videos, None for the default."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
-    video_fps: float = 2.0
-    video_max_frames: int = 768
+    video_fps: float | None = None
+    video_max_frames: int | None = None
 
     @classmethod
     def of(cls, arguments: DataArguments) -> MediaLimits:

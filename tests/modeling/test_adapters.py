@@ -46,8 +46,7 @@ def save_adapter(folder: Path, base: Path, head: str = "linear") -> torch.Tensor
         folder,
         processor=processor,
         head=head,
-        min_pixels=None,
-        max_pixels=9999,
+        shown={"max_pixels": 9999},
         provenance={"base_model": "tiny"},
         base_digest=weights_digest(base),
     )

@@ -42,8 +42,8 @@ assert "vlmrm" not in sys.modules
 
 def reward_model(folder: Path, base: Path, head: str = "linear", **files) -> Path:
     load_for_training(base, head=head).save_pretrained(folder)
-    limits = {"min_pixels": None, "max_pixels": None, "provenance": {"base_model": "Qwen/Qwen2.5-VL-3B-Instruct"}}
-    save_reward_files(folder, processor=load_processor(base), head=head, **{**limits, **files})
+    source = {"base_model": "Qwen/Qwen2.5-VL-3B-Instruct"}
+    save_reward_files(folder, processor=load_processor(base), head=head, **{"provenance": source, **files})
     write_complete(folder, world_size=1, step=7)
     return folder
 
@@ -71,7 +71,8 @@ def strangers_scores(folder: Path, messages: list[dict], tmp_path: Path) -> list
 @pytest.mark.parametrize("arch", ["qwen2_5_vl", *(pytest.param(a, marks=pytest.mark.slow) for a in OTHERS)])
 def test_a_stranger_gets_the_scorer_s_score(arch, tmp_path):
     """The image is larger than the checkpoint's limit, which only `reward_model.json` held."""
-    source = reward_model(tmp_path / "trained", make_tiny(tmp_path / "base", arch=arch), max_pixels=64 * 64)
+    shown = {"max_pixels": 64 * 64, "video_fps": 0.5}
+    source = reward_model(tmp_path / "trained", make_tiny(tmp_path / "base", arch=arch), shown=shown)
     Image.linear_gradient("L").convert("RGB").resize((160, 128)).save(tmp_path / "digit.png")
     messages = about(tmp_path / "digit.png")
     [expected] = load_scorer(source).score([messages])
@@ -81,6 +82,8 @@ def test_a_stranger_gets_the_scorer_s_score(arch, tmp_path):
     assert padded == pytest.approx(expected, abs=1e-5), "padding changes nothing"
     assert abs(twice - expected) > 1e-4
     assert load_scorer(folder).score([messages]) == pytest.approx([expected], abs=1e-5)
+    assert json.loads((folder / "reward_model.json").read_text())["video_fps"] == 0.5
+    assert load_processor(folder).video_processor.fps == 0.5
 
 
 def test_the_layout_is_what_vllm_s_classify_route_asks_for(tiny_reward_model, tmp_path):
@@ -138,7 +141,7 @@ def adapter(tiny_checkpoint, tmp_path) -> Path:
     folder = tmp_path / "adapter"
     adapted.save_pretrained(folder)
     processor = load_processor(tiny_checkpoint)
-    save_reward_files(folder, processor=processor, head="linear", min_pixels=None, max_pixels=None, provenance={})
+    save_reward_files(folder, processor=processor, head="linear", provenance={})
     return folder
 
 

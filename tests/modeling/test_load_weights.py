@@ -47,7 +47,7 @@ def siblings(request, tiny_checkpoint, tiny_reward_model, tmp_path_factory) -> t
         model = load_for_training(tiny_checkpoint)
         get_peft_model(model, lora_config(ModelArguments(use_peft=True, lora_r=4), model)).save_pretrained(first)
         processor = load_processor(tiny_checkpoint)
-        save_reward_files(first, processor=processor, head="linear", min_pixels=None, max_pixels=9999, provenance={})
+        save_reward_files(first, processor=processor, head="linear", shown={"max_pixels": 9999}, provenance={})
         write_complete(first, world_size=1, step=1)
     return first, move(Path(shutil.copytree(first, folder / "checkpoint-2")), 0.1)
 

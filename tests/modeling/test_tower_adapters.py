@@ -72,8 +72,6 @@ def save(adapted: PeftModel, folder: Path, base: Path) -> Path:
         folder,
         processor=load_processor(base),
         head="linear",
-        min_pixels=None,
-        max_pixels=None,
         provenance={},
         base_digest=weights_digest(base),
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields, replace
 
+import av
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -21,8 +24,12 @@ from runs import (
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
+from vlmrm import evaluate
+from vlmrm.data.arguments import INPUT_KEYS, DataArguments
+from vlmrm.data.comparisons import load_comparisons
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import load_checkpoint, verify_complete
+from vlmrm.scoring.scorer import LocalScorer
 
 
 @pytest.fixture
@@ -303,3 +310,62 @@ def test_a_finished_training_that_is_resumed_says_that_nothing_was_left(train_he
     logged = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
     assert "checkpoint-1 was the last step of this training already" in logged
     assert not (tmp_path / "out/checkpoint-2").exists(), "no step beyond max_steps"
+
+
+def moving_square(path, seconds: int) -> str:
+    """Write a video of four frames a second."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for i in range(4 * seconds):
+            pixels = np.zeros((64, 64, 3), np.uint8)
+            pixels[i : i + 16, 8:24] = 255
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return str(path)
+
+
+def test_a_checkpoint_is_scored_by_the_input_of_its_training(train_here, tmp_path):
+    """Each key changes the score of a row; the scorer and the sweep have those of the training."""
+    asked = {"min_pixels": 6272, "max_pixels": 12544, "video_fps": 1.0, "video_max_frames": 6}
+    asked |= {"max_seq_length": 500, "overlong": "trim"}
+    for side in (28, 168):
+        Image.radial_gradient("L").resize((side, side)).save(tmp_path / f"{side}.png")
+    media = [{"images": [str(tmp_path / f"{side}.png")]} for side in (28, 168)]
+    media += [{"videos": [moving_square(tmp_path / f"{seconds}.mp4", seconds)]} for seconds in (4, 12)]
+    rows = [{"prompt": f"What is {i}?", "chosen": "a square", "rejected": "no", **it} for i, it in enumerate(media)]
+    rows.append({"prompt": "Count.", "chosen": "one two " * 400, "rejected": "two one " * 400})
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    result = train_here(
+        data, max_steps=1, save_steps=1, eval_dataset_path=data, eval_strategy="steps", eval_steps=1, **asked
+    )
+    [margin] = logged(tmp_path / "out/checkpoint-1", "eval_margin")
+
+    loaded = load_checkpoint(result.model_dir)
+    read = load_comparisons([str(data)], arguments=DataArguments())
+    talks = [talk for row in read for talk in row["comparison"].conversations()]
+    scores = np.array(LocalScorer(loaded).score(talks))
+    assert (scores[::2] - scores[1::2]).mean() == pytest.approx(margin, abs=1e-5)
+    swept = evaluate(model_dirs=str(result.model_dir), dataset_path=str(data), output_file=str(tmp_path / "table.csv"))
+    assert swept.best["average_margin"] == pytest.approx(margin, abs=1e-5)
+    assert asked.keys() == INPUT_KEYS.keys()
+    for key in INPUT_KEYS:
+        others = LocalScorer(replace(loaded, info=loaded.info | {key: None})).score_each(talks)
+        assert others != pytest.approx(scores, abs=1e-6), f"{key} changes no score"
+
+
+def test_a_key_of_the_data_is_kept_or_changes_no_score():
+    of_rows = ("columns", "images", "image_root", "path_rewrites", "bad_rows", "streaming", "shuffle_buffer")
+    of_sets = ("path", "split", "weights")
+    rest = {*of_rows, *(f"dataset_{name}" for name in of_sets), "eval_dataset_path", "eval_dataset_split"}
+    rest |= {"eval_fraction", "split_seed", "max_train_samples", "max_eval_samples"}
+    assert {field.name for field in fields(DataArguments)} == INPUT_KEYS.keys() | rest
+
+
+def test_another_input_than_the_training_s_is_logged(caplog):
+    trained = DataArguments(video_fps=0.5, max_seq_length=100).input_record()
+    assert DataArguments().as_trained(trained).video_fps == 0.5
+    assert not caplog.records
+    assert DataArguments(video_fps=2.0, max_seq_length=50).as_trained(trained).video_fps == 2.0
+    [line] = caplog.messages
+    assert line.startswith("video_fps is 2.0, and the model was trained with 0.5")

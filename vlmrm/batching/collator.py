@@ -186,7 +186,7 @@ class ComparisonCollator:
     batcher: Batcher
     max_seq_length: int
     max_tokens_per_batch: int | None = None
-    overlong: str = "drop"
+    overlong: str | None = None  # drop
     bad_rows: str = "error"
     irrelevant: IrrelevantQueries | None = None
     # By name, what to score beside a comparison. Rows with a key `sampled` are altered, and may have `donors`.

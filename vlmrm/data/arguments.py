@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from vlmrm.data.columns import Columns, parse_columns
 from vlmrm.errors import ConfigError
 from vlmrm.settings import key
 
+logger = logging.getLogger("vlmrm")
+
 LEAST_PIXELS = 28 * 28  # of one token of the Qwen family
+# The keys that decide what a model is shown of a row, and their defaults: a checkpoint keeps those of its training.
+INPUT_KEYS = {
+    "min_pixels": None,
+    "max_pixels": None,
+    "video_fps": 2.0,
+    "video_max_frames": 768,
+    "max_seq_length": None,
+    "overlong": None,
+}
 
 
 @dataclass
@@ -54,15 +69,19 @@ class DataArguments:
     path_rewrites: list[str] = key([], "OLD=NEW prefixes to replace in media paths, tried in order.")
     min_pixels: int | None = key(None, "Smaller images are enlarged to this area. Default: the model's own.")
     max_pixels: int | None = key(None, "Larger images are shrunk to this area. Default: the model's own.")
-    video_fps: float = key(2.0, "Frames read from each second of a video.")
-    video_max_frames: int = key(768, "Most frames read from one video.")
+    video_fps: float | None = key(
+        None, "Frames read from each second of a video. Default: 2, or those of a checkpoint's training."
+    )
+    video_max_frames: int | None = key(
+        None, "Most frames read from one video. Default: 768, or those of a checkpoint's training."
+    )
     max_seq_length: int | None = key(
         None, "Longest conversation in tokens, images included. Default: the model's own."
     )
-    overlong: str = key(
-        "drop",
+    overlong: str | None = key(
+        None,
         "Rows over `max_seq_length`: `drop` them, `trim` the end of the response, or stop with an `error`. Images and "
-        "prompts are never cut.",
+        "prompts are never cut. Default: `drop`, or `trim` where a checkpoint was trained so.",
         choices=["drop", "trim", "error"],
     )
     bad_rows: str = key(
@@ -75,6 +94,25 @@ class DataArguments:
     def column_names(self) -> Columns:
         """The mapping `columns`, of our names to those of the data."""
         return parse_columns(self.columns) or {}
+
+    def input_record(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of `INPUT_KEYS`; lengths only where longer answers have a score, trimmed."""
+        kept = [name for name in INPUT_KEYS if name not in ("max_seq_length", "overlong") or self.overlong == "trim"]
+        return {name: INPUT_KEYS[name] if getattr(self, name) is None else getattr(self, name) for name in kept}
+
+    def as_trained(self, trained: Mapping[str, Any]) -> Self:
+        """Return the keys, with a checkpoint's record for those that are not set; log others than it has."""
+        shown = copy(self)
+        vars(shown).update({name: trained.get(name) for name in INPUT_KEYS if getattr(self, name) is None})
+        cut = "trim" in (shown.overlong, trained.get("overlong"))
+        for name, default in INPUT_KEYS.items():
+            value, before = (default if it is None else it for it in (getattr(shown, name), trained.get(name)))
+            if name in trained and value != before and (cut or name not in ("max_seq_length", "overlong")):
+                logger.warning(
+                    "%s is %s, and the model was trained with %s: its scores are not those of its training",
+                    name, value, before,
+                )  # fmt: skip
+        return shown
 
     def __post_init__(self):
         self.columns = parse_columns(self.columns)
@@ -93,15 +131,16 @@ class DataArguments:
             )
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise ConfigError(f"min_pixels ({self.min_pixels}) is above max_pixels ({self.max_pixels}).")
-        for name in ("max_train_samples", "max_eval_samples", "max_seq_length", "min_pixels", "max_pixels"):
+        limits = ("max_seq_length", "min_pixels", "max_pixels", "video_max_frames")
+        for name in ("max_train_samples", "max_eval_samples", *limits):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1, or null for no limit.")
         if self.max_pixels is not None and self.max_pixels < LEAST_PIXELS:
             raise ConfigError(
                 f"max_pixels is {self.max_pixels}: it is an area, and one image token shows {LEAST_PIXELS} pixels."
             )
-        if not self.video_fps > 0 or self.video_max_frames < 1 or self.shuffle_buffer < 1:
-            raise ConfigError("video_fps, video_max_frames and shuffle_buffer must be above 0.")
+        if (self.video_fps is not None and not self.video_fps > 0) or self.shuffle_buffer < 1:
+            raise ConfigError("video_fps and shuffle_buffer must be above 0.")
         for rewrite in self.path_rewrites:
             if "=" not in rewrite:
                 raise ConfigError(f"path_rewrites holds {rewrite!r}: write OLD=NEW.")

@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vlmrm.conversation import FRAME_PIXELS, Conversation, Part, Text, Video, VideoOptions
+from vlmrm.data.arguments import INPUT_KEYS
 from vlmrm.data.media_cache import once
 from vlmrm.errors import MediaError
 
@@ -182,12 +183,14 @@ def _on_white(image: Image.Image) -> Image.Image:
     return rgb
 
 
-def open_video(video: Video, fps: float, max_frames: int) -> tuple[torch.Tensor, dict[str, Any]]:
+def open_video(
+    video: Video, fps: float | None = None, max_frames: int | None = None
+) -> tuple[torch.Tensor, dict[str, Any]]:
     """Read a video as qwen-vl-utils does.
 
-    A file is sampled at `fps` frames per second, with at most `max_frames`; the video's own `fps`, `min_frames`,
-    `max_frames` or `nframes` take precedence. A list of frames is used in full; its `sample_fps` (default 2) is their
-    rate. Frames are resized to qwen-vl-utils' limits for videos.
+    A file is sampled at `fps` frames per second, with at most `max_frames`, by default as `INPUT_KEYS` says; the
+    video's own `fps`, `min_frames`, `max_frames` or `nframes` take precedence. A list of frames is used in full; its
+    `sample_fps` (default 2) is their rate. Frames are resized to qwen-vl-utils' limits for videos.
 
     Returns:
         uint8 frames [T, 3, H, W], T even, and the metadata `fps`, `frames_indices`, `total_num_frames` that the
@@ -206,13 +209,14 @@ def open_video(video: Video, fps: float, max_frames: int) -> tuple[torch.Tensor,
             frames.add(open_image(frame))
     else:
         if "nframes" not in options:
-            options = {"fps": fps, "max_frames": max_frames, **options}
+            most = max_frames or INPUT_KEYS["video_max_frames"]
+            options = {"fps": fps or INPUT_KEYS["video_fps"], "max_frames": most, **options}
         frames, metadata = _read_video(reference, options)
     pixels, described = frames.resized()
     return pixels, {**described, **metadata}
 
 
-def video_frames(video: Video, fps: float = 2.0, max_frames: int = 768) -> Video:
+def video_frames(video: Video) -> Video:
     """Return a video as the list of its frames, as `open_video` samples and resizes them; such a list as it is.
 
     Raises:
@@ -220,7 +224,7 @@ def video_frames(video: Video, fps: float = 2.0, max_frames: int = 768) -> Video
     """
     if isinstance(video.reference, tuple):
         return video
-    pixels, metadata = open_video(video, fps, max_frames)
+    pixels, metadata = open_video(video)
     indices, rate = metadata["frames_indices"], metadata["fps"]
     apart = (indices[-1] - indices[0]) / max(len(indices) - 1, 1)  # frames of the file between two of the list
     height, width = pixels.shape[2:]

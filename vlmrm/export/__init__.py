@@ -3,13 +3,14 @@
 Both take a `<Arch>ForSequenceClassification` with one bias-free linear layer `score` at its top. transformers has no
 such class for the Qwen-VL family, so the folder carries a small one, which `trust_remote_code=True` runs; vLLM
 converts its own language model by the architecture's name. Neither reads `reward_model.json`, so its pixel limits go
-into the image processor.
+into the image processor, and its sampling into that of videos.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from vlmrm.modeling.loading import load_checkpoint, open_adapter, write_full
 from vlmrm.modeling.manifest import is_adapter, verify_if_listed
 from vlmrm.modeling.reward_model import REWARD_MODELS
 from vlmrm.rendering import Renderer
+
+logger = logging.getLogger("vlmrm")
 
 CODE = "modeling_reward.py"
 
@@ -72,7 +75,9 @@ def export(
     # vLLM looks for the name in the text configuration too.
     reward.config.architectures = reward.config.get_text_config().architectures = [name]
     reward.config.auto_map = {"AutoModelForSequenceClassification": f"{CODE.removesuffix('.py')}.{name}"}
-    _set_pixel_limits(processor, info)
+    _set_input(processor, info)
+    if info.get("overlong") == "trim":
+        logger.warning("%s was trained with overlong: trim, and others do not trim answers: cut them before", model)
     pinned = _pinned(reward, processor)
     step = (verify_if_listed(model) or {}).get("step")
     texts = {CODE: _code(name), "README.md": _readme(output_folder.name, info, pinned)}
@@ -94,10 +99,13 @@ def _open(model: str | Path, base_model_path: str | Path | None) -> tuple[Any, A
     return open_adapter(model, base_model_path=base_model_path).merge_and_unload(), processor, info
 
 
-def _set_pixel_limits(processor: Any, info: dict[str, Any]) -> None:
+def _set_input(processor: Any, info: dict[str, Any]) -> None:
     size = dict(processor.image_processor.size)
     limits = {"shortest_edge": info.get("min_pixels"), "longest_edge": info.get("max_pixels")}
     processor.image_processor.size = size | {name: area for name, area in limits.items() if area is not None}
+    for name, key in {"fps": "video_fps", "max_frames": "video_max_frames"}.items():
+        if info.get(key) is not None:
+            setattr(processor.video_processor, name, info[key])
 
 
 def _pinned(model: Any, processor: Any) -> dict[str, Any]:

@@ -418,7 +418,7 @@ def alterations(
     *,
     sampled: bool = True,
     together: bool = False,
-    frames: tuple[float, int] = (2.0, 768),
+    frames: tuple[float | None, int | None] = (None, None),
 ) -> Iterator[tuple[Intervention, Comparison]]:
     """Yield the interventions that apply to a comparison, with the changed comparison.
 
@@ -440,7 +440,7 @@ def alterations(
             yield intervention, changed
 
 
-def _with_sampling(comparison: Comparison, fps: float, max_frames: int) -> Comparison:
+def _with_sampling(comparison: Comparison, fps: float | None, max_frames: int | None) -> Comparison:
     """Return the comparison with this sampling on the video files that have none of their own."""
 
     def with_options(medium: Medium) -> Medium:

@@ -142,7 +142,7 @@ def load_scoring_files(
     processor = load_processor(source, trust_remote_code=trust_remote_code)
     info = read_reward_file(path)
     if info is None:
-        logger.warning("%s has no reward_model.json: its chat template and pixel limits cannot be checked", path)
+        logger.warning("%s has no reward_model.json: the input of its training cannot be checked", path)
         return processor, {}
     if template_hash(processor) != info["chat_template_sha256"]:
         raise CheckpointError(

@@ -282,12 +282,13 @@ def write_full(
     model.save_pretrained(folder)
     for name, text in (texts or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
-    carried_over = ("min_pixels", "max_pixels", "reward_mean", "reward_std", "reward_count", "reward_data", "pinned")
+    carried_over = ("reward_mean", "reward_std", "reward_count", "reward_data", "pinned")
     save_reward_files(
         folder,
         processor=processor,
         head=model.config.reward_head,
         provenance=info["provenance"],
+        shown=info,
         **{name: info.get(name) for name in carried_over},
     )
     write_complete(folder, world_size=1, step=step)

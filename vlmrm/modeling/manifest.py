@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
@@ -31,6 +31,7 @@ from huggingface_hub.errors import (
 )
 from transformers import ProcessorMixin
 
+from vlmrm.data.arguments import INPUT_KEYS
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.files import content_digest, content_digests, fsync, write_json
 from vlmrm.http import hub_answers
@@ -232,9 +233,8 @@ def save_reward_files(
     *,
     processor: ProcessorMixin,
     head: str | dict[str, Any],
-    min_pixels: int | None,
-    max_pixels: int | None,
     provenance: dict[str, Any],
+    shown: Mapping[str, Any] | None = None,
     reward_mean: float | None = None,
     reward_std: float | None = None,
     reward_count: int | None = None,
@@ -246,8 +246,8 @@ def save_reward_files(
 
     Args:
         head: `config.reward_head` of the model.
-        min_pixels, max_pixels: limits on the area of images; None for the processor's own.
         provenance: the result of `provenance`.
+        shown: `DataArguments.input_record` of the training; of keys that are not in it, the defaults hold.
         reward_mean, reward_std: of `reward_count` raw scores on the data with the fingerprint `reward_data`.
         pinned: samples with their scores, to check a copy against.
         base_digest: `weights_digest` of the base that an adapter was trained on.
@@ -261,8 +261,7 @@ def save_reward_files(
             "head": head,
             "architecture": _architecture(folder),
             "chat_template_sha256": template_hash(processor),
-            "min_pixels": min_pixels,
-            "max_pixels": max_pixels,
+            **{name: (shown or {}).get(name) for name in INPUT_KEYS},
             "reward_mean": reward_mean,
             "reward_std": reward_std,
             "reward_count": reward_count,

@@ -121,8 +121,7 @@ def import_reward(
             made,
             processor=processor,
             head=config.reward_head,
-            min_pixels=limits[0],
-            max_pixels=limits[1],
+            shown={"min_pixels": limits[0], "max_pixels": limits[1]},
             reward_mean=mean,
             reward_std=std,
             provenance=provenance(

@@ -124,7 +124,7 @@ def make_tiny_reward_model(folder: str | Path, arch: str = "qwen2_5_vl", seed: i
         make_tiny(base, arch, seed)
         load_for_training(base, seed=seed, dtype=torch.float32).save_pretrained(folder)
         processor = load_processor(base)
-    save_reward_files(folder, processor=processor, head="linear", min_pixels=None, max_pixels=None, provenance={})
+    save_reward_files(folder, processor=processor, head="linear", provenance={})
     write_complete(folder, world_size=1, step=0)
     return folder
 

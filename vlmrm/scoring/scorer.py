@@ -16,6 +16,7 @@ from vlmrm.batching import ComparisonCollator, SharedBatcher
 from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache
 from vlmrm.batching.media import BLANK_SIDE
 from vlmrm.conversation import Conversation, Image, Message, Reference
+from vlmrm.data.arguments import DataArguments
 from vlmrm.data.media_cache import media_round
 from vlmrm.engine import Engine, rendered_each
 from vlmrm.errors import RowError
@@ -52,15 +53,16 @@ class LocalScorer:
     ):
         self.loaded = loaded
         self.model = loaded.model.eval().requires_grad_(False)
-        limits = MediaLimits(loaded.info.get("min_pixels"), loaded.info.get("max_pixels"))
+        shown = DataArguments().as_trained(loaded.info)
         self.cache = ByteCache(cache_bytes)
         store = MediaCache(self.cache) if cache_bytes else None
-        self.renderer = renderer(loaded.processor, limits, store, by_content=store is not None)
+        self.renderer = renderer(loaded.processor, MediaLimits.of(shown), store, by_content=store is not None)
         collator = ComparisonCollator(
             self.renderer,
             batcher_for(loaded.model, loaded.processor, batching),
-            max_seq_length=sequence_limit(loaded.model.config, None),
+            max_seq_length=sequence_limit(loaded.model.config, shown.max_seq_length),
             max_tokens_per_batch=max_tokens_per_batch,
+            overlong=shown.overlong,
             bad_rows="skip",
         )
         self.engine = Engine(self.model, collator)

@@ -217,8 +217,7 @@ def construct(make: Callable[..., T], sources: Sources, arguments: RunArguments,
             settings=sources.settings,
             processor=processor,
             head=model.config.reward_head,
-            min_pixels=data_args.min_pixels,
-            max_pixels=data_args.max_pixels,
+            shown=data_args.input_record(),
             provenance=provenance(
                 {
                     "base_model": model_args.model_name_or_path,

@@ -149,7 +149,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             loader = super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
         finally:
             self.data_collator = self.collator
-        batches = getattr(loader, "batch_sampler", None)
+        batches: Any = getattr(loader, "batch_sampler", None)
         if is_training and getattr(batches, "num_processes", 1) > 1 and not batches.drop_last:
             batches.batch_sampler = EvenBatches(batches.batch_sampler, batches.num_processes)
             batches.batch_size = None  # of any size: none is filled

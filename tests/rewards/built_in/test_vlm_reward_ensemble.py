@@ -24,7 +24,7 @@ def members(tiny_checkpoint, tmp_path_factory):
         torch.manual_seed(seed)
         load_for_training(tiny_checkpoint).save_pretrained(folder)
         processor = load_processor(tiny_checkpoint)
-        save_reward_files(folder, processor=processor, head="linear", min_pixels=None, max_pixels=None, provenance={})
+        save_reward_files(folder, processor=processor, head="linear", provenance={})
         write_complete(folder, world_size=1, step=0)
         save_normalization(folder, mean=seed / 100, std=0.5 + seed, count=9, data="some")
         folders.append(folder)

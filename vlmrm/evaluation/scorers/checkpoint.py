@@ -139,17 +139,12 @@ class OpenCheckpoint:
 
 
 def engine_for(loaded: LoadedReward, run: SweepRun, limits: Mapping[str, str]) -> Engine:
-    """Return the engine of a model, with the pixel limits of its training unless the data keys set others.
+    """Return the engine of a model, which is shown rows as in its training unless the data keys say otherwise.
 
     It scores the interventions of the sweep but those of `limits`.
     """
-    args, data_args = run.args, run.data_args
-    media_limits = MediaLimits(
-        data_args.min_pixels or loaded.info.get("min_pixels"),
-        data_args.max_pixels or loaded.info.get("max_pixels"),
-        data_args.video_fps,
-        data_args.video_max_frames,
-    )
+    args, data_args = run.args, run.data_args.as_trained(loaded.info)
+    media_limits = MediaLimits.of(data_args)
     collator = ComparisonCollator(
         Renderer(loaded.processor, media_limits, run.store(loaded.processor, media_limits)),
         batcher_for(loaded.model, loaded.processor, args.batching),

@@ -95,8 +95,9 @@ class ConversationScorer(ABC):
         if "sampled" not in row:
             return unit
         chosen = [INTERVENTIONS[name] for name in self.interventions]
-        donors, sampled = row.get("donors", ()), row["sampled"]
-        for intervention, changed in alterations(comparison, donors, chosen, sampled=sampled, together=self.compares):
+        options = {"sampled": row["sampled"], "together": self.compares}
+        options["frames"] = self.reading.video_fps, self.reading.video_max_frames
+        for intervention, changed in alterations(comparison, row.get("donors", ()), chosen, **options):
             name = intervention.name
             try:
                 group, _ = self._shown(changed)
@@ -190,7 +191,8 @@ class ConversationScorer(ABC):
             RewardError: when it may not, and the scorer is.
         """
         named = type(error)(error.reason, row_id)
-        if (self.reading.overlong if isinstance(error, OverlongError) else self.reading.bad_rows) in ("skip", "drop"):
+        policy = self.reading.overlong if isinstance(error, OverlongError) else self.reading.bad_rows
+        if policy in ("skip", "drop", None):
             return named
         if isinstance(error, MediaError):
             raise named
