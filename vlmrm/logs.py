@@ -68,11 +68,17 @@ class _File(logging.FileHandler):
 
 
 class _Terminal(logging.StreamHandler):
-    """A handler that writes above the progress bars of a terminal, not into them."""
+    """A handler that writes above the progress bars of a terminal, not into them.
+
+    Of a record with `in_terminal` (in `extra`) it writes that, which is short.
+    """
 
     def __init__(self, stream: TextIO):
         super().__init__(stream)
         self._may_have_bars = stream.isatty()
+
+    def format(self, record: logging.LogRecord) -> str:
+        return getattr(record, "in_terminal", None) or super().format(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         if not self._may_have_bars or "tqdm" not in sys.modules:

@@ -65,6 +65,9 @@ def test_every_line_has_step_and_time_left_and_is_in_the_log_file_and_curves_are
             *(("4", "100", "loss"), ("4", "100", "eval_accuracy"), ("4", "100", "train_runtime")),
         ]
         assert [bool(left) for *_, left, _ in steps] == [True, True, True, True, False, False, False]
+    of_figures = [line for line in terminal.splitlines() if line.startswith("step ")]
+    assert max(map(len, of_figures)) < 100 and "margin" not in "".join(of_figures), "one line of a terminal"
+    assert "margin" in log.read_text() and "tokens_per_second" in log.read_text()
     assert "%|" not in terminal.replace("Loading weights", "").partition("Training")[2].partition("shards")[0]
     with Image.open("out/curves.png") as picture:
         assert picture.width > 500

@@ -20,6 +20,8 @@ CURVES = "curves.png"
 LEAST_LINES, LEAST_EVALUATIONS = 10, 2
 ENOUGH_PAIRS = 200  # for an interval of ± 7 points
 CHANCE = 0.5
+# What a terminal shows of a line of figures, so that it stays one line; the log file and the trackers have all of it.
+SHOWN = ("loss", "accuracy", "eval_loss", "eval_accuracy", "train_loss", "train_runtime")
 
 
 class Bar(ProgressCallback):
@@ -46,7 +48,10 @@ class FiguresCallback(TrainerCallback):
         if state.is_world_process_zero and logs:
             position = self._training.position(state.global_step) if self._training else f"step {state.global_step}"
             figures = {name: value for name, value in logs.items() if name not in ("total_flos", "step")}
-            logger.info("step %s: %s", position.removeprefix("step "), ", ".join(map(_figure, figures.items())))
+            shown = {name: value for name, value in figures.items() if name in SHOWN} or figures
+            of_all, of_shown = (", ".join(map(_figure, them.items())) for them in (figures, shown))
+            step = f"step {position.removeprefix('step ')}"
+            logger.info("%s: %s", step, of_all, extra={"in_terminal": f"{step}: {of_shown}"})
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         if state.is_world_process_zero and self._lines_in_evaluation and hasattr(eval_dataloader, "__len__"):
