@@ -65,6 +65,16 @@ def test_a_sample_is_worded_as_its_training_rows_were():
     assert worded.messages == messages([("system", ["Be kind."]), ("user", ["Q: Why?"]), ("assistant", ["So."])])
 
 
+def test_a_placeholder_that_a_client_writes_is_a_word():
+    asked = Sample("What is the <image> tag?", "So.", image=RED)
+    for template, content in (
+        (PromptTemplate(), [RED, "What is the <image> tag?"]),
+        (PromptTemplate("See <image>: {prompt}"), ["See ", RED, ": What is the <image> tag?"]),
+    ):
+        read = sample_to_conversation(asked, template, placeholders=False)
+        assert read.messages == messages([("user", content), ("assistant", ["So."])])
+
+
 @pytest.mark.parametrize("item", [{"image": RED}, {"prompt": "Why?"}])
 def test_an_item_without_a_prompt_or_an_answer_is_refused(item):
     with pytest.raises(RowError, match="neither"):

@@ -106,6 +106,8 @@ def answers(settings) -> dict[str, dict[str, list]]:
         files = [one["image"].partition(",")[2] for one in (RED, BLUE)]
         drawn = client.post(f"{url}/vlm_reward_group/compute", json={"prompt": ["Draw it."] * 2, "image": files})
         found["compute"] = drawn.json()
+        asked = {"prompt": ["Is this an <image>?"] * 2, "response": ["Yes."] * 2, "image": files}
+        found["placeholder"] = client.post(f"{url}/vlm_reward/compute", json=asked).json()
     return found
 
 
@@ -135,6 +137,10 @@ def test_a_conversation_has_one_score_on_every_route(expected, answers, rewards,
 
 def test_flow_factory_s_client_is_told_win_rates_of_a_groupwise_reward(expected, answers):
     assert answers["compute"] == {"rewards": pytest.approx(wins(expected["a picture as the answer"]), abs=1e-5)}
+
+
+def test_a_placeholder_beside_a_picture_is_a_word_to_compute(expected, answers):
+    assert answers["placeholder"] == {"rewards": pytest.approx(expected["a literal placeholder"], abs=1e-5)}
 
 
 def engine(name: str) -> RewardEngine:

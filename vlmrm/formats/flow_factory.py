@@ -90,12 +90,18 @@ def data_uri(text: str) -> str:
     return text if text.startswith("data:") else f"data:;base64,{text}"
 
 
-def sample_to_conversation(sample: Sample, template: PromptTemplate = PromptTemplate()) -> Conversation:
+def sample_to_conversation(
+    sample: Sample, template: PromptTemplate = PromptTemplate(), *, placeholders: bool = True
+) -> Conversation:
     """Return the conversation to score for a sample, built like that of a training row.
 
     - The prompt goes into `template`; `condition_images` and `condition_videos` belong to it.
     - A `response` is the answer; `image` and `video` then belong to the prompt, after the conditions. Without one, the
       `image` or the `video` is the answer, an assistant turn as in text-to-image rows.
+
+    Args:
+        placeholders: whether `<image>` and `<video>` in a text prompt are places for its media, as in training rows;
+            for a client, who sends media beside a text, they are words, and only those of the template are places.
 
     Raises:
         RowError: when the sample has no answer or two of them.
@@ -108,6 +114,13 @@ def sample_to_conversation(sample: Sample, template: PromptTemplate = PromptTemp
     else:
         answer = (Message.of("assistant", _media_answer(sample)),)
     row = {"system": template.system, "images": images, "videos": videos}
+    words = sample.prompt
+    if isinstance(words, str) and words and not placeholders and not read_hh_turns(words):
+        messages = with_media(row, (*prompt_turns(row, template.custom_prompt), *answer))
+        asked = len(messages) - len(answer) - 1
+        parts = messages[asked].content
+        content = (Text(it.text.replace(PROMPT_SLOT, words)) if isinstance(it, Text) else it for it in parts)
+        return Conversation((*messages[:asked], Message("user", tuple(content)), *messages[asked + 1 :]))
     return Conversation(with_media(row, (*prompt_turns(row, template.format(sample.prompt)), *answer)))
 
 

@@ -127,7 +127,9 @@ class ScorerEngine:
         # No conversation can hold an array.
         columns: Any = {name: as_pil(name, value) for name, value in with_arrays(item).items()}
         content = read_item(columns)
-        return content if isinstance(content, Conversation) else sample_to_conversation(content, self.template)
+        if isinstance(content, Conversation):
+            return content
+        return sample_to_conversation(content, self.template, placeholders=False)
 
 
 def _raise_error(row: Conversation | RowError) -> Conversation:

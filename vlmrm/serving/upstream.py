@@ -93,7 +93,7 @@ class VLLM:
             columns: Any = {name: as_pil(name, value) for name, value in with_arrays(item).items()}
             content = read_item(columns)
             if not isinstance(content, Conversation):
-                content = sample_to_conversation(content, self.template)
+                content = sample_to_conversation(content, self.template, placeholders=False)
             return {"score": self.score(content)}
         except Unavailable:
             raise
