@@ -139,6 +139,7 @@ def test_null_is_a_word_where_a_value_is_needed():
         ("weights: [1, heavy]", "weights is 'heavy': it must be a number"),
         ("learning_rte: 1", "unknown key 'learning_rte': did you mean learning_rate?"),
         ("zzz: 1", "unknown key 'zzz'."),
+        ("stage: rm\nlr: 1\nname: a", "unknown keys: 'stage', 'lr' (did you mean learning_rate?)."),
         ("batch_size: 1\nname: a\nbatch_size: 2", "key 'batch_size' is on line 1 and on line 3"),
         ("- a\n- b", "must hold `key: value` lines"),
         ("a: [", "is not valid YAML"),
@@ -156,6 +157,8 @@ def test_a_bad_line_is_refused_with_its_file_and_key(read, line, expected):
     [
         (["--learning_rte", "1"], "unknown argument --learning_rte: did you mean --learning_rate?"),
         (["--learning_rte=1"], "unknown argument --learning_rte: did you mean --learning_rate?"),
+        (["--lr", "1", "--zzz=2"], "unknown arguments: --lr (did you mean --learning_rate?), --zzz."),
+        (["pairs.jsonl", "--head", "mlp"], "pairs.jsonl holds data, and is no configuration: write --dataset_path"),
         (["--batch", "1"], "unknown argument --batch: did you mean --batch_size?"),
         (["--batch_size", "many"], "--batch_size"),
         (["--head", "tree"], "--head"),

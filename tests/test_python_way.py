@@ -115,6 +115,22 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(folder, tiny_checkpoi
         RewardTrainer(**{"model": tiny_checkpoint, "train_dataset": rows, **change})
 
 
+def test_a_configuration_is_made_without_a_warning_and_a_text_is_no_number(folder, recwarn):
+    config = RewardConfig(output_dir="out", bf16=False)
+    assert config.gradient_checkpointing and not [it for it in recwarn if issubclass(it.category, FutureWarning)]
+    for key in ("learning_rate", "max_pixels", "num_train_epochs", "lora_r"):
+        with pytest.raises(ConfigError, match=f"{key} is 'high': it must be a number"):
+            RewardConfig(output_dir="out", bf16=False, **{key: "high"})
+
+
+def test_paths_of_a_data_set_in_memory_start_from_image_root(folder, tiny_checkpoint):
+    file = colour_pairs(Path("data"), 4)
+    keys = {"model": tiny_checkpoint, "train_dataset": Dataset.from_json(str(file))}
+    with pytest.raises(DataError, match="does not exist: check the path, or name its folder as image_root"):
+        RewardTrainer(**keys, args=RewardConfig(output_dir="a", bf16=False))
+    RewardTrainer(**keys, args=RewardConfig(output_dir="b", bf16=False, image_root="data"))
+
+
 def test_a_mistyped_key_names_its_neighbour_and_importing_imports_nothing_heavy(folder):
     with pytest.raises(ConfigError, match="unknown key 'learning_rte': did you mean learning_rate"):
         train(learning_rte=1)

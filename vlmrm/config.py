@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from vlmrm.errors import ConfigError
-from vlmrm.settings import did_you_mean, load_file
+from vlmrm.settings import load_file, nearest
 
 if TYPE_CHECKING:
     from trl import TrlParser
@@ -29,6 +29,25 @@ ILL_TYPED = re.compile(r"argument ([^/:]+)\S*: invalid (\w+) value: (.*)", re.DO
 Kinds = Mapping[str, Set[Any]]  # of each key, the types that it takes
 ENGINE_FILES = ("deepspeed", "fsdp_config")
 NO_ENGINE = ("", "null", "none", "false", "no", "off")  # values of `deepspeed` that stand for null
+
+DATA_SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".xlsx")
+KEY_SIMILARITY = 0.65  # of an unknown key to the one that is suggested
+# Keys of other frameworks whose names are far from ours.
+OTHER_NAMES = {
+    **dict.fromkeys(("model", "model_path", "model_id"), ("model_name_or_path", "model_dirs")),
+    **dict.fromkeys(("data", "dataset", "dataset_name", "data_path", "train_file"), ("dataset_path",)),
+    **dict.fromkeys(("eval_dataset", "val_dataset", "eval_file"), ("eval_dataset_path",)),
+    **dict.fromkeys(("val_size", "split_dataset_ratio"), ("eval_fraction",)),
+    **dict.fromkeys(("finetuning_type", "tuner_type", "train_type", "lora"), ("use_peft",)),
+    **dict.fromkeys(("rank", "lora_rank"), ("lora_r",)),
+    **dict.fromkeys(("cutoff_len", "max_len", "max_model_len"), ("max_seq_length",)),
+    **dict.fromkeys(("batch_size", "train_batch_size"), ("per_device_train_batch_size",)),
+    **dict.fromkeys(("lr",), ("learning_rate",)),
+    **dict.fromkeys(("epochs", "num_epochs"), ("num_train_epochs",)),
+    **dict.fromkeys(("torch_dtype", "precision"), ("dtype",)),
+    **dict.fromkeys(("image_folder", "image_dir", "media_dir"), ("image_root",)),
+    **dict.fromkeys(("output",), ("output_dir", "output_file")),
+}
 
 Configuration = str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]
 
@@ -98,8 +117,24 @@ def kinds_of(hint: Any) -> frozenset[Any]:
 
 def _refuse(unknown: Sequence[str], parser: argparse.ArgumentParser) -> None:
     if unknown:
-        word = unknown[0].split("=")[0]
-        raise ConfigError(f"unknown argument {word}{did_you_mean(word, [f'--{name}' for name in actions_of(parser)])}")
+        flags = [word.split("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
+        raise ConfigError(_unknown("argument", flags, actions_of(parser), "--"))
+
+
+def _unknown(noun: str, names: Sequence[str], keys: Collection[str], dashes: str = "") -> str:
+    """Return the sentence about unknown keys, with what each is probably meant as."""
+    shown = names if dashes else [repr(name) for name in names]
+
+    def meant(name: str) -> str:
+        plain = name.removeprefix("--").replace("-", "_")
+        others = [key for key in OTHER_NAMES.get(plain, ()) if key in keys]
+        near = others[0] if others else nearest(plain, keys, KEY_SIMILARITY)
+        return f"did you mean {dashes}{near}?" if near else ""
+
+    if len(names) == 1:
+        return f"unknown {noun} {shown[0]}" + (f": {end}" if (end := meant(names[0])) else ".")
+    listed = (f"{it} ({end})" if (end := meant(name)) else it for it, name in zip(shown, names, strict=True))
+    return f"unknown {noun}s: {', '.join(listed)}."
 
 
 def _read(
@@ -136,6 +171,8 @@ def _split_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the configuration file among the words, if any, and the remaining words."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     if words and not words[0].startswith("-"):
+        if words[0].endswith(DATA_SUFFIXES):
+            raise ConfigError(f"{words[0]} holds data, and is no configuration: write --dataset_path {words[0]}.")
         words.insert(0, "--config")
     if "--config" not in words:
         return None, words
@@ -173,9 +210,9 @@ def _converted(
     if not isinstance(environment, dict):
         raise ConfigError(f"{where}env must hold `NAME: value` lines.")
     actions = actions_of(parser)
+    if unknown := [key for key in content if key not in actions]:
+        raise ConfigError(where + _unknown("key", unknown, actions))
     for key, value in content.items():
-        if key not in actions:
-            raise ConfigError(f"{where}unknown key {key!r}{did_you_mean(key, actions)}")
         content[key] = _value(f"{where}{key}", value, actions[key], kinds[key])
     for key in ENGINE_FILES:
         engine = content.get(key)

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -157,8 +156,6 @@ def open_streams() -> None:
 
 def quiet_libraries() -> None:
     """Silence messages of libraries that come on every run and need no action. Call it before importing them."""
-    # TRL's defaults set the older name, which configurations use too.
-    warnings.filterwarnings("ignore", "`gradient_checkpointing", FutureWarning)
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
     logging.getLogger("stamina").addFilter(_with_cause)
     if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":

@@ -108,6 +108,8 @@ MISTAKES = [
     # Keys ------------------------------------------------------------------------------------------------------------
     Mistake("mistyped key", "did you mean --learning_rate", {"learning_rat": 1e-5}),
     Mistake("mistyped key in a file", "did you mean lora_alpha", config="lora_alhpa: 32"),
+    Mistake("another framework's key", "unknown argument --dataset_name: did you mean --dataset_path?",
+            {"dataset_name": "m"}),
     Mistake("key twice in a file", "'seed' is on line 1 and on line 2", config="seed: 1\nseed: 2"),
     Mistake("tab in a file", "is not valid YAML", config="seed: 1\n\tuse_peft: true"),
     Mistake("list for a file", "must hold `key: value` lines", config="- seed"),
@@ -217,6 +219,8 @@ MISTAKES = [
     Mistake("no weights", "HERE/model", spoil=without("model/model.safetensors")),
     Mistake("no processor", "HERE/model has no processor",
             spoil=without("model/processor_config.json", "model/preprocessor_config.json")),
+    Mistake("folder of data for a model", "HERE/data is no checkpoint that transformers can open: it has no",
+            {"model_name_or_path": "HERE/data"}),
     Mistake("another head", "set head: linear", {"model_name_or_path": "HERE/out/final", "output_dir": "HERE/next",
                                                  "head": "mlp"}, trained=True),
     # Output and resuming ---------------------------------------------------------------------------------------------

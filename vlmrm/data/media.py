@@ -431,7 +431,7 @@ def _open_bytes(reference: Any, kind: str) -> IO[bytes]:
             raise MediaError(f"{name} has zero bytes: replace it or remove the row")
         return Path(path).open("rb")
     except FileNotFoundError:
-        raise MediaError(f"{name} does not exist: check the path and image_root") from None
+        raise MediaError(f"{name} does not exist: check the path, or name its folder as image_root") from None
     except OSError as error:
         raise MediaError(f"{name} cannot be opened ({error.strerror or error}): check the path") from error
 

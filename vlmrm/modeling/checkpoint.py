@@ -164,6 +164,8 @@ def load_processor(path: str | Path, revision: str | None = None, trust_remote_c
             raise CheckpointError(
                 f"{path} is a text model ({kind}), and text models are not trained here: name a vision-language model."
             )
+        if find_file(path, "config.json", revision) is None and not is_adapter(path, revision):
+            raise no_checkpoint(path, "it has no config.json, so check the path")
         raise CheckpointError(f"{path} has no processor: name the model that it was trained from as base_model_path.")
     try:
         processor = AutoProcessor.from_pretrained(
@@ -305,11 +307,14 @@ def read_config(path: str | Path, revision: str | None = None, trust_remote_code
     try:
         return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        if inner := _checkpoints_below(path):
-            raise CheckpointError(
-                f"{path} holds checkpoints and is none itself: name one, such as {inner}."
-            ) from error
-        raise CheckpointError(f"{path} is no checkpoint that transformers can open: {first_line(error)}") from error
+        raise no_checkpoint(path, first_line(error)) from error
+
+
+def no_checkpoint(path: str | Path, reason: str) -> CheckpointError:
+    """Return the error about what transformers cannot open, which may be the folder of a training."""
+    if inner := _checkpoints_below(path):
+        return CheckpointError(f"{path} holds checkpoints and is none itself: name one, such as {inner}.")
+    return CheckpointError(f"{path} is no checkpoint that transformers can open: {reason}")
 
 
 def _checkpoints_below(path: str | Path) -> str:

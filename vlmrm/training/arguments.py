@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 import trl
 from torch.distributed import DistError
 
+from vlmrm.config import kinds_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, first_line
 from vlmrm.modeling.arguments import ModelArguments
@@ -146,7 +148,10 @@ class RewardTrainingArguments(trl.RewardConfig):
         read_engines(self)
         check_environment(self)
         try:
-            super().__post_init__()
+            with warnings.catch_warnings():
+                # TRL's defaults set the older name, which configurations use too.
+                warnings.filterwarnings("ignore", "`gradient_checkpointing", FutureWarning)
+                super().__post_init__()
         except DistError as error:
             raise ConfigError(
                 f"the processes of this training cannot meet: {first_line(error).rstrip('.')}."
@@ -162,6 +167,10 @@ class RewardConfig(RewardTrainingArguments, DataArguments, ModelArguments):
     """Every key of a configuration, flat as in its file: those of the model, of the data and of the training."""
 
     def __post_init__(self):
+        for name, hint in get_type_hints(type(self)).items():
+            kinds, value = kinds_of(hint), getattr(self, name, None)
+            if isinstance(value, str) and kinds & {int, float} and str not in kinds:
+                raise ConfigError(f"{name} is {value!r}: it must be a number.")
         ModelArguments.__post_init__(self)
         DataArguments.__post_init__(self)
         RewardTrainingArguments.__post_init__(self)

@@ -46,7 +46,8 @@ class RewardTrainer(ComparisonTrainer):
     Args:
         model: hub id or folder of the checkpoint to start from; its processor comes with it.
         args: every other key; `output_dir` is `NAME-Reward` by default.
-        train_dataset: preferences in any layout of docs/data.md; without it, those of `args.dataset_path`.
+        train_dataset: preferences in any layout of docs/data.md; without it, those of `args.dataset_path`. Its
+            relative paths of images start from `args.image_root`, or the working directory.
         eval_dataset: held-out preferences; without it, those of `args.eval_dataset_path` or `eval_fraction`.
         callbacks: more of HF's callbacks.
         peft_config: the same as `use_peft` with the keys `lora_...`.
