@@ -8,7 +8,7 @@ import transformers as t
 
 from vlmrm.modeling.families import BY_CONVOLUTIONS, BY_INDEX
 
-from .tiny import Tiny
+from .tiny import LLAMA3, ROPE, Tiny
 
 AREA = {"shortest_edge": 28 * 28, "longest_edge": 84 * 56}  # of images in patches of 14
 AREA16 = {"shortest_edge": 32 * 32, "longest_edge": 96 * 64}
@@ -36,8 +36,7 @@ GLM: dict[str, Any] = {
         "image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>",
     },
 }  # fmt: skip
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
-TEXT = {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}
+TEXT = {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
 
 GRIDS = [
     Tiny(
@@ -77,7 +76,10 @@ GRIDS = [
             template,
         ),
         **QWEN,
-        config={"vision_config": {"patch_size": 16}, "text_config": TEXT},
+        config={
+            "vision_config": {"patch_size": 16},
+            "text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+        },
     ),
     Tiny(
         "dots3_note",
@@ -145,6 +147,7 @@ GRIDS = [
         config={
             "text_config": {
                 "moe_intermediate_size": [32, 16],
+                "moe_num_shared_experts": 2,
                 "rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]},
             }
         },
@@ -156,6 +159,7 @@ GRIDS = [
             t.Qwen2VLImageProcessor(size=AREA), tokenizer, t.Qwen2VLVideoProcessor(size=AREA), template
         ),
         **QWEN,
+        config={"text_config": {"rope_parameters": LLAMA3}},
     ),
     Tiny(
         "glm46v",
@@ -179,7 +183,7 @@ GRIDS = [
             t.Glm4vImageProcessor(size=AREA), tokenizer, t.Glm4vVideoProcessor(size=AREA), template
         ),
         **GLM,
-        config={"text_config": {"rope_parameters": {**TEXT["rope_parameters"], "partial_rotary_factor": 1.0}}},
+        config={"text_config": TEXT},
     ),
     Tiny(
         "glm5_next",
@@ -226,7 +230,15 @@ GRIDS = [
         image="<img_start><img><img_end>",
         config={
             "vision_config": {"patch_size": 16, "max_image_size": 128},
-            "text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 2, 2, 2]}},
+            "text_config": {
+                "rope_parameters": {
+                    "rope_type": "xdrope",
+                    "rope_theta": 1e4,
+                    "factor": 1.0,
+                    "alpha": 1000.0,
+                    "mrope_section": [2, 2, 2, 2],
+                }
+            },
         },
         ids={"im_start_id": "<img_start>", "im_end_id": "<img_end>"},
     ),

@@ -25,7 +25,7 @@ from transformers import (
 from vlmrm.modeling.families import BY_INDEX
 
 from .sizes import GRIDS, MEDIA, SHORT, SQUARE
-from .tiny import Tiny
+from .tiny import MULTIPLIERS, YARN, Tiny
 
 # LLaVA and those who built on it ------------------------------------------------------------------------------------
 # CLIP's class token is counted and then dropped.
@@ -37,7 +37,12 @@ def llava(tokenizer: Any, template: str) -> LlavaProcessor:
 
 
 LLAVAS = [
-    Tiny("llava", llava, image="<image>\n"),
+    Tiny(  # with the language model of BakLLaVA
+        "llava",
+        llava,
+        image="<image>\n",
+        config={"text_config": {"model_type": "mistral", "sliding_window": 24}},
+    ),
     Tiny("vipllava", llava, image="<image>\n", config={"vision_feature_layer": [-1, -2]}),
     Tiny(
         "llava_next",
@@ -48,7 +53,11 @@ LLAVAS = [
             **LLAVA,
         ),
         image="<image>\n",
-        config={"image_grid_pinpoints": GRIDS},
+        config={  # as Granite Vision 3
+            "image_grid_pinpoints": GRIDS,
+            "vision_feature_layer": [-2, -1],
+            "text_config": {"model_type": "granite", **MULTIPLIERS},
+        },
     ),
     Tiny(
         "llava_next_video",
@@ -101,6 +110,8 @@ LATENT = {
     "head_dim": 8, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }  # fmt: skip
+# A temperature that grows with the position, here from the fourth token on.
+SCALED = {"rope_parameters": {**YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.1}}
 PIXTRAL = {"head_dim": 16, "image_size": 112, "patch_size": 7}
 
 
@@ -117,7 +128,14 @@ def pixtral(tokenizer: Any, template: str) -> PixtralProcessor:
 IMG = {"image_token": "[IMG]", "break_token": "[IMG_BREAK]", "end_token": "[IMG_END]"}
 INSTRUCT = "[{role}]{content}[/{role}]"
 PIXTRALS = [
-    Tiny("mistral3", pixtral, tokens=IMG, image="[IMG]", turn=INSTRUCT, config={"vision_config": PIXTRAL}),
+    Tiny(  # with the language model of Ministral 3
+        "mistral3",
+        pixtral,
+        tokens=IMG,
+        image="[IMG]",
+        turn=INSTRUCT,
+        config={"vision_config": PIXTRAL, "text_config": {**SCALED, "model_type": "ministral3"}},
+    ),
     Tiny(  # with the language model of Mistral 4
         "mistral3",
         pixtral,
@@ -128,6 +146,7 @@ PIXTRALS = [
             "vision_config": PIXTRAL,
             "text_config": {
                 **LATENT,
+                **SCALED,
                 "model_type": "mistral4",
                 "head_dim": 16,
                 "q_lora_rank": 16,

@@ -55,8 +55,7 @@ DELTA_NETS = {
     },
 }
 QWEN2_VISION = {"window_size": 56, "fullatt_block_indexes": [1]}
-QWEN3_VISION = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0], "patch_size": 16}
-QWEN3_5_VISION = {"num_position_embeddings": 64, "patch_size": 16}
+QWEN3_VISION = {"num_position_embeddings": 64, "patch_size": 16}
 
 
 def qwen(
@@ -125,8 +124,8 @@ QWENS = [
     qwen("qwen2_5_vl", Qwen2_5_VLProcessor, 14, {"rope_parameters": THREE_AXES}, QWEN2_VISION),
     qwen("qwen3_vl", Qwen3VLProcessor, 16, {"rope_parameters": THREE_AXES}, QWEN3_VISION),
     qwen("qwen3_vl_moe", Qwen3VLProcessor, 16, {"rope_parameters": THREE_AXES, **FOUR_EXPERTS}, QWEN3_VISION),
-    qwen("qwen3_5", Qwen3VLProcessor, 16, DELTA_NETS, QWEN3_5_VISION),
-    qwen("qwen3_5_moe", Qwen3VLProcessor, 16, {**DELTA_NETS, **FOUR_EXPERTS}, QWEN3_5_VISION),
+    qwen("qwen3_5", Qwen3VLProcessor, 16, DELTA_NETS, QWEN3_VISION),
+    qwen("qwen3_5_moe", Qwen3VLProcessor, 16, {**DELTA_NETS, **FOUR_EXPERTS}, QWEN3_VISION),
     qwen(
         "qwen4_exp",
         Qwen3VLProcessor,
@@ -148,7 +147,7 @@ QWENS = [
             "indexer_budget": 2048,
             "indexer_compress_ratio": 4,
         },
-        QWEN3_5_VISION,
+        QWEN3_VISION,
         BY_INDEX,
     ),
     omni(

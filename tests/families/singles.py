@@ -53,7 +53,7 @@ from vlmrm.modeling.families import BY_INDEX
 from .llavas import LATENT
 from .qwens import QWEN, THREE_AXES
 from .sizes import MEDIA, SQUARE, area
-from .tiny import Tiny
+from .tiny import LLAMA3, ROPE, YARN, Tiny
 
 
 def smolvlm(tokenizer: Any, template: str) -> Any:
@@ -117,7 +117,7 @@ FAMILIES = [
         video="<|kimi_k25_video_placeholder|>",
         turn="<|im_{role}|>{role}<|im_middle|>{content}<|im_end|>",
         config={
-            "text_config": {**LATENT, "q_lora_rank": 16, "n_group": 2},
+            "text_config": {**LATENT, "q_lora_rank": 16, "n_group": 2, "rope_parameters": YARN},
             "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8},
             "projection_hidden_size": 32,
         },
@@ -195,6 +195,7 @@ FAMILIES = [
                 "attention_chunk_size": 24,
                 "layer_types": ["chunked_attention", "full_attention"] * 2,
                 "floor_scale": 8,
+                "rope_parameters": LLAMA3,
             },
             "vision_config": {
                 "patch_size": 7,
@@ -274,7 +275,7 @@ FAMILIES = [
         image="<|image|>",
         video="<|video|>",
         config={
-            "text_config": {"rope_scaling_layers": None, "additional_vocab_size": 16},
+            "text_config": {"rope_parameters": YARN, "rope_scaling_layers": [1], "additional_vocab_size": 16},
             "vision_config": {"head_dim": 16, "image_size": [56, 56], "num_position_embeddings": 16},
             "adapter_config": {
                 "vision_feature_layer": [1, 0],
@@ -456,14 +457,16 @@ FAMILIES = [
             "text_config": {
                 "num_hidden_layers": 4,
                 "share_expert_dim": 32,
-                "num_sliding_attention_heads": 4,
+                "num_sliding_attention_heads": 6,
+                "swiglu_limits": [None, 0.5] * 2,
+                "swiglu_limits_shared": [None, 0.5] * 2,
                 "layer_types": ["full_attention", "sliding_attention"] * 2,
                 "sliding_window": 6,
                 "mlp_layer_types": ["dense", "sparse"] * 2,
                 "query_pre_attn_scalar": 16,
                 "rope_parameters": {
-                    kind: {"rope_type": "default", "rope_theta": 1e4}
-                    for kind in ("full_attention", "sliding_attention")
+                    "full_attention": {**LLAMA3, "partial_rotary_factor": 0.5},
+                    "sliding_attention": ROPE,
                 },
             },
             "vision_config": {"image_size": 112, "mlp_ratio": 1.5, "max_position_embeddings": 64},

@@ -2,14 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import transformers as t
 
 from vlmrm.modeling.families import BY_CONVOLUTIONS, BY_WORDS
 
-from .tiny import Tiny
+from .tiny import MULTIPLIERS, ROPE, YARN, Tiny
 
 SQUARE = {"height": 28, "width": 28}
 GEMMA_TURN = "<start_of_turn>{role}\n{content}<end_of_turn>\n"
+
+TWICE = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}  # half share keys
+
+
+def gemma4(text: dict[str, Any], vision: dict[str, Any], **config: Any) -> Tiny:
+    return Tiny(
+        "gemma4",
+        lambda tokenizer, template: t.Gemma4Processor(
+            t.Gemma4AudioFeatureExtractor(),
+            t.Gemma4ImageProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
+            tokenizer,
+            t.Gemma4VideoProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
+            template,
+        ),
+        tokens={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        image="<|image|>",
+        video="<|video|>",
+        turn=GEMMA_TURN,
+        config={
+            "text_config": {**TWICE, **text},
+            "vision_config": {
+                "model_type": "gemma4_vision",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 64,
+                **vision,
+            },
+            **config,
+        },
+    )
+
 
 SQUARES = [
     Tiny(
@@ -147,7 +193,15 @@ SQUARES = [
         tokens={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         image="<start_of_image>",
         turn=GEMMA_TURN,
-        config={"mm_tokens_per_image": 4},
+        config={
+            "mm_tokens_per_image": 4,
+            "text_config": {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+                    "sliding_attention": ROPE,
+                }
+            },
+        },
         ids={"image_token_id": "<image_soft_token>"},
     ),
     Tiny(
@@ -171,46 +225,34 @@ SQUARES = [
         turn=GEMMA_TURN,
         config={
             "vision_soft_tokens_per_image": 4,
+            "text_config": {
+                **TWICE,
+                "num_kv_shared_layers": 2,
+                "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+            },
             "vision_config": {"architecture": "mobilenetv3_small_050", "hidden_size": 288},
             "audio_config": {"conf_num_hidden_layers": 1},
         },
         scatter=0.4,
         needs="timm",
     ),
-    Tiny(
-        "gemma4",
-        lambda tokenizer, template: t.Gemma4Processor(
-            t.Gemma4AudioFeatureExtractor(),
-            t.Gemma4ImageProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
-            tokenizer,
-            t.Gemma4VideoProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
-            template,
-        ),
-        tokens={
-            "image_token": "<|image|>",
-            "boi_token": "<|image>",
-            "eoi_token": "<image|>",
-            "audio_token": "<|audio|>",
-            "boa_token": "<|audio>",
-            "eoa_token": "<audio|>",
+    gemma4(  # as E2B
+        {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        {"use_clipped_linears": True},
+    ),
+    gemma4(  # as 26B-A4B
+        {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "use_bidirectional_attention": "vision",
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
         },
-        image="<|image|>",
-        video="<|video|>",
-        turn=GEMMA_TURN,
-        config={
-            "vision_config": {
-                "model_type": "gemma4_vision",
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "head_dim": 16,
-                "patch_size": 4,
-                "pooling_kernel_size": 2,
-                "position_embedding_size": 64,
-            }
-        },
+        {"standardize": True},
+        audio_config=None,
     ),
     Tiny(
         "gemma4_unified",
@@ -233,6 +275,12 @@ SQUARES = [
         video="<|video|>",
         turn=GEMMA_TURN,
         config={
+            "text_config": {
+                **TWICE,
+                "num_kv_shared_layers": 2,
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+            },
             "vision_config": {
                 "model_type": "gemma4_unified_vision",
                 "patch_size": 4,
@@ -240,7 +288,7 @@ SQUARES = [
                 "mm_embed_dim": 64,
                 "mm_posemb_size": 64,
                 "output_proj_dims": 64,
-            }
+            },
         },
     ),
     Tiny(
@@ -280,8 +328,9 @@ SQUARES = [
             "vision_config": {"hidden_size": 64},
             "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
             "qformer_config": {"encoder_hidden_size": 64},
-            "deepstack_layer_map": [[-2, 0]],
-            "spatial_target_layers": [1],
+            "deepstack_layer_map": [[-2, 0], [-1, 1]],
+            "spatial_target_layers": [1, 2],
+            "text_config": {"num_hidden_layers": 3, **MULTIPLIERS},
             "downsample_rate": "1/2",
         },
     ),
@@ -361,5 +410,16 @@ SQUARES = [
         },
         image="<IMG_CONTEXT>\n",
         video="<video>\n",
+        config={  # with the language model of gpt-oss and the large tower
+            "text_config": {
+                "model_type": "gpt_oss",
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 6,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "rope_parameters": YARN,
+            },
+            "vision_config": {"use_qk_norm": True, "norm_type": "rms_norm"},
+        },
     ),
 ]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmrm.batching import SharedBatcher
@@ -25,7 +26,7 @@ from vlmrm.rendering import Rendered, Renderer
 from .__main__ import PAGE, page
 from .cases import CASES, WITH_GRADIENTS
 from .reference import gradients, own_scores, processed, rounding_nowhere, to_float64
-from .table import FAMILIES
+from .table import FAMILIES, LEFT_OFF, PUBLISHED
 from .tiny import Tiny
 
 SCORES, GRADIENTS = 1e-10, 1e-8
@@ -74,6 +75,45 @@ def test_no_image_text_family_of_the_library_is_left_out():
     assert library <= {family.model_type for family in FAMILIES}
 
 
+def left_off(default: Any, own: Any, name: str = "") -> Iterator[str]:
+    """Yield what a default configuration has on, and an own one off: flags, kinds, and lists of several layers."""
+    if isinstance(default, dict) and isinstance(own, dict):
+        for key, value in default.items():
+            if key in own and key not in LEFT_OFF and not str(key).endswith(("_id", "_ids", "_index")):
+                yield from left_off(value, own[key], f"{name}.{key}".strip("."))
+    elif isinstance(default, list) and isinstance(own, list):
+        kinds = {kind for kind in default if isinstance(kind, str)}
+        if not kinds <= set(own) if kinds else any(default) > any(own):
+            yield name
+    elif default and (not own or (isinstance(default, str) and default not in (own, "default"))):
+        yield name
+
+
+def value_at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        name = f"{name}_config" if name in ("text", "vision") else name
+        try:
+            config = config[int(name) if isinstance(config, list) else name]
+        except (LookupError, TypeError):
+            return None
+    return config
+
+
+def test_tiny_models_have_the_switches_of_published_sizes():
+    missing = []
+    for model_type in dict.fromkeys(family.model_type for family in SCORED):
+        own = [f.make_config(processor_of(f)).to_dict() for f in SCORED if f.model_type == model_type]
+        default = CONFIG_MAPPING[model_type]().to_dict()
+        off = set.intersection(*(set(left_off(default, config)) for config in own))
+        for switch in PUBLISHED.get(model_type, "").split():
+            path, _, expected = switch.partition("=")
+            values = [value_at(config, path) for config in own]
+            if not any(str(value) == expected if expected else value for value in values):
+                off.add(switch)
+        missing += [f"{model_type}: {name}" for name in sorted(off)]
+    assert not missing
+
+
 @named(SCORED)
 def test_the_renderers_tokens_and_pixels_are_those_of_the_processors_own_call(family):
     errors: list[Exception] = []
@@ -110,6 +150,7 @@ def test_scores_and_gradients_are_those_of_the_familys_own_forward(family, monke
             rendered = rendered_of(family, name)
             inputs = to_float64(batcher(rendered))
             calls.clear()
+            checkpoint(model, bool(own_gradients))
             with rounding_nowhere():
                 ours = model(**inputs).logits[:, 0]
             if family.padded is None:  # it really was shared
@@ -163,6 +204,14 @@ def counting(monkeypatch) -> list[str]:
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED_PREFIX, counted)
     return calls
+
+
+def checkpoint(model: Any, enable: bool) -> None:
+    """Compute layers anew in the backward pass, as training does; without dropout."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = enable
 
 
 def assert_equal_gradients(ours: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> None:
@@ -238,6 +287,14 @@ def test_images_and_videos_in_one_batch_are_refused_in_a_sentence(family):
         inputs = to_float64(batcher_for(model, processor, batching)(rendered))
         with pytest.raises(ConfigError, match="does not take images and videos in one batch"):
             model(**inputs)
+
+
+@pytest.mark.parametrize("kind", [{"use_reentrant": True}, {"preserve_rng_state": False}])
+def test_shared_keys_refuse_reentrant_checkpointing(kind):
+    family = next(family for family in FAMILIES if family.model_type == "gemma4")
+    model = family.make_model(processor_of(family))
+    with pytest.raises(ConfigError, match=r"share keys.*use_reentrant: false"):
+        model.gradient_checkpointing_enable(kind)
 
 
 @named([family for family in FAMILIES if family.model_type == "llava_next"])

@@ -27,7 +27,7 @@ TEXT = {
     "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "shared_expert_intermediate_size": 32, "n_shared_experts": 1, "moe_num_shared_experts": 1,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-    "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0, "laurel_rank": 8,
+    "hidden_size_per_layer_input": 8, "laurel_rank": 8,
     "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 6,
     "rel_extent": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
@@ -35,12 +35,23 @@ TEXT = {
 VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_layers": 2, "depth": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "num_heads": 2, "embed_dim": 32, "out_hidden_size": 64,
-    "image_size": 28, "patch_size": 14, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [1],
+    "image_size": 28, "patch_size": 14, "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1],
     "num_position_embeddings": 16, "vision_use_head": False, "text_hidden_size": 64, "adapter_in_dim": 32,
     "adapter_out_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
 }  # fmt: skip
 # Of the pairs of rotary frequencies: how many turn with time, height and width.
 SECTIONS = {8: [2, 3, 3], 4: [2, 1, 1], 2: [1, 1, 0]}
+# The kinds of rotary positions, where their scale begins within the rows of the tests.
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+MULTIPLIERS = {"attention_multiplier": 0.0625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}  # Granite's
 
 CHATML = "<|im_start|>{role}\n{content}<|im_end|>\n"
 

@@ -109,6 +109,13 @@ class Row:
         return output
 
 
+def test_a_rule_is_cut_to_all_of_its_queries_alone():
+    rule = mask_rule(1, 8, 8)
+    assert rule[:, :, -0:, :] is rule
+    with pytest.raises(ConfigError, match="a part of the queries"):
+        rule[:, :, -1:, :]
+
+
 def module(s_aux=None, **ignored):
     """What the library's eager attention reads of the layer."""
     return SimpleNamespace(num_key_value_groups=HEADS // KEY_HEADS, training=False, sinks=s_aux)

@@ -80,6 +80,12 @@ def test_a_wrong_shared_batch_is_refused_and_the_reference_goes(broken, tiny_rew
     assert len(scorer.score([[{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]])) == 1
 
 
+def test_a_shared_batch_that_ends_in_an_error_is_refused(monkeypatch, tiny_reward_model):
+    monkeypatch.setattr(kernels, "along", None)
+    with pytest.raises(CheckpointError, match=r"wrong for .* it ends in TypeError: .*; write batching: reference"):
+        load_checkpoint(tiny_reward_model)
+
+
 @pytest.mark.parametrize("build", ["blind", "broken"])
 def test_switched_off_it_loads_and_a_line_says_so(request, tiny_reward_model, caplog, build):
     request.getfixturevalue(build)

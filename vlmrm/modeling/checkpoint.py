@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError  # a configuration that contradicts itself
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers import MODEL_MAPPING, AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -245,8 +245,9 @@ def _load(
 ) -> RewardModel:
     model_class: Any = reward_model_class(config)
     attention = resolve_attention(attn_implementation)
-    if attention == "sdpa" and not model_class._supports_sdpa:
-        attention = "eager"  # which is all that transformers has for a few families
+    language_model: Any = MODEL_MAPPING.get(type(config.get_text_config()), model_class)
+    if attention == "sdpa" and not (model_class._supports_sdpa and language_model._supports_sdpa):
+        attention = "eager"  # which is all that transformers has for a few families, and for gpt-oss in InternVL
     try:
         with _quiet():
             model, report = model_class.from_pretrained(

@@ -103,7 +103,7 @@ class MaskRule(BlockMask):
     `reads_rows` says whether it does.
 
     By its type and `shape` the library takes it for a finished mask, where a family's outer model makes the mask and
-    its language model would make another. It has nothing else of a `BlockMask`.
+    its language model would make another. Of what else a `BlockMask` can do, it can be cut to all of its queries.
     """
 
     ndim = 4
@@ -120,6 +120,17 @@ class MaskRule(BlockMask):
         return f"MaskRule({self.function}, {self.length})"
 
     __str__ = __repr__
+
+    def __getitem__(self, index: Any) -> MaskRule:
+        """Return the rule itself: before layers that share keys, Gemma 4 takes the queries that it keeps, here all.
+
+        Raises:
+            ConfigError: for fewer.
+        """
+        whole = isinstance(index, tuple) and len(index) == self.ndim
+        if not whole or any(range(size)[part] != range(size) for part, size in zip(index, self.shape, strict=True)):
+            raise ConfigError(f"batching: shared does not compute attention of a part of the queries: {REFERENCE}.")
+        return self
 
     @property
     def shape(self) -> tuple[int, ...]:

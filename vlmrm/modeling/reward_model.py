@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
@@ -53,7 +54,10 @@ logger = logging.getLogger("vlmrm")
 
 relies_on(
     PreTrainedModel,
-    overridden=("_init_weights", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected"),
+    overridden=(
+        *("_init_weights", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_load_unexpected"),
+        "_set_gradient_checkpointing",
+    ),
     attributes=("_require_grads_hook", "_require_grads_hooks"),
 )
 
@@ -423,6 +427,19 @@ class RewardModel(PreTrainedModel):
         hook = self.get_input_embeddings().register_forward_hook(require_grad)
         self._require_grads_hooks = [hook]
         self._require_grads_hook = hook
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **layers: Any
+    ) -> None:
+        """Refuse reentrant checkpointing where layers share keys, whose gradients would be lost without a word."""
+        reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant") is not False
+        if enable and reentrant and any(getattr(module, "is_kv_shared_layer", False) for module in self.modules()):
+            raise ConfigError(
+                f"gradient checkpointing: layers of {self.family.name} share keys, whose gradients are lost in the "
+                "reentrant kind: write activation_checkpointing_kwargs: {use_reentrant: false}, and with adapters "
+                "ZeRO-2 in place of ZeRO-3."
+            )
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **layers)
 
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
         """Save under the names that the weights have in memory.

@@ -21,7 +21,7 @@ from vlmrm.modeling.attention import attention_of, not_shared, padded_batcher, s
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.rendering import Rendered, Renderer
 
-# What a library raises that was made for other calls; a family that is not tested may do so.
+# What a library raises that was made for other calls; a checkpoint unlike those tested may do so.
 PROGRAM_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -118,9 +118,9 @@ def _fault_of_sharing(
     try:
         packed, _ = _hidden(model, run, share(model)(pair))
     except PROGRAM_ERRORS as error:
-        if model.family.tested:
-            raise
-        return first_line(error)
+        if model.family.tested and isinstance(error, ConfigError):
+            raise  # a sentence of ours, which says what to do
+        return f"it ends in {type(error).__name__}: {first_line(error).rstrip('.')}"
     distance = float(((packed - reference).norm(dim=1) / reference.norm(dim=1)).max())
     if distance > _tolerance(dtype, reference.device):
         return f"hidden states are {distance:.2g} of their norm away from those of the padded batch"
