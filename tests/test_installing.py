@@ -144,6 +144,7 @@ def test_an_extra_is_enough_for_what_needs_it(extra, storeys):
 
 # The wheel has what it needs -----------------------------------------------------------------------------------------
 
+FIGURES = r"Of (?P<pairs>[\d,]+) held-out pairs it ranks\s(?P<right>[\d.]+)% right .*\s.*grey, (?P<grey>[\d.]+)%"
 BUILD = "import setuptools.build_meta as backend; backend.build_wheel('wheels')"
 FIND_FRAMES_DEMO = """
 import sys
@@ -177,6 +178,10 @@ def test_the_wheel_has_all_that_a_demo_needs(tmp_path):
     run(python, "-c", FIND_FRAMES_DEMO, environment, folder=elsewhere)
     printed = run(environment / "bin" / "vlmrm", "demo", folder=elsewhere)
     assert (elsewhere / "outputs/demo/summary.json").is_file() and "report" in printed
+    # What README shows of it; another processor rounds otherwise, and learns a little more or less.
+    shown, measured = (re.search(FIGURES, text) for text in ((ROOT / "README.md").read_text(), printed))
+    assert shown and measured and shown["pairs"] == measured["pairs"] and shown["grey"] == measured["grey"]
+    assert abs(float(shown["right"]) - float(measured["right"])) <= 2
 
 
 def run(*command: str | Path, folder: Path) -> str:

@@ -1,11 +1,15 @@
 """The demo's comparisons are balanced: without the pictures nothing can be learned from them."""
 
 import json
+import shlex
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conversations import references
 
+from vlmrm.commands.demo import print_summary
 from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
@@ -41,7 +45,7 @@ def test_any_two_answers_beat_each_other_equally_often(split, kind, comparisons)
     assert wins and all(count == wins[loser, winner] for (winner, loser), count in list(wins.items()))
 
 
-def test_splits_share_no_picture(comparisons):
+def test_splits_share_no_picture_and_no_prompt(comparisons):
     def images(split):
         return {
             reference
@@ -52,6 +56,11 @@ def test_splits_share_no_picture(comparisons):
             for reference in references(conversation.messages)
         }
 
+    def prompts(split):
+        rows = [row for name, rows in comparisons.items() if name.startswith(split) for row in rows]
+        return {text_of(row.prompt) + "".join(references(row.prompt)) for row in rows}
+
+    assert not prompts("train") & prompts("eval")
     train, held_out = images("train"), images("eval")
     assert not train & held_out and len(train) > 1400 and len(held_out) > 350
     assert open_image(next(iter(train))).size == (56, 56)
@@ -65,7 +74,7 @@ def test_kinds_are_named_and_lists_hold_one_tie(comparisons):
     assert {name: len(rows) for name, rows in comparisons.items() if name.startswith("eval")} == {
         "eval_answers": 358,
         "eval_images": 358,
-        "eval_ranked": 360,
+        "eval_ranked": 120,
     }
 
 
@@ -85,3 +94,16 @@ def test_the_same_seed_writes_the_same_files(files, tmp_path):
     assert [path.read_bytes() for path in again.values()] == [path.read_bytes() for path in files.values()]
     reseeded = write_digits(tmp_path / "other", seed=1)
     assert reseeded["train_answers"].read_bytes() != files["train_answers"].read_bytes()
+
+
+def test_the_demo_ends_with_its_own_answers_to_score(capsys):
+    summary = {
+        **{"train_seconds": 32.0, "sample_count": 2516, "blank_image_accuracy": 0.5, "best_checkpoint": "best"},
+        "accuracy_without_luck": {"value": 0.9752, "low": 0.95, "high": 0.99},
+        "scores": {"image": "four.png", "prompt": "Which?", "It is four.": 2.5, "It is nine.": -2.5},
+    }
+    print_summary(Path("demo"), SimpleNamespace(csv="results.csv"), summary, Path("report.html"))
+    printed = capsys.readouterr().out
+    assert "97.5% right" in printed and "grey, 50.0%" in " ".join(printed.split())
+    words = shlex.split(printed.partition("Next:")[2])
+    assert [word for word in words if word.startswith("It is")] == ["It is four.", "It is nine."]

@@ -25,6 +25,7 @@ from vlmrm.errors import BelowThreshold, ConfigError, DataError
 from vlmrm.evaluation import entry as entry_module
 from vlmrm.evaluation import evaluate as evaluate_module
 from vlmrm.evaluation import sweep as sweep_module
+from vlmrm.evaluation.results import describe
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.scorers import checkpoint as checkpoint_module
 from vlmrm.evaluation.sweep import launched, sweep
@@ -150,6 +151,13 @@ def test_the_details_say_where_every_figure_came_from(run_folder, data):
     assert found["versions"]["torch"] == metadata.version("torch")
     [file] = Path("results.rewardbench/eval-set").glob("**/checkpoint-10.json")
     assert json.loads(file.read_text())["plain"] == float(read_csv()[0]["accuracy/plain"])
+
+
+def test_a_line_says_of_how_many_pairs_a_sample_is():
+    measured = {"preference_accuracy": 0.9, "blank_image_accuracy": 0.5, "average_margin": 1.0}
+    row = {"error": None, "score_ties": 0, "sample_count": 9, **measured}
+    for pairs, said in ((4, "with blank images 0.500 (of 4 pairs)"), (9, "with blank images 0.500,")):
+        assert said in describe({**row, "statistics": {"overall": {"blank_image_accuracy": {"n": pairs}}}})
 
 
 def test_equal_scores_are_counted_apart_and_are_not_right(run_folder, data):

@@ -18,6 +18,7 @@ from vlmrm.conversation import Image, Message
 from vlmrm.data.digits import QUESTION, write_digits
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.report import build_report
+from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.sweep import SweepResult, sweep
 from vlmrm.files import make_folder, write_json
 from vlmrm.logs import say
@@ -57,16 +58,19 @@ def run_demo(output: Path) -> dict[str, Any]:
     train_seconds = time.perf_counter() - training_started
 
     result = sweep(evaluation_words(output, files))
-    assert result.best is not None
+    best = load_results(result.csv.with_suffix(".json"))["best"]
+    assert result.best is not None and best is not None
     page = build_report([result.scores], output / "report", "What the demo's model learned")
-    scores = score_one(Path(result.best["path"]), files["eval_answers"])
+    scores = score_one(Path(best["path"]), files["eval_answers"])
     summary = {
         "train_seconds": round(train_seconds, 1),
         "wall_seconds": round(time.perf_counter() - started, 1),
         "preference_accuracy": result.best["preference_accuracy"],
+        # What the report begins with: of four checkpoints the best is also a lucky one.
+        "accuracy_without_luck": best["without_luck"],
         "blank_image_accuracy": result.best["blank_image_accuracy"],
         "sample_count": result.best["sample_count"],
-        "best_checkpoint": result.best["path"],
+        "best_checkpoint": best["path"],
         "scores": scores,
     }
     write_json(output / "summary.json", summary)
@@ -105,11 +109,13 @@ def score_one(checkpoint: Path, rows: Path) -> dict[str, Any]:
 
 def print_summary(output: Path, result: SweepResult, summary: Mapping[str, Any], page: Path) -> None:
     image, _, right, wrong = summary["scores"].items()
+    value, low, high = (f"{summary['accuracy_without_luck'][end]:.1%}" for end in ("value", "low", "high"))
     say(
         f"""
 What happened: in {summary["train_seconds"]:.0f} s a vision-language model with random weights learned which of two
-answers, or of two pictures, is preferred. On {summary["sample_count"]} held-out pairs it is right in
-{summary["preference_accuracy"]:.1%}; with every picture painted grey, in {summary["blank_image_accuracy"]:.1%}.
+answers, or of two pictures, is preferred. Of {summary["sample_count"]:,} held-out pairs it ranks
+{value} right (95% interval {low} to {high}), less the luck of choosing the best checkpoint; with every picture
+painted grey, {summary["blank_image_accuracy"]:.1%}.
 Asked "{QUESTION}" about {image[1]}, it scores
 
     {right[1]:+.3f}  {right[0]}
@@ -122,6 +128,6 @@ Asked "{QUESTION}" about {image[1]}, it scores
 
 Next:
   vlmrm score --model {summary["best_checkpoint"]} --image {image[1]} \\
-      --prompt "{QUESTION}" --response "It is three." --response "It is seven.\"
+      --prompt "{QUESTION}" --response "{right[0]}" --response "{wrong[0]}"
 """
     )

@@ -1,7 +1,8 @@
 """The data of the demo: 1,797 handwritten digits (scikit-learn's) as three kinds of comparison.
 
 - `answers`: "Which digit is this?", the right answer over a wrong one.
-- `images`: "Draw the digit seven.", an image of it over an image of another digit.
+- `images`: "Draw the digit seven on page 1203.", an image of it over an image of another digit. The page is the number
+  of the image, so that held-out prompts are not those of the training.
 - `ranked`: four answers about an image: right, hedged ("It is three or eight."), and two wrong ones that tie.
 
 Text alone teaches nothing: of any two answers each is preferred equally often, and so of any two images, because all
@@ -25,11 +26,11 @@ SIDE = 56  # pixels: four merged patches of the Qwen-VL family
 EVAL_SHARE = 0.2
 # Each round pairs every image with another one; each triple makes twelve ranked lists.
 ROUNDS = {"train": 3, "eval": 1}
-TRIPLES = {"train": 120, "eval": 30}
+TRIPLES = {"train": 120, "eval": 10}
 
 
 def write_digits(folder: Path, seed: int = 0) -> dict[str, Path]:
-    """Write the images and `{train,eval}_{answers,images,ranked}.jsonl`; no image is in both splits.
+    """Write the images and `{train,eval}_{answers,images,ranked}.jsonl`; no image and no prompt is in both splits.
 
     Returns:
         The jsonl files by name: `train_answers`, `train_images`, ..., `eval_ranked`.
@@ -85,7 +86,7 @@ def _answers(couple: Sequence[int], labels: np.ndarray) -> Iterator[dict[str, An
 
 def _images(couple: Sequence[int], labels: np.ndarray) -> Iterator[dict[str, Any]]:
     for right, wrong in permutations(couple):
-        prompt = f"Draw the digit {WORDS[labels[right]]}."
+        prompt = f"Draw the digit {WORDS[labels[right]]} on page {right}."
         yield {"prompt": prompt, "chosen_image": _image(right), "rejected_image": _image(wrong)}
 
 

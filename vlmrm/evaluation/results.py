@@ -178,9 +178,16 @@ def describe(row: Any) -> str:
     if row["error"]:
         return f"FAILED: {row['error']}"
     equal = f" ({row['score_ties']} of {row['sample_count']} pairs have equal scores)" if row["score_ties"] else ""
-    blank = f", with blank images {row['blank_image_accuracy']:.3f}" if "blank_image_accuracy" in row else ""
+    blank = _blank(row) if "blank_image_accuracy" in row else ""
     orders = f", the same in both orders {row['position_consistency']:.3f}" if "position_consistency" in row else ""
     return f"accuracy {row['preference_accuracy']:.3f}{equal}{blank}{orders}, margin {row['average_margin']:.3f}"
+
+
+def _blank(row: Any) -> str:
+    """Return the accuracy with blank images, and of how many pairs where not of all."""
+    pairs = row["statistics"]["overall"]["blank_image_accuracy"]["n"]
+    of = f" (of {pairs} pairs)" if pairs != row["sample_count"] else ""
+    return f", with blank images {row['blank_image_accuracy']:.3f}{of}"
 
 
 def beside_published(name: str, row: Row) -> str:
