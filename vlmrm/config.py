@@ -59,9 +59,6 @@ def parse(dataclasses: Sequence[Any], config: Configuration, program: str, **key
         config: a YAML or JSON file, a mapping of keys to values, or the words of a command line, which may begin with
             a file (or `--config FILE`). It may hold `env:` too, a mapping of environment variables to set.
         program: the command, for its usage.
-
-    Raises:
-        ConfigError: for an unknown, duplicate or ill-typed key, suggesting the nearest one.
     """
     parser = parser_of(dataclasses, program)
     hints = {name: hint for cls in dataclasses for name, hint in get_type_hints(cls).items()}
@@ -101,9 +98,6 @@ def check(parser: argparse.ArgumentParser, config: Configuration, kinds: Kinds) 
 
     Args:
         kinds: what each key takes, as `kinds_of` its type.
-
-    Raises:
-        ConfigError: as `parse` does.
     """
     _, _, words = _read(config, {}, parser, kinds)
     _refuse(parser.parse_known_args(words)[1], parser)

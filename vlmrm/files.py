@@ -31,11 +31,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of errors that more space me
 
 
 def content_digests(paths: Iterable[Path]) -> dict[Path, str]:
-    """Return the SHA-256 of each file in hexadecimal, reading several at a time.
-
-    Raises:
-        OSError: when a file cannot be read.
-    """
+    """Return the SHA-256 of each file in hexadecimal, reading several at a time."""
     files = list(paths)
     if not files:
         return {}
@@ -44,11 +40,7 @@ def content_digests(paths: Iterable[Path]) -> dict[Path, str]:
 
 
 def content_digest(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal, from a cache while the file is unchanged.
-
-    Raises:
-        OSError: when it cannot be read.
-    """
+    """Return the SHA-256 of a file in hexadecimal, from a cache while the file is unchanged."""
     status = os.stat(path)
     return _digest(str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
@@ -91,9 +83,6 @@ def atomic_write(path: Path, *, durable: bool = True, exclusive: bool = False) -
         durable: flush content and name to the disk, so that they survive a crash of the machine. Caches, whose broken
             files are detected and rebuilt, do without.
         exclusive: keep an existing `path`, even one that another process creates meanwhile, and drop the new file.
-
-    Raises:
-        ConfigError: when it cannot be written; `path` is then unchanged.
     """
     temporary = path.with_name(f".{uuid4().hex}.tmp")
     try:
@@ -133,9 +122,6 @@ def exclusive_lock(
     Args:
         refusal: message of the error if another process still holds the lock after `wait` seconds.
         without: called where the file system has no locks, before the context begins without one.
-
-    Raises:
-        ConfigError: with `refusal`, or when the file system has no locks and `without` is not given.
     """
     make_folder(lock.parent)
     file_lock: Any = FileLock(lock, timeout=wait)
@@ -168,42 +154,26 @@ def _only_marks(file_lock: Any) -> bool:
 
 
 def require_new_folder(folder: Path, purpose: str) -> None:
-    """Refuse an output folder that exists and is not empty.
-
-    Raises:
-        ConfigError: naming the folder and its `purpose`.
-    """
+    """Refuse an output folder that exists and is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty: name a new folder for {purpose}.")
 
 
 def require_new_file(file: Path) -> None:
-    """Refuse an output file that exists.
-
-    Raises:
-        ConfigError: naming the file.
-    """
+    """Refuse an output file that exists."""
     if file.exists():
         raise ConfigError(f"{file} exists already and is not overwritten: name another output, or remove it.")
 
 
 def require_own_file(file: Path, *marks: str) -> None:
-    """Refuse to replace a text file without one of `marks`, texts by which a command knows what it may replace.
-
-    Raises:
-        ConfigError: naming the file.
-    """
+    """Refuse to replace a text file without one of `marks`, texts by which a command knows what it may replace."""
     text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else None
     if text is not None and not any(mark in text for mark in marks):
         raise ConfigError(f"{file} was not written by this command and is not overwritten: move it, or name another.")
 
 
 def make_folder(folder: Path, key: str | None = None) -> None:
-    """Create a folder to write to, the value of the setting `key`.
-
-    Raises:
-        ConfigError: when it cannot be created or written to.
-    """
+    """Create a folder to write to, the value of the setting `key`."""
     with plain_write_errors(folder, key):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -212,11 +182,7 @@ def make_folder(folder: Path, key: str | None = None) -> None:
 
 @contextmanager
 def plain_write_errors(path: Path, key: str | None = None) -> Generator[None]:
-    """Turn an OSError about `path`, the value of the setting `key`, into one sentence.
-
-    Raises:
-        ConfigError: with the path, the reason and what to do.
-    """
+    """Turn an OSError about `path`, the value of the setting `key`, into one sentence."""
     try:
         yield
     except OSError as error:
@@ -247,12 +213,7 @@ def fsync(path: Path) -> None:
 
 
 def read_wording(path: str | Path, where: str, *placeholders: str) -> str:
-    """Return the text of a file that has each of the `placeholders` once: wording that vlmrm does not contain.
-
-    Raises:
-        ConfigError: beginning with `where`, when it cannot be read, lacks a placeholder or repeats it, or has a line
-            that a program printed.
-    """
+    """Return the text of a file that has each of the `placeholders` once: wording that vlmrm does not contain."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

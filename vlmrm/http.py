@@ -58,9 +58,6 @@ class ServerAddress:
     Args:
         setting: name of the setting that holds the address, for messages.
         token: sent as `Authorization: Bearer`, instead of the address's credentials.
-
-    Raises:
-        ConfigError: when it is not the address of a server.
     """
 
     def __init__(self, url: str, setting: str, token: str | None = None):
@@ -103,12 +100,7 @@ def timeouts(seconds: float) -> Any:
 
 @contextmanager
 def translate_http_errors(where: str, late: RewardError) -> Generator[None]:
-    """Turn httpx2's errors about a request into ours.
-
-    Raises:
-        Unreachable: when the connection failed or broke.
-        RewardError: `late` after a timeout; for any other error one with its reason.
-    """
+    """Turn httpx2's errors about a request into ours."""
     httpx = import_httpx()
     try:
         yield
@@ -129,13 +121,7 @@ def _cause(error: BaseException) -> str:
 
 
 def read_json_response(response: Any, where: str) -> Any:
-    """Return the JSON of an httpx2.Response, integers as floats: one of a million digits becomes infinite.
-
-    Raises:
-        Unavailable: when the status says that a retry can help.
-        Refused: when the server refuses this request, but may take another.
-        RewardError: for any other error status, or a body that is not JSON.
-    """
+    """Return the JSON of an httpx2.Response, integers as floats: one of a million digits becomes infinite."""
     status = response.status_code
     if status in RETRIED_STATUSES:
         wait = retry_after(response.headers.get("Retry-After"))

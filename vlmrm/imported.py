@@ -15,11 +15,7 @@ from vlmrm.settings import did_you_mean
 
 
 def imported_function(module: str, name: str, subject: str) -> Callable[..., Any]:
-    """Return a function of a module, of the working directory too; errors begin with `subject`.
-
-    Raises:
-        ConfigError: if there is no such module or function, or the module needs another that is missing.
-    """
+    """Return a function of a module, of the working directory too; errors begin with `subject`."""
     imported = imported_module(module, subject)
     function = getattr(imported, name, None)
     if not callable(function):

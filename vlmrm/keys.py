@@ -90,9 +90,6 @@ def answered(command: str, summary: str, words: Sequence[str], flags: Sequence[s
 
     Args:
         flags: words that are no keys, such as `--json`.
-
-    Raises:
-        ConfigError: as `check_words` does.
     """
     if helped(command, summary, words):
         return True
@@ -112,9 +109,6 @@ def check_words(command: str, words: Sequence[str]) -> None:
     """Refuse unknown and ill-typed keys of a command line and its file, within a moment.
 
     With other versions of the libraries than those that were declared it does nothing: their keys may be others.
-
-    Raises:
-        ConfigError: as `vlmrm.config.parse` does.
     """
     versions = _declared(command)["versions"]
     if any(installed_version(library) != version for library, version in versions.items()):

@@ -55,9 +55,6 @@ def needs(extra: str, purpose: str, *packages: str) -> Generator[None]:
     Args:
         purpose: the subject of the sentence, such as `training`.
         packages: looked for at once, because they are imported late.
-
-    Raises:
-        ConfigError: instead of the ModuleNotFoundError; one of a package that no extra has stays as it is.
     """
     for package in packages:
         if find_spec(package) is None:
@@ -113,9 +110,6 @@ def relies_on(
 
     A class must also use the names that are `overridden`, or our overrides would never be called, and the
     `attributes` of its instances.
-
-    Raises:
-        ConfigError: naming the library, its version and the missing names.
     """
     library, _, _ = owner.__module__.partition(".")
     name = getattr(owner, "__qualname__", repr(owner))
@@ -157,9 +151,6 @@ def parse_device(name: str | torch.device | None) -> torch.device:
     """Return the device of a name; for None the accelerator of this machine, or its CPU.
 
     It creates no CUDA context, which a process that only waits for a server should not have.
-
-    Raises:
-        ConfigError: when this machine has no such device.
     """
     import torch
 
@@ -175,11 +166,7 @@ def parse_device(name: str | torch.device | None) -> torch.device:
 
 
 def parse_dtype(name: str, *, auto: bool = False) -> str:
-    """Return the full name of a dtype: bfloat16, float16 or float32, or `auto` if that is allowed.
-
-    Raises:
-        ConfigError: for any other name.
-    """
+    """Return the full name of a dtype: bfloat16, float16 or float32, or `auto` if that is allowed."""
     full = SHORT_NAMES.get(name, name)
     names = ("auto", *SHORT_NAMES.values()) if auto else tuple(SHORT_NAMES.values())
     if full not in names:

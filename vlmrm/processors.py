@@ -32,9 +32,6 @@ def process_one(
     """Return the outputs for one medium, and the text that stands for it in a conversation.
 
     `defaults` are the options of the processor's own call, by the kind of its parts.
-
-    Raises:
-        ValueError: when the processor cannot take it, or not without the conversation.
     """
     step = processor._process_images if kind == "image" else processor._process_videos
     named = [p.name for p in inspect.signature(step).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -62,11 +59,7 @@ def process_one(
 
 
 def expanded(processor: Any, text: str, replacements: Mapping[str, Sequence[str]]) -> str:
-    """Return a rendered text with what stands for each image and each video.
-
-    Raises:
-        RowError: when the processor reads the images of a conversation in another way than one alone.
-    """
+    """Return a rendered text with what stands for each image and each video."""
     images, videos = list(replacements["image"]), list(replacements["video"])
     if len(images) > 1 and "batch_num_images" in processor.model_input_names:
         raise RowError(f"{type(processor).__name__} reads several images of a conversation coarsely: show it one")

@@ -141,11 +141,7 @@ class Renderer:
     def process(
         self, messages: Sequence[Message], cache: dict[str, ProcessedMedia] | None = None
     ) -> list[ProcessedMedia]:
-        """Open and process the media of `messages`, in reading order, using and filling `cache`.
-
-        Raises:
-            MediaError: when one cannot be opened, or is too narrow for the model.
-        """
+        """Open and process the media of `messages`, in reading order, using and filling `cache`."""
         cache = {} if cache is None else cache
         processed = []
         for medium in media_of(messages):
@@ -178,9 +174,6 @@ class Renderer:
         They are resized by the same rule and filter, bicubic with antialiasing and clamped. The processor also rounds
         to 8 bits and clamps between the two axes, so its pixels differ by less than half a level of 255 on average,
         and by a few levels at edges of black and white.
-
-        Raises:
-            MediaError: when they are too narrow for the model.
         """
         processor = self.processor.image_processor
         size = SizeDict(**(self._image_size().get("size") or dict(processor.size)))
@@ -233,11 +226,7 @@ class Renderer:
         return {"size": size}
 
     def text(self, messages: Sequence[Message]) -> str:
-        """Return `messages` through the chat template, with one placeholder for each image or video.
-
-        Raises:
-            RowError: when the template refuses them.
-        """
+        """Return `messages` through the chat template, with one placeholder for each image or video."""
         template = self.processor.chat_template
         try:
             return self.processor.apply_chat_template(
@@ -252,12 +241,7 @@ class Renderer:
             raise RowError(f"the chat template does not take it: {error}") from error
 
     def render(self, conversation: Conversation, cache: dict[str, ProcessedMedia] | None = None) -> Rendered:
-        """Return a conversation as tokens and media.
-
-        Raises:
-            MediaError: when an image or video cannot be opened.
-            RowError: when a role contains a control token, or a text a placeholder for media.
-        """
+        """Return a conversation as tokens and media."""
         return self.render_with(conversation, self.process(conversation.messages, cache))
 
     def render_with(self, conversation: Conversation, media: Sequence[ProcessedMedia]) -> Rendered:

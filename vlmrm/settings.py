@@ -39,11 +39,7 @@ def key(default: Any, meaning: str, choices: Sequence[str] | None = None) -> Any
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """Return the mapping in a TOML, JSON or (any other suffix) YAML file.
-
-    Raises:
-        ConfigError: when the file cannot be read, repeats a key, or does not hold a mapping.
-    """
+    """Return the mapping in a TOML, JSON or (any other suffix) YAML file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -118,9 +114,6 @@ def validate(kind: type[Settings], content: Mapping[str, Any], where: str, *, se
     Args:
         where: name of the file or block, which begins the message.
         secret: keep values out of the message.
-
-    Raises:
-        ConfigError: naming the first invalid key.
     """
     try:
         return kind.model_validate(content)

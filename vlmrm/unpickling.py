@@ -19,11 +19,7 @@ LEGACY_PICKLES = 5  # of a file that is no archive: a magic number, a version, t
 
 
 def load_torch(stream: BinaryIO, size: int) -> Any:
-    """Return the content of a file of `size` bytes: tensors on the CPU, numbers, texts and their containers.
-
-    Raises:
-        Exception: of any kind, with a reason, when it is broken, would run code, or is out of bounds.
-    """
+    """Return the content of a file of `size` bytes: tensors on the CPU, numbers, texts and their containers."""
     if stream.read(2) == b"PK":
         _check_archive(stream, size)
     else:

@@ -310,12 +310,7 @@ class ComparisonCollator:
         return altered
 
     def fit(self, conversation: Conversation, cache: dict[str, ProcessedMedia], row_id: str | None = None) -> Rendered:
-        """Return a conversation as tokens, within `max_seq_length`.
-
-        Raises:
-            OverlongError: when it is longer and is not, or cannot be, trimmed.
-            RowError: as `Renderer.render` does.
-        """
+        """Return a conversation as tokens, within `max_seq_length`."""
         rendered = self.renderer.render(conversation, cache)
         if len(rendered) <= self.max_seq_length:
             return rendered
@@ -377,11 +372,7 @@ def _same(a: Rendered, b: Rendered) -> bool:
 
 @contextmanager
 def plain_worker_errors() -> Generator[None]:
-    """Turn the errors of DataLoader workers into one sentence again: torch puts the whole traceback into the message.
-
-    Raises:
-        VlmrmError: for an error of that type in a worker, and for a worker that was killed.
-    """
+    """Turn the errors of DataLoader workers into one sentence again: torch adds the whole traceback."""
     try:
         yield
     except VlmrmError as error:

@@ -137,12 +137,7 @@ class ReadableRows:
 
 
 def _read(data: Sequence[str], options: Reading) -> ReadableRows:
-    """Return the rows of `data`.
-
-    Raises:
-        RowError: at the first row that cannot be read, unless `bad_rows` is skip.
-        DataError: when no row can be read.
-    """
+    """Return the rows of `data`."""
     from vlmrm.data.arguments import DataArguments
     from vlmrm.data.comparisons import iterate_comparisons, load_comparisons
 

@@ -32,11 +32,7 @@ OUTPUTS = ("tiny_model", "data", "training", "evaluation_results.csv", "evaluati
 
 
 def run_demo(output: Path) -> dict[str, Any]:
-    """Train, evaluate and score in `output`, replacing an earlier demo; return the content of summary.json.
-
-    Raises:
-        ConfigError: when `output` is not empty and not an earlier demo's, or cannot be a folder.
-    """
+    """Train, evaluate and score in `output`, replacing an earlier demo; return the content of summary.json."""
     make_folder(output)
     if not (output / MARKER).exists() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty and was not made by this demo: name a new folder as --output.")

@@ -13,12 +13,7 @@ from vlmrm.training.recipe import Machine, choose, default_model, facts_of_data,
 
 
 def init_command(data: DataArguments, model: str | None, output: Path) -> None:
-    """Write the configuration `output` for training on the preferences of `data`.
-
-    Raises:
-        ConfigError: when `output` exists, or the model does not fit.
-        DataError: when the data cannot be read.
-    """
+    """Write the configuration `output` for training on the preferences of `data`."""
     if not data.dataset_path:
         raise ConfigError("there is nothing to train on: name a file, a folder or a hub id of preferences.")
     require_new_file(output)

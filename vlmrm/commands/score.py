@@ -155,11 +155,7 @@ def _score_answers(
 
 
 def _score_table(job: OfflineJob, ray_workers: int | None) -> str:
-    """Score the job's rows, as a rank of the launcher or on Ray, and return the closing line.
-
-    Raises:
-        DataError: when all rows are done and some of them could not be scored.
-    """
+    """Score the job's rows, as a rank of the launcher or on Ray, and return the closing line."""
     if ray_workers is not None:
         from vlmrm.scoring.ray_data import score_on_ray
 

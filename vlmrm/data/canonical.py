@@ -144,11 +144,7 @@ def _only_medium(answers: Sequence[Messages]) -> str | None:
 
 
 def choose_forms(comparisons: Iterable[Comparison]) -> Forms:
-    """Return the shortest forms in which all comparisons, each `canonical`, read back as they are.
-
-    Raises:
-        RowError: naming a row that does in none.
-    """
+    """Return the shortest forms in which all comparisons, each `canonical`, read back as they are."""
     forms = Forms()
     for comparison in comparisons:
         options = starmap(Forms, sorted(product(*({it, False} for it in astuple(forms))), reverse=True))
@@ -172,11 +168,6 @@ def write_comparisons(rows: Rows, path: Path, *, embed: bool = False, absolute: 
 
     Paths of media are relative to the file where they are below its folder, unless `absolute`. With `embed` a parquet
     file holds the media themselves. Media without a path stay embedded, in jsonl as data URIs.
-
-    Raises:
-        RowError: when a row cannot be expressed, or its media cannot be embedded.
-        DataError: when a column holds values of several types, which parquet does not have.
-        ConfigError: when the file cannot be written.
     """
     check_output(path, embed)
     forms = choose_forms(map(canonical, rows()))
@@ -210,11 +201,7 @@ def write_held_out(dataset: Any, folder: Path) -> None:
 
 
 def check_output(path: Path, embed: bool = False) -> None:
-    """Refuse an output of no kind that is written, and embedding in one that is text.
-
-    Raises:
-        ConfigError: with what to do.
-    """
+    """Refuse an output of no kind that is written, and embedding in one that is text."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path} is of no kind that is written: name a {' or '.join(SUFFIXES)} file.")
     if embed and path.suffix != ".parquet":

@@ -83,9 +83,6 @@ def check_data(
         count_tokens: returns the length of a conversation for the model, or raises RowError; without it tokens are
             not counted.
         media_sample: open media (and count tokens) of so many rows only, chosen by `split_seed`.
-
-    Raises:
-        DataError: when a source cannot be read at all.
     """
     checker = _Checker(arguments, count_tokens)
     sources = [(path, arguments.dataset_split) for path in arguments.dataset_path]

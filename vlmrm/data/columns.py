@@ -31,9 +31,6 @@ def parse_columns(value: Sequence[str] | str | Mapping[str, str | list[str]] | N
     """Return a mapping of our names of columns to those of the data; a text or list holds `NAME=COLUMN`, or JSON.
 
     The name `ignore` has a list of columns.
-
-    Raises:
-        ConfigError: when it is no such mapping, names a column that nothing reads, or one column twice.
     """
     if value is None:
         return None
@@ -95,9 +92,6 @@ def choose_names(path: str, present: Collection[str], columns: Mapping[str, str 
     """Return the new name of each column of the table at `path` that gets one, `IGNORE` of one that is not read.
 
     Columns that `columns` does not map keep their names, but for the file names of a hub image folder.
-
-    Raises:
-        DataError: when a new name is that of a column which the table has already.
     """
     names = {column: name for name, column in _flat(columns.items()) if column in present}
     for column, name in names.items():
@@ -116,11 +110,7 @@ def choose_names(path: str, present: Collection[str], columns: Mapping[str, str 
 
 
 def check_columns_exist(tables: Mapping[str, Collection[str]], columns: Mapping[str, str | list[str]]) -> None:
-    """Check that each mapped column is in a table, under either name; one with the new name needs no mapping.
-
-    Raises:
-        DataError: naming the column, the tables and the nearest name.
-    """
+    """Check that each mapped column is in a table, under either name; one with the new name needs no mapping."""
     present = {name for names in tables.values() for name in names}
     for name, column in _flat(columns.items()):
         if column not in present and (name == IGNORE or name not in present):

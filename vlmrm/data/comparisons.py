@@ -143,11 +143,7 @@ def open_groups(
     read: ReadRow = read_row,
     layouts: Sequence[Layout] = LAYOUTS,
 ) -> list[SourceGroup]:
-    """Return the sources of each path, with the rules for their media paths, and their first rows checked.
-
-    Raises:
-        DataError: as `load_sources` and `check_first_rows` do.
-    """
+    """Return the sources of each path, with the rules for their media paths, and their first rows checked."""
     opened = load_sources(paths, split, streaming, arguments.bad_rows, arguments.column_names, layouts)
     groups = [with_path_rules(sources, arguments) for sources in opened]
     for group in groups:
@@ -159,9 +155,6 @@ def check_first_rows(group: SourceGroup, read: ReadRow = read_row, layouts: Sequ
     """Check that the tables are not all empty, and that the first rows have no media or prompt that is not read.
 
     Columns of long texts that are not read are logged.
-
-    Raises:
-        DataError: naming the table, the column and what to do.
     """
     checked: set[frozenset[str]] = set()
     for source, rule in group:
@@ -261,9 +254,6 @@ def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Datase
 
     The side depends only on the prompt and the seed, not on the set of rows or the folder of the files. Rows that
     cannot be read stay in train.
-
-    Raises:
-        DataError: when one side would be empty.
     """
     keys = prompt_keys(dataset)
     errors = [key for key in keys if isinstance(key, RowError)]
@@ -354,9 +344,6 @@ def data_fingerprint(paths: Sequence[str]) -> str:
 
     Results and checkpoints record it. Images that a table names by path count only if `paths` has their folder;
     hidden files below a folder (caches, locks) never do.
-
-    Raises:
-        DataError: when a file cannot be read.
     """
     digest = blake2b(digest_size=16)
     for path in paths:

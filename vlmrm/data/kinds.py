@@ -56,10 +56,6 @@ def open_file(path: str, streaming: bool, bad_rows: str) -> Dataset | IterableDa
     """Return the table of a data file.
 
     With `bad_rows` "skip", invalid lines of a jsonl file become rows with the reason in the column `MALFORMED`.
-
-    Raises:
-        DataError: when the file is of no known kind, is empty or cannot be parsed.
-        ConfigError: when a package for its kind is missing.
     """
     from datasets import Dataset, IterableDataset, load_dataset
     from datasets.exceptions import DatasetGenerationError
@@ -93,11 +89,7 @@ def open_file(path: str, streaming: bool, bad_rows: str) -> Dataset | IterableDa
 
 
 def plain_copy(path: str) -> str:
-    """Return the path of a text without its compression: a copy in the cache of `datasets`, or the file itself.
-
-    Raises:
-        DataError: when the file is damaged.
-    """
+    """Return the path of a text without its compression: a copy in the cache of `datasets`, or the file itself."""
     stem, suffix = os.path.splitext(path)
     if suffix.lower() not in COMPRESSED:
         return path
@@ -204,11 +196,7 @@ def _add_member(row: dict[str, Any], field: str, content: bytes, where: str) -> 
 
 
 def _read_xlsx(files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the first sheet of Excel files, whose first row names the columns.
-
-    Raises:
-        ConfigError: when openpyxl is not installed.
-    """
+    """Yield the rows of the first sheet of Excel files, whose first row names the columns."""
     import pandas as pd
 
     for path in files:
@@ -240,9 +228,6 @@ def _load_lines(path: str, plain: str, error: Exception) -> Dataset:
     """Return the table of a jsonl file with invalid lines, which become rows with the reason.
 
     `datasets` reads a valid copy of the file, kept in its cache under a name that changes with the file.
-
-    Raises:
-        DataError: when no line can be parsed.
     """
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError

@@ -53,10 +53,6 @@ def media_key(reference: Any, *, by_content: bool = False) -> str:
 
     For a file it is its absolute path, otherwise a hash of the bytes; so the same image at two paths counts twice.
     With `by_content` it is that of the file's bytes too, which may change.
-
-    Raises:
-        MediaError: when it is no reference, for a picture whose file is broken, and by content for a file that cannot
-            be read.
     """
     if isinstance(reference, (str, os.PathLike)):
         reference = os.fspath(reference)
@@ -86,11 +82,7 @@ def _content_key(content: Any) -> str:
 
 
 def conversation_key(conversation: Conversation) -> str:
-    """Return a hash that is equal for conversations with the same text and media.
-
-    Raises:
-        MediaError: when a medium is no reference.
-    """
+    """Return a hash that is equal for conversations with the same text and media."""
     messages = [(message.role, list(map(_part_key, message.content))) for message in conversation.messages]
     return _hash(repr(messages).encode())
 
@@ -109,12 +101,7 @@ def _hash(*pieces: bytes) -> str:
 
 
 def open_image(reference: Any) -> Image.Image:
-    """Read an image as RGB, upright (EXIF), transparency on white; of an animation the first frame.
-
-    Raises:
-        MediaError: naming the image and the reason: missing, empty, truncated, not an image, of a mode without a
-            faithful 8-bit RGB form, longer than 200 to 1, or too large to be decoded safely.
-    """
+    """Read an image as RGB, upright (EXIF), transparency on white; of an animation the first frame."""
     with _opened(reference) as image:
         name = media_name(reference)
         _check_size(image, name)
@@ -195,9 +182,6 @@ def open_video(
     Returns:
         uint8 frames [T, 3, H, W], T even, and the metadata `fps`, `frames_indices`, `total_num_frames` that the
         processor's `video_metadata` takes.
-
-    Raises:
-        MediaError: naming the video and the reason.
     """
     reference, options = video.reference, video.options.as_dict()
     if isinstance(reference, tuple):
@@ -217,11 +201,7 @@ def open_video(
 
 
 def video_frames(video: Video) -> Video:
-    """Return a video as the list of its frames, as `open_video` samples and resizes them; such a list as it is.
-
-    Raises:
-        MediaError: as `open_video` does.
-    """
+    """Return a video as the list of its frames, as `open_video` samples and resizes them; such a list as it is."""
     if isinstance(video.reference, tuple):
         return video
     pixels, metadata = open_video(video)
@@ -377,11 +357,7 @@ def _decode(container: Any, stream: Any, indices: list[int], frames: _Frames) ->
 
 
 def encoded_media(reference: Any, kind: str) -> bytes:
-    """Return the encoded file of a reference to an `image` or `video` unchanged; a PIL image has none.
-
-    Raises:
-        MediaError: when it is missing, empty, on the network, or not a reference.
-    """
+    """Return the encoded file of a reference to an `image` or `video` unchanged; a PIL image has none."""
     with _open_bytes(reference, kind) as source:
         return source.read()
 
@@ -394,11 +370,7 @@ def png_of(image: Image.Image) -> bytes:
 
 
 def check_inside(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> str:
-    """Return `path` with symbolic links resolved, which must be inside `root`.
-
-    Raises:
-        MediaError: naming both when it is outside.
-    """
+    """Return `path` with symbolic links resolved, which must be inside `root`."""
     real, real_root = os.path.realpath(path), os.path.realpath(root)
     if real != real_root and not real.startswith(real_root.rstrip(os.sep) + os.sep):
         raise MediaError(f"{os.fspath(path)} is outside image_root {os.fspath(root)}: move it or change image_root")

@@ -41,11 +41,7 @@ JUDGEMENT = tuple(it.name for it in fields(Judgement))
 
 
 def read_row(row: Mapping[str, Any], row_id: str, resolve: Resolve) -> Comparison:
-    """Return the preferences of a row.
-
-    Raises:
-        RowError: with the row's id, the reason and what to do.
-    """
+    """Return the preferences of a row."""
     cells, row_id = _cells_and_id(row, row_id)
     with with_row_id(row_id):
         layout = detect_layout(cells)
@@ -73,11 +69,7 @@ def read_row(row: Mapping[str, Any], row_id: str, resolve: Resolve) -> Compariso
 
 
 def read_answers(row: Mapping[str, Any], row_id: str, resolve: Resolve) -> Comparison:
-    """Return the answers of a row without judgements: there may be a single one, or equal ones.
-
-    Raises:
-        RowError: with the row's id, the reason and what to do.
-    """
+    """Return the answers of a row without judgements: there may be a single one, or equal ones."""
     cells, row_id = _cells_and_id(row, row_id)
     with with_row_id(row_id):
         layout = detect_layout(cells, LAYOUTS_TO_SCORE)
@@ -92,11 +84,7 @@ def read_answers(row: Mapping[str, Any], row_id: str, resolve: Resolve) -> Compa
 
 
 def _cells_and_id(row: Mapping[str, Any], row_id: str) -> tuple[dict[str, Any], str]:
-    """Return the non-empty cells of a row, and its `id` if it has that column.
-
-    Raises:
-        RowError: when it is a line that could not be parsed.
-    """
+    """Return the non-empty cells of a row, and its `id` if it has that column."""
     if row.get(MALFORMED):
         raise RowError(row[MALFORMED], row_id)
     cells = {name: value for name, value in row.items() if value is not None and name != MALFORMED}
@@ -246,12 +234,7 @@ PROMPT_WORDS = frozenset(
 
 
 def _check_all_read(row: Row, layout: Layout, parsed: ParsedRow, comparison: Comparison, resolve: Resolve) -> None:
-    """Check that no media and no part of the conversation in a row is left out.
-
-    Raises:
-        UnreadColumnError: naming the column, its content and what to do.
-        RowError: when a slot for an image or video is empty.
-    """
+    """Check that no media and no part of the conversation in a row is left out."""
     comparison.conversations()  # raises for empty slots
     columns = layout.columns() | SPECIAL
     unread = [(name, value) for name, value in row.items() if name not in columns or name in parsed.skipped]

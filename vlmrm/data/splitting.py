@@ -36,10 +36,6 @@ def split_rows(rows: Iterable[tuple[Comparison, str]], fraction: float, seed: in
 
     The side is that of `eval_fraction`. Prompts whose rows have images that look alike are on one side, that of the
     prompt among them which comes first in the order of its key.
-
-    Raises:
-        DataError: when one side would be empty.
-        RowError: when an image cannot be opened.
     """
     keys: list[str] = []
     looks: dict[str, Look] = {}

@@ -70,11 +70,7 @@ class InMemory(str):
 
     @classmethod
     def of(cls, table: Any, name: str) -> InMemory:
-        """Return `table` under a name.
-
-        Raises:
-            DataError: when it is no `Dataset` or `IterableDataset`, or has a transform, which would go unread.
-        """
+        """Return `table` under a name."""
         from datasets import Dataset, IterableDataset
 
         if isinstance(table, dict):
@@ -92,11 +88,7 @@ class InMemory(str):
 
 
 def name_tables(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration in which data sets in memory have the names of the keys that hold them.
-
-    Raises:
-        DataError: as `InMemory.of` does.
-    """
+    """Return a configuration in which data sets in memory have the names of the keys that hold them."""
 
     def named(key: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -120,10 +112,6 @@ def load_sources(
     source of its own, so that a row can be named by its file and number. With `bad_rows` "skip", invalid lines of a
     jsonl file become rows with the reason in the column `MALFORMED`. `columns` maps our names to those of the tables,
     and applies to each table that has them.
-
-    Raises:
-        DataError: as `open_tables` does, or when a table's columns are of none of `layouts`, or no table has a column
-            of `columns`.
     """
     groups = [open_tables(path, split, streaming, bad_rows=bad_rows) for path in paths]
     present = {source.path: columns_of(source) for group in groups for source in group}
@@ -141,12 +129,7 @@ def load_sources(
 def open_tables(
     path: str, split: str, streaming: bool = False, config: str | None = None, bad_rows: str = "error"
 ) -> list[Source]:
-    """Do `load_sources` for one path, without anything about its columns; `config` is of a hub data set.
-
-    Raises:
-        DataError: when the path does not exist (suggesting another), it has no such split (listing its splits), or a
-            file cannot be parsed (naming the line).
-    """
+    """Do `load_sources` for one path, without anything about its columns; `config` is of a hub data set."""
     from datasets import Dataset
 
     if isinstance(path, InMemory):
@@ -267,11 +250,7 @@ def _undecoded(table: Any) -> Any:
 
 
 def check_layout(name: str, columns: Iterable[str], layouts: Sequence[Layout] = LAYOUTS) -> None:
-    """Check that one of `layouts` reads the columns of the table `name`.
-
-    Raises:
-        DataError: naming the table and its columns, or the reason why it cannot be read.
-    """
+    """Check that one of `layouts` reads the columns of the table `name`."""
     try:
         detect_layout(columns, layouts)
     except DataError as error:
@@ -279,11 +258,7 @@ def check_layout(name: str, columns: Iterable[str], layouts: Sequence[Layout] = 
 
 
 def columns_of(source: Source) -> set[str]:
-    """Return the names of a table's columns, from the first rows of a stream that does not know them.
-
-    Raises:
-        DataError: when such a stream is empty, or none of its first lines can be parsed.
-    """
+    """Return the names of a table's columns, from the first rows of a stream that does not know them."""
     if columns := set(source.columns):
         return columns
     rows = first_rows(source)
@@ -296,11 +271,7 @@ def columns_of(source: Source) -> set[str]:
 
 
 def first_rows(source: Source) -> list[dict[str, Any] | RowError]:
-    """Return the cells of the first rows of a table.
-
-    Raises:
-        DataError: when a stream cannot be parsed.
-    """
+    """Return the cells of the first rows of a table."""
     if hasattr(source.table, "__len__"):
         return read_cells(source, range(min(FIRST_ROWS, len(cast("Dataset", source.table)))))
     try:

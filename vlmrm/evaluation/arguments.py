@@ -26,11 +26,7 @@ NOT_OF_A_BENCHMARK = ("dataset_split", "dataset_weights", "eval_fraction", "colu
 
 
 def check_data_keys(data_args: DataArguments) -> None:
-    """Refuse keys of the data that no evaluation uses.
-
-    Raises:
-        ConfigError: naming the key and what to do.
-    """
+    """Refuse keys of the data that no evaluation uses."""
     unset = DataArguments()
     for name, instead in NOT_EVALUATED.items():
         if getattr(data_args, name) != getattr(unset, name):
@@ -38,11 +34,7 @@ def check_data_keys(data_args: DataArguments) -> None:
 
 
 def check_set_keys(data_args: DataArguments, train_data: Sequence[str], *, is_benchmark: bool) -> None:
-    """Refuse keys of one data set that do not go together.
-
-    Raises:
-        ConfigError: naming the key and what to do.
-    """
+    """Refuse keys of one data set that do not go together."""
     unset = DataArguments()
     if is_benchmark:
         for name in NOT_OF_A_BENCHMARK:

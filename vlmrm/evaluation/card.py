@@ -38,10 +38,6 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
     Args:
         results: scored pairs of this checkpoint, possibly among others, or the results of a sweep with them.
         data: the name of the evaluation data in the card; a hub id if they have one.
-
-    Raises:
-        CheckpointError: when the checkpoint is not complete.
-        ConfigError: when the results do not hold it, or are of another version; when README.md is no card.
     """
     folder = Path(model_dir)
     manifest = verify_complete(folder)

@@ -43,9 +43,6 @@ class Criterion:
     `one_standard_error` the best is the checkpoint with the fewest steps among those of the same training that are
     within one standard error of the best: where the data do not distinguish them, the one trained least
     (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3).
-
-    Raises:
-        ConfigError: for a figure that does not exist, or has no better end.
     """
 
     metric: str = "preference_accuracy"
@@ -69,11 +66,7 @@ class Criterion:
         return self.metric not in METRIC or METRIC[self.metric].better == "higher"
 
     def value(self, row: Row) -> float:
-        """Return the row's figure.
-
-        Raises:
-            ConfigError: when the row does not have it, naming the missing column.
-        """
+        """Return the row's figure."""
         return figure_of(self._figures(row), self.metric)
 
     def ranked(self, rows: Sequence[Row]) -> list[Row]:
@@ -170,11 +163,7 @@ class Criterion:
         return (computed if usable else None), part
 
     def require(self, rows: Sequence[Row]) -> None:
-        """Check that one of the rows can be chosen, unless none has figures.
-
-        Raises:
-            ConfigError: when the figure, or its standard error, is missing.
-        """
+        """Check that one of the rows can be chosen, unless none has figures."""
         measured = [row for row in rows if not row["error"]]
         if not measured or self.ranked(rows):
             return

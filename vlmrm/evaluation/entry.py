@@ -56,12 +56,7 @@ class RowScorer(Protocol):
     def interventions(self) -> Collection[str]: ...
 
     def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
-        """Yield the scores of the rows `{"index", "comparison"}` of a data set; those with `sampled` altered too.
-
-        Raises:
-            RowError: for a row that may not be dropped.
-            VlmrmError: when scoring cannot go on.
-        """
+        """Yield the scores of the rows `{"index", "comparison"}` of a data set; those with `sampled` altered too."""
         ...
 
 
@@ -100,19 +95,11 @@ class Entry(ABC):
 
     @abstractmethod
     def digest(self) -> str | None:
-        """Return what changes when its scores may; None where that is known only once it is open.
-
-        Raises:
-            CheckpointError: when it cannot be read.
-        """
+        """Return what changes when its scores may; None where that is known only once it is open."""
 
     @abstractmethod
     def open(self, run: SweepRun) -> OpenEntry:
-        """Open it for the arguments of a sweep.
-
-        Raises:
-            CheckpointError, ConfigError, RewardError: when it cannot be opened.
-        """
+        """Open it for the arguments of a sweep."""
 
     def row(self, error: str | None = None) -> Row:
         """Return its row of the table before it has figures."""

@@ -310,11 +310,7 @@ def _looks(medium: Medium) -> Looks | MediaError:
 
 
 def open_rows(paths: Sequence[str], arguments: DataArguments, split: str = "train") -> Iterator[Comparison | RowError]:
-    """Return all rows of `paths`.
-
-    Raises:
-        DataError: when a source cannot be opened.
-    """
+    """Return all rows of `paths`."""
     return iterate_comparisons(cast("Dataset", load_comparisons(paths, arguments=arguments, split=split)))
 
 

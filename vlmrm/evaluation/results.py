@@ -43,12 +43,7 @@ CHAT_TEMPLATE = "tokenizer"  # RewardBench's word for a chat template that the t
 
 
 class Results:
-    """The table (.csv), its details (.json) and all scored pairs (.scores.parquet), written after each checkpoint.
-
-    Raises:
-        ConfigError: when the files cannot be written, or exist and are not results of these data and settings.
-        DataError: when existing scored pairs cannot be read.
-    """
+    """The table (.csv), its details (.json) and all scored pairs (.scores.parquet), written after each checkpoint."""
 
     def __init__(self, csv: Path, settings: dict[str, Any], set_name: str | None = None):
         self.csv, self.json, self.parquet = csv, csv.with_suffix(".json"), csv.with_suffix(".scores.parquet")
@@ -114,11 +109,7 @@ class Results:
             self.frame = frame if self.frame is None else pd.concat([self.frame, frame], ignore_index=True)
 
     def write(self) -> None:
-        """Write all three files; one process calls it.
-
-        Raises:
-            ConfigError: when they cannot be written.
-        """
+        """Write all three files; one process calls it."""
         if self.frame is not None:
             with atomic_write(self.parquet) as temporary:
                 self.frame.to_parquet(temporary, index=False)

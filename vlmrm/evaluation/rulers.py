@@ -101,9 +101,6 @@ def read_rulers(comparisons: Iterable[Comparison | RowError], public: Benchmark 
     """Return what each ruler has on the comparisons; on a benchmark also by its authors' rule.
 
     Rows that cannot be read, or whose answers have an image that cannot, are left out with a warning.
-
-    Raises:
-        DataError: when no pair is decided, or a benchmark's rows lack what its rule needs.
     """
     data = _answered(comparisons)
     if all(pair.tie for row in data.rows for pair in row.pairs()):
@@ -240,9 +237,6 @@ def _of_images(answer: Messages) -> list[float]:
     """Return measures of the first image of an answer: size, shape, brightness and its spread, edges, colours.
 
     All are zero without an image.
-
-    Raises:
-        MediaError: when it cannot be read.
     """
     images = [medium for medium in media_of(answer) if isinstance(medium, Image)]
     if not images:

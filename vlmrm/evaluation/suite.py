@@ -80,10 +80,6 @@ class EvaluationSet:
         """Return its comparisons.
 
         With `eval_fraction` these are the rows that a training of the same dataset_path and split_seed holds out.
-
-        Raises:
-            ConfigError: when no row has a column of `group_by`.
-            DataError: when it cannot be read.
         """
         dataset = self._load()
         if self.group_by:
@@ -105,12 +101,7 @@ class EvaluationSet:
         )
 
     def results(self, args: EvaluationArguments) -> Results:
-        """Return the results so far.
-
-        Raises:
-            ConfigError: when they are of other data or settings, or cannot be written.
-            DataError: when they cannot be read.
-        """
+        """Return the results so far."""
         return Results(self.csv, self._settings(args), self.name)
 
     def _settings(self, args: EvaluationArguments) -> dict[str, Any]:
@@ -152,9 +143,6 @@ def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list
 
     One set has its table in `output_file`. Those of a suite, of `data`, or of several benchmarks have theirs in the
     folder of that name, without the suffix, and `dataset_path` is then a folder with local copies of benchmarks.
-
-    Raises:
-        ConfigError: when there is none, two have the same name, or a key does not go with another.
     """
     csv = Path(args.output_file)
     if not is_suite(args):
@@ -188,11 +176,7 @@ def is_suite(args: EvaluationArguments) -> bool:
 
 
 def read_suite(suite: str) -> dict[str, SetKeys]:
-    """Return the keys of each set of a suite, one of `SUITES` or a file.
-
-    Raises:
-        ConfigError: naming the set and the key that is wrong.
-    """
+    """Return the keys of each set of a suite, one of `SUITES` or a file."""
     if suite in SUITES:
         return {name: SetKeys(benchmark=name) for name in SUITES[suite]}
     path = Path(suite)
@@ -235,11 +219,7 @@ def _named(text: str) -> tuple[str, SetKeys]:
 
 
 def _copies(data_args: DataArguments, definitions: Iterable[SetKeys]) -> Path | None:
-    """Return the folder of local copies of benchmarks, None where `dataset_path` is not given.
-
-    Raises:
-        ConfigError: when it is no folder, or no set is a benchmark without a copy of its own.
-    """
+    """Return the folder of local copies of benchmarks, None where `dataset_path` is not given."""
     if not data_args.dataset_path:
         return None
     folder = Path(data_args.dataset_path[0])

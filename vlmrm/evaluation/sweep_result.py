@@ -66,12 +66,7 @@ def conclude(
     *,
     main: bool,
 ) -> Best | None:
-    """Choose and return the best of all rows; the `main` process alone writes.
-
-    Raises:
-        ConfigError: when no checkpoint can be chosen, or none of `looked_at`, the entries of this sweep, has a row.
-        BelowThreshold: when the best is below `fail_under`.
-    """
+    """Choose and return the best of all rows; the `main` process alone writes."""
     paths = {entry.path for entry in looked_at}
     if not any(row["path"] in paths for row in results.rows):
         raise ConfigError(f"watch saw no checkpoint in {', '.join(args.model_dirs)}: check the path, or wait longer.")
@@ -91,11 +86,7 @@ def conclude(
 
 
 def check_threshold(best: Best | None, args: EvaluationArguments, csv: Path) -> None:
-    """Check that there is a best checkpoint, and that it reaches `fail_under`.
-
-    Raises:
-        BelowThreshold: when it does not, or there is none.
-    """
+    """Check that there is a best checkpoint, and that it reaches `fail_under`."""
     if args.fail_under is None or (best is not None and best["value"] >= args.fail_under):
         return
     reached = "no checkpoint has figures" if best is None else f"{best['path']}, the best, has {best['value']:.4f}"

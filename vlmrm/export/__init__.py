@@ -48,10 +48,6 @@ def export(
     Args:
         base_model_path: the base of an adapter, where it has moved.
         push_to_hub: a repository to upload the folder to; created as private if it does not exist.
-
-    Raises:
-        ConfigError: when the output folder exists and is not empty.
-        CheckpointError: when the model cannot be opened, or its head or architecture cannot be exported.
     """
     output_folder = Path(output_folder)
     require_new_folder(output_folder, "the exported model")

@@ -28,11 +28,7 @@ LAYOUTS_TO_SCORE = (*LAYOUTS, rollouts.prompt_response, rollouts.conversation)
 
 
 def detect_layout(columns: Iterable[str], layouts: Sequence[Layout] = LAYOUTS) -> Layout:
-    """Return the first of `layouts` that reads columns of these names.
-
-    Raises:
-        DataError: listing the columns, and those missing for the nearest layout if at least half of its are present.
-    """
+    """Return the first of `layouts` that reads columns of these names."""
     names = frozenset(columns)
     for layout in layouts:
         if layout.matches(names):

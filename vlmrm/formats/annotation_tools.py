@@ -87,9 +87,6 @@ def _sides(fields: Row, tags: Sequence[str]) -> Sides:
 
     Args:
         tags: names of the compared objects, the left one first; empty if nothing was compared side by side.
-
-    Raises:
-        RowError: when there are no such fields, or it is not sure which of them is the left one.
     """
     if len(tags) == 2 and all(tag in fields for tag in tags):
         return tags[0], tags[1]

@@ -38,11 +38,7 @@ class PromptTemplate:
             raise ConfigError(f"custom_prompt has no {PROMPT_SLOT} in it: write where the prompt goes.")
 
     def format(self, prompt: Any) -> Any:
-        """Return a prompt in the template.
-
-        Raises:
-            RowError: for messages, unless the template is the default one, which changes nothing.
-        """
+        """Return a prompt in the template."""
         if isinstance(prompt, str):
             return self.custom_prompt.replace(PROMPT_SLOT, prompt)
         if self != PromptTemplate():
@@ -51,11 +47,7 @@ class PromptTemplate:
 
 
 def read_sample(columns: Mapping[str, Any]) -> Sample:
-    """Return the columns of a row as a sample, without those that are not part of the conversation.
-
-    Raises:
-        RowError: when it has no prompt.
-    """
+    """Return the columns of a row as a sample, without those that are not part of the conversation."""
     if columns.get("prompt") is None:
         raise RowError("it has neither messages nor a prompt")
     prompt, response = columns["prompt"], columns.get("response")
@@ -102,9 +94,6 @@ def sample_to_conversation(
     Args:
         placeholders: whether `<image>` and `<video>` in a text prompt are places for its media, as in training rows;
             for a client, who sends media beside a text, they are words, and only those of the template are places.
-
-    Raises:
-        RowError: when the sample has no answer or two of them.
     """
     images, videos = list(sample.condition_images), list(sample.condition_videos)
     if sample.response is not None:
@@ -130,9 +119,6 @@ def conversation_to_sample(conversation: Conversation) -> Sample:
     An answer of one image or video becomes `image` or `video`, any other `response`: its text, or the message if it
     has media. With a `response`, the prompt's only image is `image`; otherwise its images are `condition_images`. A
     prompt stays messages where columns could not restore its text and media.
-
-    Raises:
-        RowError: when the conversation does not end with an answer.
     """
     answer = conversation.answer
     prompt, media = _text_and_media(conversation.prompt)

@@ -135,11 +135,7 @@ def prompt_turns(row: Row, prompt: Any) -> Messages:
 
 
 def question_turns(row: Row, prompt: Any) -> Messages:
-    """Return `prompt_turns` of a row whose answers are elsewhere.
-
-    Raises:
-        RowError: when the prompt ends with an answer, which the answers of the row would follow.
-    """
+    """Return `prompt_turns` of a row whose answers are elsewhere."""
     turns = prompt_turns(row, prompt)
     if turns and turns[-1].role == "assistant":
         raise RowError("its prompt ends with an answer of the assistant, before those of the row: leave it out")
@@ -162,11 +158,7 @@ def first_of(row: Row, names: Iterable[str]) -> str | None:
 
 
 def records(value: Any, name: str) -> list[dict[str, Any]]:
-    """Return a list of objects; Hugging Face's sequences of structs are stored as an object of lists.
-
-    Raises:
-        RowError: when the column is neither.
-    """
+    """Return a list of objects; Hugging Face's sequences of structs are stored as an object of lists."""
     if isinstance(value, Mapping):
         lengths = {len(column) for column in value.values() if isinstance(column, (list, tuple))}
         if len(lengths) == 1:

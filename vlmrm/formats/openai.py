@@ -35,11 +35,7 @@ REFUSED_IN_PART = ("audio", "input_audio", "audio_url")
 
 
 def read_conversation(value: Conversation | Sequence[Any]) -> Conversation:
-    """Return a list of messages as a Conversation; a Conversation stays one.
-
-    Raises:
-        RowError: when it is neither.
-    """
+    """Return a list of messages as a Conversation; a Conversation stays one."""
     if isinstance(value, Conversation):
         return value
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
@@ -52,9 +48,6 @@ def read_messages(value: Any, role: str) -> Messages:
 
     Understands OpenAI's parts (`image_url`, `video_url`), Hugging Face's (`image`, `video`, `url`, `path`) and
     ShareGPT's `from` and `value`. An image or video part without a reference is a slot for one.
-
-    Raises:
-        RowError: when the value is none of these, or has content that no model here reads, such as audio.
     """
     if isinstance(value, str):
         return (Message.of(role, value),)

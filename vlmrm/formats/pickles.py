@@ -16,11 +16,7 @@ MAX_OPERATIONS = 100_000  # each of a few bytes, and a Python object
 
 
 def read_pickle(data: bytes) -> Any:
-    """Return the plain data of a pickle as Python writes it since 3.8, protocol 4 or 5.
-
-    Raises:
-        RowError: when it is none, or holds anything else, such as an array or an object.
-    """
+    """Return the plain data of a pickle as Python writes it since 3.8, protocol 4 or 5."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: list[Any] = []

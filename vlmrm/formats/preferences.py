@@ -45,9 +45,6 @@ def read_pair(row: Row, sides: tuple[str, str], prompts: Sequence[str]) -> Parse
 
     Args:
         prompts: columns of the prompt, of which the first that the row has is read.
-
-    Raises:
-        RowError: when one side is a whole conversation and the other is not, or ends without an answer.
     """
     first, second = (_read_side(row, side) for side in sides)
     column = first_of(row, prompts)
@@ -69,11 +66,7 @@ def read_pair(row: Row, sides: tuple[str, str], prompts: Sequence[str]) -> Parse
 
 
 def _read_side(row: Row, side: str) -> Messages:
-    """Return the answer or the whole conversation in a column.
-
-    Raises:
-        RowError: when an HH text does not end with an answer.
-    """
+    """Return the answer or the whole conversation in a column."""
     turns = read_hh_turns(row[side])
     if turns and turns[-1].role != "assistant":
         raise RowError(f"`{side}` ends without an answer of the assistant: remove the row")

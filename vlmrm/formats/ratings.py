@@ -92,9 +92,6 @@ def by_rater(value: Any, name: str, count: int) -> list[list[float]]:
     Args:
         value: numbers of one rater; `{rater: numbers}`, or a list of objects with the numbers of a rater; a list of
             lists, one for each answer or one for each rater.
-
-    Raises:
-        RowError: when a rater's numbers are not one for each answer, or a square list of lists could be either.
     """
     if isinstance(value, Mapping) and not any(isinstance(item, Mapping) for item in value.values()):
         return [require_numbers(numbers, name, count) for numbers in value.values()]

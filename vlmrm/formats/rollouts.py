@@ -35,9 +35,6 @@ def read_answer(prompt: Any, answer: Any, images: Any = None, videos: Any = None
         prompt: a text or messages. If the messages contain media, the row's column of that kind repeats them.
         images, videos: one or a list, filled into the slots of the prompt, or else before its first text.
             `<image>` is a slot if the row has images, and plain text if not.
-
-    Raises:
-        RowError: when a slot stays empty, an image has no slot, or prompt and columns differ in their media.
     """
     messages = read_prompt(prompt)
     columns = {"image": as_list(images), "video": as_list(videos)}
@@ -57,11 +54,7 @@ def read_answer(prompt: Any, answer: Any, images: Any = None, videos: Any = None
 
 
 def read_candidates(group: Any) -> list[Conversation]:
-    """Return the conversation of each candidate of (prompt, candidates).
-
-    Raises:
-        RowError: when it is not such a pair.
-    """
+    """Return the conversation of each candidate of (prompt, candidates)."""
     if not isinstance(group, Sequence) or isinstance(group, str) or len(group) != 2:
         raise RowError("it is no pair: give (prompt, candidates)")
     prompt, candidates = group
@@ -94,11 +87,7 @@ def conversation(row: Row) -> ParsedRow:
 
 
 def zip_columns(prompts: Sequence[Any], *columns: Sequence[Any] | None) -> list[tuple[Any, ...]]:
-    """Return prompts and further columns as rows; a column that is None gives None to each row.
-
-    Raises:
-        RewardError: when a column is not a list, or differs from the prompts in length.
-    """
+    """Return prompts and further columns as rows; a column that is None gives None to each row."""
     for column in (prompts, *columns):
         if isinstance(column, (str, bytes)):
             raise RewardError(f"a column is a single {type(column).__name__}: give a list, a value for each prompt.")
@@ -114,9 +103,6 @@ def read_openrlhf_query(prompt: str | None, query: str, label: Any) -> Conversat
     """Return the conversation of an OpenRLHF query, for its reward functions and its reward server alike.
 
     It is the prompt of the label with the answer of the query, or else the query itself, rendered or in JSON.
-
-    Raises:
-        RowError: when it is neither, or its images do not match.
     """
     row = _read_label(label)
     images, videos = row.get("images"), row.get("videos")
@@ -141,9 +127,6 @@ def read_slime_sample(prompt: str | Sequence[Any], response: str, label: Any) ->
     """Return the conversation of a sample of slime, whose prompt is a text, messages, or a rendered ChatML.
 
     A label as of OpenRLHF says what was asked where the prompt does not, such as its images.
-
-    Raises:
-        RowError: when they do not match.
     """
     row = _read_label(label)
     if isinstance(prompt, str) and "<|im_start|>" in prompt:
@@ -161,11 +144,7 @@ def _read_label(label: Any) -> dict[str, Any]:
 
 
 def read_verl_prompt(messages: Sequence[Mapping[str, Any]]) -> Messages:
-    """Return verl's `raw_prompt` as messages; verl leaves the `bytes` and `path` of an image beside the opened image.
-
-    Raises:
-        RowError: as `read_prompt`.
-    """
+    """Return verl's `raw_prompt` as messages; verl leaves `bytes` and `path` beside the opened image."""
 
     def opened(part: Any) -> Any:
         has_image = isinstance(part, Mapping) and part.get("image") is not None
@@ -181,11 +160,7 @@ def read_verl_prompt(messages: Sequence[Mapping[str, Any]]) -> Messages:
 
 
 def read_tei_input(texts: Sequence[str]) -> Conversation:
-    """Return an input of Text Embeddings Inference: a rendered conversation `[text]`, or prompt and answer.
-
-    Raises:
-        RowError: when it is neither.
-    """
+    """Return an input of Text Embeddings Inference: a rendered conversation `[text]`, or prompt and answer."""
     if len(texts) == 1:
         return read_text(texts[0])
     if len(texts) == 2:

@@ -29,9 +29,6 @@ def fill(messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequen
     and `<video>` in texts of any role but the assistant. Media without any slot come first in the first user message,
     as in TRL. A row without media, or with parts for them, keeps placeholders as text: people ask what `<image>`
     means in HTML.
-
-    Raises:
-        RowError: when there are more slots than media, or slots for only some of them.
     """
     empty = {medium.kind for medium in media_of(messages) if medium.reference is None}
     filler = _Filler(images, videos, spelled_out={"image", "video"} - empty)
@@ -75,11 +72,7 @@ class _Filler:
         return Video(reference, slot.options) if isinstance(slot, Video) else Image(reference)
 
     def unplaced(self) -> list[Part]:
-        """Return the media without a slot.
-
-        Raises:
-            RowError: when there were slots for some of their kind.
-        """
+        """Return the media without a slot."""
         for kind, media in self.unused.items():
             if media and self.filled[kind]:
                 raise RowError(f"the row has {len(media)} more {kind}(s) than its text has places for")
@@ -97,9 +90,6 @@ def read_text(text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ())
 
     Args:
         images, videos: references for the media tokens of the text, in order; an expanded run of pads is one.
-
-    Raises:
-        RowError: when the text is neither, does not end with an answer, or has another number of media.
     """
     if text.lstrip()[:1] in ("[", "{"):
         messages, images, videos = _from_json(text, images, videos)
@@ -116,12 +106,7 @@ def read_text(text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ())
 
 
 def write_text(conversation: Conversation) -> tuple[str, list[Any], list[Any]]:
-    """Return a conversation in ChatML, and its images and videos in order; `read_text` reads them back.
-
-    Raises:
-        RowError: when it ends without an answer, or has something that ChatML cannot express: control tokens in a
-            text, options of a video, or two texts in a row.
-    """
+    """Return a conversation in ChatML, and its images and videos in order; `read_text` reads them back."""
     _ = conversation.answer
     media = media_of(conversation.messages)
     for message in conversation.messages:
@@ -146,11 +131,7 @@ def _write_content(content: Sequence[Part]) -> str:
 
 
 def load_json(text: str) -> Any:
-    """Return the JSON in a text of a row.
-
-    Raises:
-        ValueError: for what is none, or has over `JSON_VALUES` values, which would take far more memory than the text.
-    """
+    """Return the JSON in a text of a row."""
     if text.count(",") + text.count("[") + text.count("{") > JSON_VALUES:
         raise ValueError(f"over {JSON_VALUES} values")
     return json.loads(text)
@@ -185,11 +166,7 @@ def _read_content(text: str) -> tuple[Part, ...]:
 
 
 def read_prompt(value: Any) -> Messages:
-    """Return a prompt as messages: the turns of an HH text, else as `read_messages`; an empty list stays empty.
-
-    Raises:
-        RowError: as `read_messages`.
-    """
+    """Return a prompt as messages: the turns of an HH text, else as `read_messages`; an empty list stays empty."""
     if isinstance(value, (list, tuple)) and not value:
         return ()
     return read_hh_turns(value) or read_messages(value, "user")

@@ -14,11 +14,7 @@ MEDIA = ("image_b64", "video_b64", "video_path")
 
 
 def read_history(history: Sequence[Mapping[str, Any]]) -> Sample:
-    """Return the last turn as a sample, whose conditions are the media of the turns before it.
-
-    Raises:
-        RowError: when the texts differ, or a turn has no image or video, or two videos.
-    """
+    """Return the last turn as a sample, whose conditions are the media of the turns before it."""
     last = history[-1]
     images: list[str | None] = []
     videos: list[str | None] = []

@@ -118,11 +118,7 @@ def media_pair(row: Row, sides: Sides, turn: Callable[[Any], Message]) -> Parsed
 
 
 def _sides_of(row: Row, vocabulary: Sequence[Sides]) -> Sides:
-    """Return the columns of the two answers.
-
-    Raises:
-        RowError: when the row has further ones, which would be left out.
-    """
+    """Return the columns of the two answers."""
     complete = [sides for sides in vocabulary if sides[0] in row and sides[1] in row]
     extra = sorted({name for sides in vocabulary for name in sides if name in row} - set(complete[0]))
     if extra:
@@ -195,9 +191,6 @@ def _agreed(row: Row, sides: Sides) -> tuple[list[tuple[float, float]] | None, R
     """Return what the columns of verdicts say, or why the first that is there says nothing.
 
     Beside one that says something, others (a `label` of another kind) need not.
-
-    Raises:
-        RowError: when two columns differ.
     """
     verdicts: dict[str, list[tuple[float, float]]] = {}
     unread: RowError | None = None
@@ -263,11 +256,7 @@ def _numbers(row: Row, stem: str, suffixes: Sides) -> tuple[Any, Any] | None:
 
 
 def read_verdicts(row: Row, column: str, sides: Sides) -> list[tuple[float, float]]:
-    """Return the values of the two answers that each rater in a column gives them.
-
-    Raises:
-        RowError: when the column does not say which answer is better, or could mean either.
-    """
+    """Return the values of the two answers that each rater in a column gives them."""
     if column == ONE_HOT[0]:
         marks = [row.get(name, 0) for name in ONE_HOT]
         if sorted(marks) != [0, 0, 1]:

@@ -65,11 +65,7 @@ def write_item(content: Conversation | Sample, group: str | int | None = None) -
 
 
 def read_item(item: Item) -> Conversation | Sample:
-    """Return the conversation or the sample that an item is.
-
-    Raises:
-        RowError: when it is neither.
-    """
+    """Return the conversation or the sample that an item is."""
     return read_conversation(item["messages"]) if "messages" in item else read_sample(item)
 
 

@@ -25,9 +25,6 @@ def analyse(frame: pd.DataFrame) -> dict[str, Any]:
     Returns:
         `overall`: figures; `category`: figures by category; `by`: for every column by/NAME of the frame figures by
         value. Rows without a value are in `overall` only. `audit`: the findings of `vlmrm.measures.audit`.
-
-    Raises:
-        DataError: for a frame without usable pairs, or a score that is not finite, naming its comparison.
     """
     check_pairs(frame)
     columns = [name for name in map(str, frame) if name.startswith(GROUP)]
@@ -68,11 +65,7 @@ def trl_summary(frame: pd.DataFrame) -> dict[str, float]:
 
 
 def metric(figures: Mapping[str, Any], name: str) -> float:
-    """Return one number of `figures` by its name, to choose a checkpoint by, or to require.
-
-    Raises:
-        ConfigError: when there is no such figure, or the pairs lack the column that it needs.
-    """
+    """Return one number of `figures` by its name, to choose a checkpoint by, or to require."""
     value = figures.get(name)
     if isinstance(value, Mapping):
         value = value.get("value")

@@ -72,11 +72,7 @@ class _AuditQuestion(NamedTuple):
 
 
 def audit(frame: pd.DataFrame) -> list[Finding]:
-    """Return a finding for each question that the scored pairs of one checkpoint allow, in the order of declaration.
-
-    Raises:
-        DataError: for a score of an intervention that is no finite number, naming its comparison.
-    """
+    """Return a finding for each question that the scored pairs of one checkpoint allow, in their declared order."""
     pairs = PairArrays(frame)
     questions = [
         *(question for name in INTERVENTIONS if (question := _of_intervention(pairs, name)) is not None),

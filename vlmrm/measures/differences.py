@@ -47,11 +47,7 @@ class PairedTest(NamedTuple):
 
 
 def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
-    """Test each two of `frames`, scored pairs by checkpoint, on the pairs that all of them have.
-
-    Raises:
-        DataError: when they have no pair in common that people did not tie, or a frame cannot be used.
-    """
+    """Test each two of `frames`, scored pairs by checkpoint, on the pairs that all of them have."""
     if len(frames) < 2:
         return []
     right, prompts = right_of_shared_pairs(frames)

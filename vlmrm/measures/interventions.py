@@ -392,11 +392,7 @@ def _declared(name: str) -> Intervention:
 
 
 def named(words: Iterable[str]) -> list[str]:
-    """Return the names that the key `interventions` means: names, families, `standard`, `all` or `none`.
-
-    Raises:
-        ConfigError: for another word, with the nearest name.
-    """
+    """Return the names that the key `interventions` means: names, families, `standard`, `all` or `none`."""
     chosen: set[str] = set()
     for word in words:
         if word not in INTERVENTIONS and word not in GROUPS:

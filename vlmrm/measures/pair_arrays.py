@@ -136,9 +136,6 @@ class PairArrays:
         """Return the margins under an intervention, NaN where people tied or it was not scored: [N].
 
         Of an attack it is the margin of the chosen answer as it is over the rejected one changed.
-
-        Raises:
-            DataError: for a score that is no finite number, naming its comparison.
         """
         chosen, rejected = (self.column(f"{name}_{side}") for side in ("chosen", "rejected"))
         bad = (np.isnan(chosen) != np.isnan(rejected)) | np.isinf(chosen) | np.isinf(rejected)

@@ -82,11 +82,7 @@ class PairTable:
 
 
 def pair_table(comparisons: Iterable[Comparison], group_by: Sequence[str] = ()) -> PairTable:
-    """Return the pairs of comparisons, which all models that score them share.
-
-    Raises:
-        ConfigError: when no comparison has a column named in `group_by`.
-    """
+    """Return the pairs of comparisons, which all models that score them share."""
     absent = set(group_by)
     rows: list[dict[str, Any]] = []
     branches: list[tuple[int, int]] = []
@@ -129,9 +125,6 @@ def scored_frame(
 
     Args:
         table: `pair_table` of the comparisons, which is made by default.
-
-    Raises:
-        ConfigError: when no row has a column named in `group_by`.
     """
     table = pair_table(result.comparisons, group_by) if table is None else table
     named = {"model": model, "checkpoint": checkpoint, "step": np.nan if step is None else float(step)}
@@ -150,11 +143,7 @@ def scored_frame(
 
 
 def check_columns(comparisons: Iterable[Comparison], group_by: Sequence[str]) -> None:
-    """Refuse a column that no row has.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Refuse a column that no row has."""
     absent = list(group_by)
     for comparison in comparisons:
         absent = [name for name in absent if name not in comparison.columns]
@@ -245,11 +234,7 @@ def _area(reference: Any) -> int:
 
 
 def read_pairs(file: Path) -> pd.DataFrame:
-    """Return the scored pairs of a sweep.
-
-    Raises:
-        DataError: when they cannot be read.
-    """
+    """Return the scored pairs of a sweep."""
     try:
         return pd.read_parquet(file)
     except (OSError, ValueError) as error:
@@ -257,12 +242,7 @@ def read_pairs(file: Path) -> pd.DataFrame:
 
 
 def check_pairs(frame: pd.DataFrame) -> None:
-    """Refuse scored pairs from which no metric can be computed.
-
-    Raises:
-        DataError: for no rows, a missing column, rows of several checkpoints, or a score that is no finite number,
-            naming its comparison.
-    """
+    """Refuse scored pairs from which no metric can be computed."""
     missing = [name for name in COLUMNS if name not in frame]
     if missing:
         raise DataError(f"the scored pairs have no column {missing[0]}: evaluate the checkpoint again")

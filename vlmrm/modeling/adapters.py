@@ -41,9 +41,6 @@ def lora_config(arguments: ModelArguments, model: RewardModel) -> LoraConfig:
     Those of the language model are all linear ones, or those of `lora_target_modules`, which may name routers too;
     experts are adapted with `lora_experts`, all linear layers of the tower with `lora_vit` and of the merger with
     `lora_merger`. The log says what is left. `freeze_merger: false` trains the merger in full.
-
-    Raises:
-        ConfigError: when a name is of no linear layer or router of the language model, or a part has none to adapt.
     """
     from peft import LoraConfig, TaskType
 
@@ -80,11 +77,7 @@ def lora_config(arguments: ModelArguments, model: RewardModel) -> LoraConfig:
 
 
 def merger_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules that make up the merger, none of them a list.
-
-    Raises:
-        ConfigError: when the merger is not known, or is no module.
-    """
+    """Return the names of the modules that make up the merger, none of them a list."""
     backbone, family = model.get_submodule("model"), family_in(model)
     paths = [path for path in family.mergers if existing_parts(backbone, [path])]
     if not paths:

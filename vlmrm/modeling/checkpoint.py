@@ -104,11 +104,7 @@ def load_for_training(
 def load_reward_model(
     path: str | Path, *, dtype: str | torch.dtype, attn_implementation: str, trust_remote_code: bool
 ) -> RewardModel:
-    """Load the trained reward model of a full checkpoint.
-
-    Raises:
-        CheckpointError: when it has no trained head, or is of an unknown architecture.
-    """
+    """Load the trained reward model of a full checkpoint."""
     config = read_config(path, None, trust_remote_code)
     if not _is_reward_model(config):
         refuse_separate_head(path)
@@ -133,11 +129,7 @@ def load_reward_model(
 def load_scoring_files(
     path: str | Path, base_model_path: str | Path | None = None, trust_remote_code: bool = False
 ) -> tuple[ProcessorMixin, dict[str, Any]]:
-    """Return the processor of a reward model and its `reward_model.json`, after comparing their chat templates.
-
-    Raises:
-        CheckpointError: when these differ, or neither `path` nor `base_model_path` has a processor.
-    """
+    """Return the processor of a reward model and its `reward_model.json`, after comparing their chat templates."""
     source = path if base_model_path is None or _has_processor(path) else base_model_path
     processor = load_processor(source, trust_remote_code=trust_remote_code)
     info = read_reward_file(path)
@@ -153,11 +145,7 @@ def load_scoring_files(
 
 
 def load_processor(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> ProcessorMixin:
-    """Return the processor of a folder or hub checkpoint.
-
-    Raises:
-        CheckpointError: when it has none, or one without a chat template.
-    """
+    """Return the processor of a folder or hub checkpoint."""
     if not _has_processor(path, revision):
         kind = (read_json_of(path, "config.json", revision) or {}).get("model_type")
         if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
@@ -178,11 +166,7 @@ def load_processor(path: str | Path, revision: str | None = None, trust_remote_c
 
 
 def refuse_separate_head(path: str | Path, revision: str | None = None) -> None:
-    """Refuse a checkpoint with a trained head in a file of its own: a new, random one would replace it silently.
-
-    Raises:
-        CheckpointError: naming the file.
-    """
+    """Refuse a checkpoint with a trained head in a file of its own: a new, random one would replace it silently."""
     if names := head_files(path, revision):
         raise CheckpointError(
             f"{path} has a trained head in {names[0]}, which is another trainer's layout: make it one of ours by "
@@ -191,11 +175,7 @@ def refuse_separate_head(path: str | Path, revision: str | None = None) -> None:
 
 
 def refuse_torch_files(path: str | Path, revision: str | None = None) -> None:
-    """Refuse weights in torch's files alone, which only the import opens: a trained head may be among them.
-
-    Raises:
-        CheckpointError: naming a file.
-    """
+    """Refuse weights in torch's files alone, which only the import opens: a trained head may be among them."""
     adapters = [name for name in file_names(path, revision) if name in ADAPTERS]
     names = adapters or weight_names(path, revision)
     if names and not any(name.endswith(WEIGHTS) for name in names):
@@ -300,11 +280,7 @@ def _check_weights(path: str | Path, model: RewardModel, report: dict[str, Any],
 
 
 def read_config(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Return the configuration of a folder or hub checkpoint.
-
-    Raises:
-        CheckpointError: when transformers does not know it.
-    """
+    """Return the configuration of a folder or hub checkpoint."""
     try:
         return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:

@@ -144,9 +144,6 @@ def balance_loss(decisions: list[Decision]) -> torch.Tensor:
     f is the share of tokens that an expert gets, counted over all layers, and P its mean probability: even loads have
     a loss of the number of experts a token is sent to, others a higher one (Fedus et al. 2021,
     https://huggingface.co/papers/2101.03961, Eqs. 4 to 6, in the form of transformers).
-
-    Raises:
-        ConfigError: when no gradient of the loss would reach a weight.
     """
     load = torch.stack([it.load() for it in decisions]).sum(0)
     probability = torch.stack([it.probability() for it in decisions]).sum(0)

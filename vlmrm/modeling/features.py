@@ -79,11 +79,7 @@ class Features:
 
 
 def split(output: ModelOutput, tokens: Sequence[int], merged: str | None, constants: Sequence[str]) -> list[Features]:
-    """Return the features of each image, of which image i has `tokens[i]` placeholders.
-
-    Raises:
-        ConfigError: when the tower has more features than that, or fewer.
-    """
+    """Return the features of each image, of which image i has `tokens[i]` placeholders."""
     deepstack = output.get("deepstack_features")
     values = [*([output[merged]] if merged else ()), *(deepstack or ())]
     form = FeatureForm(

@@ -19,9 +19,6 @@ def freeze(model: nn.Module, vit: bool = False, merger: bool | None = None, llm:
     With `merger=None` the merger is frozen with the vision tower. A frozen tower runs without gradients and keeps no
     activations, with gradient checkpointing or without, whether or not its merger trains. Call it before adapters are
     added.
-
-    Raises:
-        ConfigError: when the architecture has no such part under a known name.
     """
     backbone, family = model.get_submodule("model"), family_in(model)
     mergers = existing_parts(backbone, family.mergers)

@@ -51,11 +51,7 @@ class Head:
 
     @classmethod
     def of(cls, described: str | Mapping[str, Any], width: int) -> Head:
-        """Return the head described, over hidden states of `width` channels.
-
-        Raises:
-            CheckpointError: when it is none that this version knows.
-        """
+        """Return the head described, over hidden states of `width` channels."""
         if described in HEADS:
             return cls(() if described == "linear" else (width,))
         try:

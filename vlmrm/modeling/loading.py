@@ -124,9 +124,6 @@ def load_weights(opened: LoadedReward, path: str | Path, *, check_files: bool = 
 
     Returns:
         None, with the open model as it was, for a checkpoint that must be opened by itself.
-
-    Raises:
-        CheckpointError: when the checkpoint is broken. The open model may then be half changed.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -180,9 +177,6 @@ def open_adapter(
     """Open an adapter on its base: the one it names, or `base_model_path`. `options` go to `load_for_training`.
 
     `check_files` hashes the base and compares it with the one that the adapter was trained on.
-
-    Raises:
-        CheckpointError: when the adapter has no head, or its base cannot be opened or is not that of its training.
     """
     from peft import PeftModel, get_peft_model_state_dict
 

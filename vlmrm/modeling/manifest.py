@@ -85,9 +85,6 @@ def verify_complete(folder: str | Path, every_byte: bool = True, hashed: bool = 
 
     Without `every_byte` only the size is checked of files that no score depends on, such as the optimizer's; without
     `hashed` only the size of all files.
-
-    Raises:
-        CheckpointError: when the manifest is missing or unreadable, or a file is missing or has other content.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -126,9 +123,6 @@ def verify_if_listed(folder: str | Path, check_files: bool = True) -> Manifest |
     """Verify the files that opening a model reads; None for a folder without `COMPLETE.json`, such as a download.
 
     Without `check_files` only sizes are checked, and the log says so.
-
-    Raises:
-        CheckpointError: as `verify_complete` does.
     """
     if not (Path(folder) / COMPLETE).exists():
         return None
@@ -143,9 +137,6 @@ def checkpoint_digest(folder: str | Path, check_files: bool = True, weights: boo
     Checkpoints of equal content have equal digests, whatever their folder and training. Without `check_files` the
     digests in `COMPLETE.json` are trusted; files that it does not list are read. Without `weights` the digest is of
     the other files, and so the same for all checkpoints of a training.
-
-    Raises:
-        CheckpointError: when there is no such folder, or it holds no weights.
     """
     folder = Path(folder)
     files = sorted(path for path in folder.glob("*") if path.suffix in SCORING_SUFFIXES and path.is_file())
@@ -163,11 +154,7 @@ def checkpoint_digest(folder: str | Path, check_files: bool = True, weights: boo
 
 
 def weights_digest(folder: str | Path) -> str:
-    """Return a hex digest of a checkpoint's weights alone, by which an adapter knows its base.
-
-    Raises:
-        CheckpointError: when there is no such folder, or it holds no weights.
-    """
+    """Return a hex digest of a checkpoint's weights alone, by which an adapter knows its base."""
     files = sorted(Path(folder).glob("model*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} holds no model*.safetensors: check the path.")
@@ -207,11 +194,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint; if the process is killed meanwhile, its folder is as it was or gone.
-
-    Raises:
-        CheckpointError: when the file system does not permit it.
-    """
+    """Delete a checkpoint; if the process is killed meanwhile, its folder is as it was or gone."""
     doomed = folder.with_name(f".{folder.name}.deleted")
     try:
         if doomed.exists():
@@ -278,10 +261,6 @@ def save_normalization(folder: str | Path, *, mean: float, std: float, count: in
 
     Returns False, and writes nothing, where the file is missing or has these values already. The checkpoint is
     complete at any moment: first `COMPLETE.json` drops the file, then the file is replaced, then it is listed again.
-
-    Raises:
-        CheckpointError: when a file of the checkpoint cannot be read.
-        ConfigError: when one cannot be written.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -309,11 +288,7 @@ def provenance(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_reward_file(path: str | Path) -> dict[str, Any] | None:
-    """Return the content of `reward_model.json` of a folder or hub checkpoint; None where there is none.
-
-    Raises:
-        CheckpointError: when it cannot be read or is of a newer schema.
-    """
+    """Return the content of `reward_model.json` of a folder or hub checkpoint; None where there is none."""
     info = read_json_of(path, REWARD_FILE)
     if info is not None and info.get("schema_version") != SCHEMA_VERSION:
         raise CheckpointError(
@@ -340,11 +315,7 @@ def is_adapter(path: str | Path, revision: str | None = None) -> bool:
 
 
 def find_file(path: str | Path, name: str, revision: str | None = None) -> Path | None:
-    """Return the local path of a file of a folder or hub checkpoint; None where there is none.
-
-    Raises:
-        CheckpointError: when there is no such checkpoint.
-    """
+    """Return the local path of a file of a folder or hub checkpoint; None where there is none."""
     if Path(path).is_dir():
         file = Path(path) / name
         return file if file.is_file() else None
@@ -361,11 +332,7 @@ def find_file(path: str | Path, name: str, revision: str | None = None) -> Path 
 
 
 def file_names(path: str | Path, revision: str | None = None) -> list[str]:
-    """Return the paths of all files of a folder or hub checkpoint inside it; without a network, of the cached ones.
-
-    Raises:
-        CheckpointError: when there is no such checkpoint.
-    """
+    """Return the paths of all files of a folder or hub checkpoint inside it; without a network, of the cached ones."""
     if Path(path).is_dir():
         folder = Path(path)
     elif not hub_answers():
@@ -381,11 +348,7 @@ def file_names(path: str | Path, revision: str | None = None) -> list[str]:
 
 
 def cached_snapshot(path: str | Path, revision: str | None, *names: str) -> Path:
-    """Return the folder of what was fetched of a hub checkpoint before.
-
-    Raises:
-        CheckpointError: when there is none, or it lacks a file of `names` that the checkpoint is known to have.
-    """
+    """Return the folder of what was fetched of a hub checkpoint before."""
     try:
         return Path(snapshot_download(str(path), revision=revision, local_files_only=True, allow_patterns=list(names)))
     except (OSError, HFValidationError) as error:
@@ -393,11 +356,7 @@ def cached_snapshot(path: str | Path, revision: str | None, *names: str) -> Path
 
 
 def local_folder(path: str | Path, revision: str | None = None) -> Path:
-    """Return the folder on this machine that holds a folder or hub checkpoint.
-
-    Raises:
-        CheckpointError: when there is no such checkpoint.
-    """
+    """Return the folder on this machine that holds a folder or hub checkpoint."""
     if Path(path).is_dir():
         return Path(path)
     for name in ("config.json", ADAPTER_CONFIG):
@@ -428,11 +387,7 @@ def _unreachable(path: str | Path, cause: Exception) -> CheckpointError | Config
 
 
 def template_hash(processor: ProcessorMixin) -> str:
-    """Return the SHA-256 of the processor's chat template, in hexadecimal.
-
-    Raises:
-        CheckpointError: when it has none.
-    """
+    """Return the SHA-256 of the processor's chat template, in hexadecimal."""
     template = processor.chat_template
     if not template:
         raise CheckpointError(

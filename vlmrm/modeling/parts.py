@@ -66,11 +66,7 @@ def has_merger(model: nn.Module) -> bool:
 
 
 def language_model_path(model: nn.Module) -> str:
-    """Return the path of the language model inside a reward model, such as `model.language_model`.
-
-    Raises:
-        ConfigError: when it has none under a known name.
-    """
+    """Return the path of the language model inside a reward model, such as `model.language_model`."""
     backbone = model.get_submodule("model")
     for path in family_in(model).language_models:
         if existing_parts(backbone, [path]):

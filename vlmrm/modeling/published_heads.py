@@ -17,11 +17,7 @@ Layers = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def chosen_output(layout: PublishedLayout, output_name: str | None) -> str:
-    """Return the name of the output to import.
-
-    Raises:
-        ConfigError: when there is no such output, or one of several must be chosen.
-    """
+    """Return the name of the output to import."""
     names = list(layout.outputs)
     if output_name is None and len(names) == 1:
         return names[0]
@@ -37,9 +33,6 @@ def convert_head(
     """Return a published head over hidden states of `width` channels, and its weights by our names, float32.
 
     Of several outputs at one token the first is taken, or that of the token where there are as many as tokens.
-
-    Raises:
-        CheckpointError: when a layer is missing, or of another shape.
     """
     layers = _layers(layout, output_name, names, read)
     last, bias = layers.pop()

@@ -81,10 +81,6 @@ def import_reward(
         output_name: which of several outputs.
         template: file of the authors' instruction, where they have one.
         min_pixels, max_pixels: limits on the area of images; default: those of the layout, or the processor.
-
-    Raises:
-        ConfigError: when the output folder has something in it, or an option is missing or does not fit.
-        CheckpointError: when the source cannot be read, or is of a layout that cannot be carried.
     """
     output_folder = Path(output_folder)
     require_new_folder(output_folder, "the imported model")
@@ -157,11 +153,7 @@ class Opened:
 
 
 def _check_options(layout: PublishedLayout, output_name: str | None, template: str | Path | None) -> str:
-    """Return the name of the output to import.
-
-    Raises:
-        ConfigError: when it, or the instruction, is missing or not of this layout.
-    """
+    """Return the name of the output to import."""
     chosen = chosen_output(layout, output_name)
     if layout.question and template is None:
         raise ConfigError(
@@ -227,11 +219,7 @@ def _skeleton(config: PreTrainedConfig) -> Any:
 
 
 def _settings(layout: PublishedLayout, folder: Path) -> dict[str, Any]:
-    """Return the content of the layout's file of settings; empty for one without.
-
-    Raises:
-        CheckpointError: when it is missing.
-    """
+    """Return the content of the layout's file of settings; empty for one without."""
     if layout.settings is None:
         return {}
     settings = read_json_of(folder, layout.settings)
@@ -279,11 +267,7 @@ def _set_template(processor: Any, layout: PublishedLayout, output_name: str, pat
 
 
 def _limit_pixels(processor: Any, least: int | None, most: int | None) -> None:
-    """Put the limits on the area of images into the processor, so that training keeps them too.
-
-    Raises:
-        ConfigError: when it does not size images by area.
-    """
+    """Put the limits on the area of images into the processor, so that training keeps them too."""
     if least is None and most is None:
         return
     size = dict(processor.image_processor.size)
@@ -298,11 +282,7 @@ def _limit_pixels(processor: Any, least: int | None, most: int | None) -> None:
 def _fit_vocabulary(
     config: PreTrainedConfig, processor: Any, layout: PublishedLayout, weights: Mapping[str, Reader]
 ) -> None:
-    """Let the weights decide the size of the vocabulary of a model with reward tokens.
-
-    Raises:
-        CheckpointError: when they have no row for one of these.
-    """
+    """Let the weights decide the size of the vocabulary of a model with reward tokens."""
     if not layout.tokens:
         return
     name = next((name for name in weights if name.endswith(EMBEDDINGS)), None)

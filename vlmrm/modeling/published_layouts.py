@@ -204,12 +204,7 @@ BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
 def named_layout(source: str | Path, name: str | None = None) -> PublishedLayout | None:
-    """Return the layout called `name`, or else that of a source's own name; None where it has none.
-
-    Raises:
-        ConfigError: when there is no such layout.
-        CheckpointError: when it is refused.
-    """
+    """Return the layout called `name`, or else that of a source's own name; None where it has none."""
     if name is not None and name not in BY_NAME:
         raise ConfigError(f"--layout is {name!r}: choose one of {', '.join(BY_NAME)}.")
     layout = BY_NAME[name] if name else next((layout for layout in LAYOUTS if _is_called(source, layout)), None)
@@ -219,11 +214,7 @@ def named_layout(source: str | Path, name: str | None = None) -> PublishedLayout
 
 
 def find_layout(source: str | Path, names: Iterable[str], named: PublishedLayout | None) -> PublishedLayout:
-    """Return the layout of a source's head: the one that is `named`, or else that of the names of its weights.
-
-    Raises:
-        CheckpointError: when there is no head, it is not of the layout that is named, or could be of several.
-    """
+    """Return the layout of a source's head: the one that is `named`, or else that of the names of its weights."""
     names = list(names)
     matching = [layout for layout in LAYOUTS if any(map(layout.matches, names))]
     if named is None:

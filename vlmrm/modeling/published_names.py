@@ -59,11 +59,7 @@ class Naming:
         return loaded, name if converter else loaded
 
     def renamed(self, weights: Mapping[str, Reader]) -> dict[str, Reader]:
-        """Return weights of the backbone by their names in the new file.
-
-        Raises:
-            CheckpointError: when one is there twice, or is not of the backbone.
-        """
+        """Return weights of the backbone by their names in the new file."""
         named: dict[str, Reader] = {}
         for stored, read in weights.items():
             if (names := self.of(stored)) is None:
@@ -80,11 +76,7 @@ class Naming:
         return named
 
     def backbone_weights(self, weights: Mapping[str, Reader]) -> dict[str, Reader]:
-        """Do `renamed` with all weights of the backbone.
-
-        Raises:
-            CheckpointError: also when one is missing.
-        """
+        """Do `renamed` with all weights of the backbone."""
         names = [*filter(None, map(self.of, weights))]
         missing = self.backbone - {loaded for loaded, _ in names}
         # One stored weight may become several in memory, and then loading it says what is missing.
@@ -101,11 +93,7 @@ class Naming:
         lora: Mapping[str, Mapping[str, Reader]],
         scale: float | None,
     ) -> dict[str, Reader]:
-        """Return those of the `named` weights that have LoRA weights, with these merged.
-
-        Raises:
-            CheckpointError: when there is no such weight, or the scale is unknown.
-        """
+        """Return those of the `named` weights that have LoRA weights, with these merged."""
         if lora and scale is None:
             raise CheckpointError(
                 f"{self.source} has LoRA weights of {min(lora)} and nothing that says their scale: merge them with "

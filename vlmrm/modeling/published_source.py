@@ -58,11 +58,7 @@ class StoredWeights:
             self.add(file)
 
     def add(self, file: Path) -> None:
-        """Add the weights of a file.
-
-        Raises:
-            CheckpointError: when it is missing or cannot be read, or a name is there already.
-        """
+        """Add the weights of a file."""
         for stored, read in _readers(file).items():
             name = INSIDE.sub("", WRAPPERS.sub("", stored))
             if ".original_module." in stored:
@@ -91,11 +87,7 @@ def _readers(file: Path) -> dict[str, Reader]:
 
 
 def with_lora(name: str, weight: Reader, parts: Mapping[str, Reader], scale: float) -> Reader:
-    """Return the reader of W + scale · BA, in the type of W.
-
-    Raises:
-        CheckpointError: when A or B is missing; on reading, when they have other shapes than W.
-    """
+    """Return the reader of W + scale · BA, in the type of W."""
     if parts.keys() != {"A", "B"}:
         raise CheckpointError(f"{name} has lora_{min(parts)} alone: copy the adapter again.")
 
@@ -115,9 +107,6 @@ def local_copy(source: str | Path, revision: str | None = None) -> Path:
     """Return the folder or file on this machine of a folder, file or hub repository, fetched where it must be.
 
     Of a repository's weights only those are fetched that are read, not the same in further formats.
-
-    Raises:
-        CheckpointError: when there is no such thing.
     """
     if Path(source).exists():
         return Path(source)
@@ -134,11 +123,7 @@ def local_copy(source: str | Path, revision: str | None = None) -> Path:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files of a model's weights, without separate heads and adapters; a shard of an index may be missing.
-
-    Raises:
-        CheckpointError: when there is none, or it is open which of several is meant.
-    """
+    """Return the files of a model's weights, without separate heads and adapters; an indexed shard may be missing."""
     if path.is_file():
         return [path]
     files = [path / name for name in weight_names(path)]
@@ -150,11 +135,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def weight_names(path: str | Path, revision: str | None = None) -> list[str]:
-    """Return the names of a folder's or repository's `weight_files`, or of several that could be; empty without any.
-
-    Raises:
-        CheckpointError: when an index names a file outside.
-    """
+    """Return the names of a folder's or repository's `weight_files`, or of those that could be; empty without any."""
     for name in INDICES:
         if index := read_json_of(path, name, revision):
             shards = sorted(set(index.get("weight_map", {}).values()))
@@ -177,11 +158,7 @@ def head_files(path: str | Path, revision: str | None = None) -> list[str]:
 
 
 def read_adapter(path: Path) -> tuple[StoredWeights, float]:
-    """Return the weights of an adapter, and the scale of its BA.
-
-    Raises:
-        CheckpointError: when it cannot be read, or is more than LoRA of linear layers.
-    """
+    """Return the weights of an adapter, and the scale of its BA."""
     settings = read_json_of(path, ADAPTER_CONFIG) or {}
     for key, plain in PLAIN_LORA.items():
         if settings.get(key) not in plain:

@@ -56,9 +56,6 @@ def read_weights(path: str | Path, name: str | None = None) -> dict[str, Any]:
 
     Args:
         path: the file itself or, with `name`, the folder or hub repository that has it.
-
-    Raises:
-        CheckpointError: when it is missing or no weight file, or its content has no names.
     """
     file: Path | None = Path(path)
     if not file.is_file():
@@ -94,11 +91,7 @@ def _with_names(content: Any, source: str) -> dict[str, Any]:
 
 
 def plain_weights(path: Path, content: Mapping[str, Any], keep_type: bool = False) -> dict[str, Tensor]:
-    """Return the weights in a torch file's dictionary, without batch counters, as float32 unless `keep_type`.
-
-    Raises:
-        CheckpointError: when they have no names, are no floats, or claim more numbers than the file stores.
-    """
+    """Return the weights in a torch file's dictionary, without batch counters, as float32 unless `keep_type`."""
     for wrapper in WRAPPERS:
         if wrapper in content:
             content = _with_names(content[wrapper], f"{path}: {wrapper}")
@@ -130,11 +123,7 @@ def lora_scale(rank: int, alpha: float, rank_stabilised: bool | None) -> float:
 
 
 def resnet_weights(path: Path) -> dict[str, Tensor]:
-    """Return pretrained weights of a ResNet backbone by torchvision's names, without the classification layer.
-
-    Raises:
-        CheckpointError: when there is no such file, or its weights are not plain float tensors.
-    """
+    """Return pretrained weights of a ResNet backbone by torchvision's names, without the classification layer."""
     named = {_bare(name): value for name, value in plain_weights(path, read_weights(path)).items()}
     return {name: value for name, value in named.items() if not name.startswith("fc.")}
 
@@ -146,11 +135,7 @@ def _bare(name: str) -> str:
 
 
 def load_exactly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Load `weights` into `module`, all of them and no others; a module on the meta device becomes real.
-
-    Raises:
-        CheckpointError: naming what is missing, left over or of another shape.
-    """
+    """Load `weights` into `module`, all of them and no others; a module on the meta device becomes real."""
     expected = module.state_dict()
     wrong = [f"{name} is missing" for name in expected if name not in weights]
     wrong += [f"{name} is not known" for name in weights if name not in expected]
@@ -167,11 +152,7 @@ def load_exactly(module: nn.Module, weights: Mapping[str, Tensor], source: str) 
 
 
 def pretrained(cls: Any, path: str, **options: Any) -> Any:
-    """Return `cls.from_pretrained(path)`; every weight of a model must come from the checkpoint.
-
-    Raises:
-        CheckpointError: when there is no such checkpoint, or it lacks weights.
-    """
+    """Return `cls.from_pretrained(path)`; every weight of a model must come from the checkpoint."""
     try:
         if not issubclass(cls, PreTrainedModel):
             return cls.from_pretrained(path, **options)

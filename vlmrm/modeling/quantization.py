@@ -29,11 +29,7 @@ NOT_QUANTIZED = rf"(?!model\.(?:{'|'.join(LANGUAGE_MODELS)})\.).*"
 
 
 def quantization_config(arguments: ModelArguments, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Return QLoRA's 4-bit configuration for the language model, which computes in `dtype`, or None without.
-
-    Raises:
-        ConfigError: when bitsandbytes is not installed.
-    """
+    """Return QLoRA's 4-bit configuration for the language model, which computes in `dtype`, or None without."""
     if not arguments.load_in_4bit:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:

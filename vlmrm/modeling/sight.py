@@ -56,9 +56,6 @@ def prove_sight(
     Args:
         name: the model's name in errors.
         run: calls the model on a batch, where DeepSpeed or FSDP is wrapped around it.
-
-    Raises:
-        CheckpointError: when the model is blind, its shared batches are wrong, or it does not take an image.
     """
     gradient = Pillow.linear_gradient("L").resize((SIDE, SIDE)).convert("RGB")
     inverted = ImageOps.invert(gradient.transpose(Pillow.Transpose.TRANSPOSE))
@@ -128,11 +125,7 @@ def _fault_of_sharing(
 
 
 def _rendered(renderer: Renderer, image: Pillow.Image, text: str) -> Rendered:
-    """Return an answer to a question about an image, or the image as the answer to a text where that is all it takes.
-
-    Raises:
-        RowError: the first of both reasons.
-    """
+    """Return an answer to a question about an image, or the image as the answer where a text is all it takes."""
     about = Message.of("user", Image(image), "What is this?"), Message.of("assistant", text)
     try:
         return renderer.render(Conversation(about))

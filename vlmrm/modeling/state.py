@@ -358,9 +358,6 @@ def fork_states(model: PreTrainedModel) -> list[str]:
     """Let the language model's state layers compute packed rows as trees; return the names of their classes.
 
     Call it before the first forward; calling it again does nothing. Padded batches are computed as before.
-
-    Raises:
-        ConfigError: for state layers that are not known here, or functions of theirs that have changed.
     """
     if unknown := unknown_state_layers(model):
         raise ConfigError(

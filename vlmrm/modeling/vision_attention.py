@@ -127,9 +127,6 @@ def by_segments(
     """Attend both ways within segments: query[1, H, T, D], key[1, KV, T, D], value[1, KV, T, V] → [1, T, H, V].
 
     Without `cu_seq_lens_q` it is the library's sdpa. `flash` is the kernel for half precision on CUDA.
-
-    Raises:
-        ConfigError: for a keyword that changes attention and is not computed here.
     """
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(

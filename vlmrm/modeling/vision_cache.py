@@ -83,11 +83,7 @@ class FeatureCache:
 
 
 class VisionCache:
-    """Features of images in `directory`, at most `gigabytes` (10⁹ bytes) of them.
-
-    Raises:
-        ConfigError: when the folder cannot be made or written, or `gigabytes` is not above 0.
-    """
+    """Features of images in `directory`, at most `gigabytes` (10⁹ bytes) of them."""
 
     def __init__(self, directory: str | Path, gigabytes: float):
         if not gigabytes > 0:

@@ -39,9 +39,6 @@ class Ensemble:
         scales: a transform of each member's raw scores, such as its `Normalization`; default: z-scores over one call,
             which then depend on what is scored together.
         combine: `mean` or `min` over the members.
-
-    Raises:
-        ConfigError: for fewer than two members, or another number of scales.
     """
 
     def __init__(self, members: Sequence[Scorer], *, scales: Sequence[Transform] | None = None, combine: str = "mean"):
@@ -82,11 +79,7 @@ class Ensemble:
         return [Judged(*group) for group in zip(*(regrouped(part, conversations) for part in judged), strict=True)]
 
     def member_scores(self, conversations: Sequence[ConversationLike]) -> np.ndarray:
-        """Return each member's scaled scores: [members, N].
-
-        Raises:
-            RowError: with the index of a conversation that a member cannot score.
-        """
+        """Return each member's scaled scores: [members, N]."""
         return self._scaled([member.score(conversations) for member in self.members])
 
     def _scaled(self, raw: Sequence[Sequence[Any]]) -> np.ndarray:
@@ -108,10 +101,6 @@ def load_ensemble(
         scale: `saved`: by the mean and std of held-out scores that each checkpoint carries, so that a score does not
             depend on what is scored with it; `call`: z-scores over each call.
         options: keywords of `load_scorer`, for every checkpoint.
-
-    Raises:
-        ConfigError: for a checkpoint named twice, or fewer than two.
-        CheckpointError: when one cannot be opened or, with `saved`, has not been measured.
     """
     folders = [Path(model).resolve() for model in models]
     if len(set(folders)) < len(folders):

@@ -95,11 +95,7 @@ SCORER_OPTIONS = tuple(inspect.signature(load_scorer).parameters)
 
 
 def load_local_scorer(model: str | Path, **options: Any) -> LocalScorer:
-    """Load a checkpoint folder as `load_scorer` does, for callers that need the model itself.
-
-    Raises:
-        ConfigError: for an address.
-    """
+    """Load a checkpoint folder as `load_scorer` does, for callers that need the model itself."""
     if is_address(model):
         raise ConfigError("a service has no model on this machine, which is needed: give the folder of a checkpoint.")
     scorer: Any = load_scorer(model, **options)

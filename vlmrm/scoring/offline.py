@@ -104,11 +104,6 @@ def score_offline(job: OfflineJob, *, rank: int = 0, ranks: int = 1) -> Summary 
     """Score this rank's missing shards; return the summary once the shards of all ranks are there, else None.
 
     A row that cannot be scored, such as a malformed line of a jsonl file, gets its error in the shard.
-
-    Raises:
-        ConfigError: when the folder holds scores of other settings.
-        DataError: when the input cannot be opened, or one of its files cannot be parsed.
-        CheckpointError: when the model cannot be opened.
     """
     rows = job.open_rows()
     total = ShardScoring(job, job.load_scorer(), rows).run(rank, ranks)
@@ -199,9 +194,6 @@ def open_rows(
     """Open files, folders, patterns or hub ids, as `load_sources` does; `reading` says how.
 
     Tables are read by row number, so that a shard needs none before it; a stream is read from its start.
-
-    Raises:
-        DataError: when a path cannot be read, is empty, or has columns of no known layout.
     """
     reading = replace(reading or DataArguments(), bad_rows="skip")
     groups = open_groups(paths, split, reading, streaming, read_answers, LAYOUTS_TO_SCORE)
@@ -290,11 +282,7 @@ class Shards:
         return -(-rows // self.size)
 
     def write(self, number: int, scored: Sequence[ScoredRow]) -> None:
-        """Write a shard atomically.
-
-        Raises:
-            ConfigError: when it cannot be written, as on a full disk; another run can write the missing shards.
-        """
+        """Write a shard atomically."""
         table = pa.Table.from_pylist([_cells(row) for row in scored], schema=SCHEMA)
         with atomic_write(self.path(number)) as temporary:
             pq.write_table(table, temporary)
@@ -310,9 +298,6 @@ class Shards:
         """Write the settings, or compare them with those of the shards in the folder; `model` may have moved.
 
         Of several processes that start together, one writes.
-
-        Raises:
-            ConfigError: naming the settings that differ, or when the folder cannot be made.
         """
         make_folder(self.folder)
         file = self.folder / SETTINGS

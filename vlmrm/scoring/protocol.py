@@ -43,20 +43,12 @@ class PrefixScorer(Protocol):
     """A model that scores an episode after each of its frames: the local and the remote scorer, and some rewards."""
 
     def score_prefixes(self, task: Any, frames: Sequence[Reference]) -> list[float]:
-        """Return the score of each prefix of an episode, [T].
-
-        Raises:
-            RowError: when there is no frame, or with the number of the first prefix that cannot be scored, from 0.
-        """
+        """Return the score of each prefix of an episode, [T]."""
         ...
 
 
 def prefixes_of(task: Any, frames: Sequence[Reference]) -> list[Conversation]:
-    """Return the conversation of each prefix of an episode: its frames up to each one, as the answer to `task`.
-
-    Raises:
-        RowError: when there is no frame.
-    """
+    """Return the conversation of each prefix of an episode: its frames up to each one, as the answer to `task`."""
     if not frames:
         raise RowError("an episode has no frames: give one image or more")
     prompt = read_prompt(task)
@@ -66,11 +58,7 @@ def prefixes_of(task: Any, frames: Sequence[Reference]) -> list[Conversation]:
 
 
 def all_scores(scores: Sequence[float | RowError]) -> list[float]:
-    """Return the scores, when all conversations have one.
-
-    Raises:
-        RowError: of the first conversation without a score, with its index.
-    """
+    """Return the scores, when all conversations have one."""
     for index, score in enumerate(scores):
         if isinstance(score, RowError):
             raise type(score)(f"conversation {index}: {score.reason}") from score
@@ -78,11 +66,7 @@ def all_scores(scores: Sequence[float | RowError]) -> list[float]:
 
 
 def conversations_of(groups: Iterable[Group]) -> list[list[Conversation]]:
-    """Return the conversations of each (prompt, candidates), one for each candidate.
-
-    Raises:
-        RowError: with the index of a group that cannot be read.
-    """
+    """Return the conversations of each (prompt, candidates), one for each candidate."""
     conversations = []
     for index, group in enumerate(groups):
         try:

@@ -30,10 +30,6 @@ def score_on_ray(job: OfflineJob, workers: int) -> Summary | None:
     """Score as `score_offline` does, on `workers` actors of the cluster, each with a GPU where the cluster has any.
 
     The cluster is that of RAY_ADDRESS or, without it, this machine.
-
-    Raises:
-        ConfigError: when Ray is not installed, or the input is a stream.
-        VlmrmError: when a worker fails, with its reason.
     """
     with needs("ray", "scoring on Ray"):
         import ray

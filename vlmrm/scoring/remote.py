@@ -380,11 +380,7 @@ def _requests(
 
 
 def _read_scores(answer: Any, count: int) -> list[float | RowError]:
-    """Return the raw logit of each of `count` items in a service's answer, or its error.
-
-    Raises:
-        RewardError: when the answer is not in the service's format.
-    """
+    """Return the raw logit of each of `count` items in a service's answer, or its error."""
     data = answer.get("data") if isinstance(answer, dict) else None
     rows = data if isinstance(data, list) and all(isinstance(row, dict) for row in data) else []
     if [row.get("index") for row in rows] != list(range(count)):

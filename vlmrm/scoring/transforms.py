@@ -21,11 +21,7 @@ Transform = Callable[[ArrayLike], np.ndarray]
 
 
 def raw(scores: ArrayLike) -> np.ndarray:
-    """Return the scores [N] unchanged, in float64.
-
-    Raises:
-        RewardError: with the index of a score that is not finite. So does every transform.
-    """
+    """Return the scores [N] unchanged, in float64."""
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1:
         raise RewardError(f"the scores of a group have shape {values.shape}: give one number for each answer.")
@@ -77,11 +73,7 @@ class Normalization:
 
     @classmethod
     def of(cls, info: Mapping[str, Any], model: str) -> Normalization:
-        """Return the normalization of a `reward_model.json`; `model` names the checkpoint in the error.
-
-        Raises:
-            CheckpointError: when it has no mean and standard deviation.
-        """
+        """Return the normalization of a `reward_model.json`; `model` names the checkpoint in the error."""
         mean, std = info.get("reward_mean"), info.get("reward_std")
         if mean is None or std is None:
             raise CheckpointError(
@@ -102,12 +94,7 @@ NORMALIZED = "normalized"
 
 
 def transform_named(name: str, info: Mapping[str, Any] | None = None, model: str = "the checkpoint") -> Transform:
-    """Return one of `TRANSFORMS`, or `normalized`, by the mean and std in `info`, the `reward_model.json` of `model`.
-
-    Raises:
-        ConfigError: for another name.
-        CheckpointError: for `normalized` where the checkpoint has not been measured.
-    """
+    """Return one of `TRANSFORMS`, or `normalized`, by the mean and std in `info`, `reward_model.json` of `model`."""
     if name == NORMALIZED:
         return Normalization.of(info or {}, model)
     if name not in TRANSFORMS:

@@ -159,10 +159,6 @@ class Backend(Protocol):
 
         The later of their deadlines counts. A finished job is shared only if none of its items has an error, which may
         be transient, and its result is of one of the job's `revisions`.
-
-        Raises:
-            Overloaded: when its reward's queue has no room for it, or all queues together.
-            QueueAway: when the queue cannot be reached; so do `status`, `wait`, `cancel` and `depth`.
         """
 
     async def take(self, reward: str, budget: int, cached: Collection[str] = ()) -> list[Job]:

@@ -82,12 +82,7 @@ class BodyMiddleware:
             held.release()
 
     async def _read(self, receive: Receive, held: _Held) -> bytes:
-        """Return the whole body.
-
-        Raises:
-            TooLarge, SlowBody, Busy: where it is over a limit.
-            ClientGone: where it was cut off.
-        """
+        """Return the whole body."""
         body = io.BytesIO()  # grows in place, while a join of 200 MB would stop the event loop
         end = min(time.monotonic() + self.limits.body_timeout, current_request().deadline)
         while True:

@@ -18,9 +18,6 @@ def prepare(config: Path, say: Callable[[str], None]) -> None:
     """Prepare the enabled rewards one after the other, with the output of their scripts on the terminal.
 
     A reward that was prepared by the same script, requirements and folders is left as it is.
-
-    Raises:
-        ConfigError: for the first that fails; the following ones are not tried.
     """
     # Preparing serves nothing, so it needs no token.
     rewards = load_settings(config, {"VLMRM_TOKEN": "none"}).reward_args
@@ -30,11 +27,7 @@ def prepare(config: Path, say: Callable[[str], None]) -> None:
 
 
 def prepare_reward(reward: RewardSettings) -> str:
-    """Prepare one reward and return a phrase that says what was done.
-
-    Raises:
-        ConfigError: when that fails; the next call tries again.
-    """
+    """Prepare one reward and return a phrase that says what was done."""
     if not reward.setup_script and not reward.requirements:
         return "nothing to prepare"
     if reward.setup_script and reward.requirements:

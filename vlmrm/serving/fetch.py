@@ -119,9 +119,6 @@ class Fetcher:
 
         Args:
             budget: of all images of the request.
-
-        Raises:
-            MediaError: with the reason, but nothing that a network which is not the client's answered.
         """
         try:
             async with self._slots:

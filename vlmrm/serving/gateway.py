@@ -58,11 +58,7 @@ class Gateway:
         self._tokens = [self.settings.token] if self.settings.token.get_secret_value() else rewards
 
     def authorized_reward(self, request: Request, name: str | None) -> RewardSettings:
-        """Return the reward of that name, if the request's token opens it.
-
-        Raises:
-            UnknownReward, Unauthorized: otherwise.
-        """
+        """Return the reward of that name, if the request's token opens it."""
         try:
             reward = self.service.reward(name)
         except UnknownReward:
@@ -135,11 +131,6 @@ class Gateway:
         Args:
             patience: seconds to wait for room in a full queue, for clients that do not retry later.
             accepted: called with the id of the job once it is accepted.
-
-        Raises:
-            TooLarge, Overloaded, NotServing: when they are not accepted.
-            RewardFailed, TimedOut: when they have no result, or not in time.
-            NotServed: when the request demands a revision that is not served, or no longer when its turn comes.
         """
         context = current_request()
         timeout = min(timeout, context.deadline - time.monotonic())

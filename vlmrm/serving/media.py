@@ -40,9 +40,6 @@ class MediaResolver:
     Args:
         root: the folder below which `file://` references may lie; None refuses them.
         fetcher: of image URLs; None refuses them.
-
-    Raises:
-        ConfigError: when `root` is no folder.
     """
 
     def __init__(self, limits: Limits, root: Path | None, fetcher: Fetcher | None = None):
@@ -175,9 +172,6 @@ def view_npy(data: bytes) -> np.ndarray:
     """Return a view of the array in a .npy file of numbers from an untrusted sender.
 
     numpy's own `load` also opens zip files, and allocates whatever size a header claims.
-
-    Raises:
-        MediaError: for no .npy file, anything but numbers, or data shorter or longer than the header says.
     """
     file = io.BytesIO(data)
     try:

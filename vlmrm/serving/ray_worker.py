@@ -33,11 +33,7 @@ class WorkerActor:
     """A worker's process on the node where Ray has placed this actor."""
 
     async def start(self, python: str, version: str) -> tuple[int, str]:
-        """Start the process by `python`, by default the actor's own, and return its number and its host.
-
-        Raises:
-            ConfigError: when this node has another version of vlmrm than the service, whose scores may differ.
-        """
+        """Start the process by `python`, by default the actor's own, and return its number and its host."""
         if vlmrm.__version__ != version:
             raise ConfigError(f"a node has vlmrm {vlmrm.__version__} and the service {version}: install the same.")
         self._process, channel = await open_process(python or sys.executable)

@@ -141,11 +141,7 @@ class RedisConnection:
         return reply
 
     async def retry(self, call: Callable[[], Awaitable[T]], patience: float | None) -> T:
-        """Return the result of `call`, which is tried again while Redis is away.
-
-        Raises:
-            QueueAway: when Redis has been away for `patience` seconds; never with None.
-        """
+        """Return the result of `call`, which is tried again while Redis is away."""
         end = None if patience is None else time.monotonic() + patience
         for pause in backoff():
             try:

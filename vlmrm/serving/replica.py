@@ -159,11 +159,7 @@ class Replica:
     # Between batches -------------------------------------------------------------------------------------------------
 
     async def switch(self, candidate: Candidate) -> None:
-        """Have `candidate` compute all further batches, and end the worker that did; returns once it does.
-
-        Raises:
-            WorkerDied: when this replica has ended, or does before.
-        """
+        """Have `candidate` compute all further batches, and end the worker that did; returns once it does."""
         await self._take_turn(partial(self._put_in_place, candidate))
 
     async def sleep(self) -> None:
@@ -174,11 +170,7 @@ class Replica:
         await self._take_turn(self._sleep)
 
     async def wake(self) -> None:
-        """End a `sleep`.
-
-        Raises:
-            WorkerDied: as `switch`, and when it cannot be loaded again; that is then tried further.
-        """
+        """End a `sleep`."""
         await self._take_turn(self._wake)
 
     async def _take_turn(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -257,9 +249,6 @@ class Replica:
         """Run batches until `closing`. While a worker that prepares computes one, the next is taken, and no other.
 
         It is taken just in time to be prepared: until then more may come that share computation, or go first.
-
-        Raises:
-            WorkerDied: once all that the worker had is queued again.
         """
         batches: list[asyncio.Task[None]] = []
         try:
@@ -347,11 +336,7 @@ class Replica:
             self._taken -= 1
 
     async def _take(self, worker: WorkerProcess, budget: int, patience: float | None = None) -> list[Job]:
-        """Return the next jobs, of `budget` tokens; none where a turn, or the end of `patience`, comes before.
-
-        Raises:
-            WorkerDied: should the worker die meanwhile.
-        """
+        """Return the next jobs, of `budget` tokens; none where a turn, or the end of `patience`, comes before."""
         taking = asyncio.ensure_future(self.backend.take(self.reward, budget, list(self._recent)))
         try:
             await self._wait(worker, taking, patience=patience)
@@ -376,11 +361,7 @@ class Replica:
     async def _wait(
         self, worker: WorkerProcess | None, *others: asyncio.Future[Any], patience: float | None = None
     ) -> None:
-        """Wait until one of `others` is done, a turn comes, or so many seconds are over.
-
-        Raises:
-            WorkerDied: should the worker die meanwhile.
-        """
+        """Wait until one of `others` is done, a turn comes, or so many seconds are over."""
         turn = asyncio.ensure_future(self._turn_comes.wait())
         try:
             died = set() if worker is None else {worker.died}

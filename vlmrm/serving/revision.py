@@ -27,9 +27,6 @@ def revision_of(engine: str, options: Mapping[str, Any], weights: str, info: Map
             commit that is in the cache.
         weights: such a folder, file or repository; "" for a reward without, or whose worker names them in `info`.
         info: what the worker says about its reward.
-
-    Raises:
-        OSError: when the weights cannot be read.
     """
     settings = {name: value for name, value in options.items() if name not in IRRELEVANT}
     paths = {name: value for name, value in settings.items() if FILES.search(name) and isinstance(value, str)}

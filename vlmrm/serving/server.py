@@ -60,9 +60,6 @@ def serve(config: Path | None, model: str | None, overrides: Mapping[str, Any], 
     Args:
         overrides: settings that take precedence over the file's, such as `port`; None leaves the file's.
         role: `api` answers requests, `workers` computes them: any number of each share one Redis.
-
-    Raises:
-        ConfigError: for settings that cannot work.
     """
     if (config is None) == (model is None):
         raise ConfigError("give either --config FILE or --model CHECKPOINT.")
@@ -88,11 +85,7 @@ def serve(config: Path | None, model: str | None, overrides: Mapping[str, Any], 
 
 
 def check_model(reward: RewardSettings) -> None:
-    """Refuse at once what a worker would find to be no model after it has imported torch.
-
-    Raises:
-        ConfigError: when the folder of a trained model is not there, or holds no checkpoint.
-    """
+    """Refuse at once what a worker would find to be no model after it has imported torch."""
     path = Path(reward.model_path)
     if not is_trained(reward) or reward.ray_address or (is_repository(reward.model_path) and not path.parent.is_dir()):
         return  # on other machines, or in the hub, only a worker can tell
@@ -116,11 +109,7 @@ def raise_file_limit() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address.
-
-    Raises:
-        ConfigError: when the address is not this machine's, or the port is in use or privileged.
-    """
+    """Return a socket that listens at an address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

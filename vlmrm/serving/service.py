@@ -134,11 +134,7 @@ class Service:
     # Rewards and their health ----------------------------------------------------------------------------------------
 
     def reward(self, name: str | None) -> RewardSettings:
-        """Return the reward of that name; for None the only one.
-
-        Raises:
-            UnknownReward: listing those that are served.
-        """
+        """Return the reward of that name; for None the only one."""
         if name is None and len(self.rewards) == 1:
             return next(iter(self.rewards.values()))
         if name not in self.rewards:
@@ -186,12 +182,7 @@ class Service:
         return await self.accept(await self.job(reward, items))
 
     async def job(self, reward: str, items: Sequence[Item], priority: int = 0) -> Job:
-        """Return items for a reward as a job.
-
-        Raises:
-            TooLarge: when the queue could never hold them, or they have too many pixels.
-            NotServing: when the service is stopping, or no worker can load the reward.
-        """
+        """Return items for a reward as a job."""
         self._check_serving(reward)
         max_items, max_bytes = self.settings.queue_limits[reward]
         make = partial(self._make_job, reward, list(items), priority, self.info(reward).get("max_pixels"))
@@ -226,11 +217,6 @@ class Service:
         """Queue a job as of now and return its id; after an error it can be tried again.
 
         While no worker is ready, the revision that will be served is unknown: no earlier result is reused.
-
-        Raises:
-            Overloaded: when the queue is full.
-            NotServing: as `job`.
-            NotServed: when it demands a revision that no worker has.
         """
         self._check_serving(job.reward)
         job.created, job.deadline = time.time(), deadline

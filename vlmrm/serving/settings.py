@@ -221,22 +221,14 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def load_settings(path: Path, environment: Mapping[str, str] = os.environ, **overrides: Any) -> ServiceSettings:
-    """Load settings from a TOML file; `overrides` take precedence, `VLMRM_TOKEN` and the like over both.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Load settings from a TOML file; `overrides` take precedence, `VLMRM_TOKEN` and the like over both."""
     return validate_settings({**load_file(path), **overrides}, str(path), environment)
 
 
 def validate_settings(
     content: dict[str, Any], source: str, environment: Mapping[str, str] = os.environ
 ) -> ServiceSettings:
-    """Return `content` as settings; `source` begins the messages of errors.
-
-    Raises:
-        ConfigError: naming the key; also for an address beyond this machine without a token.
-    """
+    """Return `content` as settings; `source` begins the messages of errors."""
     for key in ("token", "admin_token", "redis_password", "redis_sentinel_password"):
         variable = f"VLMRM_{key.upper()}"
         if environment.get(variable):

@@ -30,11 +30,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def parse(body: bytes, limits: Limits) -> Any:
-    """Return the value of a request's JSON, as `strict_json` does, in a thread where it is large.
-
-    Raises:
-        InvalidRequest: as `strict_json`, and where a column has far more entries than a request may have items.
-    """
+    """Return the value of a request's JSON, as `strict_json` does, in a thread where it is large."""
     small = len(body) < LARGE_BYTES and sum(map(body.count, SYNTAX)) < MANY_SIGNS
     value = strict_json(body, limits) if small else await in_thread(strict_json, body, limits)
     most = max(limits.max_items, ENTRIES)
@@ -54,11 +50,7 @@ async def parse_as(kind: type[Model], body: bytes, limits: Limits) -> Model:
 
 
 def strict_json(body: bytes, limits: Limits) -> Any:
-    """Parse JSON without duplicate keys, NaN or infinity, and within the limits of depth and number of values.
-
-    Raises:
-        InvalidRequest: for what is not JSON, is ambiguous, or would take far more memory than it has bytes.
-    """
+    """Parse JSON without duplicate keys, NaN or infinity, and within the limits of depth and number of values."""
     bare = _bare(body, limits)
     # Before anything is built: a megabyte of `{"a":1},` becomes fifty of Python objects.
     if sum(map(bare.count, (b"[", b"{", b","))) > limits.max_json_values:
@@ -109,11 +101,7 @@ def _problem(body: bytes, bare: bytes, error: ValueError, limits: Limits) -> str
 
 
 def _keys(value: Any, limits: Limits) -> int:
-    """Return how many keys all objects of a value have.
-
-    Raises:
-        InvalidRequest: when it is nested too deep, or has an infinite number or an object of too many keys.
-    """
+    """Return how many keys all objects of a value have."""
     keys, level, depth = 0, [value], 0
     while level:
         if depth > limits.max_json_depth:

@@ -61,11 +61,7 @@ async def computed(compute: Callable[[*Arguments], Result], *arguments: *Argumen
 
 
 def picture_size(data: bytes) -> tuple[int, int]:
-    """Return width and height of a picture, whose header is read once in a request; for `computed` or a thread.
-
-    Raises:
-        MediaError: as `image_size`.
-    """
+    """Return width and height of a picture, whose header is read once in a request; for `computed` or a thread."""
     sizes = current_request().sizes
     if data not in sizes:
         with suppress(RuntimeError):

@@ -101,13 +101,7 @@ class VLLM:
             return {"error": str(error)}
 
     def score(self, conversation: Conversation) -> float:
-        """Return the raw logit of a conversation.
-
-        Raises:
-            RowError: when the server cannot be sent such a conversation.
-            Unavailable: when the server has been away for `timeout` seconds.
-            RewardError: when it refuses the conversation, or does not return one number.
-        """
+        """Return the raw logit of a conversation."""
         return self._number(self._ask(self.body(conversation)))
 
     def body(self, conversation: Conversation, **options: Any) -> dict[str, Any]:

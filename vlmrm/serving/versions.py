@@ -148,10 +148,6 @@ class Versions:
         """Have the model of `request` compute the reward, in all processes with workers; this one's do at the return.
 
         It goes on where its caller is cancelled.
-
-        Raises:
-            CannotSwitch: saying why; the old model then still computes it.
-            QueueAway: as `Backend.save_record`; nothing is changed then.
         """
         await self._change_alone(request.model, "")
 

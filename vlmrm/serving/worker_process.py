@@ -39,11 +39,7 @@ class RewardRaised(Exception):
 
 
 async def open_process(python: str) -> tuple[asyncio.subprocess.Process, socket.socket]:
-    """Return a worker's process, started by `python`, and the service's end of its channel.
-
-    Raises:
-        WorkerDied: when it cannot be started.
-    """
+    """Return a worker's process, started by `python`, and the service's end of its channel."""
     local, remote = socket.socketpair()
     # Only this process and its child have the channel, so that nobody else can forge a result; options, which may
     # hold secrets, go through it and not through the command line.
@@ -89,12 +85,7 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, spec: WorkerSpec) -> WorkerProcess:
-        """Return a process that has loaded its reward.
-
-        Raises:
-            WorkerDied: when it cannot be started, or has not loaded in `load_timeout` seconds.
-            CannotLoad: when its configuration is wrong, or its model is no checkpoint.
-        """
+        """Return a process that has loaded its reward."""
         process, local = await cls._open(spec)
         reader, writer = await asyncio.open_connection(sock=local)
         worker = cls(process, reader, writer, spec.silence)
@@ -122,11 +113,6 @@ class WorkerProcess:
         Args:
             requests: ids of the requests that sent them, for the worker's log.
             begun: is done once their computation begins, where the reward prepares the next items meanwhile.
-
-        Raises:
-            RewardRaised: with what it raised.
-            WorkerDied: when the process ends, or takes longer than `timeout` seconds and is killed; they count from
-                when all that was sent before is answered.
         """
         message = {"items": list(items), "requests": list(requests)}
         response = await self._ask(message, timeout, f"hung for {timeout:g} s", begun)
@@ -136,12 +122,7 @@ class WorkerProcess:
         return list(map(read_outcome, response["outcomes"])), response["seconds"], response["preparing"]
 
     async def control(self, action: str, timeout: float) -> None:
-        """Have the reward's method `action` run, between two batches.
-
-        Raises:
-            RewardRaised: with what it raised.
-            WorkerDied: as `score`.
-        """
+        """Have the reward's method `action` run, between two batches."""
         response = await self._ask({"control": action}, timeout, f"hung for {timeout:g} s")
         if response["kind"] == "failed":
             raise RewardRaised(response["error"])

@@ -32,11 +32,7 @@ LEAST = {
 
 
 def check_launcher() -> None:
-    """Refuse the environment of half a launcher, which torch would wait with or answer with a traceback.
-
-    Raises:
-        ConfigError: naming the variable.
-    """
+    """Refuse the environment of half a launcher, which torch would wait with or answer with a traceback."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not (value := os.environ.get(name, "0")).isdigit():
             raise ConfigError(f"{name} is {value!r} in the environment: it must be a whole number, or not be set.")

@@ -158,11 +158,7 @@ class RowTally:
     trained_before: bool = False  # in the run that this one resumes
 
     def add(self, rows: int, dropped: int, weight: float) -> None:
-        """Count one step.
-
-        Raises:
-            TrainingError: when `PATIENCE` rows were left out and none was trained on.
-        """
+        """Count one step."""
         self.rows += rows + dropped
         self.dropped += dropped
         self.weight += weight

@@ -44,11 +44,7 @@ class RunArguments:
 
     @classmethod
     def parse(cls, config: Configuration, program: str, **keys: Any) -> RunArguments:
-        """Return the keys of a configuration, of which `keys` override some.
-
-        Raises:
-            ConfigError: as `vlmrm.config.parse` does.
-        """
+        """Return the keys of a configuration, of which `keys` override some."""
         parsed = parse((ModelArguments, DataArguments, RewardTrainingArguments), config, program, **keys)
         return cls(*parsed, written=frozenset(written_keys(config) | keys.keys()))
 
@@ -326,11 +322,7 @@ def _numel(weight: Any) -> int:
 
 
 def check_disk(folder: Path, needed: int, saves: int) -> Iterator[str]:
-    """Refuse a disk without room for one checkpoint; remark on one without room for `saves` of them.
-
-    Raises:
-        TrainingError: naming the folder and both sizes.
-    """
+    """Refuse a disk without room for one checkpoint; remark on one without room for `saves` of them."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

@@ -60,11 +60,7 @@ ENVIRONMENT = {
 
 
 def read_engines(args: RewardTrainingArguments) -> None:
-    """Bring `deepspeed` and `fsdp` into the form that transformers takes.
-
-    Raises:
-        ConfigError: for an engine that is unknown, absent, or set beside another, and for a key that is not supported.
-    """
+    """Bring `deepspeed` and `fsdp` into the form that transformers takes."""
     for key, why in UNSUPPORTED.items():
         if getattr(args, key):
             raise ConfigError(f"{key}: {why}.")
@@ -94,11 +90,7 @@ def _fsdp(value: Any) -> Any:
 
 
 def _fsdp_config(value: Any) -> dict[str, Any] | None:
-    """Return `fsdp_config`, a mapping, its JSON or the path of a file with it, without the prefixes of its keys.
-
-    Raises:
-        ConfigError: when it is none of them, or has a key or value that is not supported.
-    """
+    """Return `fsdp_config`, a mapping, its JSON or the path of a file with it, without the prefixes of its keys."""
     if isinstance(value, str) and not value.startswith("{"):
         if not Path(value).is_file():
             raise ConfigError(f"fsdp_config names {value}, which is not there: give a path such as fsdp2.json.")
@@ -121,11 +113,7 @@ def _fsdp_config(value: Any) -> dict[str, Any] | None:
 
 
 def check_engine_files(args: RewardTrainingArguments) -> None:
-    """Refuse what the engines' configurations say that is not computed here, or twice.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Refuse what the engines' configurations say that is not computed here, or twice."""
     for path in ("sequence_parallel_size", "tensor_parallel.autotp_size"):
         if args.deepspeed and (args.hf_deepspeed_config.get_value(path) or 0) > 1:
             raise ConfigError(f"deepspeed: {path}: {PIECES}.")
@@ -150,11 +138,7 @@ CHECKPOINTING_KEYS = (*LAYER_KEYS, "use_reentrant", "preserve_rng_state", "deter
 
 
 def check_checkpointing(args: RewardTrainingArguments) -> None:
-    """Refuse keys of activation checkpointing that torch does not know, and offloading where there is nothing to save.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Refuse keys of activation checkpointing that torch does not know, and offloading with nothing to save."""
     keys: Any = args.gradient_checkpointing_kwargs or {}  # as the newer key says, where it is the one that is set
     for key in keys:
         if key not in CHECKPOINTING_KEYS:
@@ -194,11 +178,7 @@ def engine_environment() -> Generator[None]:
 
 
 def check_environment(args: RewardTrainingArguments) -> None:
-    """Refuse an engine that accelerate's environment sets and the configuration does not.
-
-    Raises:
-        ConfigError: naming the variable.
-    """
+    """Refuse an engine that accelerate's environment sets and the configuration does not."""
     own = {"ACCELERATE_USE_DEEPSPEED": args.deepspeed, "ACCELERATE_USE_FSDP": args.fsdp}
     for name, instead in ENVIRONMENT.items():
         if os.environ.get(name, "").lower() not in ("", "0", "false", "no") and not own.get(name):
@@ -253,11 +233,7 @@ REFUSED = (
 
 
 def check_combination(model: ModelArguments, args: RewardTrainingArguments) -> None:
-    """Refuse a part of the run that its engine does not carry.
-
-    Raises:
-        ConfigError: naming both, and what to do instead.
-    """
+    """Refuse a part of the run that its engine does not carry."""
     engine = engine_of(args)
     for refused in REFUSED:
         if engine in refused.engines and refused.uses(model, args):

@@ -86,11 +86,7 @@ def _birth(pid: int) -> str | None:
 
 @contextmanager
 def output_lock(args: TrainingArguments) -> Generator[None]:
-    """Hold `output_dir`, of which the first process locks a file while it trains.
-
-    Raises:
-        ConfigError: when another training holds it, or the folder cannot be written.
-    """
+    """Hold `output_dir`, of which the first process locks a file while it trains."""
     folder = Path(str(args.output_dir))
     if args.process_index != 0:
         yield
@@ -107,11 +103,7 @@ def output_lock(args: TrainingArguments) -> Generator[None]:
 
 @contextmanager
 def locked(folder: Path, wait: float) -> Generator[None]:
-    """Hold the lock of a run's folder; on a file system without locks, refuse only a process of this machine.
-
-    Raises:
-        ConfigError: when another training holds it after `wait` seconds.
-    """
+    """Hold the lock of a run's folder; on a file system without locks, refuse only a process of this machine."""
     owner = Owner.read(folder)
     holder = f" ({owner})" if owner else ""
     refusal = f"another training is writing into {folder}{holder}: wait for its end, or choose another --output_dir."
@@ -126,11 +118,7 @@ def locked(folder: Path, wait: float) -> Generator[None]:
 
 
 def check_unlocked(folder: Path) -> None:
-    """Refuse a folder in which another process trains now, without writing into it.
-
-    Raises:
-        ConfigError: naming that process, where it is known.
-    """
+    """Refuse a folder in which another process trains now, without writing into it."""
     if (folder / TRAINING_LOCK).exists():
         with locked(folder, wait=0.0):
             pass
@@ -156,10 +144,6 @@ def choose_restart(args: TrainingArguments) -> Restart:
     """Choose what a run goes on from by `resume_from_checkpoint`: a folder, or with `auto` the newest complete one.
 
     It only reads. A checkpoint that was never complete, or is not any more, is passed over.
-
-    Raises:
-        ConfigError: for a fresh start in a folder that holds a training already.
-        CheckpointError: when a checkpoint was complete, and none verifies any more.
     """
     choice = str(args.resume_from_checkpoint or "false")
     output = Path(str(args.output_dir))
@@ -201,9 +185,6 @@ def set_aside(folder: Path) -> Path:
     """Rename a broken checkpoint, so that nothing takes it for one, and return its new path.
 
     One that was never complete replaces the last such one: a run that is often killed would else fill the disk.
-
-    Raises:
-        CheckpointError: when the file system does not permit it.
     """
     was_complete = (folder / COMPLETE).exists()
     target = folder.with_name(f"{DAMAGED if was_complete else INCOMPLETE}-{folder.name}")

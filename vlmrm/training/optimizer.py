@@ -40,11 +40,7 @@ def rate_of(args: RewardTrainingArguments, group: Mapping[str, Any]) -> float:
 
 
 def check_rates(args: RewardTrainingArguments, model: nn.Module) -> None:
-    """Refuse a learning rate of a part that is not trained; adapters must be in the model.
-
-    Raises:
-        ConfigError: naming the key.
-    """
+    """Refuse a learning rate of a part that is not trained; adapters must be in the model."""
     trained = trained_by_part(model)
     for part in rates(args):
         if part == MERGER and not has_merger(model):
@@ -61,9 +57,6 @@ def split_groups(optimizer: Any, args: RewardTrainingArguments, model: nn.Module
     """Split the groups of an optimizer by part of the model, each with its own learning rate; weight decay stays.
 
     Groups say their `part`; without separate rates they stay as HF makes them.
-
-    Raises:
-        ConfigError: when the optimizer has groups of its own, which would not see the rates.
     """
     trained, separate = trained_by_part(model), rates(args)
     part_by_weight = {id(weight): part for part in separate for weight in trained[part]}
@@ -117,11 +110,7 @@ def optimizer_bytes(optim: str, width: int = 4) -> float:
 
 
 def check_optimizer(args: RewardTrainingArguments, written: Container[str]) -> Iterator[str]:
-    """Refuse an optimizer that cannot run here, or not with this engine; remark on one that is not what it says.
-
-    Raises:
-        ConfigError: naming the key and what to write instead.
-    """
+    """Refuse an optimizer that cannot run here, or not with this engine; remark on one that is not what it says."""
     optim = OptimizerNames(args.optim).value
     if uses_bitsandbytes(optim) and find_spec("bitsandbytes") is None:
         raise ConfigError(missing(f"optim: {optim}", "bitsandbytes", "qlora"))

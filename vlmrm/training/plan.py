@@ -161,11 +161,7 @@ def token_figures(part: Survey) -> dict[str, float]:
 
 
 def plan_training(argv: Sequence[str]) -> TrainingPlan:
-    """Plan the training of a configuration, given as the words of `vlmrm train`.
-
-    Raises:
-        ConfigError: when the words cannot be parsed.
-    """
+    """Plan the training of a configuration, given as the words of `vlmrm train`."""
     run = RunArguments.parse(argv, "vlmrm plan")
     errors, remarks = problems(run)
     paths = {key: run.value(key) for key in ("model_name_or_path", "dataset_path", "output_dir")}
@@ -205,11 +201,7 @@ def launch(run: RunArguments, ranks: int) -> str:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse an `output_dir` that could not be made or written, without making it.
-
-    Raises:
-        ConfigError: naming the folder that is not writable.
-    """
+    """Refuse an `output_dir` that could not be made or written, without making it."""
     with plain_write_errors(folder, "output_dir"), tempfile.TemporaryFile(dir=existing_parent(folder)):
         pass
 

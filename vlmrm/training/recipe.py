@@ -163,11 +163,7 @@ def default_model(machine: Machine) -> str:
 
 
 def choose_method(parameters: float, machine: Machine) -> Method:
-    """Return how a model of so many parameters is trained: whole where it fits, else LoRA, else QLoRA.
-
-    Raises:
-        ConfigError: when it does not fit in 4 bits.
-    """
+    """Return how a model of so many parameters is trained: whole where it fits, else LoRA, else QLoRA."""
     room = USABLE * (machine.gpu_bytes if machine.gpus else machine.host_bytes)
     whole, half = parameters * FULL_BYTES, parameters * HALF_BYTES
     size = f"{parameters / 1e6:.3g} M parameters" if parameters < 1e9 else f"{parameters / 1e9:.2g} B parameters"
@@ -194,11 +190,7 @@ def choose_method(parameters: float, machine: Machine) -> Method:
 
 
 def choose(data: DataFacts, model: ModelFacts, machine: Machine, name: str = "config.yaml") -> Recipe:
-    """Return a configuration of these data, this model and this machine, written as the file `name`.
-
-    Raises:
-        ConfigError: when the model does not fit.
-    """
+    """Return a configuration of these data, this model and this machine, written as the file `name`."""
     method = choose_method(model.parameters, machine)
     small = model.parameters <= SMALL
     max_pixels = _max_pixels(data, machine)
@@ -300,11 +292,7 @@ def _cadence(evaluates: bool, every: int, steps: int) -> list[tuple[str, Any, st
 
 
 def facts_of_data(arguments: DataArguments) -> DataFacts:
-    """Read a sample of the rows, and the sizes of their images.
-
-    Raises:
-        DataError: when the data cannot be read, or a tenth of the sample cannot.
-    """
+    """Read a sample of the rows, and the sizes of their images."""
     dataset: Any = load_comparisons(arguments.dataset_path, arguments=arguments)
     count = len(dataset)
     chosen = np.sort(np.random.default_rng(0).choice(count, min(SAMPLE, count), replace=False))
@@ -367,11 +355,7 @@ def _held_out(dataset: Any, count: int) -> tuple[float, int]:
 
 
 def facts_of_model(name: str) -> ModelFacts:
-    """Return the size of a checkpoint, by its configuration, or by its name where the hub cannot be reached.
-
-    Raises:
-        CheckpointError: when it is neither here nor named by its size.
-    """
+    """Return the size of a checkpoint, by its configuration, or by its name where the hub cannot be reached."""
     size = re.search(r"(\d+(?:\.\d+)?)B\b", name)
     if size and not Path(name).is_dir():
         return ModelFacts(name, float(size[1]) * 1e9 * 1.1)  # names count the language model alone

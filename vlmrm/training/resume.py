@@ -66,10 +66,6 @@ def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
     """Return the checkpoint that a run goes on from, None for a fresh start, and set broken ones aside.
 
     The first process chooses for all.
-
-    Raises:
-        ConfigError: as `choose_restart` does, or when a machine does not have the checkpoint.
-        CheckpointError: when the checkpoint is broken or has no optimizer state.
     """
     restart = from_first_rank(lambda: restart_of(args, mended=True))
     path = restart.checkpoint
@@ -91,11 +87,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> Path | None:
 
 
 def restart_of(args: TrainingArguments, mended: bool) -> Restart:
-    """Return what a run goes on from, once its checkpoint was verified; with `mended` broken ones are set aside.
-
-    Raises:
-        ConfigError, CheckpointError: as `checkpoint_to_resume` does.
-    """
+    """Return what a run goes on from, once its checkpoint was verified; with `mended` broken ones are set aside."""
     restart = choose_restart(args)
     path = restart.checkpoint
     if path is not None:
@@ -135,11 +127,7 @@ def training_settings(
 
 
 def check_base(checkpoint: Path, base: str, digest: str | None) -> None:
-    """Refuse to resume an adapter on a base with other weights; `digest` is of those of `base`, None for no adapter.
-
-    Raises:
-        CheckpointError: when the checkpoint has another digest.
-    """
+    """Refuse to resume an adapter on a base with other weights; `digest` is that of `base`, None for no adapter."""
     if digest is not None and (read_reward_file(checkpoint) or {}).get("base_digest") != digest:
         raise CheckpointError(
             f"model_name_or_path has other weights than it had ({base}): give the base that {checkpoint} was trained "
@@ -152,11 +140,7 @@ def save_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def check_settings(checkpoint: Path, settings: dict[str, Any]) -> list[str]:
-    """Compare the settings of a run with those of the checkpoint that it resumes, and return the changes in words.
-
-    Raises:
-        ConfigError: when a key changed that a resumed run cannot change.
-    """
+    """Compare the settings of a run with those of the checkpoint that it resumes, and return the changes in words."""
     before = read_json_of(checkpoint, SETTINGS)
     if before is None:
         raise CheckpointError(
@@ -197,11 +181,7 @@ def is_lost_rank(error: BaseException) -> bool:
 
 @contextmanager
 def plain_rank_errors() -> Generator[None]:
-    """Turn the errors of ranks whose neighbour has ended into one sentence: why is in what that one said.
-
-    Raises:
-        TrainingError: with what to do.
-    """
+    """Turn the errors of ranks whose neighbour has ended into one sentence: why is in what that one said."""
     try:
         yield
     except RuntimeError as error:
@@ -214,11 +194,7 @@ def plain_rank_errors() -> Generator[None]:
 
 
 def from_first_rank(compute: Callable[[], T]) -> T:
-    """Return on every rank the result of `compute` on the first, which alone calls it. Every rank must call this.
-
-    Raises:
-        VlmrmError: on every rank, when `compute` raises it on the first.
-    """
+    """Return on every rank the result of `compute` on the first, which alone calls it. Every rank must call this."""
     if not dist.is_initialized():
         return compute()
     results: list[Any] = [None]

@@ -136,11 +136,7 @@ def _completed(
 
 
 def _adopt(args: RewardConfig, peft_config: LoraConfig) -> None:
-    """Set the keys of LoRA to the values of a `LoraConfig`.
-
-    Raises:
-        ConfigError: when it sets anything for which there is no key.
-    """
+    """Set the keys of LoRA to the values of a `LoraConfig`."""
     from peft import LoraConfig
 
     keys = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}

@@ -57,11 +57,7 @@ class CompleteCheckpoints(Trainer):
 
     @contextmanager
     def _saving(self, folder: Path) -> Generator[None]:
-        """Save a complete checkpoint: the files saved inside, then those of `save_extras`, then `COMPLETE.json`.
-
-        Raises:
-            TrainingError: when weights are not finite, or a file cannot be written.
-        """
+        """Save a complete checkpoint: the files saved inside, then those of `save_extras`, then `COMPLETE.json`."""
         self._check_finite()
         try:
             if self.args.should_save and folder.exists():

@@ -31,9 +31,6 @@ def describe(plugin: Any, model: nn.Module, reward_model: RewardModel, half: tor
     """Tell accelerate's plugin what to shard apart and what to compute in `half` (None: in float32).
 
     `model` is `reward_model`, or the adapters around it. Call it before accelerate prepares the model.
-
-    Raises:
-        ConfigError: when this torch is too old, or the model cannot be sharded as the plugin says.
     """
     for owner, name in NEEDED.items():
         if not hasattr(owner, name):

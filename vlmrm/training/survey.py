@@ -68,11 +68,7 @@ def can_evaluate(pairs: dict[str, torch.Tensor]) -> bool:
 
 
 def survey(dataset: Any, collator: ComparisonCollator, has_use: HasUse, seed: int, limit: int = SAMPLE) -> Survey:
-    """Read a random sample of at most `limit` rows as the training reads them; of a stream its first rows.
-
-    Raises:
-        RowError: for a row that the training would stop at, as `bad_rows` and `overlong` say.
-    """
+    """Read a random sample of at most `limit` rows as the training reads them; of a stream its first rows."""
     collator = dataclasses.replace(collator, irrelevant=None)  # it would remember these rows as donors
     result = Survey(len(dataset) if isinstance(dataset, Sized) else None)
     for position, row in _sample(dataset, seed, limit):
@@ -116,11 +112,7 @@ def _kind(error: RowError) -> str:
 
 
 def check_survey(result: Survey, key: str, max_dropped_share: float, requirement: str) -> None:
-    """Refuse data of which too much, or all, would be left out.
-
-    Raises:
-        TrainingError: naming `key`, the share, and the reasons by count.
-    """
+    """Refuse data of which too much, or all, would be left out."""
     rows = f"the {result.sampled} rows" if result.rows == result.sampled else f"{result.sampled} sampled rows"
     if not result.useful:
         why = f"can be used ({result.last_reason})" if result.last_reason else requirement
@@ -138,9 +130,6 @@ def look_through(dataset: Any, seed: int, irrelevant: bool) -> Iterator[str]:
 
     Args:
         irrelevant: refuse rows of which none has a prompt that is irrelevant to another's.
-
-    Raises:
-        ConfigError: when there is no such prompt: irrelevant queries would do nothing.
     """
     repeats, subjects, unrelated = Repeats(), set(), False
     margins: list[float] = []

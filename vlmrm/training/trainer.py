@@ -389,11 +389,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         return not self.row_tally.nothing_trained()
 
     def save_final(self, folder: Path) -> None:
-        """Save the model, without optimizer state, as a complete checkpoint.
-
-        Raises:
-            TrainingError: when the run trained on no row.
-        """
+        """Save the model, without optimizer state, as a complete checkpoint."""
         self.row_tally.check()
         with self._saving(folder):
             self.save_model(str(folder), _internal_call=True)

@@ -176,11 +176,7 @@ class Benchmark(Strict):
         ]
 
     def translate(self, cells: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a row of the published schema, without its empty cells, in one of the layouts of docs/data.md.
-
-        Raises:
-            RowError: naming a cell that is wrong.
-        """
+        """Return a row of the published schema, without its empty cells, in one of the layouts of docs/data.md."""
         row = {
             key: [cells[column] for column in source] if isinstance(source, list) else cells[source]
             for key, source in self.columns.items()
@@ -199,11 +195,7 @@ class Benchmark(Strict):
         return row if self.adapt is None else row | ADAPTERS[self.adapt](cells, self.groups)
 
     def read(self, row: Mapping[str, Any], row_id: str, resolve: Callable[[Any], Any]) -> Comparison:
-        """Return the comparison of one row; `resolve` makes its media references openable from anywhere.
-
-        Raises:
-            RowError: naming the row and the cell that is missing or wrong.
-        """
+        """Return the comparison of one row; `resolve` makes its media references openable from anywhere."""
         cells = {name: value for name, value in row.items() if value is not None and value == value}  # NaN in a csv
         if missing := [name for name in self.required if name not in cells]:
             raise RowError(f"{', '.join(missing)} is empty, which {self.title} needs: check the copy", row_id)
@@ -215,9 +207,6 @@ class Benchmark(Strict):
         """Return the benchmark's figures from scored pairs (columns: see `scored_frame`), shares from 0 to 1.
 
         A figure that averages over parts is left out when one of the parts has no pair. Equal scores are wrong.
-
-        Raises:
-            DataError: when there are no pairs, a score is not finite, or a column that the rule needs is absent.
         """
         if frame.empty:
             raise DataError(f"{self.title} cannot be scored: there are no scored pairs")
@@ -230,11 +219,7 @@ class Benchmark(Strict):
         return {name: float(value) for name, value in RULES[self.rule](frame, self.groups).items()}
 
     def estimate(self, frame: pd.DataFrame) -> dict[str, Estimate]:
-        """Return `score` with intervals for prompts as units (see `with_intervals`), and what each figure rests on.
-
-        Raises:
-            DataError: as `score` does.
-        """
+        """Return `score` with intervals for prompts as units (see `with_intervals`), and what each figure rests on."""
         figures = self.score(frame)
         units = frame[f"by/{self.unit}" if self.unit else "prompt_id"].to_numpy()
         rows = {name: rows_of(name, frame, self.groups) for name in figures}
@@ -242,11 +227,7 @@ class Benchmark(Strict):
 
 
 def read_benchmark(path: Path) -> Benchmark:
-    """Return the benchmark of a file; keys that it lacks come from the file that its key `like` names.
-
-    Raises:
-        ConfigError: naming the file and the key that is wrong.
-    """
+    """Return the benchmark of a file; keys that it lacks come from the file that its key `like` names."""
     content = load_file(path)
     if like := content.pop("like", None):
         content = load_file(path.with_name(f"{like}.yaml")) | content
@@ -257,11 +238,7 @@ def read_benchmark(path: Path) -> Benchmark:
 
 @cache
 def benchmark(name: str) -> Benchmark:
-    """Return the benchmark of that name.
-
-    Raises:
-        ConfigError: naming the nearest one and all there are.
-    """
+    """Return the benchmark of that name."""
     if reason := ABSENT.get(name):
         raise ConfigError(f"the benchmark {name} is not offered: {reason} (there are {', '.join(BENCHMARKS)})")
     if name not in BENCHMARKS:
@@ -295,10 +272,6 @@ def load_benchmark(name: str, path: str | None = None, arguments: DataArguments 
     `path` is a local copy: a folder, or its table (parquet, json, jsonl or csv). Without it the rows come from the
     hub, for benchmarks whose tables hold their pictures. Of `arguments` only `image_root`, `path_rewrites`,
     `max_eval_samples` and `split_seed` are read.
-
-    Raises:
-        ConfigError: when there is no benchmark of that name.
-        DataError: when there are no data (saying where to get them), or they lack the benchmark's columns.
     """
     chosen, arguments = benchmark(name), arguments or DataArguments()
     sources = [
@@ -364,11 +337,7 @@ def _open(chosen: Benchmark, location: str, split: str, config: str | None) -> l
 
 
 def _as_lists(chosen: Benchmark, source: Source, naming: Callable[[Any], Hashable]) -> Source:
-    """Return the table with a row for each list of two or more of its rows.
-
-    Raises:
-        DataError: when there is none.
-    """
+    """Return the table with a row for each list of two or more of its rows."""
     from datasets import Dataset
 
     lists: dict[Hashable, list[Mapping[str, Any]]] = {}

@@ -106,11 +106,7 @@ def rm_bench(row: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
 
 
 def interleaved(text: str | None, images: Sequence[Any] | None) -> list[Part | str]:
-    """Return texts and images in reading order; images without a slot in the text come last.
-
-    Raises:
-        RowError: when the text has more slots than there are images.
-    """
+    """Return texts and images in reading order; images without a slot in the text come last."""
     texts = SLOT.split(text or "")
     media = [Image(read_reference(image)) for image in images or ()]
     if len(texts) - 1 > len(media):

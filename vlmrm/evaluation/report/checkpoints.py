@@ -92,23 +92,14 @@ class Checkpoint:
 
 
 def read_frames(sources: Sequence[pd.DataFrame | str | Path]) -> list[pd.DataFrame]:
-    """Return the frames, and for each path the frame in the `.scores.parquet` that it names or that is beside it.
-
-    Raises:
-        ConfigError: when there is none, or no source at all.
-        DataError: when it cannot be read.
-    """
+    """Return the frames, and for each path the frame in the `.scores.parquet` that it names or that is beside it."""
     if not sources:
         raise ConfigError("there is nothing to report: name the output_file of at least one evaluation.")
     return [source if isinstance(source, pd.DataFrame) else _read(Path(source)) for source in sources]
 
 
 def scores_path(path: Path) -> Path:
-    """Return the path of the scored pairs: `path` itself, or the file beside a table or its details.
-
-    Raises:
-        ConfigError: for a name that is none of these.
-    """
+    """Return the path of the scored pairs: `path` itself, or the file beside a table or its details."""
     if path.suffix not in (".csv", ".json", ".parquet"):
         raise ConfigError(f"{path} is no file of an evaluation: give its .csv, .json or .scores.parquet.")
     return path if path.suffix == ".parquet" else path.with_suffix(".scores.parquet")
@@ -127,12 +118,7 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def split(frames: Sequence[pd.DataFrame]) -> tuple[list[Checkpoint], list[str]]:
-    """Return the checkpoints of all frames, by model and step, and a sentence about each that cannot be shown.
-
-    Raises:
-        ConfigError: when a checkpoint is in two frames.
-        DataError: when a frame lacks a column, or no checkpoint can be shown.
-    """
+    """Return the checkpoints of all frames, by model and step, and a sentence about each that cannot be shown."""
     rows_by_key: dict[tuple[str, str], pd.DataFrame] = {}
     for frame in frames:
         missing = [name for name in NEEDED if name not in frame]
@@ -193,11 +179,7 @@ class Choice:
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:
-    """Return the results (.json) beside the paths that have them; frames, and pairs without a sweep, have none.
-
-    Raises:
-        ConfigError: when they cannot be read, or are of another version.
-    """
+    """Return the results (.json) beside the paths that have them; frames, and pairs without a sweep, have none."""
     pairs = [scores_path(Path(source)) for source in sources if not isinstance(source, pd.DataFrame)]
     beside = [path.with_name(path.name.removesuffix(".parquet").removesuffix(".scores") + ".json") for path in pairs]
     return [load_results(path) for path in beside if path.is_file()]

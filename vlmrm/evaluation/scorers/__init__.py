@@ -18,11 +18,7 @@ from vlmrm.modeling.manifest import read_json_of
 
 
 def scorer_entries(texts: Sequence[str]) -> list[Entry]:
-    """Return the entries that the key `scorer` names.
-
-    Raises:
-        ConfigError: when one has no form that is known, is named twice, or cannot be what it says.
-    """
+    """Return the entries that the key `scorer` names."""
     entries = [entry for text in texts for entry in _entries(read_spec(text))]
     names = [(entry.model, entry.checkpoint) for entry in entries]
     for entry, name in zip(entries, names, strict=True):

@@ -89,11 +89,7 @@ class HubEntry(CheckpointEntry):
 
 
 def snapshot(hub_id: str) -> Path:
-    """Return the folder of all files of a repository, which are downloaded once.
-
-    Raises:
-        CheckpointError: when they cannot be.
-    """
+    """Return the folder of all files of a repository, which are downloaded once."""
     try:
         return Path(snapshot_download(hub_id, local_files_only=not hub_answers()))
     except (HfHubHTTPError, HFValidationError, OSError) as error:

@@ -118,12 +118,7 @@ class _Classifier(ConversationScorer):
         return [results[index] for index in range(len(conversations))]
 
     def _rendered(self, conversation: Conversation) -> Any:
-        """Return the model's inputs for one conversation: tensors [1, T], and those of its images.
-
-        Raises:
-            OverlongError: when it has more tokens than the model has positions for.
-            RowError: when it cannot be rendered.
-        """
+        """Return the model's inputs for one conversation: tensors [1, T], and those of its images."""
         _ = conversation.answer  # raises where there is none
         if self.processor.chat_template is not None:
             written = [self._message(message) for message in conversation.messages]
@@ -195,11 +190,7 @@ class _Classifier(ConversationScorer):
 
 
 def _label(entry: ClassifierEntry, config: Any) -> tuple[tuple[int | None, int], str]:
-    """Return the logit to subtract, if any, and the logit of the score, and both in words.
-
-    Raises:
-        ConfigError: when a label is to be chosen, or there is none of the name.
-    """
+    """Return the logit to subtract, if any, and the logit of the score, and both in words."""
     names = [str(config.id2label[number]) for number in range(config.num_labels)]
     if entry.label is not None:
         if entry.label not in names:

@@ -54,11 +54,7 @@ class ConversationScorer(ABC):
         return [name for name in self.args.interventions if name not in self.limits]
 
     def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
-        """Return the score of each conversation, or why it has none.
-
-        Raises:
-            RewardError: when scoring cannot go on.
-        """
+        """Return the score of each conversation, or why it has none."""
         raise NotImplementedError
 
     def score_groups(self, groups: Sequence[Sequence[Conversation]]) -> list[Compared | RowError]:
@@ -117,12 +113,7 @@ class ConversationScorer(ABC):
         return unit
 
     def _shown(self, comparison: Comparison) -> tuple[_ConversationGroup, bool]:
-        """Return the conversations as the scorer is shown them, and whether media are left out.
-
-        Raises:
-            RewardError: when there are media that it cannot see and that may not be left out.
-            RowError: when a medium is no reference.
-        """
+        """Return the conversations as the scorer is shown them, and whether media are left out."""
         conversations = comparison.conversations()
         media = [medium for c in conversations for message in c.messages for medium in message.media]
         unseen = next((medium.kind for medium in media if medium.kind not in self.sees), None)
@@ -184,12 +175,7 @@ class ConversationScorer(ABC):
         return checked(row)
 
     def _dropped(self, error: RowError, row_id: str) -> RowError:
-        """Return the error of a row that may be left out.
-
-        Raises:
-            RowError: when it may not, and its media are at fault.
-            RewardError: when it may not, and the scorer is.
-        """
+        """Return the error of a row that may be left out."""
         named = type(error)(error.reason, row_id)
         policy = self.reading.overlong if isinstance(error, OverlongError) else self.reading.bad_rows
         if policy in ("skip", "drop", None):

@@ -19,11 +19,7 @@ logger = logging.getLogger("vlmrm")
 
 
 class FunctionEntry(Entry):
-    """A function of `vlmrm.conversation.Conversation`s, each of which ends with the answer to score.
-
-    Raises:
-        ConfigError: when there is no such function.
-    """
+    """A function of `vlmrm.conversation.Conversation`s, each of which ends with the answer to score."""
 
     def __init__(self, spec: Spec):
         spec.take(())

@@ -59,11 +59,7 @@ POINTWISE_FORM = (
 
 
 class JudgeEntry(Entry):
-    """A judge by its model's name and its address.
-
-    Raises:
-        ConfigError: when the specification lacks one, or an option means nothing.
-    """
+    """A judge by its model's name and its address."""
 
     def __init__(self, spec: Spec):
         model, at, url = spec.body.partition("@http")

@@ -34,11 +34,7 @@ PUBLISHED = {
 
 
 def reward_entries(spec: Spec) -> list[RewardEntry]:
-    """Return an entry for each reward of a YAML file, or for the one that is named.
-
-    Raises:
-        ConfigError: when there is no such reward, or it has no such setting.
-    """
+    """Return an entry for each reward of a YAML file, or for the one that is named."""
     if spec.body.endswith((".yaml", ".yml", ".json")):
         spec.take(())
         return [RewardEntry(arguments, f"{spec.text}#{arguments.name}") for arguments in reward_arguments(spec.body)]

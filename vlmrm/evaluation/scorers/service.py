@@ -37,9 +37,6 @@ class ServiceEntry(Entry):
 
     Options: `model`, the reward's or the model's name on the server; `token_env`, the environment variable with the
     token (VLMRM_TOKEN for `vlmrm serve`); `timeout` in seconds for a request; `concurrency`, requests at a time.
-
-    Raises:
-        ConfigError: when it is no address, or an option is of no use.
     """
 
     def __init__(self, spec: Spec):
@@ -63,11 +60,7 @@ class ServiceEntry(Entry):
         super().__init__(self.address.name, (self.route or "rewards") + spec.suffix, spec.text)
 
     def info(self) -> dict[str, Any]:
-        """Return what `vlmrm serve` says about the reward.
-
-        Raises:
-            CheckpointError: when it cannot be reached, has no such reward, or needs to be told which.
-        """
+        """Return what `vlmrm serve` says about the reward."""
         where = f"{self.address.name}/v1/models"
         try:
             with (

@@ -47,11 +47,7 @@ class Spec:
         return self.text[self.text.index("?") :] if self.options else ""
 
     def take(self, names: Collection[str]) -> dict[str, str]:
-        """Return the options, all of which must be among `names`.
-
-        Raises:
-            ConfigError: naming another one.
-        """
+        """Return the options, all of which must be among `names`."""
         for name in self.options:
             if name in SECRETS:
                 raise ConfigError(
@@ -69,11 +65,7 @@ class Spec:
 
 
 def read_spec(text: str) -> Spec:
-    """Return a scorer's specification.
-
-    Raises:
-        ConfigError: when it has no form that is known.
-    """
+    """Return a scorer's specification."""
     if Path(text).is_dir():
         return Spec("checkpoint", text, {}, text)
     head, mark, query = text.partition("?")

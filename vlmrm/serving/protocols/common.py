@@ -33,12 +33,7 @@ async def score_conversations(
     *,
     priority: int = 0,
 ) -> list[float]:
-    """Return the raw score of the conversation that `read` makes of each input.
-
-    Raises:
-        RowError: naming the item that cannot be scored.
-        VlmrmError: of `Gateway.authorized_reward` and `Gateway.score`.
-    """
+    """Return the raw score of the conversation that `read` makes of each input."""
     gateway = gateway_of(request)
     settings = gateway.authorized_reward(request, reward)
     return await score_inputs(
@@ -73,11 +68,7 @@ async def score_inputs(
 async def gather_rewards(
     results: Mapping[str, Awaitable[Result]],
 ) -> tuple[dict[str, Result], dict[str, VlmrmError]]:
-    """Return the results of rewards, and the errors of those that failed, which the others outlive.
-
-    Raises:
-        VlmrmError: the first one's, where all failed.
-    """
+    """Return the results of rewards, and the errors of those that failed, which the others outlive."""
     found: dict[str, Result] = {}
     errors: dict[str, VlmrmError] = {}
 

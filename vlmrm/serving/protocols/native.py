@@ -145,11 +145,7 @@ class MultipartRoute(StrictRoute):
 
 
 async def _parts(request: Request, limits: Limits) -> tuple[bytes, dict[str, bytes]]:
-    """Return the JSON, and the files by name.
-
-    Raises:
-        InvalidRequest: for a broken form, one without JSON, or with two parts of the same name.
-    """
+    """Return the JSON, and the files by name."""
     parser = MultiPartParser(
         request.headers,
         _slices(await request.body()),

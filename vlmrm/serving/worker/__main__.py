@@ -118,11 +118,7 @@ def score(engine, message, prepared, secrets):
 
 
 def validate(outcome, secrets):
-    """Return an outcome of finite numbers; a score that is not finite becomes an error, such a number of `extra` None.
-
-    Raises:
-        ValueError: for a key that is neither `score`, `error` nor `extra`.
-    """
+    """Return an outcome of finite numbers; another score becomes an error, another number of `extra` None."""
     unknown = outcome.keys() - {"score", "error", "extra"}
     if unknown:
         raise ValueError(f"the reward returned the key {min(unknown)}: put all but score and error under extra")

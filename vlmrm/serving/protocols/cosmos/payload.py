@@ -129,11 +129,7 @@ def _write_npy(array: np.ndarray) -> bytes:
 
 
 def read_media(data: bytes, kind: MediaType, limits: Limits) -> MediaBatch:
-    """Return the samples of a tensor.
-
-    Raises:
-        MediaError: for no tensor, one of another kind, or one over a limit.
-    """
+    """Return the samples of a tensor."""
     values, dtype = _read_tensor(data)
     if min(values.shape, default=0) < 1:
         raise MediaError(f"a tensor of shape {list(values.shape)} has nothing in it")

@@ -42,11 +42,7 @@ class RequestRecord(TypedDict):
 
 
 async def read_request(gateway: Gateway, body: bytes) -> tuple[Metadata, MediaBatch]:
-    """Return the JSON and the media of an enqueue.
-
-    Raises:
-        InvalidRequest, MediaError: naming the first error.
-    """
+    """Return the JSON and the media of an enqueue."""
     head, newline, data = body.partition(b"\n")
     if not newline:
         raise MediaError("the body has no line end after its JSON: send <JSON>, a line end, and the media")
@@ -71,12 +67,7 @@ def _check_decoder(gateway: Gateway) -> None:
 
 
 async def enqueue(gateway: Gateway, rewards: Sequence[RewardSettings], metadata: Metadata, media: MediaBatch) -> str:
-    """Accept the samples for all of the rewards, or for none, and return the id by which results are pulled.
-
-    Raises:
-        InvalidRequest: when a reward needs what was not sent.
-        Overloaded, NotServing: as `Service.submit` does.
-    """
+    """Accept the samples for all of the rewards, or for none, and return the id by which results are pulled."""
     for reward in rewards:
         _check_required(gateway, reward, metadata)
     items = {reward.name: await in_thread(_items, reward, metadata, media) for reward in rewards}
