@@ -32,6 +32,8 @@ REPLY = {
 
 
 class Quiet(ThreadingHTTPServer):
+    request_queue_size = 512  # the clients connect at once
+
     def handle_error(self, request, client_address):
         pass  # who gave up waiting is gone
 
@@ -49,17 +51,18 @@ class ReadyServer:
 
             def do_GET(self):
                 server.pings.release()
-                self._send(200, b"")
-                self.close_connection = True  # or a closed server would answer on it
+                # Or a closed server would answer on it. Said, as a call on a connection that just closes is lost.
+                self._send(200, b"", ("Connection", "close"))
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 server.calls.append(body)
                 self._send(answer(body, self.headers), json.dumps(REPLY).encode())
 
-            def _send(self, status, body):
+            def _send(self, status, body, *headers):
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
+                for name, value in (("Content-Length", str(len(body))), *headers):
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
 
