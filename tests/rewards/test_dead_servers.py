@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vlmrm.errors import RewardError
 from vlmrm.rewards import RewardSet
 from vlmrm.rewards.outcome import Rewards
 from vlmrm.rewards.servers import FAILURES, PROBES
@@ -175,11 +176,8 @@ def test_a_model_that_fails_does_not_silence_another_of_its_server_nor_a_bad_key
         return 503 if body["model"] == "broken" else 200
 
     server = start(answer)
-    config = judges(server.url, "keyless", api_key="bad") + judges(server.url, "broken", vlm_model="broken")
-    outcome = scored(config, judges(server.url, "well"))
-    assert {name: len(failures) for name, failures in outcome.failures.items()} == {
-        "keyless": ROUND,
-        "broken": ROUND,
-        "well": 0,
-    }
-    assert "not asked" not in "".join(outcome.failures["keyless"].values())
+    outcome = scored(judges(server.url, "broken", vlm_model="broken"), judges(server.url, "well"))
+    assert {name: len(failures) for name, failures in outcome.failures.items()} == {"broken": ROUND, "well": 0}
+    with pytest.raises(RewardError, match=r"reward keyless: the judge .* answered 401"):
+        scored(judges(server.url, "keyless", api_key="bad"))
+    assert not scored(judges(server.url, "well")).failures["well"]
