@@ -257,7 +257,17 @@ def keys() -> str:
         ]
         versions = {library: metadata.version(library) for library in libraries}
         declared[command] = {"versions": versions, "keys": records}
-    return json.dumps(declared, indent=1, ensure_ascii=False) + "\n"
+    return _one_key_a_line(declared)
+
+
+def _one_key_a_line(declared: Mapping[str, Any]) -> str:
+    """Return the commands as JSON that a person can read and compare: a line for each key."""
+    blocks = []
+    for command, content in declared.items():
+        lines = ",\n".join(json.dumps(key, ensure_ascii=False) for key in content["keys"])
+        versions = json.dumps(content["versions"])
+        blocks.append(f'{json.dumps(command)}: {{"versions": {versions}, "keys": [\n{lines}\n]}}')
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
 def _names(arguments: Any) -> list[str]:
