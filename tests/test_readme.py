@@ -285,6 +285,14 @@ def test_every_program_that_is_not_run_imports_what_there_is(page):
         exec(compile(ast.Module(lines, []), page, "exec"), {})
 
 
+def test_the_demo_has_the_same_figures_on_every_page():
+    readme, quickstart = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/quickstart.md"))
+    [(pairs, right, grey)] = re.findall(r"Of ([\d,]+) held-out pairs it ranks ([\d.]+)% .*grey, ([\d.]+)%", readme)
+    assert f"demo: {right} % of held-out pairs are ranked as people ranked them, {grey} % with every image" in readme
+    assert f"Of {pairs} held-out pairs the model ranks about {right} % right; with every picture" in quickstart
+    assert f"painted grey, {grey} %" in quickstart
+
+
 def test_readme_s_row_is_read():
     [row] = [json.loads(text) for text in blocks("README.md", "json")]
     comparison = read_row(row, "readme", lambda reference: reference)
