@@ -1,7 +1,7 @@
 """A file with the `reward_func` that OpenRLHF calls, of a reward model of vlmrm.
 
-VLMRM_REWARD_MODEL=outputs/best python -m openrlhf.cli.train_ppo_ray --reward.remote_url examples/openrlhf_reward.py \
-    --data.label_key vlmrm ...
+VLMRM_REWARD_MODEL=http://host:8080 python -m openrlhf.cli.train_ppo_ray \
+    --reward.remote_url examples/openrlhf_reward.py --data.label_key vlmrm ...
 
 A row of the data has a column `vlmrm`: {"prompt": "<image>Which colour is this?", "images": ["red.png"]}
 
@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from PIL import Image
 
 from vlmrm.adapters.openrlhf_reward import OpenRLHFReward, reward_func
-from vlmrm.modeling import make_tiny_reward_model
 
 __all__ = ["reward_func"]
 
 
 def main() -> None:
+    from vlmrm.modeling import make_tiny_reward_model  # OpenRLHF's environment has no transformers that it could use
+
     answers = ["It is red.", "It is green.", "It is blue.", "No."]
     prompt = "<|im_start|>user\n<|image_pad|>Which colour is this?<|im_end|>\n<|im_start|>assistant\n"
     label = {"prompt": "<image>Which colour is this?", "images": [Image.new("RGB", (112, 112), "red")]}

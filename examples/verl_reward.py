@@ -4,7 +4,7 @@ python examples/verl_reward.py --model outputs/best --data rows.parquet
 
     python -m verl.trainer.main_ppo data.train_files=rows.parquet ... \
         reward.custom_reward_function.path=pkg://vlmrm.adapters.verl_reward \
-        +reward.custom_reward_function.reward_kwargs.model=outputs/best
+        +reward.custom_reward_function.reward_kwargs.model=http://host:8080
 
 Without a model it scores with a tiny one that was never trained.
 """

@@ -89,6 +89,10 @@ class RewardError(VlmrmError):
     exit_code = 7
 
 
+class Denied(RewardError):
+    """A call that would be refused in every round: where it is all that a round got, no `on_failure` masks it."""
+
+
 class Interrupted(VlmrmError, KeyboardInterrupt):
     """A run that was stopped by Ctrl-C; the message names its newest checkpoint."""
 

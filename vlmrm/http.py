@@ -16,9 +16,10 @@ from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any
 
-from vlmrm.errors import ConfigError, RewardError
+from vlmrm.errors import ConfigError, Denied, RewardError
 
 REFUSED_STATUSES = (400, 413, 422)  # of an item
+DENIED_STATUSES = (401, 403, 404)  # of a key, an address or a model
 RETRIED_STATUSES = (429, 502, 503, 504)  # any other will be the same next time
 CONNECT_TIMEOUT = 9.0  # seconds
 FIRST_WAIT = 0.5  # seconds before another try
@@ -129,12 +130,16 @@ def read_json_response(response: Any, where: str) -> Any:
     if response.is_redirect:
         raise RewardError(f"{where} answered {status}, a redirect: give the address it leads to")
     if not response.is_success:
-        kind = Refused if status in REFUSED_STATUSES else RewardError
-        raise kind(f"{where} answered {status}: {error_text(response)}")
+        raise refusal(status, f"{where} answered {status}: {error_text(response)}")
     try:
         return json.loads(response.content, parse_int=float)
     except (ValueError, RecursionError):
         raise RewardError(f"{where} did not answer with JSON: {error_text(response)}") from None
+
+
+def refusal(status: int, reason: str) -> RewardError:
+    """Return the error of a status that no retry mends: Refused of an item, Denied of all, else a RewardError."""
+    return (Refused if status in REFUSED_STATUSES else Denied if status in DENIED_STATUSES else RewardError)(reason)
 
 
 def import_httpx() -> Any:

@@ -75,13 +75,14 @@ def stand_in(command: str) -> Callable[..., None]:
 
     def hint(key: Key) -> Any:
         values = key.choices or (("true", "false") if key.type == "string_to_bool" else ())
-        kind = Literal[tuple(values)] if values else Path if key.name.endswith(PATHS) else str
+        kind: Any = Path if key.name.endswith(PATHS) else str
+        kind = Literal[tuple(values)] if values else kind  # ty: ignore[invalid-type-form]
         meaning = key.meaning.replace("`", "").split(". ")[0]
         return Annotated[kind, CommandParameter(name=f"--{key.name}", help=meaning)]
 
     of_keys = [Parameter(key.name, Parameter.KEYWORD_ONLY, annotation=hint(key)) for key in keys_of(command)]
     words = Parameter("words", Parameter.VAR_POSITIONAL, annotation=Path)
-    verb.__signature__ = Signature([words, *of_keys])  # type: ignore[attr-defined]
+    setattr(verb, "__signature__", Signature([words, *of_keys]))  # noqa: B010
     return verb
 
 

@@ -25,7 +25,7 @@ from PIL import Image as Pillow
 from vlmrm.adapters.flow_factory_reward import GroupwiseReward, PointwiseReward
 from vlmrm.adapters.openrlhf_reward import OpenRLHFReward, Unscored
 from vlmrm.adapters.plain import Reward
-from vlmrm.adapters.rows import SharedScorer, text_columns
+from vlmrm.adapters.rows import SharedRound, SharedScorer, text_columns
 from vlmrm.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM, set_orms
 from vlmrm.adapters.trl_reward import AsyncTRLReward, TRLReward, TRLRewardSet
 from vlmrm.adapters.verl_reward import compute_rewards, compute_score
@@ -76,12 +76,12 @@ def near(scores: float | list[float]):
 
 
 TAG = "What does <image> mean in HTML?"
+TAG_PART = [{"role": "user", "content": [{"type": "text", "text": TAG}]}]
 TAGGED = {
-    "rows": lambda: read_answer(TAG, "A picture."),
-    "rows of messages": lambda: read_answer([{"role": "user", "content": TAG}], "A picture.", images=[]),
-    "OpenRLHF": lambda: read_openrlhf_query(f"{TAG}", f"{TAG}A picture.", {"prompt": TAG}),
+    "rows": lambda: read_answer(TAG_PART, "A picture."),
+    "OpenRLHF": lambda: read_openrlhf_query(f"{TAG}", f"{TAG}A picture.", {"prompt": TAG_PART}),
     "reward sets": lambda: sample_to_conversation(
-        read_sample({name: column[0] for name, column in text_columns([TAG], ["A picture."], None)[0].items()})
+        read_sample({name: column[0] for name, column in text_columns([TAG_PART], ["A picture."], None)[0].items()})
     ),
     "offline": lambda: read_answers({"prompt": TAG, "response": "A picture."}, "1", str).conversations()[0],
     "training": lambda: read_row({"prompt": TAG, "chosen": "A picture.", "rejected": "?"}, "1", str).conversations()[
@@ -95,6 +95,34 @@ TAG_CONVERSATION = Conversation((Message.of("user", TAG), Message.of("assistant"
 @pytest.mark.parametrize("route", TAGGED)
 def test_a_placeholder_without_media_is_text_on_every_route(route):
     assert TAGGED[route]() == TAG_CONVERSATION
+
+
+ASKED = [{"role": "user", "content": TAG}]
+QUERY = f"<|im_start|>user\n{TAG}<|im_end|>\n<|im_start|>assistant\n"
+SAMPLE = {"data_source": "people", "solution_str": "Red"}
+BLIND = {
+    "plain": lambda it: Reward(it)([TAG], ["Red"]),
+    "TRL": lambda it: TRLReward(it, on_failure="raise")([ASKED], [answered("Red")], picture=["a.png"]),
+    "TRL, some rows": lambda it: TRLReward(it, on_failure="raise")([ASKED], ["Red"], images=[None]),
+    "ms-swift": lambda it: type("One", (VlmrmORM,), {"model": it})()(["Red"], messages=[[*ASKED, *answered("Red")]]),
+    "verl": lambda it: asyncio.run(compute_score(**SAMPLE, model=it, extra_info={"prompt": TAG, "image": "a.png"})),
+    "OpenRLHF": lambda it: OpenRLHFReward(it)([f"{TAG}Red"], [TAG], [{"prompt": TAG, "image": "a.png"}]),
+    "OpenRLHF, rendered": lambda it: OpenRLHFReward(it)([f"{QUERY}Red"], [QUERY], ["42"]),
+    "a video": lambda it: Reward(it)(["<video>What?"], ["Red"], images=["a.png"]),
+    "reward sets": lambda it: TRLRewardSet([{"name": "long", "reward_model": "repetition"}], 1)([ASKED], ["Red"]),
+    "Flow-Factory": lambda it: sample_to_conversation(read_sample({"prompt": "<image>Bluer", "image": "a.png"})),
+}
+
+
+@pytest.mark.parametrize("adapter", BLIND)
+def test_a_prompt_that_lost_its_picture_has_no_score(adapter):
+    with pytest.raises(BaseException, match=r"its prompt says <(image|video)> and the row has no (image|video)"):
+        BLIND[adapter](Given())
+
+
+def test_an_answer_may_hold_a_placeholder():
+    assert Reward(Given(1.0))(["Which tag shows pictures?"], ["<image>"]) == [1.0]
+    assert Reward(Given(1.0))(["\n\nHuman: Which?\n\nAssistant: <image>.\n\nHuman: Why?"], ["So."]) == [1.0]
 
 
 def test_columns_that_show_other_media_than_the_prompt_are_refused():
@@ -349,6 +377,25 @@ def test_gdpo_of_trl_gets_each_reward_of_a_set(monkeypatch):
     advantages = ((total - total.mean()) / (total.std() + 1e-4)).tolist()
     own = RewardSet(both)(prompt=prompts, response=answers, groups=prompts).advantages("gdpo")
     assert advantages == pytest.approx((own * (7 / 8) ** 0.5).tolist(), abs=1e-3)  # TRL's std is of a sample
+
+
+def test_a_reward_that_a_whole_round_lacks_is_none_and_no_0():
+    both = [
+        {"name": "all", "reward_model": f"{__name__}.Length"},
+        {"name": "some", "reward_model": f"{__name__}.LengthOfSome", "on_failure": "mask"},
+    ]
+    rewards, answers = TRLRewardSet(both, num_generations=2), ["?aaa", "?a"]
+    assert [one(["x"] * 2, answers) for one in rewards.each()] == [[4.0, 2.0], [None, None]]
+    assert rewards(["x"] * 2, answers) == [4.0, 2.0]
+    orms = [orm(args=None)(answers, **swift_columns("x", "x")) for orm in set_orms(both).values()]
+    np.testing.assert_array_equal(orms, [[4.0, 2.0], [NAN, NAN]])
+
+
+def test_a_round_that_was_not_finished_gives_no_reward_to_the_next():
+    shared, first, second = SharedRound(), ["a"], ["a"]
+    rounds = iter([{"one": np.zeros(1), "two": np.zeros(1)}, {"one": np.ones(1), "two": np.ones(1)}])
+    assert shared.take("one", first, lambda: next(rounds)) == 0.0
+    assert shared.take("two", second, lambda: next(rounds)) == 1.0
 
 
 # ms-swift ------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pandas as pd
@@ -18,6 +20,7 @@ from vlmrm.rewards import RewardSet
 from vlmrm.scoring import load_scorer
 
 PAGE = (ROOT / "docs/howto/rl.md").read_text()
+ADDRESS = "http://host:8080"
 POLICY = "Qwen/Qwen2.5-VL-3B-Instruct"
 QUESTION, ANSWERS = "What is this?", ["A cat.", "A dog."]
 
@@ -89,13 +92,14 @@ def test_ms_swift_s_plugin_registers_its_rewards(here, expected, monkeypatch):
 def test_verl_s_functions_get_what_the_data_holds(here, expected):
     exec(block("python", "to_parquet"), {})
     [row] = pd.read_parquet("rows.parquet").to_dict("records")
-    for word in ("reward_kwargs.model=outputs/best\n```\n\nverl", "compute_rewards"):
+    for word in ("reward_kwargs.model=http://host:8080\n```\n\nverl", "compute_rewards"):
         [text] = [text for text in re.findall(r"```text\n(.*?```.{0,8})", PAGE, re.DOTALL) if word in text]
         given = overrides(text.split("```")[0].strip())
         prefix = "reward.custom_reward_function"
         module = __import__(given[f"{prefix}.path"].removeprefix("pkg://"), fromlist=["_"])
         function = getattr(module, given.get(f"{prefix}.name", "compute_score"))
         kwargs = {key.split("reward_kwargs.")[1]: value for key, value in given.items() if "reward_kwargs" in key}
+        kwargs = {key: value.replace(ADDRESS, "outputs/best") for key, value in kwargs.items()}
 
         async def both(function=function, kwargs=kwargs):
             common = {"data_source": row["data_source"], "extra_info": row["extra_info"], **kwargs}
@@ -115,12 +119,20 @@ def test_verl_s_manager_is_found(here, monkeypatch):
     async def made():
         return manager(config, None, None)
 
-    assert asyncio.run(made()).scorer.model == "outputs/best"
+    assert asyncio.run(made()).scorer.model == ADDRESS
 
 
-def test_openrlhf_s_file_and_column_are_those_of_its_adapter():
-    command = block("text", "openrlhf.cli")
-    assert "VLMRM_REWARD_MODEL=outputs/best" in command and (ROOT / "examples/openrlhf_reward.py").exists()
+def test_verl_s_lines_add_only_what_its_configuration_lacks():
+    """hydra refuses a `+` before a key that is there, as all of verl's are but the keywords of one's own function."""
+    lines = re.findall(r"^\+?reward\..*=", PAGE, re.MULTILINE)
+    assert lines and all(line.startswith("+") == (".reward_kwargs." in line) for line in lines)
+
+
+def test_openrlhf_s_file_is_imported_without_what_its_environment_lacks():
+    [path] = re.findall(r"remote_url (\S+)", block("text", "openrlhf.cli"))
+    without = "import sys; sys.modules['vlmrm.modeling'] = None; sys.argv[0] = 'openrlhf'\n"
+    code = f"{without}import runpy; assert runpy.run_path({str(ROOT / path)!r})['reward_func']"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_flow_factory_s_configuration_scores(here):

@@ -275,4 +275,20 @@ def test_a_prompt_that_is_no_text_fails_alone(start):
     prompts = ["a", [{"role": "user", "content": "a"}]]
     scored = remote(start().url, on_failure="mask")(prompt=prompts, image=pictures(40, 50))
     assert scored.rewards["far"][0] == 40
-    assert scored.failures["far"] == {1: "its prompt is a list, and this reward takes texts: render it"}
+    assert "takes one text: a service of vlmrm takes messages by vlm_reward" in scored.failures["far"][1]
+
+
+def test_a_round_without_texts_ends_and_says_what_takes_messages(start):
+    with pytest.raises(RewardError, match=r"reward far: its prompt is messages.*vlm_reward.* model_path: ADDRESS"):
+        remote(start().url, on_failure="mask")(prompt=[[{"role": "user", "content": "a"}]], image=pictures(40))
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_round_that_is_refused_for_good_ends_with_the_server_s_words(start, status):
+    server = start()
+    far = remote(server.url, on_failure="mask", batch_size=1)
+    server.faults.extend([(status, '{"error": "who are you?"}')] * 2)
+    with pytest.raises(RewardError, match=rf"reward far: .*/compute answered {status}: who are you\?"):
+        far(prompt=["a", "b"], image=pictures(40, 50))
+    server.faults.append((status, ""))
+    np.testing.assert_array_equal(far(prompt=["a", "b"], image=pictures(40, 50)).rewards["far"], [np.nan, 50.0])

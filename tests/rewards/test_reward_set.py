@@ -158,6 +158,12 @@ def test_a_mistake_in_a_program_is_never_masked():
         RewardSet(one("Down", error="bug", on_failure="mask"))(prompt=["down"])
 
 
+def test_one_bad_sample_of_a_batch_fails_alone():
+    scored = RewardSet(one("Down", error="bug", on_failure="mask"))(prompt=["up", "down", "up"])
+    np.testing.assert_array_equal(scored.rewards["one"], [1.0, np.nan, 1.0])
+    assert scored.failures == {"one": {1: "TypeError: the judge cannot be reached"}}
+
+
 def test_a_broken_picture_costs_its_own_sample_alone():
     scored = RewardSet(one("Brightness", on_failure="mask"))(
         prompt=["a", "b"], image=["nowhere.png", Image.new("RGB", (28, 28), "white")]

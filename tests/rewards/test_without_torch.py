@@ -34,6 +34,8 @@ from PIL import Image
 from vlmrm.rewards import RewardSet
 
 images = [Image.new("RGB", (50, 40)), np.full((3, 4, 7), 0.5, dtype=np.float32), np.zeros((3, 4, 9), dtype=np.uint8)]
+served = {{"name": "served", "reward_model": "vlm_reward", "model_path": {server.url!r}}}
+assert RewardSet(served).rewards[0].model.loaded.reward is None
 scored = RewardSet({config!r})(prompt=["a", "b", "c"], image=images, groups=[1, 1, 2])
 assert scored.rewards["width"].tolist() == [50.0, 7.0, 9.0]
 assert np.isfinite(scored.advantages("sum")).all()

@@ -55,7 +55,7 @@ def test_a_plan_measures_a_training_and_leaves_nothing_behind(planned, tmp_path)
     both, evaluated, trained = plan.shared_prompts or (0, 0, 0)
     assert (evaluated, trained) == (5, 10) and both == 0  # the same questions about other files
     assert plan.held_out_prompts == 5 and any("5 rows of 5 prompts, too few to tell" in it for it in plan.remarks)
-    assert "5 of 5 prompts" in format_plan(plan)
+    assert "evaluation  5 rows of 5 prompts" in format_plan(plan)
 
 
 def test_a_plan_names_everything_that_would_stop_the_training(planned, tmp_path, without_trial):

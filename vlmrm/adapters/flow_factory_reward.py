@@ -51,8 +51,8 @@ class _FlowFactoryReward:
             )
         inner = reward_model_class(str(extra.pop("reward", self.default)))
         common = {name: getattr(config, name) for name in ("name", "dtype", "device", "batch_size")}
-        # Flow-Factory's default, whoever set it, would round the scores of a model whose checkpoint is finer.
-        if inner.default_dtype == "auto" and str(config.dtype).endswith("bfloat16"):
+        # Flow-Factory's default, whoever set it, would round the scores of a model that is finer.
+        if inner.default_dtype != "bfloat16" and str(config.dtype).endswith("bfloat16"):
             del common["dtype"]
         path = f"{inner.__module__}.{inner.__qualname__}"
         [arguments] = reward_arguments({"reward_model": path, **common, **extra})

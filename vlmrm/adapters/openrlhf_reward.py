@@ -1,6 +1,6 @@
 """OpenRLHF: a reward function in a file.
 
-    VLMRM_REWARD_MODEL=outputs/best ... --reward.remote_url vlmrm/adapters/openrlhf_reward.py
+    VLMRM_REWARD_MODEL=http://host:8080 ... --reward.remote_url vlmrm/adapters/openrlhf_reward.py
 
 OpenRLHF passes a function the rendered prompt and no images, so the label of a row (`--data.label_key`) must hold
 both: `{"prompt": a text or messages, "images": [paths]}`, or that as JSON. Without a prompt in it the rendered one is

@@ -144,7 +144,8 @@ class AsyncVlmrmORM(VlmrmORM):
 class OneOfSetORM:
     """One reward of a `RewardSet`; `set_orms` derives the classes.
 
-    A masked reward is the mean of its group, and in a group without any that of the batch.
+    A masked reward is the mean of its group, and in a group without any that of the batch. One that no sample of the
+    batch has is NaN, which ms-swift leaves out of its sums and logs.
     """
 
     name: ClassVar[str]
@@ -181,9 +182,9 @@ class _SharedSet:
         for name, values in without_missing(scored.rewards, groups).items():
             elsewhere = values_elsewhere(groups, values)
             rewards[name] = _level(values, with_group_means(values, groups, elsewhere), elsewhere)
-            for index in np.flatnonzero(np.isnan(rewards[name])):  # ms-swift would make it 0
-                reasons = [f"reward {of}: {failures[index]}" for of, failures in scored.failures.items()]
-                raise RewardError(f"sample {index} has no reward, nor has any of the batch: {reasons[0]}")
+        for index in np.flatnonzero(np.all([np.isnan(values) for values in rewards.values()], axis=0)):
+            reasons = [f"reward {of}: {failures[index]}" for of, failures in scored.failures.items()]
+            raise RewardError(f"sample {index} has no reward, nor has any of the batch: {reasons[0]}")
         return rewards
 
 

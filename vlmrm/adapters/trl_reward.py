@@ -148,7 +148,9 @@ class TRLRewardSet:
         **columns: Any,
     ) -> list[float | None]:
         filled = self.filled(prompts, completions, columns, log_metric)
-        return _or_none(weighted_total(filled, dict(zip(filled, self.weights(), strict=True)), len(prompts)), filled)
+        weights = dict(zip(filled, self.weights(), strict=True))
+        present = {name: values for name, values in filled.items() if not np.isnan(values).all()}
+        return _or_none(weighted_total(present, weights, len(prompts)), filled)
 
     def filled(
         self,
@@ -157,7 +159,7 @@ class TRLRewardSet:
         columns: Mapping[str, Any],
         log_metric: Callable[[str, float], None] | None,
     ) -> dict[str, np.ndarray]:
-        """Return the rewards by name, [N], a masked one as the mean of its group; NaN in samples without any."""
+        """Return the rewards by name, [N], as `without_missing` does."""
         self.rewards = self.rewards or RewardSet(self.config)
         first = rank() * len(prompts)
         groups = [(first + index) // self.num_generations for index in range(len(prompts))]

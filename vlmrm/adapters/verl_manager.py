@@ -3,7 +3,7 @@
 reward.reward_manager.source=importlib
 reward.reward_manager.name=VlmrmRewardManager
 reward.reward_manager.module.path=pkg://vlmrm.adapters.verl_manager
-+reward.custom_reward_function.reward_kwargs.model=outputs/best
++reward.custom_reward_function.reward_kwargs.model=http://host:8080
 """
 
 from __future__ import annotations

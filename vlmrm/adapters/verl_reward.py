@@ -1,7 +1,7 @@
 """verl and verl-omni: a custom reward function.
 
     reward.custom_reward_function.path=pkg://vlmrm.adapters.verl_reward
-    +reward.custom_reward_function.reward_kwargs.model=outputs/best
+    +reward.custom_reward_function.reward_kwargs.model=http://host:8080
 
 verl passes such a function neither the prompt nor its images, so the data's column `extra_info` must hold them:
 `prompt`, a text or messages, and `images` or `videos` for its placeholders. `verl_manager` sees them without that.

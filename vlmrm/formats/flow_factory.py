@@ -21,7 +21,7 @@ from vlmrm.conversation import (
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.formats.layout import prompt_turns, with_media
 from vlmrm.formats.openai import read_messages, read_reference, write_messages
-from vlmrm.formats.texts import PLACEHOLDERS, read_hh_turns, read_prompt
+from vlmrm.formats.texts import PLACEHOLDERS, read_hh_turns, read_prompt, refuse_lost_media
 
 PROMPT_SLOT = "{prompt}"
 
@@ -110,7 +110,10 @@ def sample_to_conversation(
         parts = messages[asked].content
         content = (Text(it.text.replace(PROMPT_SLOT, words)) if isinstance(it, Text) else it for it in parts)
         return Conversation((*messages[:asked], Message("user", tuple(content)), *messages[asked + 1 :]))
-    return Conversation(with_media(row, (*prompt_turns(row, template.format(sample.prompt)), *answer)))
+    prompt = template.format(sample.prompt)
+    messages = with_media(row, (*prompt_turns(row, prompt), *answer))
+    refuse_lost_media(prompt, messages[: -len(answer)])
+    return Conversation(messages)
 
 
 def conversation_to_sample(conversation: Conversation) -> Sample:
@@ -153,7 +156,7 @@ def _text_and_media(prompt: Messages) -> tuple[str | Messages, dict[str, list[An
         return prompt, {}
     text = prompt[0].text
     # An empty text would be read back as no prompt, HH's turns as messages, and a placeholder as a slot.
-    if not text or read_hh_turns(text) or any(media[kind] and tag in text for kind, tag in PLACEHOLDERS.items()):
+    if not text or read_hh_turns(text) or any(tag in text for tag in PLACEHOLDERS.values()):
         return prompt, {}
     return text, media
 

@@ -21,7 +21,7 @@ from vlmrm.formats.layout import (
     with_media,
 )
 from vlmrm.formats.openai import read_messages
-from vlmrm.formats.texts import fill, load_json, read_prompt, read_text
+from vlmrm.formats.texts import fill, load_json, read_prompt, read_text, refuse_lost_media
 
 # In an OpenRLHF query: a run of placeholders, one for each token of an image; the end of the last turn, with padding.
 PADS = re.compile(r"(<\|?(?:image|video)(?:_pad)?\|?>)\1+")
@@ -34,7 +34,7 @@ def read_answer(prompt: Any, answer: Any, images: Any = None, videos: Any = None
     Args:
         prompt: a text or messages. If the messages contain media, the row's column of that kind repeats them.
         images, videos: one or a list, filled into the slots of the prompt, or else before its first text.
-            `<image>` is a slot if the row has images, and plain text if not.
+            `<image>` in a text is a slot.
     """
     messages = read_prompt(prompt)
     columns = {"image": as_list(images), "video": as_list(videos)}
@@ -50,6 +50,7 @@ def read_answer(prompt: Any, answer: Any, images: Any = None, videos: Any = None
                 )
             columns[kind] = []
     messages = fill(messages, columns["image"], columns["video"])
+    refuse_lost_media(prompt, messages)
     return Conversation((*messages, *read_messages(answer, "assistant")))
 
 
@@ -119,6 +120,7 @@ def read_openrlhf_query(prompt: str | None, query: str, label: Any) -> Conversat
     if "prompt" not in row:
         # Only the prompt is parsed into turns: all that the policy wrote after it is the answer, even control tokens.
         before = read_text(f"{prompt}<|im_end|>", images or (), videos or ()).prompt
+        refuse_lost_media(prompt, before)
         return Conversation((*before, *read_messages(answer, "assistant")))
     return read_answer(row["prompt"], answer, images, videos)
 

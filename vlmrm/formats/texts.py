@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vlmrm.conversation import ROLES, Conversation, Image, Message, Messages, Part, Text, Video, media_of, with_article
@@ -39,6 +39,32 @@ def fill(messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequen
             raise RowError("the row has images but no user message to show them in")
         filled[first] = Message("user", (*unplaced, *filled[first].content))
     return tuple(filled)
+
+
+def refuse_lost_media(prompt: Any, filled: Sequence[Message]) -> None:
+    """Refuse a prompt that says `<image>` or `<video>` and shows none: its score would be of another question.
+
+    An answer may say so, and a part of a message: only a text, and content that is one, has places in it.
+
+    Args:
+        filled: the messages of the prompt with all media of its row.
+
+    Raises:
+        RowError: naming the placeholder.
+    """
+    if isinstance(prompt, str):
+        texts = [message.text for message in filled if message.role != "assistant"]
+    else:
+        turns = zip([prompt] if isinstance(prompt, Mapping) else prompt, filled, strict=False)
+        asked = [turn for turn, message in turns if isinstance(turn, Mapping) and message.role != "assistant"]
+        texts = [text for turn in asked for text in (turn.get("content"), turn.get("value")) if isinstance(text, str)]
+    shown = {medium.kind for medium in media_of(filled)}
+    for kind, tag in PLACEHOLDERS.items():
+        if kind not in shown and any(tag in text for text in texts):
+            raise RowError(
+                f"its prompt says {tag} and the row has no {kind}: look whether its column of {kind}s is missing, "
+                "empty or called otherwise; words that mean no place belong into a text part of a message"
+            )
 
 
 class _Filler:

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
@@ -60,6 +59,7 @@ relies_on(
     ),
     attributes=("_require_grads_hook", "_require_grads_hooks"),
 )
+relies_on(PreTrainedModel._set_gradient_checkpointing, "gradient_checkpointing_func")
 
 
 class RewardModel(PreTrainedModel):
@@ -428,18 +428,17 @@ class RewardModel(PreTrainedModel):
         self._require_grads_hooks = [hook]
         self._require_grads_hook = hook
 
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **layers: Any
-    ) -> None:
+    def _set_gradient_checkpointing(self, *args: Any, **keywords: Any) -> None:
         """Refuse reentrant checkpointing where layers share keys, whose gradients would be lost without a word."""
-        reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant") is not False
-        if enable and reentrant and any(getattr(module, "is_kv_shared_layer", False) for module in self.modules()):
+        function = keywords.get("gradient_checkpointing_func")
+        reentrant = function is not None and function.keywords.get("use_reentrant") is not False  # as torch's default
+        if reentrant and any(getattr(module, "is_kv_shared_layer", False) for module in self.modules()):
             raise ConfigError(
                 f"gradient checkpointing: layers of {self.family.name} share keys, whose gradients are lost in the "
                 "reentrant kind: write activation_checkpointing_kwargs: {use_reentrant: false}, and with adapters "
                 "ZeRO-2 in place of ZeRO-3."
             )
-        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **layers)
+        super()._set_gradient_checkpointing(*args, **keywords)
 
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
         """Save under the names that the weights have in memory.

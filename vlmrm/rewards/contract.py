@@ -64,7 +64,8 @@ class RewardArguments:
         dtype: of the weights: bfloat16, float16 or float32; of a model trained here also auto, its checkpoint's. A
             torch.dtype, or the name where torch is not installed.
         device: `cuda` is the process's own device, whatever it is; anything else is taken as it is.
-        batch_size: samples in a call of a pointwise model, and in a groupwise model's own batches.
+        batch_size: samples in a call of a pointwise model, of a judge at least its `max_concurrent`, and in a
+            groupwise model's own batches.
         async_reward: compute on threads while samples are still being generated.
         num_workers: concurrent calls of an asynchronous reward.
         on_failure: `raise`; `mask`: a failed sample's reward is NaN, and neutral in the aggregation; `fallback`: it is
@@ -76,7 +77,7 @@ class RewardArguments:
         length_penalty: subtracted for each word of the response after `length_free`.
         length_free: words without a penalty.
         deadline: seconds that a round waits for an asynchronous reward, from the last sample on; what has not come
-            then has failed.
+            then has failed. Of a judge, synchronous or not, also the seconds of one call.
 
     Raises:
         ConfigError: naming the reward and the setting.
@@ -179,7 +180,8 @@ class BaseRewardModel(ABC):
     None as their default, one of them is enough; other media that `__call__` names are passed where there are any.
 
     Class attributes:
-        text_prompts: a sample whose prompt is messages fails.
+        text_prompts: a sample whose prompt is messages fails; where all of a round do, the round ends.
+        instead_of_texts: what to do then, for the message.
         message_responses: `response` may show an image or video; without it such a sample fails.
         default_dtype: the dtype of a configuration that names none; `auto` for a model trained here.
         options: names of the extra settings that the class takes; None accepts any.
@@ -189,6 +191,7 @@ class BaseRewardModel(ABC):
     required_fields: tuple[str, ...] = ("prompt", "image")
     use_tensor_inputs: bool = False
     text_prompts: ClassVar[bool] = False
+    instead_of_texts: ClassVar[str] = "leave such turns out, or give each prompt as one text"
     message_responses: ClassVar[bool] = False
     options: ClassVar[tuple[str, ...] | None] = None
     deterministic: bool = True
@@ -209,6 +212,11 @@ class BaseRewardModel(ABC):
             raise ConfigError(f"reward {config.name}: dtype is auto: choose from bfloat16, float16, float32.")
         self.dtype: Any = config.dtype
         self.model: Any = None
+
+    @property
+    def samples_a_call(self) -> int:
+        """Return the most samples of a call of a pointwise model."""
+        return self.config.batch_size
 
     def to(self, device: str | torch.device) -> BaseRewardModel:
         """Move `model`, where there is one."""

@@ -117,10 +117,10 @@ def advantages(
 ) -> np.ndarray:
     """Return the advantage of each of this rank's N samples, with statistics over the samples of all ranks.
 
-    These are Flow-Factory's `sum` and `gdpo`, in float64. Standard deviations are of the population and at least 1e-6.
-    A missing reward (NaN) counts as the mean of its group, so that it is neutral; where the whole group has none, as
-    the mean of all samples; a reward that no sample has is left out. A sample without any reward has the advantage 0
-    and is in no statistic.
+    These are Flow-Factory's `sum` and `gdpo`, in float64; its `gdpo` ignores `global_std=False`. Standard deviations
+    are of the population and at least 1e-6. A missing reward (NaN) counts as the mean of its group, so that it is
+    neutral; where the whole group has none, as the mean of all samples; a reward that no sample has is left out. A
+    sample without any reward has the advantage 0 and is in no statistic.
 
     Args:
         rewards: by name, [N], NaN where missing.
@@ -141,7 +141,9 @@ def advantages(
 
 
 def without_missing(rewards: Mapping[str, np.ndarray], groups: Sequence[Hashable]) -> dict[str, np.ndarray]:
-    """Return this rank's rewards as `advantages` takes them: by name, [N], NaN in samples without any reward.
+    """Return this rank's rewards as `advantages` takes them: by name, [N].
+
+    NaN in samples without any reward, and of a reward that no sample has.
 
     A collective call: the mean of a group is that of its samples on all ranks.
     """
@@ -151,7 +153,8 @@ def without_missing(rewards: Mapping[str, np.ndarray], groups: Sequence[Hashable
     filled = {}
     for name, values in all_rewards.items():
         filled[name] = np.full(len(has_any), np.nan)
-        filled[name][has_any] = _filled(values[has_any], codes)
+        if not np.isnan(values).all():
+            filled[name][has_any] = _filled(values[has_any], codes)
     return {name: values[own_slice] for name, values in filled.items()}
 
 

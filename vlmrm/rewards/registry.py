@@ -188,8 +188,13 @@ def _arguments(item: Any, block: str) -> RewardArguments:
         raise ConfigError(f"{where}: extra_kwargs must be a mapping.")
     if settings.get("reward_model") is None:
         raise ConfigError(f"{where} has no reward_model: name one, or remove the reward.")
-    settings.setdefault("dtype", reward_model_class(str(settings["reward_model"])).default_dtype)
+    model = reward_model_class(str(settings["reward_model"]))
+    settings.setdefault("dtype", model.default_dtype)
     extra = {**loose, **extra_kwargs}
+    if settings.get("deadline") is not None and "deadline" in (model.options or ()):
+        extra.setdefault("deadline", settings["deadline"])  # a judge's own, of a call
+        if not settings.get("async_reward"):
+            del settings["deadline"]
     _check_extra(where, loose, extra, settings["reward_model"])
     return RewardArguments(**settings, extra_kwargs=extra)
 

@@ -19,7 +19,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image
@@ -59,16 +59,22 @@ HEALTH_TIMEOUT = 5.0
 CONNECTIONS = 256  # of one server, as many as the threads that ask it
 
 
-class _Settings(Strict, strict=True):
-    server_url: Any = None
+class ClientSettings(Strict, strict=True):
+    """How a server is asked: by all rewards that ask one."""
+
     timeout: float | None = Field(None, gt=0)
     retry_attempts: int = Field(3, ge=1)
     wait_seconds: float = Field(0.0, ge=0)
 
 
+class _Settings(ClientSettings):
+    server_url: Any = None
+
+
 class _Remote(BaseRewardModel):
     required_fields = ("prompt",)
     text_prompts = True
+    instead_of_texts = "a service of vlmrm takes messages by vlm_reward or vlm_reward_group, with model_path: ADDRESS"
     options = tuple(_Settings.model_fields)
     default_timeout: ClassVar[float]
 
@@ -78,12 +84,7 @@ class _Remote(BaseRewardModel):
         urls = [settings.server_url] if isinstance(settings.server_url, str) else settings.server_url
         if not isinstance(urls, Sequence) or not urls or not all(isinstance(url, str) for url in urls):
             raise ConfigError(f"reward {config.name} has no server_url: write http://host:port, or a list of them.")
-        timeout = self.default_timeout if settings.timeout is None else settings.timeout
-        self.servers = Endpoints(urls, timeout=timeout, attempts=settings.retry_attempts)
-        try:
-            self.servers.wait_until_ready(settings.wait_seconds)
-        except RewardError as error:
-            raise RewardError(f"reward {config.name}: {error}") from None
+        self.servers = connected(config, urls, settings, self.default_timeout)
 
     # Without **kwargs, so that no other columns are gathered from other ranks.
     def __call__(  # ty: ignore[incompatible-method-override]
@@ -106,7 +107,7 @@ class _Remote(BaseRewardModel):
             body["response"] = [
                 text if isinstance(text, str) else text_of(read_messages(text, "assistant")) for text in response
             ]
-        return RewardModelOutput(rewards=_read_rewards(self.servers.post("/compute", json.dumps(body).encode())))
+        return RewardModelOutput(rewards=_read_rewards(self.servers.post("/compute", json_content(body))))
 
 
 class RemotePointwiseRewardModel(_Remote, PointwiseRewardModel):
@@ -128,6 +129,23 @@ class RemoteGroupwiseRewardModel(_Remote, GroupwiseRewardModel):
     default_timeout = 120.0
 
 
+def connected(
+    config: RewardArguments, urls: Sequence[str], settings: ClientSettings, timeout: float, token: str | None = None
+) -> Endpoints:
+    """Return the servers of a reward, one of which is ready; `timeout` is the default.
+
+    Raises:
+        RewardError: naming the reward, when none is.
+    """
+    timeout = timeout if settings.timeout is None else settings.timeout
+    servers = Endpoints(urls, timeout=timeout, attempts=settings.retry_attempts, token=token)
+    try:
+        servers.wait_until_ready(settings.wait_seconds)
+    except RewardError as error:
+        raise RewardError(f"reward {config.name}: {error}") from None
+    return servers
+
+
 def _encode_media(media: Any) -> Any:
     """Return nested lists of images with each image as base64 of a PNG."""
     if media is None:
@@ -135,6 +153,11 @@ def _encode_media(media: Any) -> Any:
     if isinstance(media, Image.Image):
         return base64_of(media)
     return [_encode_media(item) for item in media]
+
+
+def json_content(body: Any) -> dict[str, Any]:
+    """Return the keywords of an httpx2 request with a JSON body."""
+    return {"content": json.dumps(body).encode(), "headers": {"Content-Type": "application/json"}}
 
 
 def _read_rewards(answer: Any) -> list[float]:
@@ -192,14 +215,14 @@ class Endpoints:
 
         run(self._retry(ask, attempts=math.inf, seconds=seconds, longest=2.0))
 
-    def post(self, path: str, body: bytes) -> Any:
-        """Return the JSON answer of the first server that can be reached.
+    def post(self, path: str, content: Mapping[str, Any]) -> Any:
+        """Return the JSON answer of the first server that can be reached; `content` are keywords of httpx2.
 
         Raises:
             RewardError: when none can, or one refuses the request.
         """
         try:
-            return run(self._retry(lambda: self._post_to_any(path, body), self.attempts, math.inf, longest=10.0))
+            return run(self._retry(lambda: self._post_to_any(path, content), self.attempts, math.inf, longest=10.0))
         except Unavailable as error:
             times = "once" if self.attempts == 1 else f"up to {self.attempts} times"
             raise RewardError(f"{error} (asked {times})") from None
@@ -217,7 +240,7 @@ class Endpoints:
                     raise
                 await self.sleep(pause)
 
-    async def _post_to_any(self, path: str, body: bytes) -> Any:
+    async def _post_to_any(self, path: str, content: Mapping[str, Any]) -> Any:
         tried: dict[Endpoint, RewardError] = {}
         while len(tried) < len(self.endpoints):
             # Not one that rests, then the least busy, then the one that was used least recently.
@@ -229,7 +252,7 @@ class Endpoints:
             endpoint.busy += 1
             endpoint.last_used = next(self._calls)
             try:
-                return await endpoint.post(path, body, self.sleep)
+                return await endpoint.post(path, content, self.sleep)
             except (Unavailable, NotAsked) as error:
                 endpoint.rests_until = time.monotonic() + REST
                 tried[endpoint] = error
@@ -269,8 +292,8 @@ class Endpoint:
         with translate_http_errors(where, Unreachable(f"{where} was silent for {HEALTH_TIMEOUT:g} s")):
             return (await self.client.get("/health", timeout=HEALTH_TIMEOUT)).status_code
 
-    async def post(self, path: str, body: bytes, sleep: Callable[[float], Awaitable[object]]) -> Any:
-        """Return the JSON answer to a JSON `body`.
+    async def post(self, path: str, content: Mapping[str, Any], sleep: Callable[[float], Awaitable[object]]) -> Any:
+        """Return the JSON answer to a request.
 
         Raises:
             Unavailable: when a retry may succeed.
@@ -286,9 +309,7 @@ class Endpoint:
             with translate_http_errors(where, late):
                 try:
                     async with asyncio.timeout(self.timeout):
-                        answer = await self.client.post(
-                            path, content=body, headers={"Content-Type": "application/json"}
-                        )
+                        answer = await self.client.post(path, **content)
                 except TimeoutError:
                     raise late from None
             return read_json_response(answer, where)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vlmrm.data.media_cache import RoundMedia, media_round
-from vlmrm.errors import RewardError
+from vlmrm.errors import Denied, RewardError
 from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, RewardArguments
 from vlmrm.rewards.outcome import AuditLog, Rewards
 from vlmrm.rewards.ranks import exchange_results, gather, groups_to_compute, process_state
@@ -309,7 +309,7 @@ class _PendingReward:
     result: CallResult = field(default_factory=CallResult)
     seconds: float = 0.0
     error: RewardError | None = None
-    raised: Exception | None = None  # by the reward's own code, and none of FAILURES
+    raised: Exception | None = None  # by the reward's own code and none of FAILURES, or Denied
     submitted: set[int] = field(default_factory=set)  # positions of samples that a thread has
     parts: list[Samples] = field(default_factory=list)
     shared: list[Samples] = field(default_factory=list)
@@ -326,7 +326,7 @@ class _PendingReward:
         if self.reward.threads is None:
             return
         waiting = [number for number in range(len(samples)) if number not in self.submitted]
-        size = self.reward.arguments.batch_size
+        size = self.reward.model.samples_a_call
         if self.reward.groupwise:
             size = self.group_size or 0
             parts = samples.take(waiting).by_group().values() if size else []
@@ -341,7 +341,7 @@ class _PendingReward:
         """Split the remaining samples into the calls of this rank. A collective call for groupwise rewards."""
         remaining = [number for number in range(len(samples)) if number not in self.submitted]
         if not self.reward.groupwise:
-            batches = batched(self.reward.model, samples, remaining, self.reward.arguments.batch_size)
+            batches = batched(self.reward.model, samples, remaining, self.reward.model.samples_a_call)
             self.parts = [samples.take(batch) for batch in batches]
             return
         if samples.groups is None:
@@ -410,16 +410,20 @@ class _PendingReward:
             except FAILURES as error:
                 if self.reward.arguments.on_failure == "raise" or isinstance(error, ContractError):
                     raise
+                if isinstance(error, Denied):
+                    self.raised = self.raised or error
                 result = CallResult(failures=dict.fromkeys(part.indices, str(error).rstrip(".")))
             except Exception as error:
                 if self.reward.arguments.on_failure == "raise":
                     raise
-                if self.raised is None:  # one line a round, however many calls fail
+                if self.raised is None or isinstance(self.raised, Denied):  # one line a round, however many calls fail
                     logger.warning(
                         "reward %s: %s: %s; asked again sample by sample", self.name, type(error).__name__, error
                     )
                 self.raised = error
                 result = self._one_by_one(part, error)
+            if self.reward.model.text_prompts and not any(isinstance(it, str) for it in part.columns["prompt"]):
+                self.raised = self.raised or Denied(next(iter(result.failures.values())))
             return result, time.perf_counter() - started
 
     def _one_by_one(self, part: Samples, error: Exception) -> CallResult:
@@ -441,12 +445,15 @@ class _PendingReward:
         try:
             result, seconds = compute()
         except Exception as error:
-            kind = "" if isinstance(error, FAILURES) else f"{type(error).__name__}: "
-            self.error = RewardError(f"reward {self.name}: {kind}{error}")
-            self.error.__cause__ = error
+            self._end(error)
             return
         self.result.update(result)
         self.seconds += seconds
+
+    def _end(self, error: Exception) -> None:
+        kind = "" if isinstance(error, FAILURES) else f"{type(error).__name__}: "
+        self.error = RewardError(f"reward {self.name}: {kind}{error}")
+        self.error.__cause__ = error
 
     def _settle(self) -> None:
         """Apply `on_failure` to the samples that failed."""
@@ -454,8 +461,7 @@ class _PendingReward:
         if not failures or self.error is not None:
             return
         if self.raised is not None and not self.result.rewards:  # a mistake in the program, not in a sample
-            self.error = RewardError(f"reward {self.name}: {type(self.raised).__name__}: {self.raised}")
-            self.error.__cause__ = self.raised
+            self._end(self.raised)
             return
         index, reason = min(failures.items())
         summary = f"reward {self.name} failed for {len(failures)} samples, first sample {index}: {reason}"

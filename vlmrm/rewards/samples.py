@@ -162,7 +162,8 @@ def _called(model: BaseRewardModel, samples: Samples) -> CallResult:
                 values[name] = samples.value(name, position, model.use_tensor_inputs)
             if model.text_prompts and not isinstance(values.get("prompt", ""), str):
                 raise RowError(
-                    f"its prompt is a {type(values['prompt']).__name__}, and this reward takes texts: render it"
+                    "its prompt is messages, as with a system turn or several turns, and this reward takes one text: "
+                    f"{model.instead_of_texts}"
                 )
             medium = _first_medium(values.get("response"))
             if medium and not model.message_responses:

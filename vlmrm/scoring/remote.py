@@ -147,7 +147,7 @@ class AsyncRemoteScorer:
         """Send requests as others finish, so that a long list is not encoded all at once."""
         scores: dict[int, float | RowError] = {}
         failures: dict[int, RowError] = {}
-        requests = _requests(groups, failures, grouped)
+        requests = requests_of(groups, failures, grouped)
         asking: set[asyncio.Task[dict[int, float | RowError]]] = set()
         try:
             # Encoding media takes long enough to stall the event loop, so it runs on a thread.
@@ -193,7 +193,7 @@ class AsyncRemoteScorer:
         demanded = self._headers.get(REVISION_HEADER)
         if demanded is not None and answer.get("revision") != demanded:  # a server that does not know the header
             raise RewardError(f"{self.server.name} answered by revision {answer.get('revision')}, not {demanded}")
-        scores = dict(zip(chunk.indices, _read_scores(answer, len(chunk.indices)), strict=True))
+        scores = dict(zip(chunk.indices, read_scores(answer, len(chunk.indices)), strict=True))
         self.digest = answer.get("revision")
         return scores
 
@@ -356,7 +356,7 @@ class Chunk:
         return {"files": {HEAD: (None, body, "application/json"), **files}}
 
 
-def _requests(
+def requests_of(
     groups: Iterable[Sequence[tuple[int, ConversationLike]]], failures: dict[int, RowError], grouped: bool
 ) -> Iterator[Chunk]:
     """Yield requests of about `CHUNK_ITEMS` conversations or `CHUNK_BYTES`, each made when it is asked for.
@@ -379,7 +379,7 @@ def _requests(
         yield chunk
 
 
-def _read_scores(answer: Any, count: int) -> list[float | RowError]:
+def read_scores(answer: Any, count: int) -> list[float | RowError]:
     """Return the raw logit of each of `count` items in a service's answer, or its error."""
     data = answer.get("data") if isinstance(answer, dict) else None
     rows = data if isinstance(data, list) and all(isinstance(row, dict) for row in data) else []

@@ -121,6 +121,11 @@ class RewardTrainingArguments(trl.RewardConfig):
                 "train_sampling_strategy: group_by_length needs token counts, which images lack before they are read: "
                 "write batch_rebalance, which estimates them."
             )
+        if self.optim in ("lomo", "adalomo"):
+            raise ConfigError(
+                f"optim: {self.optim} changes weights inside each backward pass, and a step may have several: choose "
+                "another, such as adafactor."
+            )
         for key, bound in LEAST.items():
             value = getattr(self, key)
             if value is not None and not bound <= value < math.inf:  # NaN is neither

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from services import served
 
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
 from vlmrm.formats.preferences import image_pair, pair
@@ -103,6 +104,23 @@ def test_text_answers_are_placed_as_in_training_rows(reward, scorer, pictures):
     assert np.allclose(found.rewards["vlm"], scorer.score(pair.read(row).conversations), atol=1e-5)
 
 
+def test_a_model_behind_an_address_has_its_scores_of_any_conversation(tiny_reward_model, reward, scorer, pictures):
+    system, asked = turn("system", "Think."), turn("user", pictures[0], "Which?")
+    again = [asked, turn("assistant", "It is 3."), turn("user", "Sure?")]
+    prompts, answers = [[system, asked], [system, asked], again, again], ["One.", "Two.", "Yes.", "No."]
+    expected = scorer.score([[*p, turn("assistant", a)] for p, a in zip(prompts, answers, strict=True)])
+    columns = {"prompt": prompts, "response": answers, "groups": [0, 0, 1, 1]}
+    block = {"reward_type": "vlm_reward", "model_path": str(tiny_reward_model), "dtype": "float32", "device": "cpu"}
+    with served(block | {"name": "people"}, block | {"name": "other"}) as url:
+        settings = {"path": url, "reward": "people"}
+        one = reward(**settings)(**columns).rewards["vlm"]
+        group = reward("vlm_reward_group", **settings)(**columns)
+        with pytest.raises(RewardError, match=r"reward vlm: .*nobody"):
+            reward(**settings | {"reward": "nobody"}, on_failure="mask")(**columns)
+    assert one == pytest.approx(expected, abs=1e-5)
+    assert [group.info["vlm"][index]["score"] for index in range(4)] == pytest.approx(expected, abs=1e-5)
+
+
 def test_transforms_of_a_sample(reward, tiny_reward_model, pictures, tmp_path):
     columns = {"prompt": [PROMPT] * 4, "image": pictures}
     raw = reward()(**columns).total()
@@ -177,8 +195,12 @@ def test_rewards_of_one_checkpoint_have_one_copy_of_it(tiny_reward_model):
 def test_settings_that_cannot_work(reward, tiny_reward_model):
     with pytest.raises(ConfigError, match=r"custom_prompt has no \{prompt\} in it"):
         reward(custom_prompt="Judge this")
-    with pytest.raises(ConfigError, match=r"model_path is an address: .* remote_pointwise .*server_url"):
-        reward(model_path="http://host:8080")
+    with pytest.raises(ConfigError, match="timeout is of a service, and model_path a folder"):
+        reward(timeout=5.0)
+    with pytest.raises(ConfigError, match="check_sight is of a checkpoint, and model_path an address"):
+        reward(path="http://host:8080", check_sight=False)
+    with pytest.raises(ConfigError, match="transform is normalized, which needs a checkpoint's folder"):
+        reward(path="http://host:8080", transform="normalized")
     with pytest.raises(ConfigError, match="transform is 'rank': choose from raw"):
         reward(transform="rank")
     with pytest.raises(ConfigError, match="give the checkpoint once"):

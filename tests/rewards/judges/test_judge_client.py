@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
+from contextlib import suppress
+from time import sleep
 
 import pytest
 from judge_server import completion, error
@@ -160,6 +163,40 @@ def test_one_call_that_hangs_is_tried_again(server, client):
 
     server.behave = behave
     assert one(client(timeout=0.5, max_retries=100)).text == "yes"  # as often as a slow machine may need
+
+
+def test_an_answer_that_drips_in_is_late_all_the_same(client):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def drip() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.recv(2**16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+                while True:
+                    connection.sendall(b" ")
+                    sleep(0.02)
+
+        threading.Thread(target=drip, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        answer = one(client(api_base_url=url, timeout=0.3, max_retries=0))
+    assert "it did not answer within 0.3 s" in str(answer)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_deadline_of_the_configuration_is_the_judge_s(server, asynchronous):
+    config = {"reward_model": "unified_reward", "api_base_url": server.url, "async_reward": asynchronous}
+    [reward] = RewardSet({**config, "deadline": 30.0}).rewards
+    assert reward.model.settings.deadline == 30.0
+    assert reward.arguments.deadline == (30.0 if asynchronous else None)
+
+
+def test_as_many_samples_as_max_concurrent_are_with_the_server_at_once(server, picture):
+    together = threading.Barrier(20, timeout=60)
+    server.behave = lambda body, number: (together.wait(), completion("Final Score: 3"))[1]
+    config = {"reward_model": "unified_reward", "api_base_url": server.url, "max_concurrent": 20}
+    prompts = [str(number) for number in range(20)]
+    assert RewardSet(config)(prompt=prompts, image=[picture] * 20).rewards["default"].tolist() == [3.0] * 20
 
 
 def test_a_wait_beyond_the_deadline_is_not_begun(server, client, time):
@@ -449,11 +486,11 @@ def test_the_key_reaches_the_server_and_nobody_else(server, picture, monkeypatch
         for name, key in {"a": {"api_key_env": "MY_KEY"}, "b": {"api_key": "sk-secret-2"}}.items()
     ]
     rewards = RewardSet(config, audit_log=tmp_path / "audit.jsonl")
-    scored = rewards(prompt=["a cat"], image=[picture])
+    with pytest.raises(RewardError, match=r"reward a: .*it answered 401") as caught:  # refused for good
+        rewards(prompt=["a cat"], image=[picture])
     sent = sorted(headers["authorization"] for headers in server.headers)
     assert sent == ["Bearer sk-secret-1", "Bearer sk-secret-2"]
-    assert "it answered 401" in scored.failures["a"][0]
-    told = [(tmp_path / "audit.jsonl").read_text(), caplog.text, repr(scored)]
+    told = [(tmp_path / "audit.jsonl").read_text(), caplog.text, str(caught.value)]
     told += [f"{each.arguments!r} {each.model.settings!r} {vars(each.model.client)!r}" for each in rewards.rewards]
     assert "sk-s" not in "".join(told)
 

@@ -23,7 +23,7 @@ from vlmrm.evaluation.scorers.conversations import Compared, ConversationScorer,
 from vlmrm.evaluation.scorers.spec import Spec
 from vlmrm.formats.texts import write_text
 from vlmrm.http import Refused, ServerAddress, read_json_response, translate_http_errors
-from vlmrm.rewards.remote import Endpoints
+from vlmrm.rewards.remote import Endpoints, json_content
 from vlmrm.scoring.remote import RemoteScorer
 from vlmrm.settings import did_you_mean
 
@@ -144,7 +144,7 @@ class _OtherService(ConversationScorer):
         if self.entry.model_name is not None:
             written["model"] = self.entry.model_name
         try:
-            answer = self.servers.post(f"/{self.entry.route}", json.dumps(written).encode())
+            answer = self.servers.post(f"/{self.entry.route}", json_content(written))
         except Refused as error:
             return RowError(str(error))
         try:

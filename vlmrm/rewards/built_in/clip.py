@@ -211,6 +211,7 @@ class PickScore(_TwoTowers, PointwiseRewardModel):
     The published score is not divided; 26 is Flow-Factory's.
     """
 
+    default_dtype = "float32"  # as in Flow-Factory, whatever its configuration says
     published = "yuvalkirstain/PickScore_v1"
     published_processor = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
@@ -224,6 +225,7 @@ class PickScoreRank(_TwoTowers, GroupwiseRewardModel):
     From Flow-Factory, where ties get different rewards. It shares the weights of a `PickScore` in the same process.
     """
 
+    default_dtype = PickScore.default_dtype
     published = PickScore.published
     published_processor = PickScore.published_processor
 

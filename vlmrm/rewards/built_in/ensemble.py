@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from accelerate import Accelerator, PartialState
 
 from vlmrm.errors import ConfigError
 from vlmrm.rewards.built_in.vlm_reward import CHECKS, VlmReward
 from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput, choice
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState
 
 COMBINATIONS = ("mean", "min")
 

@@ -7,18 +7,16 @@ a text; `system` is their column of that name.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
-from typing import Any
-
-from accelerate import Accelerator, PartialState
+from typing import TYPE_CHECKING, Any
 
 from vlmrm.conversation import Conversation
 from vlmrm.data.media import conversation_key
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate, read_sample, sample_to_conversation
-from vlmrm.modeling.manifest import read_reward_file
-from vlmrm.modeling.published_weights import shared
+from vlmrm.libraries import needs
 from vlmrm.rewards.contract import (
     BaseRewardModel,
     GroupwiseRewardModel,
@@ -27,9 +25,16 @@ from vlmrm.rewards.contract import (
     RewardModelOutput,
     choice,
 )
+from vlmrm.rewards.remote import ClientSettings, connected
 from vlmrm.scoring.loading import is_address, load_local_scorer
-from vlmrm.scoring.transforms import transform_named
+from vlmrm.scoring.remote import ROUTE, read_scores, requests_of
+from vlmrm.scoring.transforms import NORMALIZED, transform_named
+from vlmrm.settings import validate
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState
+
+CLIENT = tuple(ClientSettings.model_fields)
 CHECKS = ("check_sight", "check_files")
 
 
@@ -47,11 +52,35 @@ class _SharedModel:
             return self.scorer.score_each(conversations)
 
 
+class _ServedModel:
+    """A model behind the service at `address`, which is asked by the client of all reward servers."""
+
+    def __init__(self, config: RewardArguments, address: str):
+        extra = config.extra_kwargs
+        self.reward = extra.get("reward")
+        settings = validate(
+            ClientSettings, {name: extra[name] for name in CLIENT if name in extra}, f"reward {config.name}"
+        )
+        self.servers = connected(config, [address], settings, 120.0, os.environ.get("VLMRM_TOKEN"))
+
+    def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
+        scores: dict[int, float | RowError] = {}
+        failures: dict[int, RowError] = {}
+        for request in requests_of([[item] for item in enumerate(conversations)], failures, grouped=False):
+            timeout = self.servers.endpoints[0].timeout
+            answer = self.servers.post(ROUTE, request.content(self.reward, timeout))
+            scores |= zip(request.indices, read_scores(answer, len(request.indices)), strict=True)
+        scores |= failures
+        return [scores[index] for index in range(len(conversations))]
+
+
 class _TrainedReward(BaseRewardModel):
     """The common part: the model, the conversation of a sample, and the transform of the scores.
 
     Settings:
-        model_path (or model_name_or_path): the checkpoint of a reward model.
+        model_path (or model_name_or_path): the checkpoint of a reward model, or the address of a service.
+        reward: its name there, where the service has several.
+        timeout, retry_attempts, wait_seconds: of a service, as of `remote_pointwise`.
         transform: one of `transforms`.
         custom_prompt: words around the prompt, which is at `{prompt}`.
         system: a system message before it.
@@ -61,7 +90,7 @@ class _TrainedReward(BaseRewardModel):
     required_fields = ("prompt",)
     message_responses = True
     default_dtype = "auto"
-    options = ("model_path", "model_name_or_path", "transform", "custom_prompt", "system", *CHECKS)
+    options = ("model_path", "model_name_or_path", "reward", "transform", "custom_prompt", "system", *CHECKS, *CLIENT)
     transforms: tuple[str, ...]
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
@@ -75,12 +104,22 @@ class _TrainedReward(BaseRewardModel):
         except ConfigError as error:
             raise ConfigError(f"reward {config.name}: {error}") from None
         path = str(paths[0])
-        if is_address(path):
-            raise ConfigError(
-                f"reward {config.name}: model_path is an address: a service is asked by remote_pointwise or "
-                "remote_groupwise, with server_url: http://host:port/REWARD."
-            )
         name = choice(config, "transform", self.transforms[0], self.transforms)
+        self.loaded: _SharedModel | _ServedModel
+        served = is_address(path)
+        for key in CHECKS if served else ("reward", *CLIENT):
+            if key in extra:
+                owner = "a checkpoint, and model_path an address" if served else "a service, and model_path a folder"
+                raise ConfigError(f"reward {config.name}: {key} is of {owner}: leave it out.")
+        if served:
+            if name == NORMALIZED:
+                raise ConfigError(f"reward {config.name}: transform is {name}, which needs a checkpoint's folder.")
+            self.transform = transform_named(name)
+            self.loaded = _ServedModel(config, path)
+            return
+        with needs("local", f"the reward {config.name}"):
+            from vlmrm.modeling.manifest import read_reward_file
+            from vlmrm.modeling.published_weights import shared
         self.transform = transform_named(name, read_reward_file(path), path)
         checks = [extra.get(name, True) for name in CHECKS]
         self.loaded = shared(_SharedModel, path, str(self.dtype).removeprefix("torch."), str(self.device), *checks)

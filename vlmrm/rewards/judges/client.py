@@ -18,14 +18,14 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from vlmrm.errors import ConfigError, RewardError
+from vlmrm.errors import ConfigError, Denied, RewardError
 from vlmrm.http import (
-    REFUSED_STATUSES,
     Refused,
     ServerAddress,
     Unavailable,
     Unreachable,
     one_line,
+    refusal,
     retry_after,
     translate_http_errors,
     wait_seconds,
@@ -214,7 +214,8 @@ class JudgeClient:
         except RewardError as reason:
             error = reason
         self.usage.add(failures=1)
-        return RewardError(f"the judge {self.settings.vlm_model} at {self.settings.api_base_url}: {error}")
+        kind = Denied if isinstance(error, Denied) else RewardError
+        return kind(f"the judge {self.settings.vlm_model} at {self.settings.api_base_url}: {error}")
 
     async def _readable(self, question: Question, round_: RoundLimits) -> Reply:
         """Return a reply that the round's check passes."""
@@ -297,8 +298,13 @@ class JudgeClient:
         post = self._http.post(
             "/chat/completions", content=question.content, headers={"Content-Type": "application/json"}
         )
-        with translate_http_errors("it", Unavailable(f"it did not answer within {self.settings.timeout:g} s")):
-            answer = await self.server.watched(post, self._ping, self.settings.silence)
+        late = Unavailable(f"it did not answer within {self.settings.timeout:g} s")
+        with translate_http_errors("it", late):
+            try:
+                async with asyncio.timeout(self.settings.timeout):  # the client's own is of the next byte
+                    answer = await self.server.watched(post, self._ping, self.settings.silence)
+            except TimeoutError:
+                raise late from None
         text = self._redacted(answer.text)
         if not answer.is_success:
             raise call_error(answer.status_code, one_line(text), retry_after(answer.headers.get("Retry-After")))
@@ -317,12 +323,23 @@ class JudgeClient:
         return text if key == NO_KEY else text.replace(key, "<api key>")
 
 
+def not_denied(replies: Sequence[Reply | RewardError]) -> Sequence[Reply | RewardError]:
+    """Return what `ask` returned.
+
+    Raises:
+        Denied: when all was refused for what any other question would be: the key, or the model's name.
+    """
+    if replies and all(isinstance(reply, Denied) for reply in replies):
+        raise Denied(str(replies[0]))
+    return replies
+
+
 def call_error(status: int, detail: str, retry_after: float | None) -> RewardError:
-    """Return the error of an HTTP status: Unavailable, Refused, or a RewardError that no retry mends."""
+    """Return the error of an HTTP status: Unavailable, or a `refusal` that no retry mends."""
     reason = f"it answered {status}: {detail}"
     if status in TRANSIENT or status >= 500:
         return Unavailable(reason, retry_after, busy=status == 429)
-    return Refused(reason) if status in REFUSED_STATUSES else RewardError(reason)
+    return refusal(status, reason)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from vlmrm.errors import ConfigError, MediaError, RewardError
 from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
-from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, Usage, read_settings
+from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, Usage, not_denied, read_settings
 from vlmrm.rewards.judges.expected import expected_reward
 from vlmrm.rewards.judges.replies import Question, Reply
 from vlmrm.rewards.judges.request_file import RequestFile, read_request_file
@@ -91,6 +91,10 @@ class Judge(PointwiseRewardModel):
         self.deterministic = self.settings.temperature == 0
         self.client = JudgeClient(self.settings)
 
+    @property
+    def samples_a_call(self) -> int:
+        return max(self.config.batch_size, self.settings.max_concurrent)
+
     @abstractmethod
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
         """Return the system message and the parts of the user's message.
@@ -138,9 +142,11 @@ class Judge(PointwiseRewardModel):
         asked = {question.key: samples[index] for index, question in questions.items()}
         count = self.settings.replies
         replies = iter(
-            self.client.ask(
-                [question for question in questions.values() for _ in range(count)],
-                lambda question, reply: self._read(reply, asked[question.key]),
+            not_denied(
+                self.client.ask(
+                    [question for question in questions.values() for _ in range(count)],
+                    lambda question, reply: self._read(reply, asked[question.key]),
+                )
             )
         )
         for index, question in questions.items():

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from vlmrm.errors import MediaError, RewardError
 from vlmrm.rewards.contract import GroupwiseRewardModel, RewardArguments, RewardModelOutput
-from vlmrm.rewards.judges.client import JudgeClient
+from vlmrm.rewards.judges.client import JudgeClient, not_denied
 from vlmrm.rewards.judges.judge import (
     FENCED,
     JudgeSample,
@@ -138,7 +138,7 @@ class _Group:
                 self._failed((first, second), error)
         count, client = self.judge.settings.replies, self.judge.client
         asked = [(order, question) for order, question in questions.items() for _ in range(count)]
-        replies = client.ask([question for _, question in asked], lambda _, reply: self.judge.read(reply))
+        replies = not_denied(client.ask([question for _, question in asked], lambda _, reply: self.judge.read(reply)))
         credits: dict[Pair, list[float]] = {order: [] for order in questions}
         for (order, question), reply in zip(asked, replies, strict=True):
             if isinstance(reply, RewardError):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from runs import colour_lists, largest_difference, logged
 
-from vlmrm.training.passes import Surrogate
-from vlmrm.training.trainer import ComparisonTrainer
+from vlmrm.training import step
 
 FIGURES = ("loss", "loss_irrelevant", "accuracy", "margin", "mean_reward", "min_reward", "max_reward", "grad_norm")
 
@@ -16,18 +15,18 @@ FIGURES = ("loss", "loss_irrelevant", "accuracy", "margin", "mean_reward", "min_
 def forwards(monkeypatch):
     """The scores of cut comparisons: those computed ahead, and those with a graph."""
     seen: dict[str, list[torch.Tensor]] = {"ahead": [], "behind": []}
-    score, surrogate = ComparisonTrainer._score, Surrogate.__call__
+    score, with_gradient = step.TrainingStep._score, step.with_gradient
 
     def record_ahead(self, model, inputs):
         seen["ahead"].append(score(self, model, inputs))
         return seen["ahead"][-1]
 
-    def record_behind(self, scores):
+    def record_behind(scores, **keys):
         seen["behind"].append(scores.detach())
-        return surrogate(self, scores)
+        return with_gradient(scores, **keys)
 
-    monkeypatch.setattr(ComparisonTrainer, "_score", record_ahead)
-    monkeypatch.setattr(Surrogate, "__call__", record_behind)
+    monkeypatch.setattr(step.TrainingStep, "_score", record_ahead)
+    monkeypatch.setattr(step, "with_gradient", record_behind)
     return seen
 
 

@@ -1,0 +1,221 @@
+"""A training step: the forwards of a batch, the loss over their scores, and its gradient.
+
+One loss compares the scores of a part. Where they come from several forwards, all scores are computed first, without a
+graph, then the gradient of the loss by each of them; with it each forward runs again, alone with its backward pass
+(GradCache: Gao et al. 2021, https://huggingface.co/papers/2101.06983, §3.2). The gradient is that of the whole part,
+the memory that of one forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+
+from vlmrm.batching import ComparisonCollator, Part, to_device
+from vlmrm.errors import ConfigError, TrainingError
+from vlmrm.modeling.experts import Routers, balance_loss, find_routers
+from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.figures import StepFigures
+from vlmrm.training.losses import PreferenceLoss
+
+Inputs = Mapping[str, Any]
+Score = Callable[[Inputs], torch.Tensor]  # of a forward [N]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward: the model's keywords, the loss of its scores, and the weight of its pairs."""
+
+    inputs: Inputs
+    loss: Callable[[torch.Tensor], torch.Tensor]
+    weight: torch.Tensor
+    random_state: RandomState | None = None  # to draw the dropout of an earlier forward again
+
+
+class TrainingStep:
+    """Runs every forward and backward of a batch, and adds up the figures for the log.
+
+    Args:
+        model: without adapters and wrappers around it.
+        autocast: HF's context of a forward.
+        prepare: moves the inputs of a forward to the device.
+        collator: makes the batches, and empty parts for ranks that have fewer forwards than others.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: RewardTrainingArguments,
+        accelerator: Accelerator,
+        *,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        prepare: Callable[[Inputs], Inputs],
+        collator: ComparisonCollator,
+    ):
+        self.args, self.accelerator = args, accelerator
+        self.autocast, self.prepare, self.collator = autocast, prepare, collator
+        self.figures = StepFigures()
+        self.last_inputs: Inputs | None = None  # of the last forward, to score again before a save
+        self._loss_function = PreferenceLoss(
+            args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient
+        )
+        self._routers = Routers(find_routers(model))
+        if args.router_aux_loss_coef and not self._routers.routers:
+            raise ConfigError(
+                f"router_aux_loss_coef is for mixtures of experts, and {type(model.model).__name__} has no routers: "
+                "remove it."
+            )
+
+    def __call__(self, model: nn.Module, parts: Sequence[Part], totals: torch.Tensor, number: int) -> torch.Tensor:
+        """Return this rank's share of the step's loss; its gradient is reduced over ranks with the last forward.
+
+        Args:
+            totals: the summed weights [2] of the step's preference and irrelevant pairs, over all ranks.
+            number: of the step, for errors.
+        """
+        # Each forward waits for all ranks, so ranks with fewer run empty ones.
+        ahead, behind = self.missing(parts)
+        empty = [self.collator.empty_part() for _ in range(max(ahead, behind))]
+        loss, score = partial(self._loss, totals=totals, number=number), partial(self._score, model)
+        every = [*parts, *empty[:behind]]
+        passes = [each for part in every for each in passes_of(part, loss, score, self.args.device)]
+        for part in empty[:ahead]:
+            score(part["inputs"][0])
+        losses = [self._run(model, each, totals, last=each is passes[-1]) for each in passes]
+        self.last_inputs = passes[-1].inputs
+        return torch.stack(losses).sum()
+
+    def _run(self, model: nn.Module, each: Pass, totals: torch.Tensor, last: bool) -> torch.Tensor:
+        """Run one forward and its backward, and return its loss."""
+        state, inputs = each.random_state, self.prepare(each.inputs)
+        with self._reducing(model, last), state.again() if state else nullcontext():
+            with self.autocast():
+                with self._routers.watching(inputs) as decisions:
+                    scores = model(**inputs).logits.squeeze(-1)
+                loss = each.loss(scores)
+                if coefficient := self.args.router_aux_loss_coef:
+                    # A mean over the step's forwards, each with the weight of its pairs.
+                    total = totals.sum().clamp_min(torch.finfo(torch.float32).tiny)
+                    balance = coefficient * each.weight.to(total.device) / total * balance_loss(decisions)
+                    self.figures.sums["loss_router"] += balance.item()
+                    loss = loss + balance
+            # Each rank's loss is its share of the step's mean, to be summed, but DDP averages gradients over ranks.
+            loss = loss * self.accelerator.num_processes
+            # DeepSpeed would divide by the number of accumulated batches, over which the totals are sums already.
+            is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+            self.accelerator.backward(loss, **({"scale_wrt_gas": False} if is_deepspeed else {}))
+        return loss.detach()
+
+    @torch.no_grad()
+    def _score(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
+        with self.autocast():
+            return model(**self.prepare(inputs)).logits.squeeze(-1)
+
+    def _loss(self, scores: torch.Tensor, part: Part, totals: torch.Tensor, number: int) -> torch.Tensor:
+        """Return the loss of a part's scores, checked and added to the log's figures."""
+        part = {**part, "pairs": to_device(part["pairs"], scores.device)}
+        terms = self._loss_function(scores, part["pairs"], totals)
+        loss = torch.stack(list(terms.values())).sum()
+        value = self.figures.add(scores.detach(), part, terms, loss)
+        if not math.isfinite(value):
+            raise not_finite(f"the loss is {value} at step {number}", self.args)
+        return loss
+
+    def missing(self, parts: Sequence[Part]) -> tuple[int, int]:
+        """Return how many more forwards another rank has: without a graph, and with a backward pass.
+
+        The token budget may split its batch otherwise.
+        """
+        counts = [len(part["inputs"]) for part in parts]
+        own = torch.tensor([[sum(count for count in counts if count > 1), sum(counts)]], device=self.args.device)
+        if self.args.world_size == 1 or self.collator.max_tokens_per_batch is None:
+            return 0, 0
+        ahead, behind = (self.accelerator.gather(own).amax(0) - own[0]).tolist()
+        return ahead, behind
+
+    @contextmanager
+    def _reducing(self, model: nn.Module, last: bool) -> Generator[None]:
+        """Delay the reduction of gradients, and DeepSpeed's step, until the last forward."""
+        if last or not self.accelerator.sync_gradients:
+            yield
+            return
+        self.accelerator.sync_gradients = False
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        try:
+            with nullcontext() if is_deepspeed else self.accelerator.no_sync(model):
+                yield
+        finally:
+            self.accelerator.sync_gradients = True
+
+
+def passes_of(part: Part, loss: Callable[..., torch.Tensor], score: Score, device: torch.device) -> list[Pass]:
+    """Return the passes whose gradients add up to that of `loss(scores, part=part)`, and so do their values.
+
+    `score`, the forward on `device` without a graph, is called for each forward of a part that has several.
+    """
+
+    def in_order(scores: torch.Tensor) -> torch.Tensor:
+        return loss(scores[part["order"].to(scores.device)], part=part)
+
+    weight = part["pairs"]["weight"].sum() / len(part["inputs"])
+    if len(part["inputs"]) == 1:
+        return [Pass(part["inputs"][0], in_order, weight)]
+    states, pieces = [], []
+    for inputs in part["inputs"]:
+        states.append(RandomState.now(device))
+        pieces.append(score(inputs))
+    scores = torch.cat(pieces).requires_grad_()
+    value = in_order(scores)
+    [gradient] = torch.autograd.grad(value, scores)
+    shares = gradient.split([len(piece) for piece in pieces])
+    of_piece = value.detach() / len(pieces)
+    return [
+        Pass(inputs, partial(with_gradient, gradient=share, value=of_piece), weight, state)
+        for inputs, share, state in zip(part["inputs"], shares, states, strict=True)
+    ]
+
+
+def with_gradient(scores: torch.Tensor, gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return `value`, with this gradient [N] by the scores [N]."""
+    product = (scores * gradient).sum()
+    return product + (value - product).detach()
+
+
+def not_finite(finding: str, args: RewardTrainingArguments) -> TrainingError:
+    return TrainingError(
+        f"{finding}: lower learning_rate or max_grad_norm and continue with --resume_from_checkpoint auto, from the "
+        f"last checkpoint in {args.output_dir} or from the beginning."
+    )
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of torch's generators, of the CPU and of `device` if that is another."""
+
+    device: torch.device
+    on_cpu: torch.Tensor
+    on_device: torch.Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        return cls(device, torch.get_rng_state(), on_device)
+
+    @contextmanager
+    def again(self) -> Generator[None]:
+        """Draw from this state inside, and afterwards go on as if nothing had been drawn."""
+        devices = [] if self.on_device is None else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
+            torch.set_rng_state(self.on_cpu)
+            if self.on_device is not None:
+                torch.get_device_module(self.device).set_rng_state(self.on_device, self.device)
+            yield
