@@ -344,13 +344,22 @@ def section(public: Benchmark) -> str:
     parts.append(f"table `{source.file}`" if source.file else f"split{'s' * (len(source.splits) > 1)} {splits}")
     where = f"{', '.join(parts)}."
     where += f" Local copy: {' '.join(source.fetch.split())}." if source.fetch else ""
-    figures = "; ".join(f"{', '.join(it.percent)}, by {it.source} ({it.date})" for it in public.published)
-    paragraphs = [where, f"Published: {figures}.", public.verified]
+    figures = "; ".join(f"{it.source} ({it.date})" for it in public.published)
+    paragraphs = [f"{where} Published: {figures}.", verified(public)]
     wrapped = [
         textwrap.fill(" ".join(text.split()), 119, break_long_words=False, break_on_hyphens=False)
         for text in paragraphs
     ]
     return f"\n### {public.name}\n\n" + "\n\n".join(wrapped) + "\n"
+
+
+def verified(public: Benchmark) -> str:
+    """Return what was verified; what another benchmark's section says too is not said again."""
+    for other in map(benchmark, BENCHMARKS):
+        same = public.verified.startswith(other.verified)
+        if same and (len(other.verified), other.name) < (len(public.verified), public.name):
+            return f"As [{other.name}](#{other.name}).{public.verified.removeprefix(other.verified)}"
+    return public.verified
 
 
 def table(arguments: Any, meanings: Mapping[str, str | None]) -> str:
