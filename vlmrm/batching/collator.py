@@ -142,7 +142,7 @@ class Forwards(TypedDict):
 
 
 class Part(Forwards):
-    """Comparisons whose scores are computed together; the top of this file describes its keys."""
+    """Hold comparisons that are scored together; the top of this file describes the keys."""
 
     pairs: dict[str, torch.Tensor]
     rows: dict[str, Any]
