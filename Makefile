@@ -82,8 +82,8 @@ INSTALL = $(BIN)/uv pip install --system-certs --python $(BIN)/python --constrai
 # The stamp is made last: an install that fails, or is interrupted, is tried again.
 $(DEMO): pyproject.toml constraints.txt
 	$(NEW_ENOUGH)
-	@echo "Installing into .venv what training needs: 98 packages, 6.4 GB. Of these 5.2 GB are torch with the CUDA libraries;"
-	@echo "UV_TORCH_BACKEND=cpu in the environment takes torch for the CPU instead, where PyTorch's own index can be reached."
+	@echo "Installing into .venv what training needs: a download of 3.2 GB, 98 packages, 6.4 GB on the disk. Most of it is torch"
+	@echo "with CUDA: UV_TORCH_BACKEND=cpu in the environment takes torch for the CPU, from PyTorch's own index."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 	$(INSTALL) '.[train]'
