@@ -48,7 +48,6 @@ class RewardSettings(Strict):
     venv_python: str = sys.executable
     download_path: str = ""
     setup_script: str = ""  # run by `serve prepare` with download_path and the environment's folder
-    requirements: list[str] = Field(default_factory=list)  # or what pip installs into an environment it makes
     dtype: str = "auto"
     device: str = ""
     enable: bool = True
