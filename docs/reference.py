@@ -334,7 +334,7 @@ def with_benchmarks(guide: str) -> str:
 
 
 def section(public: Benchmark) -> str:
-    """Return where a benchmark is, what was published, and what was verified."""
+    """Return where a benchmark is, and who published figures."""
     source = public.source
     parts = [f"`{source.hub}`"]
     parts += [
@@ -345,21 +345,9 @@ def section(public: Benchmark) -> str:
     where = f"{', '.join(parts)}."
     where += f" Local copy: {' '.join(source.fetch.split())}." if source.fetch else ""
     figures = "; ".join(f"{it.source} ({it.date})" for it in public.published)
-    paragraphs = [f"{where} Published: {figures}.", verified(public)]
-    wrapped = [
-        textwrap.fill(" ".join(text.split()), 119, break_long_words=False, break_on_hyphens=False)
-        for text in paragraphs
-    ]
-    return f"\n### {public.name}\n\n" + "\n\n".join(wrapped) + "\n"
-
-
-def verified(public: Benchmark) -> str:
-    """Return what was verified; what another benchmark's section says too is not said again."""
-    for other in map(benchmark, BENCHMARKS):
-        same = public.verified.startswith(other.verified)
-        if same and (len(other.verified), other.name) < (len(public.verified), public.name):
-            return f"As [{other.name}](#{other.name}).{public.verified.removeprefix(other.verified)}"
-    return public.verified
+    text = " ".join(f"{where} Published: {figures}.".split())
+    wrapped = textwrap.fill(text, 119, break_long_words=False, break_on_hyphens=False)
+    return f"\n### {public.name}\n\n{wrapped}\n"
 
 
 def table(arguments: Any, meanings: Mapping[str, str | None]) -> str:
