@@ -18,10 +18,10 @@ SUMMED = (
 
 
 class StepFigures:
-    """Figures of the training log: sums over steps on each rank, which `flush` turns into means over all ranks."""
+    """Sum the figures of the training log over steps on each rank; `flush` returns their means over all ranks."""
 
     def __init__(self) -> None:
-        self.flushed = 0, 0  # right pairs and pairs of the last line
+        self.flushed = 0, 0  # correct pairs, and pairs, of the last line
         self._reset()
 
     def _reset(self) -> None:
