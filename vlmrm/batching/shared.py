@@ -90,6 +90,7 @@ class PackedLayout:
         """Return the layout of a row with the tree's segments one after another, in as few spans as possible."""
         held = [segment.held for segment in tree.segments]
         lengths = [len(segment) for segment in tree.segments]
+        # Held segments fill the positions below zero, up to the row's first token at 0.
         offset = {True: -sum(n for n, is_held in zip(lengths, held, strict=True) if is_held), False: 0}
         starts, stops = [], []
         for is_held, length in zip(held, lengths, strict=True):

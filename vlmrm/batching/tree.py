@@ -76,6 +76,7 @@ def grow(sequences: Sequence[np.ndarray], cuts: Sequence[int] | None = None) -> 
         """Add the sorted sequences low to high below `parent`; they agree up to `begin`."""
         end = min([lengths[low], *shared[low : high - 1], *(stop for stop in cut[low:high] if stop > begin)])
         parts = list(pairwise([low, *(i + 1 for i in range(low, high - 1) if shared[i] == end), high]))
+        # What sharing this segment saves, and the tokens of the branch from here on with every prefix counted once.
         saved = (len(parts) - 1) * (end - begin)
         computed = sum(lengths[low:high]) - sum(shared[low : high - 1]) - begin
         if end > begin and (len(parts) == 1 or saved >= MIN_SAVING * computed):

@@ -91,7 +91,7 @@ def _hint(names: frozenset[str], layouts: Sequence[Layout]) -> str:
 
 @dataclass(frozen=True)
 class _Guess:
-    """What columns may be meant as: `mapping` names those of a layout, of which the part `share` is there."""
+    """Guess a layout: `mapping` from its columns to those meant, and the `share` of its columns that are there."""
 
     layout: Layout
     mapping: dict[str, str]

@@ -1,4 +1,4 @@
-"""The virtual environments and files of rewards, which `vlmrm serve prepare` makes once, as a stamp file records."""
+"""Make the virtual environments and files of rewards once, for `vlmrm serve prepare`; a stamp file records it."""
 
 from __future__ import annotations
 

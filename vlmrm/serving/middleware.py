@@ -143,7 +143,7 @@ class RequestMiddleware:
 
 
 def _unread(scope: Scope, headers: dict[bytes, bytes]) -> tuple[str, str, int] | None:
-    """Return the error of a request of which something would not be read; None where all is."""
+    """Return the error of a request with a part that would not be read; None where all is."""
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(map(len, itertools.chain(*scope["headers"])))
     if size > HEADER_BYTES:
         return f"address and headers are {size} bytes, over the limit of {HEADER_BYTES}.", "InvalidRequest", 431

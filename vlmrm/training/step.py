@@ -1,9 +1,9 @@
 """A training step: the forwards of a batch, the loss over their scores, its gradient, and the figures of the log.
 
-One loss compares the scores of a part. Where they come from several forwards, all scores are computed first, without a
-graph, then the gradient of the loss by each of them; with it each forward runs again, alone with its backward pass
-(GradCache: Gao et al. 2021, https://huggingface.co/papers/2101.06983, §3.2). The gradient is that of the whole part,
-the memory that of one forward.
+One loss compares the scores of a part. Where these come from several forwards (GradCache: Gao et al. 2021,
+https://huggingface.co/papers/2101.06983, §3.2), all scores are computed first, without a graph, then the gradient of
+the loss by each of them. With it each forward runs again, alone with its backward pass. The gradient is that of the
+whole part, the memory that of one forward.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TrainingStep:
             number: of the step, for errors.
         """
         # Each forward waits for all ranks, so ranks with fewer run empty ones.
-        ahead, behind = self.missing(parts)
+        ahead, behind = self.missing(parts)  # forwards ahead of the passes, without a graph, and the passes' own
         empty = [self.collator.empty_part() for _ in range(max(ahead, behind))]
         loss, score = partial(self._loss, totals=totals, number=number), partial(self._score, model)
         every = [*parts, *empty[:behind]]
@@ -158,7 +158,7 @@ class TrainingStep:
 
 
 def passes_of(part: Part, loss: Callable[..., torch.Tensor], score: Score, device: torch.device) -> list[Pass]:
-    """Return the passes whose gradients add up to that of `loss(scores, part=part)`, and so do their values.
+    """Return the passes of a part: their losses add up to `loss(scores, part=part)`, and so do the gradients.
 
     `score`, the forward on `device` without a graph, is called for each forward of a part that has several.
     """
@@ -186,6 +186,7 @@ def passes_of(part: Part, loss: Callable[..., torch.Tensor], score: Score, devic
 
 def with_gradient(scores: torch.Tensor, gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value`, with this gradient [N] by the scores [N]."""
+    # The product's derivative by each score is the gradient; a constant brings its value to `value`.
     product = (scores * gradient).sum()
     return product + (value - product).detach()
 
