@@ -112,7 +112,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         self.collator = collator
         self.eval_collator = dataclasses.replace(collator, irrelevant=None, interventions=PROBED)
         self.loss_function = PreferenceLoss(
-            args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient
+            args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient, args.pair_loss
         )
         self.save_extras = save_extras
         self.row_tally = RowTally()
