@@ -22,6 +22,7 @@ from vlmrm.errors import VlmrmError
 from vlmrm.keys import answered, helped, stand_in
 from vlmrm.libraries import needs
 from vlmrm.logs import open_streams, quiet_libraries, say
+from vlmrm.plugins import without_plugins
 
 SCORE = 'score --model outputs/best --image cat.jpg --prompt "What is this?" --response "A cat." --response "A dog."'
 FOLDERS = "--positive-dir data/positive --negative-dir data/negative"
@@ -100,7 +101,8 @@ class _App(App):
 
 app = _App(
     name="vlmrm",
-    help="Train vision-language reward models from preferences, measure them, and score with them.",
+    help="Train vision-language reward models from preferences, measure them, and score with them; `--plugin FILE` "
+    "beside any verb imports what you add.",
     help_epilogue=_epilogue(EXAMPLES),
     version=vlmrm.__version__,
     default_parameter=Parameter(negative_iterable=()),
@@ -297,7 +299,7 @@ _give_examples(app)
 def main(*verb: str) -> None:
     """Run the command line, or one verb of it, as the whole of this process."""
     try:
-        run(lambda: app([*verb, *sys.argv[1:]]))
+        run(lambda: app([*verb, *without_plugins(sys.argv[1:])]))
     finally:  # a second Ctrl-C must not break into the end with a traceback
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

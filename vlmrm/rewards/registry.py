@@ -15,6 +15,7 @@ from pydantic import SecretStr
 
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import needs
+from vlmrm.plugins import load_plugins
 from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, PointwiseRewardModel, RewardArguments
 from vlmrm.settings import did_you_mean, load_file, nearest
 
@@ -92,6 +93,8 @@ def reward_model_class(name: str) -> type[BaseRewardModel]:
         ImportError: unchanged, when the reward's own module cannot be imported.
     """
     key = name.lower()
+    if key not in _registered and key not in BUILT_IN:  # in a process that was started afresh
+        load_plugins()
     cls: object
     if key in _registered:
         cls = _registered[key]

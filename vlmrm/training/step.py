@@ -66,7 +66,7 @@ class TrainingStep:
         self.figures = StepFigures()
         self.last_inputs: Inputs | None = None  # of the last forward, to score again before a save
         self._loss_function = PreferenceLoss(
-            args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient
+            args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient, args.pair_loss
         )
         self._routers = Routers(find_routers(model))
         if args.router_aux_loss_coef and not self._routers.routers:
