@@ -57,7 +57,7 @@ format: $(INSTALLED)  ## mend style and formatting
 	$(BIN)/ruff format .
 
 types: $(INSTALLED)  ## check types
-	$(BIN)/ty check vlmrm
+	$(BIN)/ty check vlmrm packages/robots/vlmrm_robots
 
 bench: $(INSTALLED)  ## run every benchmark
 	$(BIN)/python -m benchmarks
@@ -74,17 +74,19 @@ docs: $(DOCS)  ## build the documentation into site/; a broken link or anchor fa
 	$(<D)/bin/python docs/check_links.py site
 
 # The stamp is made last: an install that fails, or is interrupted, is tried again.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml packages/robots/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' \
+	  --editable 'packages/robots[dev]'
 	touch $@
 
 # Without constraints.txt, which pins the versions of the day.
-$(LOWEST): pyproject.toml
+$(LOWEST): pyproject.toml packages/robots/pyproject.toml
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(@D)/bin/uv pip install --system-certs --quiet --python $(@D)/bin/python --resolution lowest-direct --editable '.[dev]'
+	$(@D)/bin/uv pip install --system-certs --quiet --python $(@D)/bin/python --resolution lowest-direct --editable '.[dev]' \
+	  --editable 'packages/robots[dev]'
 	touch $@
 
 # The pages are built from the source as text: what the package itself needs is not installed.

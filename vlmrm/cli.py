@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +14,11 @@ from cyclopts import App, Parameter
 import vlmrm
 from vlmrm.commands.convert import convert, split
 from vlmrm.commands.evaluation import Words, card, evaluate, leaderboard, leakage, power, report, rulers
-from vlmrm.commands.frames import app as frames
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
-from vlmrm.errors import VlmrmError
+from vlmrm.errors import ConfigError, VlmrmError, first_line
 from vlmrm.keys import answered, helped
-from vlmrm.libraries import needs
+from vlmrm.libraries import ROBOTS, install_command, needs
 from vlmrm.logs import open_streams, quiet_libraries, say
 
 EPILOGUE = """
@@ -40,7 +40,6 @@ app = App(
 )
 
 app.register_install_completion_command(help="Complete verbs and options in this shell: bash, zsh or fish.")
-app.command(frames)
 app.command(serving)
 
 app.command(convert)
@@ -53,6 +52,28 @@ app.command(leakage)
 app.command(power)
 app.command(rulers)
 app.command(evaluate, name="eval", help_flags=[])
+
+
+def _refusing(message: str, summary: str) -> Callable[..., None]:
+    """Return a verb that only says why it cannot be used."""
+
+    def verb(*words: Words) -> None:
+        raise ConfigError(message)
+
+    verb.__doc__ = summary
+    return verb
+
+
+# Installed packages bring verbs, each a function or an App of cyclopts; a broken one leaves the others alone.
+for entry in entry_points(group="vlmrm.commands"):
+    try:
+        app.command(entry.load(), name=entry.name)
+    except Exception as error:
+        problem = f"vlmrm {entry.name} cannot be used, because {entry.value} is broken: {first_line(error)}."
+        app.command(_refusing(problem, f"Broken: {entry.value}."), name=entry.name, help_flags=[])
+if "frames" not in app:
+    problem = f"vlmrm frames needs {ROBOTS}: {install_command(f'{ROBOTS}[frames]')}."
+    app.command(_refusing(problem, f"Rewards from frames: needs {ROBOTS}."), name="frames", help_flags=[])
 
 
 @app.command(help_flags=[])
