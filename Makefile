@@ -26,7 +26,7 @@ help:  ## list the verbs
 demo: $(DEMO)  ## train, sweep and score on the bundled digits
 	$(BIN)/vlmrm demo
 
-frames-demo: $(DEMO)  ## collect frames of Acrobot, train a classifier, and PPO with its reward
+frames-demo: $(INSTALLED)  ## collect frames of Acrobot, train a classifier, and PPO with its reward
 	$(BIN)/vlmrm frames demo
 
 test: $(INSTALLED)  ## run every test, four at a time even on two cores: many wait for processes more than they compute
@@ -59,7 +59,7 @@ format: $(INSTALLED)  ## mend style and formatting
 	$(BIN)/ruff format .
 
 types: $(INSTALLED)  ## check types
-	$(BIN)/ty check vlmrm
+	$(BIN)/ty check vlmrm packages/robots/vlmrm_robots
 
 bench: $(INSTALLED)  ## run every benchmark
 	$(BIN)/python -m benchmarks
@@ -89,18 +89,19 @@ $(DEMO): pyproject.toml constraints.txt
 	$(INSTALL) '.[train]'
 	touch $@
 
-$(INSTALLED): $(DEMO)
+$(INSTALLED): $(DEMO) packages/robots/pyproject.toml
 	@echo "Installing into .venv what development needs as well: some 100 packages, 1 GB"
-	$(INSTALL) '.[dev]'
+	$(INSTALL) '.[dev]' --editable 'packages/robots[dev]'
 	touch $@
 
 # Without constraints.txt, which pins the versions of the day.
-$(LOWEST): pyproject.toml
+$(LOWEST): pyproject.toml packages/robots/pyproject.toml
 	$(NEW_ENOUGH)
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(@D)/bin/uv pip install --system-certs --quiet --python $(@D)/bin/python --resolution lowest-direct --editable '.[dev]'
+	$(@D)/bin/uv pip install --system-certs --quiet --python $(@D)/bin/python --resolution lowest-direct --editable '.[dev]' \
+	  --editable 'packages/robots[dev]'
 	touch $@
 
 # The pages are built from the source as text: what the package itself needs is not installed.
