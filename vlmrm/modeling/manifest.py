@@ -340,7 +340,7 @@ def file_names(path: str | Path, revision: str | None = None) -> list[str]:
     return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
 
 
-def hub_snapshot(path: str | Path, revision: str | None = None, **patterns: list[str]) -> Path:
+def hub_snapshot(path: str | Path, revision: str | None = None, **patterns: Any) -> Path:
     """Return the folder of a hub checkpoint, fetched as `patterns` say; without a network, of what was fetched."""
     try:
         return Path(snapshot_download(str(path), revision=revision, local_files_only=not hub_answers(), **patterns))

@@ -83,7 +83,11 @@ class RedisConnection:
         It need not be up yet.
         """
         # `retry` below knows for how long.
-        times = {"socket_timeout": SENTINEL_S, "socket_connect_timeout": SENTINEL_S, "retry": Retry(NoBackoff(), 0)}
+        times: dict[str, Any] = {
+            "socket_timeout": SENTINEL_S,
+            "socket_connect_timeout": SENTINEL_S,
+            "retry": Retry(NoBackoff(), 0),
+        }
         options: dict[str, Any] = {**times, "socket_timeout": RESPONSE_S, "socket_connect_timeout": RESPONSE_S}
         options |= {"socket_keepalive": True, "password": settings.redis_password.get_secret_value() or None}
         url, sentinels = settings.redis_url.get_secret_value(), settings.redis_sentinels
@@ -140,7 +144,8 @@ class RedisConnection:
                 raise QueueAway(f"the queue cannot be reached ({_reason(error)}): try again later.") from error
 
         first, longest = BACKOFF_S
-        retry = Retry(ExponentialWithJitterBackoff(longest, first), -1, (RedisError, OSError))
+        kinds: Any = (RedisError, OSError)
+        retry = Retry(ExponentialWithJitterBackoff(longest, first), -1, kinds)
         return await retry.call_with_retry(attempt, failed, is_retryable=_is_transient)
 
     async def listen(
