@@ -54,7 +54,9 @@ and as `--key a b` on the command line. An unknown, duplicate or ill-typed key s
 loaded, and the message names the key you probably meant.
 
 The files that `deepspeed` and `fsdp_config` name are searched for in the working directory, then next to the
-configuration file, then one folder up. `env:` sets environment variables.
+configuration file, then one folder up. `env:` sets environment variables. `plugin:` names a Python file or module, or
+several, to import first, as `--plugin FILE` does beside any verb: it may add layouts, metrics, interventions, losses,
+rewards and protocols of your own ([how](contributing.md#your-own-without-a-fork)).
 
 `vlmrm train --help` shows the keys with their defaults, `--help-all` those of Hugging Face too; `vlmrm
 --install-completion` teaches bash, zsh or fish the verbs, their options and keys.
@@ -257,7 +259,17 @@ def keys() -> str:
         ]
         versions = {library: metadata.version(library) for library in libraries}
         declared[command] = {"versions": versions, "keys": records}
-    return json.dumps(declared, indent=1, ensure_ascii=False) + "\n"
+    return _one_key_a_line(declared)
+
+
+def _one_key_a_line(declared: Mapping[str, Any]) -> str:
+    """Return the commands as JSON that a person can read and compare: a line for each key."""
+    blocks = []
+    for command, content in declared.items():
+        lines = ",\n".join(json.dumps(key, ensure_ascii=False) for key in content["keys"])
+        versions = json.dumps(content["versions"])
+        blocks.append(f'{json.dumps(command)}: {{"versions": {versions}, "keys": [\n{lines}\n]}}')
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
 def _names(arguments: Any) -> list[str]:
@@ -301,7 +313,7 @@ def metrics(in_table: bool) -> list[str]:
     lines: dict[str, str] = {}
     alike = {f"{name}_accuracy": ACCURACY for name in INTERVENTIONS}
     alike |= {it.loss: RELIANCE if it.removes else LOSS for it in INTERVENTIONS.values()}
-    for metric in METRICS:
+    for metric in METRICS.values():
         if metric.column == in_table:
             name, meaning = alike.get(metric.name, (f"`{metric.name}`", metric.meaning))
             lines[name] = f"| {name} | {KINDS.get(metric.kind, 'list')} | {metric.better or ''} | {meaning} |"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import runpy
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +13,8 @@ from PIL import Image as Pillow
 from vlmrm.conversation import Comparison, Image, Judgement, Message, Text, Video, VideoOptions, media_of, text_of
 from vlmrm.data.media import open_image, open_video
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation import schema
 from vlmrm.evaluation.arguments import EvaluationArguments
-from vlmrm.measures import metrics, pictures
+from vlmrm.measures import pictures
 from vlmrm.measures.donors import is_sampled, prompt_id
 from vlmrm.measures.interventions import FAMILIES, INTERVENTIONS, Intervention, alterations, named
 from vlmrm.measures.pair_arrays import PairArrays
@@ -238,13 +236,7 @@ def test_a_new_one_is_declared_once_and_appears_everywhere(monkeypatch):
     monkeypatch.setitem(INTERVENTIONS, new.name, new)
     frame = scored_frame(ScoredComparisons([ROW], [[2.0, 1.0]], [{"sung_answers": [0.0, 5.0]}]))
     assert frame[["sung_answers_chosen", "sung_answers_rejected"]].to_numpy().tolist() == [[0.0, 5.0]]
-    made = {metric.name: metric for metric in runpy.run_path(metrics.__file__)["METRICS"]}
-    assert made["sung_answers_accuracy"].point(PairArrays(frame)) == 0
-    assert made["sung_answers_loss"].point(PairArrays(frame)) == 1
-    monkeypatch.setattr(metrics, "METRICS", tuple(made.values()))
-    assert "sung_answers_accuracy" in runpy.run_path(schema.__file__)["Row"].__annotations__
-    asked_for = EvaluationArguments(model_dirs=["m"], interventions=["style"])
-    assert "sung_answers" in asked_for.interventions
+    assert "sung_answers" in EvaluationArguments(model_dirs=["m"], interventions=["style"]).interventions
     assert pickle.loads(pickle.dumps(new)) is new, "the workers of a DataLoader find it by its name"
 
 

@@ -131,7 +131,7 @@ _registry: dict[Hashable, _Registration] = {}
 
 
 def _finite_scores(scorer: Scorer, conversations: Sequence[ConversationLike]) -> list[float | RowError]:
-    """Return the scores, with errors for NaN and infinity, which a user's own scorer may return."""
+    """Return the scores, with errors for NaN and infinity: a user's own scorer may return them."""
     scores = scorer.score_each(conversations)
     return [score if isinstance(score, RowError) else finite_or_error(score) for score in scores]
 
@@ -229,7 +229,7 @@ def rewards_of_rows(
 def text_columns(
     prompts: Sequence[Any], answers: Sequence[Any], images: Sequence[Any] | None
 ) -> tuple[dict[str, list[Any]], dict[int, str]]:
-    """Return a text policy's rows as columns of samples, whose `response` an answer is, and why others are none.
+    """Return a text policy's rows as columns of samples (`response`: the answer), and by index why others fail.
 
     Raises:
         RewardError: when the columns differ in length.

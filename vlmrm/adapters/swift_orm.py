@@ -90,7 +90,7 @@ class VlmrmORM:
 
 
 def _groups(prompts: Sequence[Any], columns: Mapping[str, Any]) -> list[Hashable]:
-    """Return a key of each row's prompt: ms-swift's `prompt_id`, which is of its text, or the turns; and the media."""
+    """Return a key of each row's prompt: ms-swift's `prompt_id` of its text, or the turns; and the media."""
     ids = columns.get("prompt_id") or [""] * len(prompts)
     media = [columns.get(name) or [None] * len(prompts) for name in ("images", "videos")]
     return [

@@ -1,4 +1,4 @@
-"""verl: a reward manager, which sees a sample's messages and images. Importing this file needs verl.
+"""verl: a reward manager that sees a sample's messages and images. Importing this file needs verl.
 
 reward.reward_manager.source=importlib
 reward.reward_manager.name=VlmrmRewardManager

@@ -70,7 +70,7 @@ async def compute_score(
 
 
 def _drawn(prompt: Any, picture: Any, row: Mapping[str, Any]) -> Conversation:
-    """Return the conversation whose answer is a picture or video of verl-omni, as `vlm_reward` reads one."""
+    """Return a conversation with a picture or video of verl-omni as its answer, as `vlm_reward` reads one."""
     kind = "image" if picture.ndim == 3 else "video"
     if picture.ndim == 4:  # verl-omni's videos are [C, F, H, W], or of some engines [F, H, W, C]
         picture = picture.permute(0, 3, 1, 2) if picture.shape[-1] == 3 else picture.permute(1, 0, 2, 3)

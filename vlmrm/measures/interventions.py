@@ -1,9 +1,9 @@
 """Interventions: comparisons with one thing changed, to see what a model's preference rests on.
 
-Each is declared once, in INTERVENTIONS; what is scored, the columns of the scored pairs, the metrics, the report and
-the guide all read it from there. An intervention returns a comparison with as many answers in the same order (but for
-the family `order`), to be scored beside the original, or None where it does not apply. They are pure functions of the
-comparison and its donors, other comparisons of the data set (see `donors_of`).
+Each is declared once, in INTERVENTIONS, a plugin's by `register`; what is scored, the columns of the scored pairs, the
+metrics, the report and the guide all read it from there. An intervention returns a comparison with as many answers in
+the same order (but for the family `order`), to be scored beside the original, or None where it does not apply. It is a
+pure function of the comparison and its donors, other comparisons of the data set (see `donors_of`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from vlmrm.conversation import (
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.measures import pictures, rewrites
 from vlmrm.measures.rewrites import Rewrite
+from vlmrm.plugins import load_plugins
 from vlmrm.settings import did_you_mean
 
 logger = logging.getLogger("vlmrm")
@@ -382,12 +383,27 @@ _DECLARED = (
         "with the answers in reversed order",
     ),
 )
-# By name. Plain, so that a test can add one.
 INTERVENTIONS: dict[str, Intervention] = {intervention.name: intervention for intervention in _DECLARED}
+FOLLOWERS: list[Callable[[Intervention], None]] = []  # called with each that is registered
 GROUPS = ("standard", "all", "none", *FAMILIES)  # words of the key `interventions` beside the names
 
 
+def register(intervention: Intervention) -> None:
+    """Add an intervention, as a plugin does, and with it the two metrics that follow from each.
+
+    Raises:
+        ConfigError: when there is already one of the name, or the name is a word of the key `interventions`.
+    """
+    if intervention.name in INTERVENTIONS or intervention.name in GROUPS:
+        raise ConfigError(f"there is already an intervention {intervention.name}: give yours another name.")
+    INTERVENTIONS[intervention.name] = intervention
+    for follow in FOLLOWERS:
+        follow(intervention)
+
+
 def _declared(name: str) -> Intervention:
+    if name not in INTERVENTIONS:  # in a process that was started afresh
+        load_plugins()
     return INTERVENTIONS[name]
 
 

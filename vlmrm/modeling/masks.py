@@ -200,7 +200,7 @@ class MaskRule(BlockMask):
         return MaskedSpan(start, stop, keys, None if square else mask)
 
     def _check_paths(self, layout: PackedLayout, positions: torch.Tensor) -> None:
-        """Refuse a rule under which a token attends to one that only some of its conversations have."""
+        """Refuse a rule that lets a token attend to one that only some of its conversations have."""
         below: list[list[tuple[int, int]]] = [[] for _ in layout.segments]
         for segment in layout.segments:
             parent = segment.parent

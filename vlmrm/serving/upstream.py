@@ -158,10 +158,10 @@ class VLLM:
 
 
 class SGLang(VLLM):
-    """A reward of an SGLang server, `python -m sglang.launch_server --is-embedding`, which is sent rendered text.
+    """Send rendered text to an SGLang server, `python -m sglang.launch_server --is-embedding`.
 
     Args:
-        model_path: the checkpoint, whose chat template renders conversations here.
+        model_path: the checkpoint; its chat template renders conversations here.
     """
 
     def __init__(self, endpoint_url: str, model_path: str, **options: Any):
@@ -192,7 +192,7 @@ def _write_part(part: Part) -> dict[str, Any]:
 
 
 def _uri(part: Part) -> str:
-    """Return a picture as a data URI; raise RowError for a video, of which the server would choose the frames."""
+    """Return a picture as a data URI; raise RowError for a video: the server would choose other frames."""
     if not isinstance(part, Image):
         raise RowError("a video cannot be handed to another server, which would look at other frames: send images")
     reference = part.reference

@@ -17,7 +17,9 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, first_line
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.parts import HEAD, MERGER, VISION
+from vlmrm.settings import did_you_mean
 from vlmrm.training.engines import check_checkpointing, check_engine_files, check_environment, read_engines
+from vlmrm.training.losses import PAIR_LOSSES
 
 RATES = {VISION: "vision_lr", MERGER: "merger_lr", HEAD: "head_lr"}  # keys of the parts' own learning rates
 # The least value of each number: torch and HF would fail late or with a traceback, or train something else in silence.
@@ -64,6 +66,9 @@ class RewardTrainingArguments(trl.RewardConfig):
     )
     num_irrelevant_pairs: int = field(default=1, metadata={"help": "Irrelevant prompts for each pair."})
     irrelevant_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the irrelevant loss."})
+    pair_loss: str = field(
+        default="bradley_terry", metadata={"help": "Loss of a preference pair: `bradley_terry`, or one of a plugin."}
+    )
     tie_threshold: float = field(
         default=0.0,
         metadata={
@@ -141,6 +146,9 @@ class RewardTrainingArguments(trl.RewardConfig):
                 f"max_steps is {self.max_steps} and num_train_epochs {self.num_train_epochs}, which is no step at "
                 "all: set one of them to a number above 0."
             )
+        if self.pair_loss not in PAIR_LOSSES:
+            advice = did_you_mean(self.pair_loss, PAIR_LOSSES, f": choose from {', '.join(PAIR_LOSSES)}.")
+            raise ConfigError(f"pair_loss is {self.pair_loss!r}, which there is not{advice}")
         for key in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(self, key):
                 raise ConfigError(f"{key} changes nothing in the loss of preferences: remove it.")

@@ -1,14 +1,15 @@
-"""A training step: the forwards of a batch, the loss over their scores, and its gradient.
+"""A training step: the forwards of a batch, the loss over their scores, its gradient, and the figures of the log.
 
-One loss compares the scores of a part. Where they come from several forwards, all scores are computed first, without a
-graph, then the gradient of the loss by each of them; with it each forward runs again, alone with its backward pass
-(GradCache: Gao et al. 2021, https://huggingface.co/papers/2101.06983, §3.2). The gradient is that of the whole part,
-the memory that of one forward.
+One loss compares the scores of a part. Where these come from several forwards (GradCache: Gao et al. 2021,
+https://huggingface.co/papers/2101.06983, §3.2), all scores are computed first, without a graph, then the gradient of
+the loss by each of them. With it each forward runs again, alone with its backward pass. The gradient is that of the
+whole part, the memory that of one forward.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from vlmrm.batching import ComparisonCollator, Part, to_device
 from vlmrm.errors import ConfigError, TrainingError
 from vlmrm.modeling.experts import Routers, balance_loss, find_routers
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.figures import StepFigures
 from vlmrm.training.losses import PreferenceLoss
 
 Inputs = Mapping[str, Any]
@@ -66,7 +66,7 @@ class TrainingStep:
         self.figures = StepFigures()
         self.last_inputs: Inputs | None = None  # of the last forward, to score again before a save
         self._loss_function = PreferenceLoss(
-            args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient
+            args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient, args.pair_loss
         )
         self._routers = Routers(find_routers(model))
         if args.router_aux_loss_coef and not self._routers.routers:
@@ -83,7 +83,7 @@ class TrainingStep:
             number: of the step, for errors.
         """
         # Each forward waits for all ranks, so ranks with fewer run empty ones.
-        ahead, behind = self.missing(parts)
+        ahead, behind = self.missing(parts)  # forwards ahead of the passes, without a graph, and the passes' own
         empty = [self.collator.empty_part() for _ in range(max(ahead, behind))]
         loss, score = partial(self._loss, totals=totals, number=number), partial(self._score, model)
         every = [*parts, *empty[:behind]]
@@ -158,7 +158,7 @@ class TrainingStep:
 
 
 def passes_of(part: Part, loss: Callable[..., torch.Tensor], score: Score, device: torch.device) -> list[Pass]:
-    """Return the passes whose gradients add up to that of `loss(scores, part=part)`, and so do their values.
+    """Return the passes of a part: their losses add up to `loss(scores, part=part)`, and so do the gradients.
 
     `score`, the forward on `device` without a graph, is called for each forward of a part that has several.
     """
@@ -186,6 +186,7 @@ def passes_of(part: Part, loss: Callable[..., torch.Tensor], score: Score, devic
 
 def with_gradient(scores: torch.Tensor, gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value`, with this gradient [N] by the scores [N]."""
+    # The product's derivative by each score is the gradient; a constant brings its value to `value`.
     product = (scores * gradient).sum()
     return product + (value - product).detach()
 
@@ -219,3 +220,84 @@ class RandomState:
             if self.on_device is not None:
                 torch.get_device_module(self.device).set_rng_state(self.on_device, self.device)
             yield
+
+
+# Names are TRL's where TRL has one.
+SUMMED = (
+    *("pairs", "correct", "margin", "rewards", "reward", "irrelevant_pairs", "irrelevant_margin"),
+    *("loss_preference", "loss_irrelevant", "loss_center", "loss_router", "dropped_rows"),
+)
+
+
+class StepFigures:
+    """Figures of the training log: sums over steps on each rank, which `flush` turns into means over all ranks."""
+
+    def __init__(self) -> None:
+        self.flushed = 0, 0  # right pairs and pairs of the last line
+        self._reset()
+
+    def _reset(self) -> None:
+        self.sums: dict[str, float] = dict.fromkeys(SUMMED, 0.0)
+        self.lowest, self.highest = math.inf, -math.inf
+        self.steps = self.tokens = self.pairs = 0
+        self.waited = 0.0  # seconds spent waiting for batches
+        self.since = time.perf_counter()
+
+    def start_step(self, tokens: int, pairs: int) -> None:
+        """Count one optimizer step over all ranks."""
+        self.steps += 1
+        self.tokens += tokens
+        self.pairs += pairs
+
+    def add(self, scores: torch.Tensor, part: Part, terms: Mapping[str, torch.Tensor], loss: torch.Tensor) -> float:
+        """Add the scores[B] of one part of a batch and the terms of its loss; return the loss."""
+        scores, pairs = scores.float(), part["pairs"]
+        difference = scores[pairs["chosen"]] - scores[pairs["rejected"]]
+        irrelevant = pairs["irrelevant"]
+        judged = ~(irrelevant | pairs["tie"] | pairs["outvoted"])
+        own = torch.arange(len(scores), device=scores.device) < part["rows"]["branches"].sum()
+        sums = {
+            "pairs": judged.sum(),
+            "rewards": own.sum(),
+            "irrelevant_pairs": irrelevant.sum(),
+            "correct": (judged & (difference > 0)).sum(),
+            "margin": torch.where(judged, difference, 0).sum(),
+            "reward": torch.where(own, scores, 0).sum(),  # without those of irrelevant queries
+            "irrelevant_margin": torch.where(irrelevant, difference, 0).sum(),
+            **{f"loss_{name}": term for name, term in terms.items()},
+        }
+        extremes = [torch.where(own, scores, math.inf).min(), torch.where(own, scores, -math.inf).max()]
+        # One transfer from the device for all of them: here the host waits for what the pass has computed.
+        values = torch.stack([value.detach().float() for value in (*sums.values(), *extremes, loss)]).tolist()
+        for name, value in zip(sums, values, strict=False):
+            self.sums[name] += value
+        *_, lowest, highest, value = values
+        self.lowest, self.highest = min(self.lowest, lowest), max(self.highest, highest)
+        return value
+
+    def flush(self, accelerator) -> dict[str, float]:
+        """Return means over the steps since the last call and over all ranks. Every rank must call it."""
+        seconds = max(time.perf_counter() - self.since, 1e-9)
+        local = torch.tensor(list(self.sums.values()), device=accelerator.device)
+        total = dict(zip(SUMMED, accelerator.reduce(local, "sum").tolist(), strict=True))
+        extremes = accelerator.gather(torch.tensor([self.lowest, self.highest], device=accelerator.device)).view(-1, 2)
+        figures = {
+            "accuracy": total["correct"] / max(total["pairs"], 1),
+            "margin": total["margin"] / max(total["pairs"], 1),
+            "mean_reward": total["reward"] / max(total["rewards"], 1),
+            "min_reward": extremes[:, 0].min().item(),
+            "max_reward": extremes[:, 1].max().item(),
+            "tokens_per_second": self.tokens / seconds,
+            "pairs_per_second": self.pairs / seconds,
+            "data_wait": self.waited / seconds,
+            "dropped_rows": total["dropped_rows"],
+        }
+        # Each rank has its share of a step's mean loss, so the shares add up.
+        if total["irrelevant_pairs"] or total["loss_center"] or total["loss_router"]:
+            parts = [name for name in SUMMED if name.startswith("loss_") and (total[name] or name != "loss_router")]
+            figures |= {name: total[name] / max(self.steps, 1) for name in parts}
+        if total["irrelevant_pairs"]:
+            figures["irrelevant_margin"] = total["irrelevant_margin"] / total["irrelevant_pairs"]
+        self.flushed = int(total["correct"]), int(total["pairs"])
+        self._reset()
+        return figures

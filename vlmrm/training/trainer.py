@@ -166,7 +166,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         )
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor:
-        """Return the summed weights [2] of a step's preference and irrelevant pairs, by which its loss is divided.
+        """Sum the weights of a step's preference and irrelevant pairs, [2]; its loss is divided by them.
 
         They are summed over the accumulated batches and all ranks, in one reduction with the counts for the log.
         """
@@ -229,7 +229,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         return loss
 
     def _on_device(self, inputs: Any) -> Any:
-        """Return a batch on the device, as HF does, which would wait for each tensor."""
+        """Move a batch to the device, as HF does, but without waiting for each tensor."""
         return self._prepare_inputs(to_device(inputs, self.args.device))
 
     def floating_point_ops(self, inputs: Any) -> int:

@@ -37,7 +37,6 @@ from vlmrm.measures.plots import Share, css_variables, drawing, save
 
 PAGE, PLOTS = "report.html", "plots"
 # The interventions on which the headline rests, shown below it.
-HEADLINE_INTERVENTIONS = [i for i in INTERVENTIONS.values() if i.family == "image" and i.standard and not i.repeats]
 WANDB_PREFIX = "report"  # of the names in a run of wandb
 
 
@@ -74,7 +73,11 @@ def build_report(
         leakage=choice.leakage,
         accuracy=percent(choice.accuracy.value),
         interval=interval(choice.accuracy),
-        altered={i.condition: _measured(best.altered(i.name)) for i in HEADLINE_INTERVENTIONS},
+        altered={
+            i.condition: _measured(best.altered(i.name))
+            for i in INTERVENTIONS.values()
+            if i.family == "image" and i.standard and not i.repeats
+        },
         prompts=best.pairs["prompt_id"].nunique(),
         ties=len(best.rows) - len(best.pairs),
         headline=headline(best),
