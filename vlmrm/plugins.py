@@ -30,11 +30,7 @@ FLAG = "--plugin"
 
 
 def load_plugins(names: Sequence[str] = ()) -> None:
-    """Import the plugins of installed packages, of the parent process, and of `names`: files or modules, each once.
-
-    Raises:
-        ConfigError: when one cannot be imported, with the line at which it fails.
-    """
+    """Import the plugins of installed packages, of the parent process, and of `names`: files or modules, each once."""
     inherited = os.environ.get(VARIABLE, "").split(os.pathsep)
     files = [str(Path(name).resolve()) if name.endswith(".py") else name for name in names]
     wanted = [name for name in dict.fromkeys([*inherited, *files]) if name]

@@ -274,6 +274,7 @@ class Renderer:
 
     def _marked(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
         """Return the messages with a private-use character for each control token in a text, and the tokens by it."""
+        # Else a text that quotes <|im_end|> would end its turn, and could speak for another role.
         for message in messages:
             if match := self.control.search(message.role):
                 raise RowError(f"the role {message.role!r:.60} holds {match[0]}: write user, assistant or system")

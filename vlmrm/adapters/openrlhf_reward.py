@@ -47,11 +47,7 @@ class OpenRLHFReward:
     def __call__(
         self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], **_: Any
     ) -> dict[str, Any]:
-        """Return the rewards of N samples, as tensors [N].
-
-        Raises:
-            Unscored: when a sample cannot be scored or the model cannot be loaded.
-        """
+        """Return the rewards of N samples, as tensors [N]."""
         import torch
 
         scores = []

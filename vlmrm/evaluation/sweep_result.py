@@ -25,6 +25,8 @@ logger = logging.getLogger("vlmrm")
 class SweepResult:
     """The table's rows, in the order of evaluation, and the one that `metric_for_best` chose.
 
+        result.best["preference_accuracy"], result.rows, result.csv
+
     `paths` are those of the rows that this sweep was about; further rows are of earlier ones with this output.
     Of a suite, `sets` has the result of each set by name, and `unread` why a set could not be evaluated; rows are
     those of `SuiteTable`, and there is no such file as `scores`.

@@ -28,11 +28,7 @@ LAYOUTS_TO_SCORE = [*LAYOUTS, rollouts.prompt_response, rollouts.conversation]
 
 
 def register(layout: Layout) -> None:
-    """Add a layout before all others, as a plugin does: rows that it matches are read by it.
-
-    Raises:
-        ConfigError: when there is already one of the name.
-    """
+    """Add a layout before all others, as a plugin does: rows that it matches are read by it."""
     if any(known.name == layout.name for known in LAYOUTS_TO_SCORE):
         raise ConfigError(f"there is already a layout {layout.name}: give yours another name.")
     LAYOUTS.insert(0, layout)

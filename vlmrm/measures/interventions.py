@@ -389,11 +389,7 @@ GROUPS = ("standard", "all", "none", *FAMILIES)  # words of the key `interventio
 
 
 def register(intervention: Intervention) -> None:
-    """Add an intervention, as a plugin does, and with it the two metrics that follow from each.
-
-    Raises:
-        ConfigError: when there is already one of the name, or the name is a word of the key `interventions`.
-    """
+    """Add an intervention, as a plugin does, and with it the two metrics that follow from each."""
     if intervention.name in INTERVENTIONS or intervention.name in GROUPS:
         raise ConfigError(f"there is already an intervention {intervention.name}: give yours another name.")
     INTERVENTIONS[intervention.name] = intervention

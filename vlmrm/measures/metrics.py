@@ -411,11 +411,7 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _DECLARED}  # by
 
 
 def register(*metrics: Metric) -> None:
-    """Add metrics, as a plugin does.
-
-    Raises:
-        ConfigError: when there is already one of the name.
-    """
+    """Add metrics, as a plugin does."""
     for metric in metrics:
         if metric.name in METRICS:
             raise ConfigError(f"there is already a metric {metric.name}: give yours another name.")

@@ -53,9 +53,6 @@ def resolve_attention(name: str) -> str:
     """Return what `name` means here: FlashAttention 3 or 2 where it is installed, else PyTorch's `sdpa`.
 
     The next kernel that is here replaces a missing one, and one log line says so; `auto` is the best.
-
-    Raises:
-        ConfigError: when the name is unknown.
     """
     if name not in ATTENTION:
         raise ConfigError(f"attn_implementation is {name!r}: choose one of {', '.join(ATTENTION)}.")
@@ -91,11 +88,7 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Run the language model with the attention of this name, and leave that of the towers as it is.
-
-    Raises:
-        ConfigError: when the model does not take its attention from the library's interface, which would warn at most.
-    """
+    """Run the language model with the attention of this name, and leave that of the towers as it is."""
     model.set_attn_implementation({"text_config": name})
     if attention_of(model) != name:
         model.set_attn_implementation({"": name})  # one configuration for all
@@ -104,11 +97,7 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def sequence_limit(config: PreTrainedConfig, max_seq_length: int | None) -> int:
-    """Return the longest conversation in tokens: `max_seq_length`, or all that the model has positions for.
-
-    Raises:
-        ConfigError: when `max_seq_length` is more than that.
-    """
+    """Return the longest conversation in tokens: `max_seq_length`, or all that the model has positions for."""
     positions = config.get_text_config().max_position_embeddings
     if max_seq_length is not None and max_seq_length > positions:
         raise ConfigError(f"max_seq_length is {max_seq_length}, but the model has {positions} positions: lower it.")
@@ -120,9 +109,6 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
 
     Call it once, before training or scoring: attention that changes between a forward and its recomputation under
     checkpointing gives wrong gradients.
-
-    Raises:
-        ConfigError: when there is no such batching, or this torch lacks a feature that shared attention needs.
     """
     if batching not in BATCHINGS:
         raise ConfigError(f"batching is {batching!r}: choose from {', '.join(BATCHINGS)}.")
@@ -143,11 +129,7 @@ def padded_batcher(model: RewardModel, processor: Any) -> PaddedBatcher:
 
 
 def share(model: RewardModel) -> SharedBatcher:
-    """Prepare a model for shared batches, and return their batcher. Calling it again does nothing more.
-
-    Raises:
-        ConfigError: when this torch lacks a feature that shared attention needs.
-    """
+    """Prepare a model for shared batches, and return their batcher. Calling it again does nothing more."""
     check_kernel()
     if (attention := attention_of(model)) not in SHARED.values():
         use_attention(model, SHARED.get(attention, SHARED_PREFIX))
@@ -197,9 +179,6 @@ def shared_prefix(
     `softcap * tanh(score / softcap)`; `s_aux` [H] are attention sinks, further scores of each softmax without a value.
     `flash` is the variable-length kernel for half precision on CUDA.
     The kernel follows from the device, the type and what there is to compute.
-
-    Raises:
-        ConfigError: for a tensor as mask, and for any other keyword that changes attention and is not computed here.
     """
     # transformers passes new features as keywords: an unknown one must not be dropped silently.
     refused = [name for name, value in keywords.items() if value is not None and name not in WITHOUT_EFFECT]

@@ -152,10 +152,6 @@ class RewardModel(PreTrainedModel):
 
         `media` are the distinct images and videos of the batch; the tower encodes each once. A processor's batch has
         their pixels instead (pixel_values, image_grid_thw, ...); they go to the backbone as they are.
-
-        Raises:
-            ValueError: when a part of an image's inputs is missing; without it the image would silently be misread.
-            ConfigError: for images and videos in one batch of a family that does not take both.
         """
         if self.has_text_positions and "position_ids" not in inputs:
             mask = inputs.get("attention_mask")
@@ -214,12 +210,7 @@ class RewardModel(PreTrainedModel):
         return output.logits if self.family.language_head else output.last_hidden_state
 
     def encode(self, media: Media) -> dict[str, EncoderOutput]:
-        """Return the features of each kind of media in the order shown, as the backbone takes them.
-
-        Raises:
-            ConfigError: under ZeRO-3 and FSDP2 for images and videos in one batch that need two passes of the tower:
-                ranks with one kind would wait for ever.
-        """
+        """Return the features of each kind of media in the order shown, as the backbone takes them."""
         media = kinds = {kind: media[kind] for kind in sorted(media)}  # images first, whichever stand first
         if len(media) > 1 and self.family.videos_as_images:
             kinds = {"image": as_images(media["image"], media["video"])}
@@ -396,11 +387,7 @@ class RewardModel(PreTrainedModel):
         return self.score(self.score_hidden(pooled) if hasattr(self, "score_hidden") else pooled)
 
     def use_vision_cache(self, directory: str | Path, gigabytes: float = 50.0) -> None:
-        """Cache the features of images in `directory`; the vision tower and merger must be frozen.
-
-        Raises:
-            ConfigError: when they are not, or the folder cannot be written.
-        """
+        """Cache the features of images in `directory`; the vision tower and merger must be frozen."""
         from vlmrm.modeling.vision_cache import VisionCache
 
         if self.trains_vision():
@@ -489,11 +476,7 @@ class Qwen3VLForSequenceClassification(RewardModel, Qwen3VLPreTrainedModel):
 
 
 def reward_model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the reward model class for a configuration; it is generated for those that are not written out here.
-
-    Raises:
-        CheckpointError: when the checkpoint is no vision-language model, or of a family that cannot be a reward model.
-    """
+    """Return the reward model class for a configuration; it is generated for those that are not written out here."""
     if family_of(config).refused:
         raise CheckpointError(f"{config.model_type} cannot be a reward model: {family_of(config).refused}.")
     return REWARD_MODELS.get(type(config)) or _generated_class(type(config))

@@ -66,6 +66,9 @@ Model = TypeVar("Model", bound=type[BaseRewardModel])
 def register_reward_model(name: str) -> Callable[[Model], Model]:
     """Return a class decorator that registers the class under `name`, in any case.
 
+        @register_reward_model("width")
+        class Width(PointwiseRewardModel): ...
+
     Raises:
         ConfigError: when another reward has the name.
     """

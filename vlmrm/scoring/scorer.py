@@ -36,6 +36,8 @@ PLACEHOLDER = Conversation((Message.of("user", GREY), Message.of("assistant", "-
 class LocalScorer:
     """A `Scorer` of one loaded reward model. A score does not depend on what is scored with it, or was before.
 
+        LocalScorer(load_checkpoint("outputs/mine/best")).score(conversations)
+
     Args:
         cache_bytes: bound on what is kept in memory between calls: processed media, features of images, and what the
             model's layers made of prompts, so that a later answer to a prompt costs its own tokens. 0 keeps nothing.

@@ -192,7 +192,7 @@ def _write_part(part: Part) -> dict[str, Any]:
 
 
 def _uri(part: Part) -> str:
-    """Return a picture as a data URI; raise RowError for a video: the server would choose other frames."""
+    """Return a picture as a data URI; raise RowError for a video, of which the server would choose the frames."""
     if not isinstance(part, Image):
         raise RowError("a video cannot be handed to another server, which would look at other frames: send images")
     reference = part.reference

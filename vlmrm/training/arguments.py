@@ -173,7 +173,10 @@ class RewardTrainingArguments(trl.RewardConfig):
 
 @dataclass
 class RewardConfig(RewardTrainingArguments, DataArguments, ModelArguments):
-    """Every key of a configuration, flat as in its file: those of the model, of the data and of the training."""
+    """Every key of a configuration, flat as in its file: those of the model, of the data and of the training.
+
+    >>> RewardConfig(output_dir="outputs/mine", learning_rate=1e-5, use_peft=True)
+    """
 
     def __post_init__(self):
         for name, hint in get_type_hints(type(self)).items():

@@ -42,6 +42,7 @@ class PreferenceLoss:
         # Sums of products, not of selected elements: a selection waits for the device to know its length.
         irrelevant = pairs["irrelevant"].float()
         preference, weight = 1 - irrelevant, pairs["weight"]
+        # A step without pairs of a kind has a total of 0: its term is 0 / tiny, not NaN.
         per_preference, per_irrelevant = totals.float().clamp_min(torch.finfo(torch.float32).tiny)
 
         fit = PAIR_LOSSES[self.pair_loss](difference - pairs["margin"], pairs["tie"], self.tie_threshold)

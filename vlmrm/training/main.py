@@ -106,6 +106,8 @@ class TrainingResult:
 def train(config: Configuration = (), /, **keys: Any) -> TrainingResult:
     """Train a reward model, as `vlmrm train` does.
 
+        load_scorer(train("mine.yaml", learning_rate=1e-5).model_dir)
+
     Args:
         config: a YAML or JSON file, a mapping of keys to values, or the words of a command line.
         keys: keys of the configuration, which override those of `config`. `dataset_path` and `eval_dataset_path` may

@@ -45,6 +45,8 @@ def build_report(
 ) -> Path:
     """Write `report.html` and `plots/*.svg|png` to `output_dir`, and return the page's path.
 
+        build_report(["results/mine.csv"], "results/report")
+
     Args:
         sources: frames of scored pairs, `.scores.parquet` files, or the results (.csv, .json) beside them. The
             report is about the best checkpoint of the .json, or without one about the most accurate.

@@ -41,11 +41,7 @@ def check_card(checkpoint: Path) -> None:
 
 
 def write_card(checkpoint: Path, config: ClassifierConfig) -> Path:
-    """Write the card beside a checkpoint, in place of an earlier one, and return its path.
-
-    Raises:
-        ConfigError: if another file lies there, or it cannot be written.
-    """
+    """Write the card beside a checkpoint, in place of an earlier one, and return its path."""
     check_card(checkpoint)
     path = card_path(checkpoint)
     write_file(path, card(checkpoint.name, config))

@@ -70,10 +70,6 @@ def load_classifier(
     Args:
         image_size: [C,H,W], for RLinf's, which do not tell it.
         device: default: the GPU if there is one.
-
-    Raises:
-        CheckpointError: if the file is missing, broken, no classifier, or does not fit its own config.
-        ConfigError: for a `.pt` without `image_size`.
     """
     path = Path(path)
     if not path.exists():

@@ -97,12 +97,7 @@ def classifier_config(**values: object) -> ClassifierConfig:
 
 
 def build_classifier(config: ClassifierConfig) -> FrameClassifier:
-    """Return the classifier that `config` describes, with random weights.
-
-    Raises:
-        ConfigError: if its values contradict each other.
-        CheckpointError: if the reward model of the architecture `reward_model` cannot be opened.
-    """
+    """Return the classifier that `config` describes, with random weights."""
     if config.architecture == "reward_model":
         return PromptedClassifier(config)
     if config.freeze_encoder and not config.use_pretrain:

@@ -46,12 +46,7 @@ class Collected:
 
 
 def collect(settings: CollectSettings) -> Collected:
-    """Play the episodes that the folders do not have yet.
-
-    Raises:
-        ConfigError: for an unknown simulator or settings that contradict each other.
-        DataError: if the folders hold corrupted files or frames of another camera or size.
-    """
+    """Play the episodes that the folders do not have yet."""
     reward, data = settings.reward, settings.reward.data_collection
     if not reward.collect_data and "collect_data" in reward.model_fields_set:
         raise ConfigError("reward.collect_data is false, and so nothing would be collected: set it to true.")
@@ -108,11 +103,7 @@ def _declared(settings: CollectSettings) -> dict[str, str]:
 
 
 def _missing_seeds(settings: CollectSettings) -> list[int]:
-    """Return the seeds of the episodes that the folders lack, after a check that their frames are of the same kind.
-
-    Raises:
-        ConfigError: if stored frames have labels of another declared success.
-    """
+    """Return the seeds of the episodes that the folders lack, after a check that their frames are of the same kind."""
     declared = _declared(settings)
     reward, stored = settings.reward, set()
     for folder in (reward.data_collection.positive_dir, reward.data_collection.negative_dir):

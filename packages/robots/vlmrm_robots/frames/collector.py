@@ -81,10 +81,6 @@ class RewardDataCollector(VectorWrapper):
         image_size: [C,H,W] to which frames are scaled. Default: they are kept as they are.
         crop: the part of a camera's frame that is kept, which the trajectories say; not of an environment whose
             metadata say that it crops.
-
-    Raises:
-        ConfigError: if there is no key or no `autoreset_mode`, or both folders are the same.
-        DataError: from `reset` and `step`, if images or labels are missing or do not fit each other.
     """
 
     def __init__(

@@ -85,12 +85,7 @@ def _count(trajectories: int, frames: int, successes: float) -> str:
 def index_frames(
     positive_dir: Path, negative_dir: Path, keys: Sequence[str], image_size: Sequence[int]
 ) -> tuple[FrameIndex, str]:
-    """Return the frames of both folders without duplicate trajectories, and the counts of each folder in words.
-
-    Raises:
-        DataError: if a folder is missing, positive_dir is empty, files are corrupted or have other cameras or sizes,
-            or all frames have the same label.
-    """
+    """Return the frames of both folders without duplicate trajectories, and the counts of each folder in words."""
     # Every episode may succeed at some time: the frames before it does are failures enough.
     empty = Path(negative_dir).is_dir() and not trajectory_paths(negative_dir)
     index, summary = index_folders([positive_dir] if empty else [positive_dir, negative_dir], keys, image_size)
@@ -101,11 +96,7 @@ def index_frames(
 
 
 def index_folders(folders: Sequence[Path], keys: Sequence[str], image_size: Sequence[int]) -> tuple[FrameIndex, str]:
-    """Return the frames of all folders without duplicate trajectories, and the counts of each folder in words.
-
-    Raises:
-        DataError: if a folder is missing or empty, or files are corrupted or have other cameras or sizes.
-    """
+    """Return the frames of all folders without duplicate trajectories, and the counts of each folder in words."""
     opened = {Path(folder): open_folder(folder) for folder in folders}
     for folder, files in opened.items():
         check_images(folder, files, keys, image_size)
@@ -164,10 +155,6 @@ def split(index: FrameIndex, fraction: float, seed: int) -> tuple[np.ndarray, np
 
     The split is stratified: `fraction` of the trajectories with a success is held out, at least one, and as large a
     share of those without.
-
-    Raises:
-        ConfigError: for a fraction outside (0, 1).
-        DataError: if fewer than two trajectories have a success, or one side lacks successes or failures.
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"val_fraction is {fraction}: a share between 0 and 1 is held out.")

@@ -60,9 +60,6 @@ def make_environments(
         stop_at_success: False continues episodes until `max_steps`, so that more of their frames show the task done,
             where the simulator has a success of its own; others may not be stepped after their end.
         action_repeat: steps for each action, which end early at a success; the states between are not shown.
-
-    Raises:
-        ConfigError: for an unknown or broken environment, no success, an invalid size or cameras that it has not.
     """
     simulator = SIMULATORS.get(name, Simulator())
     maker = environment_maker(name)
@@ -103,11 +100,7 @@ def make_environments(
 
 
 def environment_maker(name: str) -> Callable[..., gym.Env]:
-    """Return the function that makes an environment of this name.
-
-    Raises:
-        ConfigError: if no module, function or id has it, or its package is missing.
-    """
+    """Return the function that makes an environment of this name."""
     module, _, last = name.rpartition(":")
     names = list(gym.registry)
     if module:

@@ -117,11 +117,7 @@ def write_evaluation(evaluation: Evaluation, output: Path) -> None:
 
 
 def record(evaluation: Evaluation, loaded: LoadedClassifier, output: Path) -> None:
-    """Write the classifier with these figures, threshold and verdict in place of its own, and its card.
-
-    Raises:
-        ConfigError: if `output` or its card is a file of another kind, which would be lost.
-    """
+    """Write the classifier with these figures, threshold and verdict in place of its own, and its card."""
     if output.exists() and (output != loaded.path or not loaded.described):
         raise ConfigError(f"{output} exists: name a new file, or the checkpoint itself if vlmrm wrote it.")
     update = {

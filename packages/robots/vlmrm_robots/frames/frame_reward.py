@@ -45,11 +45,6 @@ class FrameReward(VectorWrapper):
             `vlmrm frames collect` scales them.
         settings: see `RewardModelSettings`.
         scorer: the opened classifier, for several wrappers to share.
-
-    Raises:
-        CheckpointError: if the classifier is missing or broken, or does not qualify as a reward.
-        ConfigError: if it is not what the settings say, or not for these images.
-        DataError: from `step`, for images that are missing or invalid.
     """
 
     def __init__(self, env: VectorEnv, settings: RewardModelSettings, scorer: FrameScorer | None = None):
@@ -196,12 +191,7 @@ class FrameScorer:
 
     @classmethod
     def open(cls, settings: RewardModelSettings) -> FrameScorer:
-        """Load the classifier of `settings.checkpoint_path`.
-
-        Raises:
-            CheckpointError: if it is missing or broken, or does not qualify as a reward.
-            ConfigError: if it is not what the settings say, naming both values.
-        """
+        """Load the classifier of `settings.checkpoint_path`."""
         path = settings.checkpoint_path
         if path is None:
             raise ConfigError("reward_model has no checkpoint_path: name a classifier of `vlmrm frames train`.")
@@ -226,10 +216,6 @@ class FrameScorer:
         """Return P(success) [N], float64, of frames [N,C,H,W] by camera, uint8 or floats in [0, 1].
 
         Floats are rounded to bytes, as those of training were.
-
-        Raises:
-            ConfigError: if a camera is missing, or frames have another size.
-            DataError: if they have another type or range.
         """
         return self.scores(images)[0]
 

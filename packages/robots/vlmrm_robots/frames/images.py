@@ -54,9 +54,6 @@ def images_of(
 
     `observation` is that environment's own, `info` of all `count`; `info["images"]` comes before the observation. An
     image without a name is that of the only key.
-
-    Raises:
-        DataError: if a camera is not shown, naming those that are, or has no image.
     """
     shown = cameras(observation) | _in_info(i, info, count)
     if len(keys) == 1 and UNNAMED in shown:
@@ -104,9 +101,6 @@ def as_frames(values: Any, subject: str) -> np.ndarray:
     """Return uint8 [k,C,H,W], with 1 or 3 channels, of one image or of k, bytes or floats in [0, 1].
 
     One image is [H,W] if it is grey, [C,H,W] or [H,W,C]; an opaque alpha is dropped.
-
-    Raises:
-        DataError: for another shape, type or range, or an alpha that is not opaque, such as a stack of four frames.
     """
     frames = as_array(values)
     shape = list(frames.shape)
@@ -142,9 +136,6 @@ def fitted(frames: np.ndarray, size: Sequence[int] | None, crop: Sequence[float]
     """Return frames [k,C,H,W] cut to a crop and scaled to a size [C,H,W], of which one channel is grey.
 
     A crop is [left, top, right, bottom], in pixels, or in shares of the frame if none is above 1.
-
-    Raises:
-        DataError: if the crop reaches beyond the frames or has no pixel.
     """
     if crop is not None:
         full = (frames.shape[3], frames.shape[2]) * 2

@@ -49,11 +49,7 @@ HEAD = "classifier_head."
 
 
 def read_lerobot(folder: Path) -> tuple[ClassifierConfig, dict[str, Tensor]]:
-    """Return the config of a `reward_classifier` and its weights by this project's names.
-
-    Raises:
-        CheckpointError: if the folder has none, or one that no classifier here computes.
-    """
+    """Return the config of a `reward_classifier` and its weights by this project's names."""
     described = _read_config(folder)
     cameras = {key: _camera(key) for key in described["input_features"] if key.startswith(IMAGE)}
     path = folder / "model.safetensors"
@@ -165,11 +161,7 @@ def _transformers_names(layers: list[int], convolutions: int) -> dict[str, str]:
 
 
 def write_lerobot(model: FrameClassifier, source: Path, folder: Path) -> str:
-    """Write the classifier of a checkpoint, on the CPU, as a `reward_classifier`, and return what to know of it.
-
-    Raises:
-        ConfigError: if LeRobot has no classifier that computes what this one does.
-    """
+    """Write the classifier of a checkpoint, on the CPU, as a `reward_classifier`, and return what to know of it."""
     config, weights = model.spec, model.state_dict()
     backbones = [
         {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}

@@ -34,12 +34,7 @@ def is_resnet_reward_model(weights: Mapping[str, Any]) -> bool:
 def from_resnet_reward_model(
     path: Path, weights: Mapping[str, Tensor], image_size: Sequence[int] | None
 ) -> tuple[ClassifierConfig, dict[str, Tensor]]:
-    """Return the config and the weights, by this project's names, of a `ResNetRewardModel`.
-
-    Raises:
-        CheckpointError: if its layers are those of no ResNet.
-        ConfigError: without `image_size`, which the file does not tell.
-    """
+    """Return the config and the weights, by this project's names, of a `ResNetRewardModel`."""
     if image_size is None:
         raise ConfigError(f"{path} does not say the size of its images: give image_size, [C,H,W].")
     bare = {WRAPPERS.sub("", name).removeprefix(BACKBONE): value for name, value in weights.items()}
@@ -90,11 +85,7 @@ def _with_hidden_layer(path: Path, weight: Tensor, bias: Tensor | None) -> dict[
 
 
 def export_classifier(model: FrameClassifier, source: Path, output: Path) -> str:
-    """Write the classifier of a checkpoint, on the CPU, as RLinf loads it strictly, and return what to know of it.
-
-    Raises:
-        ConfigError: if neither of RLinf's classifiers computes what this one does, or the file exists.
-    """
+    """Write the classifier of a checkpoint, on the CPU, as RLinf loads it strictly, and return what to know of it."""
     require_new_file(output)
     config = model.spec
     if config.crop:

@@ -25,11 +25,7 @@ DECLARATION = re.compile(
 
 
 class DeclaredSuccess(gym.Wrapper):
-    """Keeps in `success` whether the last step led to a success, as declared; None after a reset, of which none says.
-
-    Raises:
-        ConfigError: for a declaration of no known form, and from `step` for a value that the environment has not.
-    """
+    """Keeps in `success` whether the last step led to a success, as declared; None after a reset."""
 
     def __init__(self, env: gym.Env, declaration: str):
         super().__init__(env)

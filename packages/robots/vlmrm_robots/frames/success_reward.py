@@ -82,11 +82,7 @@ class FrameSuccess(PointwiseRewardModel):
         return RewardModelOutput(rewards, {"probability": probabilities}, failures=failures)
 
     def _fitted(self, image: Tensor) -> Tensor:
-        """Return an image in the size of the classifier's frames, cut as they were.
-
-        Raises:
-            RowError, DataError: when it has another size, or the crop is not within it.
-        """
+        """Return an image in the size of the classifier's frames, cut as they were."""
         config, key = self.scorer.config, self.scorer.config.image_keys[0]
         size, found = list(config.image_size), image
         if config.crop:

@@ -100,15 +100,7 @@ class TrainedClassifier(LoadedClassifier):
 
 
 def train_classifier(settings: TrainSettings) -> TrainedClassifier:
-    """Train a classifier and write its checkpoint. Equal settings and data make equal weights on one machine.
-
-    Raises:
-        ConfigError: for settings that contradict each other, or a checkpoint that cannot be written.
-        DataError: if the trajectories cannot be used or do not suffice.
-        CheckpointError: if pretrained weights are missing or do not fit.
-        TrainingError: if the loss is no longer finite.
-        Preempted: after a save on SIGTERM.
-    """
+    """Train a classifier and write its checkpoint. Equal settings and data make equal weights on one machine."""
     index, summary = index_frames(
         settings.positive_dir, settings.negative_dir, settings.image_key, settings.image_size
     )

@@ -45,12 +45,7 @@ It took {wall_seconds:.0f} s. One seed says little: `python -m benchmarks.frames
 
 
 def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
-    """Run the demo in `output`, and return the figures of its summary.json.
-
-    Raises:
-        ConfigError: if `output` has other content, or cannot be a folder.
-        CheckpointError: if the classifier that it has trained does not qualify as a reward.
-    """
+    """Run the demo in `output`, and return the figures of its summary.json."""
     started = time.perf_counter()
     settings = policy_settings(output, output / CHECKPOINT, seeds=[seed], sources=["learned"])
     make_folder(output)

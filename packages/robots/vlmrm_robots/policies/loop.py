@@ -66,12 +66,7 @@ class Round:
 
 
 def run_loop(settings: LoopSettings) -> list[Round]:
-    """Run rounds until one holds, and write loop.json and loop.md; an interrupted loop goes on where it was.
-
-    Raises:
-        ConfigError: for settings that contradict each other, that the loop decides itself, or that are not those of
-            the loop in `output_dir`.
-    """
+    """Run rounds until one holds, and write loop.json and loop.md; an interrupted loop goes on where it was."""
     for name, own in (("train", OWN), ("policy", OWN_POLICY)):
         if taken := sorted(own & set(getattr(settings, name))):
             raise ConfigError(f"{name} has {', '.join(taken)}, which the loop itself decides: leave it out.")

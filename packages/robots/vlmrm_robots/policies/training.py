@@ -85,13 +85,7 @@ class PolicyRun:
 
 
 def train_policies(settings: RLSettings) -> list[PolicyRun]:
-    """Train a policy with each source and seed, or read its finished run. Seeds torch's random numbers.
-
-    Raises:
-        ConfigError: for settings that do not fit the simulator or the classifier, or other runs in `output_dir`.
-        CheckpointError: if the classifier is missing or broken.
-        DataError: if a finished run cannot be read.
-    """
+    """Train a policy with each source and seed, or read its finished run. Seeds torch's random numbers."""
     scorer = FrameScorer.open(settings.reward.reward_model) if settings.needs_classifier else None
     if scorer is not None and settings.reward.crop not in ({}, scorer.config.crop):
         raise ConfigError(

@@ -143,11 +143,7 @@ def _load(path: str, form: Form, dtype: torch.dtype, device: torch.device, check
 
 
 def language_head(path: str, model: RewardModel) -> Tensor:
-    """Return the weights [V, H] from hidden states to logits that a checkpoint has beside its backbone, in its type.
-
-    Raises:
-        CheckpointError: when it has none, or its logits are more than a product with them.
-    """
+    """Return the weights [V, H] from hidden states to logits that a checkpoint has beside its backbone."""
     config = model.config.get_text_config()
     if scaled := [name for name in SCALED_LOGITS if getattr(config, name, None) not in (None, 1, 1.0)]:
         raise CheckpointError(f"{path} changes its logits by {scaled[0]}, which is not read here: take another model.")

@@ -52,11 +52,7 @@ def _of_answer(response: Any, convert: Callable[[Any], Any]) -> list[Any]:
 
 
 def frames_in(parts: Sequence[Part]) -> Sequence[Any]:
-    """Return the frames that an answer consists of: its images, or those of its one video.
-
-    Raises:
-        RowError: when it holds anything else.
-    """
+    """Return the frames that an answer consists of: its images, or those of its one video."""
     if len(parts) == 1 and isinstance(parts[0], Video) and isinstance(parts[0].reference, (list, tuple)):
         return parts[0].reference
     images = [part.reference for part in parts if isinstance(part, Image)]

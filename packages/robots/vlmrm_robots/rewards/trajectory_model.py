@@ -70,11 +70,7 @@ class TrajectoryModel(PointwiseRewardModel):
 
 
 def task_and_frames(conversation: Conversation) -> tuple[str, Sequence[Any]]:
-    """Return the task of an episode, a prompt of one text, and the frames that are its answer.
-
-    Raises:
-        RowError: when it is of another form.
-    """
+    """Return the task of an episode, a prompt of one text, and the frames that are its answer."""
     prompt = conversation.prompt
     if len(prompt) != 1 or prompt[0].role != "user" or not all(isinstance(part, Text) for part in prompt[0].content):
         raise RowError("its prompt is no single text, and this reward reads the task as one")

@@ -44,11 +44,7 @@ def _digest(path: Path, demo: str) -> str:
 
 
 def read_demo(path: Path, demo: str) -> tuple[Trajectory, str]:
-    """Read an episode of a file: its cameras, and the success that its rewards say of each frame.
-
-    Raises:
-        DataError: if it has no pictures, no rewards, or some that are neither 0 nor 1.
-    """
+    """Read an episode of a file: its cameras, and the success that its rewards say of each frame."""
     subject = f"{path}: {demo}"
     with _opened(path) as file:
         group = file["data"][demo]

@@ -60,10 +60,6 @@ def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_di
 
     A positive one without a successful frame counts as `success_once`; a negative one with such a frame becomes
     positive. Episodes that were imported before are left out, by their content.
-
-    Raises:
-        DataError: after all others were imported, if some could not be: what was imported, the number and names of
-            those, and the first error.
     """
     folders = {True: positive_dir, False: negative_dir}
     written: dict[bool, list[Path]] = {True: [], False: []}

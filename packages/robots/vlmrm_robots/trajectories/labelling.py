@@ -49,10 +49,6 @@ def label_episodes(
         judge: the scorer's name, which the trajectories say.
         task: the instruction of trajectories that do not say theirs.
         image_key: the camera that is judged. Default: the first.
-
-    Raises:
-        ConfigError: if a folder to write to has one of the files.
-        DataError: if an episode has no task or camera, or the judge no score of a frame.
     """
     folders = {True: Path(positive_dir), False: Path(negative_dir)}
     for folder in folders.values():

@@ -47,10 +47,6 @@ def episodes_of(source: str, label: str | None = None) -> list[Episode]:
     Args:
         label: the column whose values in [0, 1] are the labels; default: `next.success`, else a `next.reward` of 0
             and 1. A frame's label is that of its own row.
-
-    Raises:
-        ConfigError: without lerobot.
-        DataError: if it cannot be opened, or has no cameras or no such column.
     """
     library, folder = _library(), Path(source)
     try:
@@ -126,10 +122,6 @@ def write_dataset(
 
     Args:
         fps: frames a second, by default those that the trajectories were imported with, else 10.
-
-    Raises:
-        ConfigError: without lerobot, or if the folder has files or cannot be written.
-        DataError: if the trajectories differ in cameras, sizes or frames a second, or LeRobot refuses them.
     """
     library = _library()
     fps = _frames_a_second(files) if fps is None else fps

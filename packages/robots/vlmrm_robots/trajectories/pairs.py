@@ -54,10 +54,6 @@ def write_pairs(
     """Write `per_episode` pairs of each kind for each episode with a success, and return the number of each kind.
 
     Each frame is written once, as a PNG in the folder `{output.stem}_frames` beside the output.
-
-    Raises:
-        ConfigError: for a number below 1, or an output that exists or is of no kind that is written.
-        DataError: when an episode has no task or camera, or there is no pair of a kind.
     """
     if min(frames, per_episode) < 1 or not kinds:
         raise ConfigError("there is no pair to write: give one or more kinds, frames and pairs of an episode.")

@@ -48,11 +48,7 @@ class Budget:
 
 
 def read_dictionary(path: Path) -> dict[Any, Any]:
-    """Read the dictionary in a `.npy` file: plain values, lists, tuples, dictionaries and arrays of numbers.
-
-    Raises:
-        DataError: if the file cannot be read, holds no dictionary, or anything but those.
-    """
+    """Read the dictionary in a `.npy` file: plain values, lists, tuples, dictionaries and arrays of numbers."""
     with _plain_errors(path, "np.save writes"), path.open("rb") as file:
         # Of NumPy's reader the header alone: np.load would run the pickle behind it.
         version = npy.read_magic(file)
@@ -67,9 +63,6 @@ def read_pickle(path: Path) -> tuple[dict[Any, Any], Callable[[Any], Any]]:
     """Read a pickled dictionary as it is stored, and the function that makes a value of it plain.
 
     What is never made plain may be of any kind, if only its names are those of arrays and tensors.
-
-    Raises:
-        DataError: as `read_dictionary`; the function too.
     """
     with _plain_errors(path, "pickle.dump writes"), path.open("rb") as file:
         stored = _dictionary(path, _ArrayUnpickler(file).load())

@@ -30,10 +30,6 @@ def contact_sheet(
     """Draw `rows` trajectories of each folder, evenly spread: a line of `columns` frames for each of the cameras.
 
     Lines go from first to last. Successes have green borders, and of an episode with successes one at least is shown.
-
-    Raises:
-        ConfigError: for a sheet without a cell, or one too large, or a file that is no PNG by its name.
-        DataError: if the trajectories have no such images.
     """
     if output.suffix.lower() != ".png":
         raise ConfigError(f"the sheet is a PNG, and {output} has another name: write {output.stem}.png.")

@@ -55,11 +55,7 @@ class Scored(NamedTuple):
 
 
 class RewardOfPrefixes:
-    """Any reward of samples as a scorer of prefixes, each of which is a sample with frames as its answer.
-
-    Raises:
-        ConfigError: for a reward of groups, whose rewards of an episode depend on each other.
-    """
+    """Any reward of samples as a scorer of prefixes, each of which is a sample with frames as its answer."""
 
     def __init__(self, arguments: RewardArguments):
         self.name = arguments.name
@@ -77,11 +73,7 @@ class RewardOfPrefixes:
 
 
 def open_prefix_scorer(model: str) -> PrefixScorer:
-    """Return the scorer of a checkpoint, of a service by its address, or of the reward in a YAML file.
-
-    Raises:
-        ConfigError: when it cannot score prefixes, or the file has several rewards.
-    """
+    """Return the scorer of a checkpoint, of a service by its address, or of the reward in a YAML file."""
     if not model.endswith((".yaml", ".yml")):
         return load_scorer(model)
     arguments = reward_arguments(model)
@@ -95,12 +87,7 @@ def open_prefix_scorer(model: str) -> PrefixScorer:
 def score_episodes(
     scorer: PrefixScorer, files: Sequence[TrajectoryFile], *, task: str | None, frames: int, image_key: str | None
 ) -> list[Scored]:
-    """Return the scores of each episode, and its controls, after at most `frames` steps, evenly spread.
-
-    Raises:
-        ConfigError: for fewer than two frames, which have no order.
-        DataError: when an episode has no task or camera.
-    """
+    """Return the scores of each episode, and its controls, after at most `frames` steps, evenly spread."""
     if frames < 2:
         raise ConfigError(f"{frames} frames of an episode have no order: give two or more.")
     scored = []

@@ -96,11 +96,7 @@ def _stacked(frames: Sequence[np.ndarray], subject: str) -> np.ndarray:
 
 
 def read_payload(path: Path) -> tuple[Trajectory, str]:
-    """Read the frames that RLinf's preprocessing sampled out of many episodes, as one trajectory; warn of that.
-
-    Raises:
-        DataError: if it cannot be read without running anything, or holds something else.
-    """
+    """Read the frames that RLinf's preprocessing sampled out of many episodes, as one trajectory; warn of that."""
     import torch
 
     from vlmrm.modeling.published_weights import read_weights
@@ -129,11 +125,7 @@ def read_payload(path: Path) -> tuple[Trajectory, str]:
 
 
 def write_document_files(files: Sequence[TrajectoryFile], folder: Path) -> list[Path]:
-    """Write trajectories as RLinf's document has them: `positive` and `negative` folders of pickled float32 arrays.
-
-    Raises:
-        ConfigError: if the folder has files, which would be mixed with them, or cannot be written.
-    """
+    """Write trajectories as RLinf's document has them: `positive` and `negative` folders of pickled float32 arrays."""
     require_new_folder(folder, "RLinf's files")
     written: dict[bool, list[Path]] = {True: [], False: []}
     for side in written:
@@ -154,11 +146,7 @@ def write_document_files(files: Sequence[TrajectoryFile], folder: Path) -> list[
 
 
 def write_payload(files: Sequence[TrajectoryFile], path: Path, key: str | None = None) -> int:
-    """Write the frames of one camera as the `.pt` that RLinf's main branch trains on; return their number.
-
-    Raises:
-        ConfigError: if the file exists or cannot be written.
-    """
+    """Write the frames of one camera as the `.pt` that RLinf's main branch trains on; return their number."""
     import torch
 
     require_new_file(path)

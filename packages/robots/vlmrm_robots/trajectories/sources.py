@@ -17,9 +17,6 @@ def episodes_in(positive: Path | None, negative: Path | None, mixed: Path | None
     """Return the episodes of a folder of positive and one of negative `.npy` files, and those of `mixed`.
 
     `mixed` is a folder or a file in which labels alone tell successes: RLinf's `.pkl` and `.pt`, or HDF5.
-
-    Raises:
-        DataError: if there is nothing to import in one of them.
     """
     folders = [(folder, side) for folder, side in ((positive, True), (negative, False)) if folder is not None]
     if not folders and mixed is None:

@@ -63,12 +63,7 @@ def digest(images: Mapping[str, np.ndarray], labels: np.ndarray, context: Iterab
 
 
 def write_trajectory(folder: Path, trajectory: Trajectory, unique: str | None = None) -> Path:
-    """Write `folder/{number}_{unique}.safetensors`, safely beside other processes; `unique` is random by default.
-
-    Raises:
-        DataError: if keys, lengths, shapes, types or values are not those of a trajectory.
-        ConfigError: if the folder cannot be written.
-    """
+    """Write `folder/{number}_{unique}.safetensors`, safely beside other processes; `unique` is random by default."""
     folder = Path(folder)
     shapes = {key: frames.shape for key, frames in trajectory.images.items()}
     types = [str(frames.dtype) for frames in trajectory.images.values()]
@@ -258,11 +253,7 @@ class TrajectoryFile:
 
 
 def open_trajectory(path: Path) -> TrajectoryFile:
-    """Open and validate a trajectory file; its frames stay on disk.
-
-    Raises:
-        DataError: if it is missing or corrupted, or keys, lengths, shapes, types or values are not a trajectory's.
-    """
+    """Open and validate a trajectory file; its frames stay on disk."""
     path = Path(path)
     file = _open_file(path)
     try:
@@ -311,11 +302,7 @@ def _corrupted(path: Path, reason: object) -> DataError:
 
 
 def open_folder(folder: Path) -> list[TrajectoryFile]:
-    """Open every trajectory of a folder.
-
-    Raises:
-        DataError: if it has none, or some cannot be opened: their number and names, and the first error.
-    """
+    """Open every trajectory of a folder."""
     paths = trajectory_paths(folder)
     if not paths:
         raise DataError(_explain_empty(Path(folder)))
@@ -363,11 +350,7 @@ def check_images(folder: Path, files: Sequence[TrajectoryFile], keys: Sequence[s
 
 
 def to_uint8(frames: np.ndarray, subject: str) -> np.ndarray:
-    """Return frames as they are stored, uint8; floats in [0, 1] are scaled by 255 and rounded.
-
-    Raises:
-        DataError: if floats lie outside [0, 1] or are NaN, or the type is another; `subject` names the frames.
-    """
+    """Return frames as they are stored, uint8; floats in [0, 1] are scaled by 255 and rounded."""
     if frames.dtype == np.uint8:
         return frames
     if not np.issubdtype(frames.dtype, np.floating):
