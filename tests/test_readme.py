@@ -276,7 +276,7 @@ def test_every_service_is_accepted(page, reader):
 
 @pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in NOT_RUN | RUN_ELSEWHERE])
 def test_every_program_runs(page, reader, tiny_checkpoint, monkeypatch):
-    for table, name in ((METRICS, "sure"), (PAIR_LOSSES, "hinge")):  # what CONTRIBUTING.md registers ends with the test
+    for table, name in ((METRICS, "sure"), (PAIR_LOSSES, "hinge")):  # CONTRIBUTING.md registers them
         monkeypatch.setitem(table, name, None)
         del table[name]
     namespace: dict = {}
