@@ -48,7 +48,9 @@ def _no_server_is_known_from_another_test() -> Generator[None]:
     """A port may be another server's in another test."""
     yield
     if (servers := sys.modules.get("vlmrm.rewards.servers")) is not None:
-        servers._servers.clear()
+        servers._origins.clear()
+    if (http := sys.modules.get("vlmrm.http")) is not None:
+        http._said_at.clear()
 
 
 class _Deprecations(logging.Handler):

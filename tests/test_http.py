@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 
 import httpx
 import pytest
 import stamina
 
 from vlmrm.errors import RewardError
-from vlmrm.http import LONGEST_WAIT, Unavailable, Unreachable, is_loopback, retry_after, retry_delay
-from vlmrm.logs import quiet_libraries
+from vlmrm.http import LONGEST_WAIT, Unavailable, Unreachable, is_loopback, retried, retry_after
 
 
 def test_retry_after_is_seconds_or_a_date():
@@ -25,21 +24,28 @@ def test_a_retry_after_that_says_nothing_is_none(header):
 
 
 @pytest.mark.parametrize(
-    ("error", "patience", "again"),
+    ("error", "seconds", "tries"),
     [
-        (Unavailable("starting"), 1.0, True),
-        (Unreachable("refused"), 1.0, True),
-        (Unavailable("busy", 0.0), 1.0, 0.0),
-        (Unavailable("busy", 7.0), 8.0, 7.0),
-        (Unavailable("busy", 7.0), 7.0, False),
-        (Unavailable("busy", LONGEST_WAIT + 1), 3600.0, False),
-        (Unavailable("starting"), 0.0, False),
-        (RewardError("no such model"), 3600.0, False),
+        (Unavailable("starting"), 1.0, 2),
+        (Unreachable("refused"), 1.0, 2),
+        (Unavailable("busy", 0.0), 1.0, 2),
+        (Unavailable("busy", 7.0), 8.0, 2),
+        (Unavailable("busy", 7.0), 7.0, 1),
+        (Unavailable("busy", LONGEST_WAIT + 1), 3600.0, 1),
+        (Unavailable("starting"), 0.0, 1),
+        (RewardError("no such model"), 3600.0, 1),
     ],
 )
-def test_a_request_is_retried_after_retry_after_within_the_caller_s_patience(error, patience, again):
-    delay = retry_delay(error, patience)
-    assert (delay, type(delay)) == (again, type(again))
+def test_a_request_is_retried_after_retry_after_within_the_caller_s_patience(error, seconds, tries):
+    asked = []
+
+    async def send(left: float) -> None:
+        asked.append(left)
+        raise error
+
+    with stamina.set_testing(True, attempts=2), pytest.raises(type(error), match=str(error)):
+        asyncio.run(retried(send, seconds=seconds))
+    assert len(asked) == tries
 
 
 @pytest.mark.parametrize(
@@ -57,14 +63,16 @@ def test_only_hosts_of_this_machine_bypass_proxies(host, loopback):
     assert is_loopback(host) is loopback
 
 
-def test_the_terminal_says_why_a_request_is_sent_again(monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("stamina"), "filters", [])
-    quiet_libraries()
-    for attempt in stamina.retry_context(on=RewardError, attempts=2, wait_initial=0, wait_jitter=0):
-        with attempt:
-            if attempt.num == 1:
-                raise RewardError("http://judge: connection refused")
-    assert caplog.messages == ["http://judge: connection refused: retrying in 0 s"]
+def test_the_log_says_once_why_requests_are_sent_again(caplog):
+    async def send(left: float) -> None:
+        raise Unavailable("http://judge: overloaded")
+
+    async def together() -> None:
+        await asyncio.gather(*(retried(send, attempts=3) for _ in range(3)), return_exceptions=True)
+
+    with stamina.set_testing(True, attempts=2):
+        asyncio.run(together())
+    assert caplog.messages == ["http://judge: overloaded: asking again in 0 s"]
 
 
 def test_the_hub_is_asked_once_where_it_cannot_be_reached(monkeypatch, tmp_path):

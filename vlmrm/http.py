@@ -1,20 +1,25 @@
-"""HTTP clients: the address of a server, its errors as ours, and when a request is worth retrying.
+"""HTTP clients: the address of a server, one call of it, and when it is asked again.
 
 Importing it needs neither torch nor an HTTP package.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
+import logging
 import math
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
+import random
+import re
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from vlmrm.errors import ConfigError, Denied, RewardError
 
@@ -22,9 +27,14 @@ REFUSED_STATUSES = (400, 413, 422)  # of an item
 DENIED_STATUSES = (401, 403, 404)  # of a key, an address or a model
 RETRIED_STATUSES = (429, 502, 503, 504)  # any other will be the same next time
 CONNECT_TIMEOUT = 9.0  # seconds
-FIRST_WAIT = 0.5  # seconds before another try
+FIRST_WAIT = 0.25  # seconds and up to as much again before another try, twice as long before each further one
+LONGEST_PAUSE = 10.0  # seconds before another try
 LONGEST_WAIT = 60.0  # seconds; if a server asks for more, the request fails
+QUIET = 30.0  # seconds for which one reason of retries is not said again
+CONNECTIONS = 256  # of one server, as many as the threads that ask it
 MAX_CHARACTERS = 300  # of a server's message within ours
+
+Result = TypeVar("Result")
 
 
 class Unavailable(RewardError):
@@ -46,22 +56,34 @@ class Unreachable(Unavailable):
 class Overdue(RewardError):
     """A server that took a call and did not answer in time; asked again it would do the same work twice."""
 
+    busy = False
+
 
 class Refused(RewardError):
     """An item that a server refuses; the server itself works."""
 
 
-class ServerAddress:
-    """The address `http://[user:password@]host:port[/path]` of a server, and clients of it.
+class Server:
+    """A server at `http://[user:password@]host:port[/path]`, and the connections to it of each process.
 
     Messages use `name`, the address without its credentials.
 
     Args:
         setting: name of the setting that holds the address, for messages.
         token: sent as `Authorization: Bearer`, instead of the address's credentials.
+        connections: calls at a time.
+        transport: of httpx2, for tests.
     """
 
-    def __init__(self, url: str, setting: str, token: str | None = None):
+    def __init__(
+        self,
+        url: str,
+        setting: str,
+        token: str | None = None,
+        *,
+        connections: int = CONNECTIONS,
+        transport: Any = None,
+    ):
         httpx = import_httpx()
         try:
             address = httpx.URL(url)
@@ -73,44 +95,145 @@ class ServerAddress:
             raise ConfigError(f"{setting} {name} cannot be used: write http://host:port, and a path where it has one.")
         self.name = str(bare).rstrip("/")
         self.origin = str(bare.copy_with(path="/"))
+        self._clients: dict[int, Any] = {}
         self._options = {
             "base_url": bare,
             "headers": {"Authorization": f"Bearer {token}"} if token else {},
             "auth": (address.username, address.password) if address.userinfo and not token else None,
             "trust_env": not is_loopback(address.host),  # a proxy of the environment cannot reach this machine
+            "limits": httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            "transport": transport,
         }
 
     def __repr__(self) -> str:
-        return f"ServerAddress({self.name})"
+        return f"Server({self.name})"
 
-    def client(self, timeout: float) -> Any:
-        """Return an httpx2.Client that waits `timeout` seconds for a response."""
-        return import_httpx().Client(**self._options, timeout=timeouts(timeout))
+    @property
+    def client(self) -> Any:
+        """Return this process's httpx2.AsyncClient: a fork has none of its parent's connections."""
+        process = os.getpid()
+        if process not in self._clients:
+            self._clients = {process: import_httpx().AsyncClient(**self._options)}
+        return self._clients[process]
 
-    def async_client(self, timeout: float, connections: int, transport: Any = None) -> Any:
-        """Return an httpx2.AsyncClient with at most so many connections; `transport` replaces the network in tests."""
-        httpx = import_httpx()
-        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-        return httpx.AsyncClient(**self._options, timeout=timeouts(timeout), limits=limits, transport=transport)
+    async def aclose(self) -> None:
+        """Close the connections; the next call opens them again."""
+        if (client := self._clients.pop(os.getpid(), None)) is not None:
+            await client.aclose()
+
+    async def call(
+        self, method: str, path: str, seconds: float, *, late: type[RewardError] = Overdue, **content: Any
+    ) -> Any:
+        """Return the httpx2.Response to one request, after `seconds` in all at most; `content` are its keywords.
+
+        Raises:
+            Unreachable: without a connection, or with a broken one.
+            Overdue: after `seconds`; or what `late` says.
+        """
+        httpx, where = import_httpx(), f"{self.name}{path}"
+        timeout = httpx.Timeout(seconds, connect=min(0.9 * seconds, CONNECT_TIMEOUT), pool=None)
+        try:
+            async with asyncio.timeout(seconds):  # httpx2's own is of the next byte
+                return await self.client.request(method, path, timeout=timeout, **content)
+        except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout):
+            raise late(f"{where} did not answer in {seconds:g} s: raise timeout, or send less at a time") from None
+        except httpx.TransportError as error:
+            raise Unreachable(f"{where} cannot be reached ({_cause(error)})") from None
+        except httpx.HTTPError as error:
+            raise RewardError(f"{where}: {one_line(str(error))}") from None
 
 
-def timeouts(seconds: float) -> Any:
-    """Return the httpx2.Timeout of a request; waiting for a free connection of the pool does not count."""
-    return import_httpx().Timeout(seconds, connect=min(seconds, CONNECT_TIMEOUT), pool=None)
+async def retried(
+    send: Callable[[float], Awaitable[Result]],
+    *,
+    attempts: int | None = None,
+    seconds: float = math.inf,
+    unreachable: float = math.inf,
+    longest: float = LONGEST_WAIT,
+    paced: Callable[[], bool] = lambda: False,
+) -> Result:
+    """Return what `send` returns; it is told the seconds left, and called again while it raises `Unavailable`.
 
+    Args:
+        attempts: calls at most.
+        seconds: of all calls; while no connection is made, `unreachable` where that is less.
+        longest: a server that asks for a longer wait is not asked again.
+        paced: returns whether a breaker makes the calls of a server that is down wait.
 
-@contextmanager
-def translate_http_errors(where: str, late: RewardError) -> Generator[None]:
-    """Turn httpx2's errors about a request into ours."""
-    httpx = import_httpx()
+    Raises:
+        Unavailable: the last one, with the number of calls.
+    """
+    import stamina
+
+    logging.getLogger("stamina").addFilter(_say_once)
+    started, tries = time.monotonic(), 0
+
+    def again(error: Exception) -> bool | float:
+        if not isinstance(error, Unavailable):
+            return False
+        patience = min(seconds, unreachable) if isinstance(error, Unreachable) else seconds
+        if (wait := error.wait or 0.0) > longest or wait >= started + patience - time.monotonic():
+            return False
+        if error.wait is not None:
+            return wait * random.uniform(1, 1.1)  # not all callers at once
+        return 0.0 if not error.busy and paced() else True
+
+    pause = min(LONGEST_PAUSE, seconds / 10)  # the last of them may exceed the time
+    waits = {"wait_initial": FIRST_WAIT, "wait_jitter": FIRST_WAIT, "wait_max": pause}
     try:
-        yield
-    except (httpx.ReadTimeout, httpx.WriteTimeout):
-        raise late from None
-    except httpx.TransportError as error:
-        raise Unreachable(f"{where} cannot be reached ({_cause(error)})") from None
-    except httpx.HTTPError as error:
-        raise RewardError(f"{where}: {one_line(str(error))}") from None
+        async for attempt in stamina.retry_context(on=again, attempts=attempts, timeout=None, **waits):
+            with attempt:
+                tries = attempt.num
+                return await send(max(started + seconds - time.monotonic(), 0.1))
+    except Unavailable as error:
+        said = "asked once" if tries == 1 else f"asked {tries} times in {time.monotonic() - started:.0f} s"
+        if error.wait is not None:
+            said += f", and it wants {error.wait:.0f} s more"
+        raise type(error)(f"{error} ({said})", error.wait, busy=error.busy) from None
+    raise AssertionError("the last attempt returns or raises")
+
+
+_said_at: dict[str, float] = {}
+
+
+def _say_once(record: logging.LogRecord) -> bool:
+    """Put the cause of a retry into stamina's message; of one server say it once, however many calls fail."""
+    fields = vars(record)
+    cause = re.fullmatch(r"Un(?:available|reachable)\((['\"])(.*)\1\)", str(fields.get("stamina.caused_by")))
+    if cause is None:
+        return True
+    record.msg = f"{cause[2]}: asking again in {fields['stamina.wait_for']:g} s"
+    server, now = cause[2].partition(" ")[0], time.monotonic()
+    told = now < _said_at.get(server, -math.inf) + QUIET
+    _said_at[server] = _said_at[server] if told else now
+    return not told
+
+
+def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Return what `coroutine` returns on the event loop of calls; cancel it when this thread is interrupted.
+
+    A connection belongs to one event loop. All calls of a process share one that never ends, in a thread, so that any
+    thread can make them, also one with a running loop.
+    """
+    future = asyncio.run_coroutine_threadsafe(coroutine, current_loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+_lock = threading.Lock()
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a fork copies this, but no threads
+
+
+def current_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process's calls, started on first use."""
+    with _lock:
+        if os.getpid() not in _loops:
+            loop = _loops[os.getpid()] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="vlmrm-http", daemon=True).start()
+        return _loops[os.getpid()]
 
 
 def _cause(error: BaseException) -> str:
@@ -121,25 +244,26 @@ def _cause(error: BaseException) -> str:
     return os.strerror(error.errno) if isinstance(error, ConnectionError) and error.errno else one_line(text)
 
 
-def read_json_response(response: Any, where: str) -> Any:
+def read_json(response: Any) -> Any:
     """Return the JSON of an httpx2.Response, integers as floats: one of a million digits becomes infinite."""
-    status = response.status_code
-    if status in RETRIED_STATUSES:
-        wait = retry_after(response.headers.get("Retry-After"))
-        raise Unavailable(f"{where} answered {status}: {error_text(response)}", wait, busy=status == 429)
-    if response.is_redirect:
-        raise RewardError(f"{where} answered {status}, a redirect: give the address it leads to")
-    if not response.is_success:
-        raise refusal(status, f"{where} answered {status}: {error_text(response)}")
+    check_status(response)
     try:
         return json.loads(response.content, parse_int=float)
     except (ValueError, RecursionError):
-        raise RewardError(f"{where} did not answer with JSON: {error_text(response)}") from None
+        raise RewardError(f"{response.url} did not answer with JSON: {error_text(response)}") from None
 
 
-def refusal(status: int, reason: str) -> RewardError:
-    """Return the error of a status that no retry mends: Refused of an item, Denied of all, else a RewardError."""
-    return (Refused if status in REFUSED_STATUSES else Denied if status in DENIED_STATUSES else RewardError)(reason)
+def check_status(response: Any, retried: Collection[int] = RETRIED_STATUSES) -> None:
+    """Raise the error of a status: Unavailable where a retry may help, Refused of an item, Denied of all items."""
+    status = response.status_code
+    if response.is_success:
+        return
+    if response.is_redirect:
+        raise RewardError(f"{response.url} answered {status}, a redirect: give the address it leads to")
+    reason = f"{response.url} answered {status}: {error_text(response)}"
+    if status in retried:
+        raise Unavailable(reason, retry_after(response.headers.get("Retry-After")), busy=status == 429)
+    raise (Refused if status in REFUSED_STATUSES else Denied if status in DENIED_STATUSES else RewardError)(reason)
 
 
 def import_httpx() -> Any:
@@ -147,31 +271,6 @@ def import_httpx() -> Any:
     import httpx2
 
     return httpx2
-
-
-def retry_delay(error: Exception, patience: float = math.inf) -> bool | float:
-    """Return whether to retry, for stamina's `on`: False, the seconds to wait, or True for stamina's own backoff.
-
-    Args:
-        patience: seconds left to the caller; a server that asks for more, or for more than `LONGEST_WAIT`, is not
-            asked again.
-    """
-    if not isinstance(error, Unavailable):
-        return False
-    wait = error.wait or 0.0
-    if wait > LONGEST_WAIT or wait >= patience:
-        return False
-    return True if error.wait is None else wait
-
-
-def wait_seconds(error: Unavailable, tries: int, jitter: float, longest: float) -> float:
-    """Return the seconds before the next try, after `tries` of them.
-
-    The server's `Retry-After`, otherwise twice as long each time; `jitter` in [0, 1) spreads the callers.
-    """
-    if error.wait is not None:
-        return error.wait + FIRST_WAIT * jitter
-    return min(longest, FIRST_WAIT * 2 ** (tries - 1)) * (1 + jitter) / 2
 
 
 def retry_after(header: str | None) -> float | None:
@@ -190,15 +289,22 @@ def retry_after(header: str | None) -> float | None:
 
 def error_text(response: Any) -> str:
     """Return the message of an error response: its `error`, that one's `message`, or `detail`; else the body."""
+    text = without_token(response)
     try:
-        content = response.json()
-    except ValueError:
-        return one_line(response.text)
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return one_line(text)
     if isinstance(content, dict):
         content = content.get("error") or content.get("detail") or content
     if isinstance(content, dict):
         content = content.get("message") or content
     return one_line(content if isinstance(content, str) else json.dumps(content))
+
+
+def without_token(response: Any) -> str:
+    """Return the body of a response, without the token of the request, which it may repeat."""
+    token = response.request.headers.get("Authorization", "").rpartition(" ")[2]
+    return response.text.replace(token, "<token>") if token else response.text
 
 
 def one_line(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -157,20 +156,10 @@ def open_streams() -> None:
 def quiet_libraries() -> None:
     """Silence messages of libraries that come on every run and need no action. Call it before importing them."""
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
-    logging.getLogger("stamina").addFilter(_with_cause)
     if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         # Progress bars for weights and tables would fill a log file.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-
-
-def _with_cause(record: logging.LogRecord) -> bool:
-    """Put the cause of a retry into stamina's message: it comes in fields of the record that no terminal shows."""
-    fields = vars(record)
-    if "stamina.caused_by" in fields:
-        cause = re.sub(r"^\w+\((['\"])(.*)\1\)$", r"\2", fields["stamina.caused_by"])  # it is a repr
-        record.msg = f"{cause}: retrying in {fields['stamina.wait_for']:g} s"
-    return True
 
 
 def say(text: str) -> None:

@@ -134,8 +134,8 @@ def test_a_service_that_refuses_connections_is_asked_a_few_times_by_all_rewards_
     sent = []
     for reward in rewards.rewards[:2]:
         [endpoint] = reward.model.servers.endpoints
-        post = endpoint.client.post
-        monkeypatch.setattr(endpoint.client, "post", lambda *a, post=post, **k: (sent.append(a), post(*a, **k))[1])
+        call = endpoint.server.call
+        monkeypatch.setattr(endpoint.server, "call", lambda *a, call=call, **k: (sent.append(a), call(*a, **k))[1])
     images = [Image.new("RGB", (28, 28), (number, 0, 0)) for number in range(ROUND)]
     outcome = rewards(prompt=["a cat"] * ROUND, image=images)
     assert len(sent) <= FAILURES + PROBES
@@ -148,7 +148,7 @@ def test_a_server_that_takes_calls_and_never_answers_is_waited_for_once(start):
     with socket.create_server(("127.0.0.1", 0), backlog=512) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         outcome = scored(judges(url, "one", "two", silence=0.5, timeout=600.0))
-    assert "it has answered nothing for 0.5 s" in outcome.failures["one"][0]
+    assert "has answered nothing for 0.5 s" in outcome.failures["one"][0]
     assert all("not asked, since" in reason for reason in outcome.failures["two"].values())
 
 

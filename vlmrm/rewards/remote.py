@@ -17,9 +17,8 @@ import itertools
 import json
 import logging
 import math
-import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from PIL import Image
@@ -28,16 +27,7 @@ from pydantic import Field
 from vlmrm.conversation import text_of
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.formats.openai import read_messages
-from vlmrm.http import (
-    LONGEST_WAIT,
-    Overdue,
-    ServerAddress,
-    Unavailable,
-    Unreachable,
-    read_json_response,
-    translate_http_errors,
-    wait_seconds,
-)
+from vlmrm.http import Server, Unavailable, Unreachable, read_json, retried, run
 from vlmrm.rewards.contract import (
     BaseRewardModel,
     GroupwiseRewardModel,
@@ -46,7 +36,7 @@ from vlmrm.rewards.contract import (
     RewardModelOutput,
 )
 from vlmrm.rewards.pictures import base64_of
-from vlmrm.rewards.servers import NotAsked, run, server_at
+from vlmrm.rewards.servers import CircuitBreaker, NotAsked, origin_at
 from vlmrm.settings import Strict, validate
 
 if TYPE_CHECKING:
@@ -56,7 +46,6 @@ logger = logging.getLogger("vlmrm")
 
 REST = 10.0  # seconds for which a server that failed is asked last
 HEALTH_TIMEOUT = 5.0
-CONNECTIONS = 256  # of one server, as many as the threads that ask it
 
 
 class ClientSettings(Strict, strict=True):
@@ -181,14 +170,11 @@ class Endpoints:
     """Replicas of one server: each request goes to the least busy one, and to the next where one fails.
 
     Args:
-        urls: their addresses, `http://[user:password@]host:port[/path]`.
+        urls: their addresses, as of `Server`.
         timeout: seconds for a request.
-        attempts: how often all of them are tried; the wait between two attempts grows, or is what a server asks for
-            (`Retry-After`).
+        attempts: how often all of them are tried, after a wait that grows, or that a server asks for (`Retry-After`).
         token: sent as `Authorization: Bearer`.
     """
-
-    sleep: Callable[[float], Awaitable[object]] = staticmethod(asyncio.sleep)
 
     def __init__(self, urls: Sequence[str], *, timeout: float, attempts: int, token: str | None = None):
         self.endpoints = [Endpoint(url, timeout, token) for url in urls]
@@ -202,7 +188,7 @@ class Endpoints:
             RewardError: when after `seconds` none is, with the reasons.
         """
 
-        async def ask() -> None:
+        async def ask(_: float) -> None:
             reasons = await asyncio.gather(*(endpoint.problem() for endpoint in self.endpoints))
             unready = [reason for reason in reasons if reason is not None]
             for endpoint, reason in zip(self.endpoints, reasons, strict=True):
@@ -213,7 +199,7 @@ class Endpoints:
             if unready:
                 logger.warning("going on without %d of %d reward servers (%s)", len(unready), len(reasons), why)
 
-        run(self._retry(ask, attempts=math.inf, seconds=seconds, longest=2.0))
+        run(retried(ask, seconds=seconds))
 
     def post(self, path: str, content: Mapping[str, Any]) -> Any:
         """Return the JSON answer of the first server that can be reached; `content` are keywords of httpx2.
@@ -221,24 +207,11 @@ class Endpoints:
         Raises:
             RewardError: when none can, or one refuses the request.
         """
-        try:
-            return run(self._retry(lambda: self._post_to_any(path, content), self.attempts, math.inf, longest=10.0))
-        except Unavailable as error:
-            times = "once" if self.attempts == 1 else f"up to {self.attempts} times"
-            raise RewardError(f"{error} (asked {times})") from None
 
-    async def _retry(self, ask: Callable[[], Awaitable[Any]], attempts: float, seconds: float, longest: float) -> Any:
-        end = time.monotonic() + seconds
-        for number in itertools.count(1):
-            try:
-                return await ask()
-            except Unavailable as error:
-                pause = wait_seconds(error, number, random.random(), longest)
-                if not error.busy and all(endpoint.circuit.suspects for endpoint in self.endpoints):
-                    pause = 0.0  # the breakers pace the calls of servers that are down
-                if number >= attempts or time.monotonic() + pause >= end or (error.wait or 0.0) > LONGEST_WAIT:
-                    raise
-                await self.sleep(pause)
+        def paced() -> bool:
+            return all(endpoint.circuit.suspects for endpoint in self.endpoints)
+
+        return run(retried(lambda _: self._post_to_any(path, content), attempts=self.attempts, paced=paced))
 
     async def _post_to_any(self, path: str, content: Mapping[str, Any]) -> Any:
         tried: dict[Endpoint, RewardError] = {}
@@ -252,7 +225,7 @@ class Endpoints:
             endpoint.busy += 1
             endpoint.last_used = next(self._calls)
             try:
-                return await endpoint.post(path, content, self.sleep)
+                return await endpoint.post(path, content)
             except (Unavailable, NotAsked) as error:
                 endpoint.rests_until = time.monotonic() + REST
                 tried[endpoint] = error
@@ -267,51 +240,35 @@ class Endpoints:
 
 
 class Endpoint:
-    """One address; `name` is it without credentials."""
+    """One address of `Endpoints`."""
 
     def __init__(self, url: str, timeout: float, token: str | None = None):
-        address = ServerAddress(url, "server_url", token)
-        self.name = address.name
+        self.server = Server(url, "server_url", token)
         self.timeout = timeout
-        self.busy = 0
-        self.last_used = 0
+        self.busy = self.last_used = 0
         self.rests_until = -math.inf
-        self.circuit = server_at(address.origin).circuit(address.name)
-        self.client = address.async_client(timeout, connections=CONNECTIONS)
+
+    @property
+    def circuit(self) -> CircuitBreaker:
+        return origin_at(self.server.origin).circuit(self.server.name)
 
     async def problem(self) -> str | None:
         """Return why the server cannot be used now; None where it can."""
         try:
-            status = await self._health()
+            status = (await self._health()).status_code
         except RewardError as error:
             return str(error)
-        return None if status < 400 else f"{self.name}/health answered {status}"
+        return None if status < 400 else f"{self.server.name}/health answered {status}"
 
-    async def _health(self) -> int:
-        where = f"{self.name}/health"
-        with translate_http_errors(where, Unreachable(f"{where} was silent for {HEALTH_TIMEOUT:g} s")):
-            return (await self.client.get("/health", timeout=HEALTH_TIMEOUT)).status_code
+    async def _health(self) -> Any:
+        return await self.server.call("GET", "/health", HEALTH_TIMEOUT, late=Unreachable)
 
-    async def post(self, path: str, content: Mapping[str, Any], sleep: Callable[[float], Awaitable[object]]) -> Any:
-        """Return the JSON answer to a request.
-
-        Raises:
-            Unavailable: when a retry may succeed.
-            NotAsked: when those before it failed.
-            RewardError: when it would not.
-        """
-        where = f"{self.name}{path}"
+    async def post(self, path: str, content: Mapping[str, Any]) -> Any:
+        """Return the JSON answer to a request; raises as `Server.call`, `read_json` and `CircuitBreaker.call` do."""
 
         async def send(probe: bool) -> Any:
             if probe:  # one that fell silent would take another call as long; that it is there, it says at once
                 await self._health()
-            late = Overdue(f"{where} did not answer in {self.timeout:g} s: raise timeout, or lower batch_size")
-            with translate_http_errors(where, late):
-                try:
-                    async with asyncio.timeout(self.timeout):
-                        answer = await self.client.post(path, **content)
-                except TimeoutError:
-                    raise late from None
-            return read_json_response(answer, where)
+            return read_json(await self.server.call("POST", path, self.timeout, **content))
 
-        return await self.circuit.call(send, sleep)
+        return await self.circuit.call(send)

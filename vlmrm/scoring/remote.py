@@ -9,38 +9,27 @@ It needs neither torch nor any extra.
 from __future__ import annotations
 
 import asyncio
-import inspect
+import base64
 import json
 import math
 import os
-import threading
-import time
-import weakref
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 from cachetools import LRUCache
 from PIL import Image
 
-from vlmrm.conversation import Reference
+from vlmrm.conversation import Conversation, Message, Part, Reference, Text
+from vlmrm.conversation import Image as ImagePart
 from vlmrm.data.media import encoded_media, media_key, open_image, png_of
 from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.formats.openai import read_conversation, write_messages
-from vlmrm.http import (
-    ServerAddress,
-    Unavailable,
-    Unreachable,
-    error_text,
-    read_json_response,
-    retry_delay,
-    timeouts,
-    translate_http_errors,
-)
+from vlmrm.http import Server, error_text, read_json, retried, run
 from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, prefixes_of, regrouped
 
 ROUTE = "/v1/rewards"
@@ -53,8 +42,6 @@ CHUNK_BYTES = 16 * 2**20
 CHUNK_FILES = 512
 KEPT_BYTES = 256 * 2**20  # of encoded media
 HEAD = "request"  # the form field that holds the JSON; the other fields are files
-
-T = TypeVar("T")
 
 
 class AsyncRemoteScorer:
@@ -91,12 +78,14 @@ class AsyncRemoteScorer:
         concurrency: int = 8,
         transport: Any = None,
     ):
-        self.server = ServerAddress(base_url, "base_url", os.environ.get("VLMRM_TOKEN") if token is None else token)
-        _check_numbers(timeout=timeout, concurrency=concurrency)
+        for name, value in {"timeout": timeout, "concurrency": concurrency}.items():
+            if not value > 0:
+                raise ConfigError(f"{name} is {value}: write a number above 0.")
+        token = os.environ.get("VLMRM_TOKEN") if token is None else token
+        self.server = Server(base_url, "base_url", token, connections=concurrency, transport=transport)
         self.model, self.timeout, self.concurrency = model, timeout, concurrency
         self._headers = {} if revision is None else {REVISION_HEADER: revision}
         self.digest: str | None = None  # the service's revision of the model, from its last answer
-        self._client = self.server.async_client(timeout, concurrency, transport)
 
     async def score(self, conversations: Sequence[ConversationLike]) -> list[float]:
         """Return the raw logit of each conversation, in order.
@@ -136,7 +125,7 @@ class AsyncRemoteScorer:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self.server.aclose()
 
     async def __aenter__(self) -> AsyncRemoteScorer:
         return self
@@ -170,29 +159,14 @@ class AsyncRemoteScorer:
         return [scores[index] for index in range(len(scores))]
 
     async def _ask(self, chunk: Chunk) -> dict[int, float | RowError]:
-        import stamina
+        async def send(seconds: float) -> Any:
+            content = chunk.content(self.model, seconds)
+            content["headers"] = {**content.get("headers", {}), **self._headers}
+            answer = await self.server.call("POST", ROUTE, seconds, **content)
+            _check_service(answer)
+            return read_json(answer)
 
-        started = time.monotonic()
-        refused: Exception | None = None
-
-        def again(error: Exception) -> bool | float:
-            nonlocal refused
-            refused = error
-            # A server that is down is given up sooner than one that is busy.
-            patience = min(self.timeout, UNREACHABLE_S) if isinstance(error, Unreachable) else self.timeout
-            return retry_delay(error, started + patience - time.monotonic())
-
-        try:
-            # Waits are short beside the timeout, which the last of them exceeds.
-            most = min(10.0, self.timeout / 10)
-            async for attempt in stamina.retry_context(on=again, attempts=None, timeout=self.timeout, wait_max=most):
-                with attempt:
-                    left = started + self.timeout - time.monotonic()
-                    if refused is not None and left <= 0:
-                        raise refused
-                    answer = await self._post(chunk, left)
-        except Unavailable as error:
-            raise RewardError(f"{error} (retried for {time.monotonic() - started:.0f} s)") from None
+        answer = await retried(send, seconds=self.timeout, unreachable=UNREACHABLE_S)
         demanded = self._headers.get(REVISION_HEADER)
         if demanded is not None and answer.get("revision") != demanded:  # a server that does not know the header
             raise RewardError(f"{self.server.name} answered by revision {answer.get('revision')}, not {demanded}")
@@ -200,34 +174,16 @@ class AsyncRemoteScorer:
         self.digest = answer.get("revision")
         return scores
 
-    async def _post(self, chunk: Chunk, seconds: float) -> Any:
-        where = f"{self.server.name}{ROUTE}"
-        late = RewardError(f"{where} did not answer in {self.timeout:g} s: raise timeout, or send less at a time")
-        if seconds <= 0:
-            raise late
-        content = chunk.content(self.model, seconds)
-        content["headers"] = {**content.get("headers", {}), **self._headers}
-        with translate_http_errors(where, late):
-            answer = await self._client.post(ROUTE, **content, timeout=timeouts(seconds))
-        _check_service(answer, where)
-        return read_json_response(answer, where)
 
-
-def _check_service(answer: Any, where: str) -> None:
+def _check_service(answer: Any) -> None:
     """Raise ConfigError where the address, the token or the name of the reward is wrong."""
-    status = answer.status_code
+    status, where = answer.status_code, answer.url
     if status == 401:
         raise ConfigError(f"{where} refused the token: set VLMRM_TOKEN to the one that the service was started with.")
     if status == 404 and "reward" in error_text(answer):
         raise ConfigError(f"{where}: {error_text(answer)}")
     if status == 404 or answer.is_redirect:
         raise ConfigError(f"{where} answered {status}: give the address of a vlmrm service.")
-
-
-def _check_numbers(**numbers: float) -> None:
-    for name, value in numbers.items():
-        if not value > 0:
-            raise ConfigError(f"{name} is {value}: write a number above 0.")
 
 
 class RemoteScorer:
@@ -239,49 +195,37 @@ class RemoteScorer:
     """
 
     def __init__(self, base_url: str, **options: Any):
-        inspect.signature(AsyncRemoteScorer).bind(base_url, **options)  # a mistyped option is an error here
-        _check_numbers(**{name: options[name] for name in ("timeout", "concurrency") if name in options})
-        self._base_url, self._options = base_url, options
-        self._server = ServerAddress(base_url, "base_url")
-        self._lock = threading.Lock()
-        self._running: _EventLoop | None = None
+        self._asked = AsyncRemoteScorer(base_url, **options)
+        self._made_of = base_url, options
 
     @property
     def digest(self) -> str | None:
         """Return the service's revision of the model that gave the last scores; None before the first."""
-        return self._start().scorer.digest
+        return self._asked.digest
 
     def score(self, conversations: Sequence[ConversationLike]) -> list[float]:
         """Return the raw logit of each conversation, in order."""
-        running = self._start()
-        return running.run(running.scorer.score(conversations))
+        return run(self._asked.score(conversations))
 
     def score_each(self, conversations: Sequence[ConversationLike]) -> list[float | RowError]:
         """Return the raw logit of each conversation, or the error of one that cannot be scored, in order."""
-        running = self._start()
-        return running.run(running.scorer.score_each(conversations))
+        return run(self._asked.score_each(conversations))
 
     def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """Return the raw logit of each candidate of each (prompt, candidates); a group is one request."""
-        running = self._start()
-        return running.run(running.scorer.score_groups(groups))
+        return run(self._asked.score_groups(groups))
 
     def score_each_group(self, groups: Sequence[Sequence[ConversationLike]]) -> list[list[float | RowError]]:
         """Return, for the answers of each prompt as conversations, the raw logit of each, or its error."""
-        running = self._start()
-        return running.run(running.scorer.score_each_group(groups))
+        return run(self._asked.score_each_group(groups))
 
     def score_prefixes(self, task: Any, frames: Sequence[Reference]) -> list[float]:
         """Return the raw logit of each prefix of an episode, [T]; an episode is one request."""
-        running = self._start()
-        return running.run(running.scorer.score_prefixes(task, frames))
+        return run(self._asked.score_prefixes(task, frames))
 
     def close(self) -> None:
         """Close the connections; the next call opens them again."""
-        with self._lock:
-            running, self._running = self._running, None
-        if running is not None and running.process == os.getpid():
-            running.stop()
+        run(self._asked.aclose())
 
     def __enter__(self) -> RemoteScorer:
         return self
@@ -290,47 +234,11 @@ class RemoteScorer:
         self.close()
 
     def __repr__(self) -> str:
-        return f"RemoteScorer({self._server.name})"
+        return f"RemoteScorer({self._asked.server.name})"
 
     def __reduce__(self):
-        return partial(RemoteScorer, self._base_url, **self._options), ()
-
-    def _start(self) -> _EventLoop:
-        with self._lock:
-            if self._running is None or self._running.process != os.getpid():
-                self._running = _EventLoop(AsyncRemoteScorer(self._base_url, **self._options))
-                weakref.finalize(self, self._running.stop)
-            return self._running
-
-
-class _EventLoop:
-    """An asynchronous scorer with an event loop of its own, in a thread."""
-
-    def __init__(self, scorer: AsyncRemoteScorer):
-        self.scorer = scorer
-        self.process = os.getpid()
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="vlmrm-remote-scorer", daemon=True)
-        self.thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result()
-        except BaseException:  # also Ctrl-C
-            future.cancel()
-            raise
-
-    def stop(self) -> None:
-        if self.process != os.getpid() or not self.loop.is_running():
-            return
-        if threading.current_thread() is self.thread:  # the garbage collector may run in any thread
-            self.loop.stop()
-            return
-        self.run(self.scorer.aclose())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
+        base_url, options = self._made_of
+        return partial(RemoteScorer, base_url, **options), ()
 
 
 @dataclass
@@ -417,6 +325,31 @@ class EncodedMedia:
             with suppress(ValueError):  # larger than the cache
                 self._files[key] = data
         return blake2b(key.encode(), digest_size=16).hexdigest(), data
+
+
+def classify_body(conversation: Conversation, **options: Any) -> dict[str, Any]:
+    """Return a request of vLLM's `/classify` for the raw logit of a conversation; by default it answers σ of it."""
+    messages = [{"role": message.role, "content": chat_content(message)} for message in conversation.messages]
+    return {"messages": messages, "use_activation": False, "add_generation_prompt": False, **options}
+
+
+def chat_content(message: Message) -> str | list[dict[str, Any]]:
+    """Return a message's content as OpenAI's clients write it, images as data URIs."""
+    if all(isinstance(part, Text) for part in message.content):
+        return message.text
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, Text)
+        else {"type": "image_url", "image_url": {"url": image_uri(part)}}
+        for part in message.content
+    ]
+
+
+def image_uri(part: Part) -> str:
+    """Return an image as our models see it in a data URI; raise RowError for a video."""
+    if not isinstance(part, ImagePart):
+        raise RowError("a video cannot be handed to another server, which would look at other frames: send images")
+    return f"data:image/png;base64,{base64.b64encode(png_of(open_image(part.reference))).decode()}"
 
 
 def _encoded(reference: Any, kind: str) -> bytes:

@@ -10,36 +10,21 @@ is away, the reward is unavailable, and requests that were accepted wait.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import math
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import stamina
-from PIL import Image as Picture
-
-from vlmrm.conversation import Conversation, Image, Message, Part, Text
-from vlmrm.data.media import encoded_media, png_of
+from vlmrm.conversation import Conversation, Message, Text
 from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate, sample_to_conversation
 from vlmrm.formats.wire import Item, WireOutcome, read_item
-from vlmrm.http import (
-    Refused,
-    ServerAddress,
-    Unavailable,
-    Unreachable,
-    read_json_response,
-    retry_delay,
-    timeouts,
-    translate_http_errors,
-)
+from vlmrm.http import Refused, Server, Unavailable, read_json, retried, run
 from vlmrm.rewards.samples import as_pil
+from vlmrm.scoring.remote import classify_body, image_uri
 from vlmrm.scoring.transforms import sigmoid
 from vlmrm.serving.media import with_arrays
 
@@ -70,10 +55,9 @@ class VLLM:
         custom_prompt: str = PROMPT_SLOT,
         system: Any = None,
     ):
-        self.server = ServerAddress(endpoint_url, "endpoint_url", endpoint_api_key or None)
+        self.server = Server(endpoint_url, "endpoint_url", endpoint_api_key or None, connections=concurrency)
         self.model, self.timeout = model_path, timeout
         self.template = PromptTemplate(custom_prompt, system)
-        self._client = self.server.client(timeout)
         self._threads = ThreadPoolExecutor(concurrency)
         self.info = {"kind": "conversations", "model": model_path or self.server.name, "server": type(self).__name__}
         self._check()
@@ -106,12 +90,7 @@ class VLLM:
 
     def body(self, conversation: Conversation, **options: Any) -> dict[str, Any]:
         """Return the request for a conversation."""
-        messages = [
-            {"role": message.role, "content": [_write_part(part) for part in message.content]}
-            for message in conversation.messages
-        ]
-        named = {"model": self.model} if self.model else {}
-        return {**named, "messages": messages, "use_activation": False, **options}
+        return classify_body(conversation, **({"model": self.model} if self.model else {}), **options)
 
     def read(self, answer: Any) -> list[Any]:
         """Return the numbers of an answer to one conversation."""
@@ -128,20 +107,10 @@ class VLLM:
         raise RewardError(f"{self.server.name}{self.route} did not answer with one number: {json.dumps(answer)[:200]}")
 
     def _ask(self, body: Mapping[str, Any]) -> Any:
-        where, started = f"{self.server.name}{self.route}", time.monotonic()
-        late = Unavailable(f"{where} did not answer in {self.timeout:g} s")
+        async def send(seconds: float) -> Any:
+            return read_json(await self.server.call("POST", self.route, seconds, late=Unavailable, json=body))
 
-        def again(error: Exception) -> bool | float:
-            # A server that is down is given up sooner than one that is busy.
-            patience = min(self.timeout, UNREACHABLE_S) if isinstance(error, Unreachable) else self.timeout
-            return retry_delay(error, started + patience - time.monotonic())
-
-        for attempt in stamina.retry_context(on=again, attempts=None, timeout=self.timeout, wait_max=5.0):
-            with attempt, translate_http_errors(where, late):
-                seconds = max(started + self.timeout - time.monotonic(), 0.1)
-                answer = self._client.post(self.route, json=body, timeout=timeouts(seconds))
-                return read_json_response(answer, where)
-        raise late
+        return run(retried(send, seconds=self.timeout, unreachable=UNREACHABLE_S))
 
     def _check(self) -> None:
         """Refuse a server that does not return raw logits: it would do as if it did."""
@@ -174,7 +143,7 @@ class SGLang(VLLM):
     def body(self, conversation: Conversation, **options: Any) -> dict[str, Any]:
         """Return the request for a conversation."""
         parts = [part for message in conversation.messages for part in message.content]
-        pictures = [_uri(part) for part in parts if not isinstance(part, Text)]
+        pictures = [image_uri(part) for part in parts if not isinstance(part, Text)]
         return {"text": self._renderer.text(conversation.messages), **({"image_data": pictures} if pictures else {})}
 
     def read(self, answer: Any) -> list[Any]:
@@ -183,20 +152,3 @@ class SGLang(VLLM):
 
     def _check(self) -> None:
         self.score(PROBE)
-
-
-def _write_part(part: Part) -> dict[str, Any]:
-    if isinstance(part, Text):
-        return {"type": "text", "text": part.text}
-    return {"type": "image_url", "image_url": {"url": _uri(part)}}
-
-
-def _uri(part: Part) -> str:
-    """Return a picture as a data URI; raise RowError for a video, of which the server would choose the frames."""
-    if not isinstance(part, Image):
-        raise RowError("a video cannot be handed to another server, which would look at other frames: send images")
-    reference = part.reference
-    data = png_of(reference) if isinstance(reference, Picture.Image) else encoded_media(reference, "image")
-    with Picture.open(io.BytesIO(data)) as picture:
-        kind = picture.get_format_mimetype() or "image/png"
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 from judge_server import JudgeServer
 from PIL import Image
 
 from vlmrm.rewards.contract import RewardArguments
-from vlmrm.rewards.judges import JudgeClient
 from vlmrm.rewards.registry import reward_model_class
 
 
@@ -22,8 +24,14 @@ class Time:
         return self.now
 
     async def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
+        if seconds:
+            self.slept.append(seconds)
+        end = self.now + seconds
+        await pausing(0)
+        self.now = max(self.now, end)  # others sleep meanwhile
+
+
+pausing = asyncio.sleep
 
 
 @pytest.fixture
@@ -33,8 +41,13 @@ def server():
 
 
 @pytest.fixture
-def time():
-    return Time()
+def time(monkeypatch):
+    time = Time()
+    monkeypatch.setattr("asyncio.sleep", time.sleep)
+    monkeypatch.setattr("vlmrm.http.time", SimpleNamespace(monotonic=time.clock))
+    monkeypatch.setattr("vlmrm.rewards.servers.monotonic", time.clock)
+    monkeypatch.setattr("random.uniform", lambda low, high: low)
+    return time
 
 
 @pytest.fixture
@@ -44,7 +57,6 @@ def judge(server, time):
     def make(name: str = "unified_reward", **settings):
         settings = {"api_base_url": server.url, "malformed_retries": 0, **settings}
         made = reward_model_class(name)(RewardArguments("it", name, device="cpu", extra_kwargs=settings), None)
-        made.client = JudgeClient(made.settings, sleep=time.sleep, clock=time.clock, jitter=lambda: 0.0)
         return made
 
     return make

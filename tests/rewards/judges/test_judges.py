@@ -371,7 +371,7 @@ def test_judges_of_one_set_are_asked_at_the_same_time(server, picture):
 def test_a_judge_that_is_down_fails_every_sample_with_the_reason(server, judge, picture):
     server.behave = lambda *_: error(503, "loading")
     output = judge(max_retries=1)(prompt=["a", "b"], image=[picture, picture])
-    assert set(output.failures) == {0, 1} and "it answered 503" in output.failures[1]
+    assert set(output.failures) == {0, 1} and "answered 503" in output.failures[1]
 
 
 def test_every_setting_is_documented():

@@ -5,7 +5,6 @@ The last part of the path names the protocol; without one of these it is `vlmrm 
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import math
@@ -14,17 +13,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from vlmrm.conversation import Conversation, Image, Message, Text
-from vlmrm.data.media import open_image, png_of
+from vlmrm.conversation import Conversation
 from vlmrm.errors import CheckpointError, ConfigError, RewardError, RowError
 from vlmrm.evaluation.entry import Entry, OpenEntry, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import Compared, ConversationScorer, compared, origin_of
 from vlmrm.evaluation.scorers.spec import Spec
 from vlmrm.formats.texts import write_text
-from vlmrm.http import Refused, ServerAddress, read_json_response, translate_http_errors
+from vlmrm.http import Refused, Server, read_json, run
 from vlmrm.rewards.remote import Endpoints, json_content
-from vlmrm.scoring.remote import RemoteScorer
+from vlmrm.scoring.remote import RemoteScorer, chat_content, classify_body
 from vlmrm.settings import did_you_mean
 
 ROUTES = ("classify", "score", "get_reward")
@@ -56,18 +54,14 @@ class ServiceEntry(Entry):
         base, _, last = spec.body.rstrip("/").rpartition("/")
         self.route = last if last in ROUTES else None
         self.url = base if self.route else spec.body
-        self.address = ServerAddress(self.url, "scorer", self.token)
+        self.address = Server(self.url, "scorer", self.token)
         super().__init__(self.address.name, (self.route or "rewards") + spec.suffix, spec.text)
 
     def info(self) -> dict[str, Any]:
         """Return what `vlmrm serve` says about the reward."""
         where = f"{self.address.name}/v1/models"
         try:
-            with (
-                translate_http_errors(where, RewardError(f"{where} did not answer")),
-                self.address.client(10.0) as client,
-            ):
-                data = read_json_response(client.get("/v1/models"), where)["data"]
+            data = read_json(run(self.address.call("GET", "/v1/models", 10.0)))["data"]
             served = {str(info["id"]): info for info in data}
         except (RewardError, KeyError, TypeError) as error:
             reason = str(error) if isinstance(error, RewardError) else f"{where} is none of a vlmrm service"
@@ -161,17 +155,11 @@ class _OtherService(ConversationScorer):
         return origin_of(self.entry.digest(), **details)
 
 
-def _classify(conversation: Conversation) -> dict[str, Any]:
-    """Return a request for the logit of a conversation, without the sigmoid that is vLLM's default."""
-    messages = [{"role": m.role, "content": _content(m)} for m in conversation.messages]
-    return {"messages": messages, "use_activation": False, "add_generation_prompt": False}
-
-
 def _score(conversation: Conversation) -> dict[str, Any]:
     """Return a request for the score of a prompt of one turn and an answer."""
     if len(conversation.prompt) != 1:
         raise RowError(f"its prompt has {len(conversation.prompt)} turns, and /score takes one: use /classify")
-    first, second = (_content(message) for message in (conversation.prompt[0], conversation.answer))
+    first, second = (chat_content(message) for message in (conversation.prompt[0], conversation.answer))
     sides = [side if isinstance(side, str) else {"content": side} for side in (first, second)]
     return {"text_1": sides[0], "text_2": sides[1], "use_activation": False}
 
@@ -190,21 +178,7 @@ def _one_class(answer: Any) -> float:
 
 
 _PROTOCOLS: dict[str, tuple[Callable[[Conversation], dict[str, Any]], Callable[[Any], Any]]] = {
-    "classify": (_classify, _one_class),
+    "classify": (classify_body, _one_class),
     "score": (_score, lambda answer: answer["data"][0]["score"]),
     "get_reward": (_query, lambda answer: answer["rewards"][0]),
 }
-
-
-def _content(message: Message) -> str | list[dict[str, Any]]:
-    """Return a message's content as OpenAI's clients write it, images as data URIs."""
-    if all(isinstance(part, Text) for part in message.content):
-        return message.text
-    parts: list[dict[str, Any]] = []
-    for part in message.content:
-        if isinstance(part, Image):
-            png = base64.b64encode(png_of(open_image(part.reference))).decode("ascii")
-            parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}})
-        elif isinstance(part, Text):
-            parts.append({"type": "text", "text": part.text})
-    return parts

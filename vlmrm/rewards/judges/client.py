@@ -6,12 +6,11 @@ A call that fails is tried again, a reply that cannot be read is asked for again
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
-import random
 import threading
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -19,27 +18,16 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from vlmrm.errors import ConfigError, Denied, RewardError
-from vlmrm.http import (
-    Refused,
-    ServerAddress,
-    Unavailable,
-    Unreachable,
-    one_line,
-    refusal,
-    retry_after,
-    translate_http_errors,
-    wait_seconds,
-)
+from vlmrm.http import Refused, Server, Unavailable, check_status, retried, run, without_token
 from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.judges.replies import Question, Reply, ReplyCache, read_completion
-from vlmrm.rewards.servers import run, server_at
+from vlmrm.rewards.servers import CircuitBreaker, Origin, origin_at
 from vlmrm.settings import validate
 
 logger = logging.getLogger("vlmrm")
 
 NO_KEY = "EMPTY"  # sent to servers without keys
-TRANSIENT = (408, 409, 429)  # timeout, conflict, too many requests; and 500 or more
-LONGEST_PAUSE = 30.0  # seconds before another try, unless the server asks for more
+TRANSIENT = (408, 409, 429, *range(500, 600))  # timeout, conflict, too many requests, and faults of the server
 
 
 class JudgeSettings(BaseModel):
@@ -132,43 +120,26 @@ class Malformed(RewardError):
         self.reply = reply
 
 
-@dataclass(frozen=True)
-class RoundLimits:
-    """The end of one call of `ask`, by the loop's clock and by the client's, and its check of replies."""
-
-    loop_end: float
-    end: float
-    check: Check | None
-
-
 class JudgeClient:
-    """A client of the server of `settings`; any number of threads may use it.
+    """A client of the server of `settings`; any number of threads may use it."""
 
-    Args:
-        sleep, clock, jitter: time and randomness, for tests; the deadline is measured by the event loop's own clock.
-    """
-
-    def __init__(
-        self,
-        settings: JudgeSettings,
-        *,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-        clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] = random.random,
-    ):
+    def __init__(self, settings: JudgeSettings):
         self.settings = settings
-        self.sleep, self.clock, self.jitter = sleep, clock, jitter
         self.cache = ReplyCache(settings.max_cache_size, settings.cache_dir)
         self.usage = Usage(settings.prompt_price, settings.completion_price)
-        self.slots = asyncio.Semaphore(settings.max_concurrent)
         self.takes_response_format = True  # until the server refuses one
-        self.healthy = True  # False once a warning was logged, until the next reply
-        self._key = SecretStr(settings.key())
-        address = ServerAddress(settings.api_base_url, "api_base_url", self._key.get_secret_value())
-        self.server = server_at(address.origin)
-        self.circuit = self.server.circuit(f"{address.name} {settings.vlm_model}", clock)
         # One connection more than calls, so that whether the server lives can always be asked.
-        self._http = address.async_client(settings.timeout, settings.max_concurrent + 1)
+        most = settings.max_concurrent + 1
+        self.server = Server(settings.api_base_url, "api_base_url", settings.key(), connections=most)
+        self._slots: dict[int, asyncio.Semaphore] = {}  # by process
+
+    @property
+    def circuit(self) -> CircuitBreaker:
+        return self._origin.circuit(f"{self.server.name} {self.settings.vlm_model}")
+
+    @property
+    def _origin(self) -> Origin:
+        return origin_at(self.server.origin)
 
     def ask(self, questions: Sequence[Question], check: Check | None = None) -> list[Reply | RewardError]:
         """Return a reply to each question, in order, or why there is none. Equal questions are asked once.
@@ -198,14 +169,14 @@ class JudgeClient:
             self.cache.put(question.key, reply)
 
     async def _answer_all(self, questions: Sequence[Question], check: Check | None) -> list[Reply | RewardError]:
-        seconds = self.settings.deadline
-        round_ = RoundLimits(asyncio.get_running_loop().time() + seconds, self.clock() + seconds, check)
-        return await asyncio.gather(*(self._answer(question, round_) for question in questions))
+        end = asyncio.get_running_loop().time() + self.settings.deadline
+        return await asyncio.gather(*(self._answer(question, end, check) for question in questions))
 
-    async def _answer(self, question: Question, round_: RoundLimits) -> Reply | RewardError:
+    async def _answer(self, question: Question, end: float, check: Check | None) -> Reply | RewardError:
+        slots = self._slots.setdefault(os.getpid(), asyncio.Semaphore(self.settings.max_concurrent))
         try:
-            async with asyncio.timeout_at(round_.loop_end), self.slots:
-                return await self._readable(question, round_)
+            async with asyncio.timeout_at(end), slots:
+                return await self._readable(question, end, check)
         except TimeoutError:
             error = RewardError(f"there was no answer within the deadline of {self.settings.deadline:g} s")
         except Malformed as malformed:
@@ -215,16 +186,17 @@ class JudgeClient:
             error = reason
         self.usage.add(failures=1)
         kind = Denied if isinstance(error, Denied) else RewardError
-        return kind(f"the judge {self.settings.vlm_model} at {self.settings.api_base_url}: {error}")
+        reason = str(error).replace(f"{self.server.name}/", "/")
+        return kind(f"the judge {self.settings.vlm_model} at {self.settings.api_base_url}: {reason}")
 
-    async def _readable(self, question: Question, round_: RoundLimits) -> Reply:
-        """Return a reply that the round's check passes."""
+    async def _readable(self, question: Question, end: float, check: Check | None) -> Reply:
+        """Return a reply that `check` passes."""
         sent = question
         for left in range(self.settings.malformed_retries, -1, -1):
-            reply = await self._try(sent, round_.end)
+            reply = await self._try(sent, end)
             try:
-                if round_.check is not None:
-                    round_.check(question, reply)
+                if check is not None:
+                    check(question, reply)
                 return reply
             except RewardError as error:
                 if not left:
@@ -234,39 +206,19 @@ class JudgeClient:
         raise AssertionError("the last reply is returned or malformed")
 
     async def _try(self, question: Question, end: float) -> Reply:
-        tries = 1 + self.settings.max_retries
-        for number in range(1, tries + 1):
-            try:
-                return await self._through_circuit(question, number > 1)
-            except Unavailable as error:
-                if number == tries:
-                    raise
-                pause = wait_seconds(error, number, self.jitter(), LONGEST_PAUSE)
-                if not error.busy:  # the circuit paces the calls of a server that is down, and ends them
-                    pause = 0.0 if self.circuit.suspects else min(pause, self.circuit.patience)
-                if self.clock() + pause > end:
-                    raise RewardError(
-                        f"{error}; waiting {pause:.0f} s for another try would pass the deadline of "
-                        f"{self.settings.deadline:g} s"
-                    ) from error
-                self._warn(error, tries - 1)
-                await self.sleep(pause)
-        raise AssertionError("there is always a last try")
+        calls, left = itertools.count(), end - asyncio.get_running_loop().time()
 
-    def _warn(self, error: RewardError, retries: int) -> None:
-        if self.healthy:  # one warning, however many items fail
-            self.healthy = False
-            message = "the judge %s at %s: %s; asking again, up to %d times an item"
-            logger.warning(message, self.settings.vlm_model, self.settings.api_base_url, error, retries)
-
-    async def _through_circuit(self, question: Question, retried: bool) -> Reply:
         async def send(_: bool) -> Reply:
-            self.usage.add(retries=int(retried))
+            self.usage.add(retries=int(next(calls) > 0))
             return await self._call(question)
 
-        reply = await self.circuit.call(send, self.sleep)
-        self.healthy = True
-        return reply
+        return await retried(
+            lambda _: self.circuit.call(send),
+            attempts=1 + self.settings.max_retries,
+            seconds=left,
+            longest=left,
+            paced=lambda: self.circuit.suspects,
+        )
 
     async def _call(self, question: Question) -> Reply:
         """Send one call; without `response_format` where the server refuses it."""
@@ -287,40 +239,25 @@ class JudgeClient:
         return reply
 
     async def _post(self, question: Question) -> Reply:
-        """Send one HTTP request.
-
-        Raises:
-            Unavailable: when a retry may succeed.
-            Refused: when the server refuses this question.
-            RewardError: when it refuses every question, or its answer is no completion.
-        """
+        """Send one HTTP request; raises as `Server.call`, `check_status` and `read_completion` do."""
         self.usage.add(calls=1)
-        post = self._http.post(
-            "/chat/completions", content=question.content, headers={"Content-Type": "application/json"}
+        call, headers = self.server.call, {"Content-Type": "application/json"}
+        post = call(
+            "POST",
+            "/chat/completions",
+            self.settings.timeout,
+            late=Unavailable,
+            content=question.content,
+            headers=headers,
         )
-        late = Unavailable(f"it did not answer within {self.settings.timeout:g} s")
-        with translate_http_errors("it", late):
-            try:
-                async with asyncio.timeout(self.settings.timeout):  # the client's own is of the next byte
-                    answer = await self.server.watched(post, self._ping, self.settings.silence)
-            except TimeoutError:
-                raise late from None
-        text = self._redacted(answer.text)
-        if not answer.is_success:
-            raise call_error(answer.status_code, one_line(text), retry_after(answer.headers.get("Retry-After")))
-        reply = read_completion(text)
+        # Whatever it answers to a ping, a server that answers works.
+        answer = await self._origin.watched(
+            post, lambda seconds: call("GET", "/models", seconds), self.settings.silence
+        )
+        check_status(answer, TRANSIENT)
+        reply = read_completion(without_token(answer))
         self.usage.add(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
         return reply
-
-    async def _ping(self) -> None:
-        """Ask for anything: whatever the answer, a server that gives one works."""
-        with translate_http_errors("it", Unreachable("it is silent")):
-            await self._http.get("/models")
-
-    def _redacted(self, text: str) -> str:
-        """Remove the API key, which a server's error message may repeat."""
-        key = self._key.get_secret_value()
-        return text if key == NO_KEY else text.replace(key, "<api key>")
 
 
 def not_denied(replies: Sequence[Reply | RewardError]) -> Sequence[Reply | RewardError]:
@@ -332,14 +269,6 @@ def not_denied(replies: Sequence[Reply | RewardError]) -> Sequence[Reply | Rewar
     if replies and all(isinstance(reply, Denied) for reply in replies):
         raise Denied(str(replies[0]))
     return replies
-
-
-def call_error(status: int, detail: str, retry_after: float | None) -> RewardError:
-    """Return the error of an HTTP status: Unavailable, or a `refusal` that no retry mends."""
-    reason = f"it answered {status}: {detail}"
-    if status in TRANSIENT or status >= 500:
-        return Unavailable(reason, retry_after, busy=status == 429)
-    return refusal(status, reason)
 
 
 @dataclass
