@@ -33,7 +33,7 @@ def reward_items(model: BaseRewardModel, items: Sequence[Content], groups: Seque
             rows.append({})
     names = dict.fromkeys(["prompt", *(name for row in rows for name in row if name != "group")])
     samples = Samples({name: [row.get(name) for row in rows] for name in names}, groups)
-    if "response" not in accepted_fields(model, samples):
+    if "response" not in accepted_fields(model, samples.columns):
         for index, item in enumerate(items):
             # A sample may have columns for other rewards, but a conversation is about its answer.
             if isinstance(item, Conversation) and rows[index].get("response") is not None:

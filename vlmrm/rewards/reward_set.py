@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,6 @@ from vlmrm.rewards.samples import (
     batched,
     call,
     join,
-    named_fields,
 )
 from vlmrm.settings import nearest
 
@@ -40,6 +40,7 @@ logger = logging.getLogger("vlmrm")
 
 # Errors of a judge, server or picture: all samples of the call have failed. Any other may be of one sample alone.
 FAILURES = (RewardError, OSError, TimeoutError)
+ANSWERS = {"completion": "response", "completions": "response"}  # as others name them
 
 
 class RewardSet:
@@ -72,7 +73,6 @@ class RewardSet:
         self.models = Models(accelerator) if models is None else models
         self.rewards = [self.models.reward(arguments) for arguments in reward_arguments(config, block)]
         self.audit = None if audit_log is None else AuditLog(audit_log)
-        self._told: set[str] = set()  # rewards of which it was said that they read no response
 
     def __call__(
         self, *, prompt: Sequence[Any], groups: Sequence[Hashable] | None = None, **columns: Sequence[Any] | None
@@ -94,7 +94,7 @@ class RewardSet:
         Args:
             group_size: samples of a group, so that an asynchronous groupwise reward need not wait for the last sample.
         """
-        return Pending(self.rewards, self.audit, group_size, self._told)
+        return Pending(self.rewards, self.audit, group_size)
 
     def close(self) -> None:
         """Cancel calls of asynchronous rewards that have not started."""
@@ -196,13 +196,9 @@ class Pending:
 
     Args:
         group_size: samples of a group, so that an asynchronous groupwise reward can start before `finish`.
-        told: names of the rewards of which a warning was logged.
     """
 
-    def __init__(
-        self, rewards: Sequence[ConfiguredReward], audit: AuditLog | None, group_size: int | None, told: set[str]
-    ):
-        self.told = told
+    def __init__(self, rewards: Sequence[ConfiguredReward], audit: AuditLog | None, group_size: int | None):
         media = RoundMedia()
         self.work = [_PendingReward(reward, group_size, media) for reward in rewards]
         self.audit = audit
@@ -217,8 +213,7 @@ class Pending:
             RewardError: when columns differ in length, one is misnamed, or only some samples have groups.
         """
         added = Samples({"prompt": prompt, **columns}, groups)
-        self._refuse_misnamed(added)
-        self._tell_unread_responses(added)
+        self._check_columns(added)
         if self.samples is not None:
             if (added.groups is None) != (self.samples.groups is None):
                 raise RewardError("some samples have groups and some have none: give groups= each time or never.")
@@ -261,33 +256,19 @@ class Pending:
         for work in self.work:
             work.collect(stop=any(item.error is not None for item in self.work))
 
-    def _refuse_misnamed(self, samples: Samples) -> None:
-        """Refuse a column that no reward takes but whose name is nearly one: `images`, `respnse`, `completion`.
-
-        Other columns are ignored. Without its answer a sample would be rewarded for its image.
-        """
-        models = [work.reward.model for work in self.work]
-        accepted = {name for model in models for name in accepted_fields(model, samples)}
-        missing = [name for model in models for name in named_fields(model) if name not in samples.columns]
-        for name in samples.columns.keys() - accepted:
-            intended = next((medium for medium in MEDIA if medium.rstrip("s") == name.rstrip("s")), None)
-            if intended is None and name in ("completion", "completions") and "response" in missing:
-                intended = "response"
-            elif intended is None:
-                intended = nearest(name, missing, 0.8)
-            if intended not in (None, name):
-                raise RewardError(f"there is a column {name}, which no reward asks for: did you mean {intended}?")
-
-    def _tell_unread_responses(self, samples: Samples) -> None:
-        if all(text is None for text in samples.columns.get("response", ())):
-            return
+    def _check_columns(self, samples: Samples) -> None:
+        """Refuse a column that no reward reads and that is nearly named as one; say which rewards read no response."""
+        read: set[str] = set()
+        answered = any(text is not None for text in samples.columns.get("response", ()))
         for work in self.work:
-            if work.name not in self.told and "response" not in accepted_fields(work.reward.model, samples):
-                self.told.add(work.name)
-                logger.warning(
-                    "reward %s reads no response, which the samples have: it is alike for all answers to a prompt",
-                    work.name,
-                )
+            fields = accepted_fields(work.reward.model, [*samples.columns, "response"])
+            read.update(fields)
+            if answered and "response" not in fields:
+                _warn_once(f"reward {work.name} reads no response: it is alike for all answers to a prompt")
+        wanted = [*MEDIA, *({"response"} & read - samples.columns.keys())]
+        for name in samples.columns.keys() - read - {*MEDIA, "response"}:
+            if (meant := nearest(ANSWERS.get(name, name), wanted, 0.85)) is not None:
+                raise RewardError(f"there is a column {name}, which no reward asks for: did you mean {meant}?")
 
     def _outcome(self, samples: Samples) -> Rewards:
         by_name = {work.name: work for work in self.work}
@@ -349,7 +330,7 @@ class _PendingReward:
             return
         if samples.groups is None:
             self.error = RewardError(f"reward {self.name} is of groups: give groups=, the id of each sample's prompt.")
-        fields = accepted_fields(self.reward.model, samples)
+        fields = accepted_fields(self.reward.model, samples.columns)
         if self.reward.arguments.length_penalty:
             fields = [*fields, "response"]
         groups = groups_to_compute(samples.take(remaining), fields)
@@ -480,6 +461,11 @@ class _PendingReward:
         fallback = self.reward.arguments.fallback_reward
         missing = float("nan") if fallback is None else fallback
         return np.array([self.result.rewards.get(index, missing) for index in range(size)], dtype=np.float64)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _raise_anywhere(error: RewardError | None) -> None:

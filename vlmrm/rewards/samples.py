@@ -229,7 +229,7 @@ def _call_fields(model: BaseRewardModel, samples: Samples) -> list[str]:
                     f"sample {index} has no {' or '.join(names)}, which this reward needs: give it one."
                 )
     positions = range(len(samples))
-    return [name for name in accepted_fields(model, samples) if any(samples.has(name, n) for n in positions)]
+    return [name for name in accepted_fields(model, samples.columns) if any(samples.has(name, n) for n in positions)]
 
 
 def required_columns(model: BaseRewardModel) -> list[tuple[str, ...]]:
@@ -251,7 +251,7 @@ def required_columns(model: BaseRewardModel) -> list[tuple[str, ...]]:
 
 def batched(model: BaseRewardModel, samples: Samples, positions: Sequence[int], size: int) -> Iterator[list[int]]:
     """Yield `positions` in batches of at most `size` samples with the same fields, each kind in order."""
-    accepted = accepted_fields(model, samples)
+    accepted = accepted_fields(model, samples.columns)
     by_fields: dict[tuple[bool, ...], list[int]] = {}
     for position in positions:
         by_fields.setdefault(tuple(samples.has(name, position) for name in accepted), []).append(position)
@@ -259,18 +259,11 @@ def batched(model: BaseRewardModel, samples: Samples, positions: Sequence[int], 
         yield from (same_fields[start : start + size] for start in range(0, len(same_fields), size))
 
 
-def accepted_fields(model: BaseRewardModel, samples: Samples) -> list[str]:
-    """Return the columns that `__call__` names; with `**kwargs`, all."""
+def accepted_fields(model: BaseRewardModel, columns: Iterable[str]) -> list[str]:
+    """Return those of `columns` that `__call__` names; with `**kwargs`, all."""
     parameters = inspect.signature(type(model).__call__).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return list(samples.columns)
-    return [name for name in samples.columns if name in parameters]
-
-
-def named_fields(model: BaseRewardModel) -> list[str]:
-    """Return the columns that `__call__` names, whether or not the samples have them."""
-    parameters = inspect.signature(type(model).__call__).parameters.items()
-    return [name for name, parameter in parameters if name != "self" and parameter.kind is not parameter.VAR_KEYWORD]
+    every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return [name for name in columns if every or name in parameters]
 
 
 def _as_array(rewards: Any) -> tuple[np.ndarray, dict[int, str]]:
