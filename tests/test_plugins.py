@@ -6,19 +6,22 @@ import json
 import os
 import sys
 from collections.abc import Generator
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from PIL import Image as Pillow
 
 from vlmrm import cli, plugins
 from vlmrm.config import parse
+from vlmrm.conversation import Comparison, Image, Judgement, Message, Video, media_of, text_of
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.formats import LAYOUTS, LAYOUTS_TO_SCORE
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS
-from vlmrm.plugins import without_plugins
+from vlmrm.plugins import load_plugins, without_plugins
 from vlmrm.training.losses import PAIR_LOSSES, PreferenceLoss
 
 MINE = """
@@ -56,6 +59,27 @@ def lengths(conversations):
     return [len(conversation.messages[-1].text) for conversation in conversations]
 """
 
+EXAMPLE = Path(__file__).parents[1] / "examples/interventions.py"
+PLAIN = "The dog is red. It weighs 3.5 kg!"
+SMILE = " \N{SMILING FACE WITH SMILING EYES}"
+EXPECTED = {
+    "hedged_answers": f"I may be mistaken, but as far as I can tell: {PLAIN}",
+    "translated_answers": "Das Hund ist rot. Es weighs 3.5 kg!",
+    "lower_case": "the dog is red. it weighs 3.5 kg!",
+    "upper_case": "THE DOG IS RED. IT WEIGHS 3.5 KG!",
+    "spaced_answers": "The  dog  is  red.  It  weighs  3.5  kg!",
+    "no_punctuation": "The dog is red It weighs 3.5 kg",
+    "quoted_answers": f"“{PLAIN}”",
+    "bulleted_answers": "- The dog is red.\n- It weighs 3.5 kg!",
+    "numbered_answers": "1. The dog is red.\n2. It weighs 3.5 kg!",
+    "confident_answers": f"{PLAIN} I am completely certain of this.",
+    "greeting_answers": f"Hello, and thank you for your message! {PLAIN}",
+    "disclaiming_answers": f"{PLAIN}\n\nAs a language model I can make mistakes, so please verify important "
+    "information.",
+    "smiling_answers": f"The dog is red.{SMILE} It weighs 3.5 kg!{SMILE}",
+    "repeated_question": f"You asked: What is shown?\n\n{PLAIN}",
+}
+
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch) -> Generator[str]:
@@ -71,7 +95,7 @@ def mine(tmp_path, monkeypatch) -> Generator[str]:
         table.extend(before) if isinstance(table, list) else table.update(before)
     PAIR_LOSSES.pop("hinge", None)
     for name in {*sys.modules} - modules:
-        if "mine" in name:
+        if name in ("mine", "interventions", "bad") or "examples" in name:
             del sys.modules[name]
 
 
@@ -103,7 +127,7 @@ def test_an_installed_package_names_its_plugins(mine, monkeypatch):
         value = "mine"
 
     monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry] if group == "vlmrm.plugins" else [])
-    plugins.load_plugins()
+    load_plugins()
     assert "empty_answers" in INTERVENTIONS
 
 
@@ -123,3 +147,23 @@ def test_a_broken_plugin_is_one_sentence_with_its_line(mine, tmp_path, text, wor
     (tmp_path / "bad.py").write_text(text)
     with pytest.raises(ConfigError, match=message):
         without_plugins(["train", "--plugin", *words])
+
+
+def test_the_examples_interventions_do_what_their_names_say(mine):
+    before = {*INTERVENTIONS}
+    load_plugins([str(EXAMPLE)])
+    picture = Image(Pillow.effect_noise((84, 56), 100).convert("RGB"))
+    prompt = (Message.of("user", picture, Video((picture.reference, Pillow.new("RGB", (84, 56)))), "What is shown?"),)
+    answers = tuple((Message.of("assistant", text),) for text in (PLAIN, "`is. it`"))
+    row = Comparison("row", prompt, answers, (Judgement((0, 1), (1, 0)),))
+    changed = {name: INTERVENTIONS[name](row) for name in {*INTERVENTIONS} - before}
+    texts = {name: text_of(it.answers[0]) for name, it in changed.items() if it.prompt == row.prompt}
+    assert sorted(texts.pop("misspelt_answers")) == sorted(text_of(answers[0])) and texts == EXPECTED
+    assert text_of(changed["lower_case"].answers[1]) == "`is. it`", "code stays as it is"
+    assert text_of(changed["paraphrased_question"].prompt).strip() == "What is depicted?"
+    media = {name: media_of(changed[name].prompt) for name in ("mean_image", "blurred_image", "frozen_frames")}
+    assert len(media) + len(EXPECTED) + 2 == len(changed)
+    assert len(media["mean_image"][0].reference.getcolors()) == 1
+    assert media["blurred_image"][0].reference.size == (84, 56)
+    first, second = media["frozen_frames"][1].reference
+    assert first is second
