@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from itertools import chain
 from typing import Any
 
@@ -184,17 +183,3 @@ class LocalScorer:
         return self.engine.logits(
             [self.renderer.render_with(conversation, [*prompt_media, item]) for item in processed]
         )
-
-    def _repr_html_(self) -> str:
-        """Return the scorer as a notebook shows it: architecture, size, where it is, and what names it."""
-        info, weights = self.loaded.info, next(self.model.parameters())
-        rows = {
-            "model": type(self.model).__name__,
-            "parameters": f"{sum(p.numel() for p in self.model.parameters()) / 1e6:,.1f} M, {info.get('head')} head",
-            "weights": f"{str(weights.dtype).removeprefix('torch.')} on {weights.device}",
-            "scores": "not measured yet"
-            if info.get("reward_mean") is None
-            else f"{info['reward_mean']:+.2f} ± {info['reward_std']:.2f}",
-            "digest": self.digest[:16],
-        }
-        return f"<table>{''.join(f'<tr><th>{name}<td>{escape(str(value))}' for name, value in rows.items())}</table>"

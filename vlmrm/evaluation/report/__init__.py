@@ -36,7 +36,6 @@ from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.plots import Share, css_variables, drawing, save
 
 PAGE, PLOTS = "report.html", "plots"
-# The interventions on which the headline rests, shown below it.
 WANDB_PREFIX = "report"  # of the names in a run of wandb
 
 
