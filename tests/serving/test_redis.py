@@ -18,7 +18,7 @@ from services import ATTENTIVE, TALKATIVE, Gate, eventually, fake, in_loop, queu
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import ConfigError
-from vlmrm.serving import redis_backend
+from vlmrm.serving import redis_backend, redis_connection
 from vlmrm.serving.backend import Job, Overloaded, QueueAway, State
 from vlmrm.serving.redis_backend import RedisBackend
 from vlmrm.serving.server import serve
@@ -150,6 +150,20 @@ async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
         await queue.finish(taken, [Outcome(1.0)], 0.1, "r1")
         assert (await queue.status(first)).outcomes == [Outcome(1.0)]
         assert {"put", "take", "give_back", "finish"} <= set(lost)
+
+
+@in_loop
+async def test_an_outage_of_thousands_of_tries_is_outlived(redis_server, monkeypatch):
+    monkeypatch.setattr(redis_connection, "BACKOFF_S", (0.0, 0.0))
+    tries = iter(range(2000))
+
+    async def call() -> str:
+        if next(tries, None) is not None:
+            raise redis.exceptions.ConnectionError
+        return "there"
+
+    async with queues(1, redis_server.settings) as (queue,):
+        assert await queue._connection.retry(call, None) == "there"
 
 
 @in_loop

@@ -14,7 +14,7 @@ import redis.asyncio as redis
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
-from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.backoff import DecorrelatedJitterBackoff, NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     NoPermissionError,
@@ -38,7 +38,7 @@ PING_S = 5.0  # without a message, after which the connection is tried
 SENTINEL_S = 1.0  # in which a sentinel responds, or the next one is asked
 REPLICA_MS = 200  # in which a replica has what was accepted, or none is waited for in the next seconds
 RESPONSE_S = 10.0  # in which Redis responds, or counts as away
-BACKOFF_S = (0.05, 2.0)  # between two tries: the first, the longest
+BACKOFF_S = (0.05, 1.0)  # between two tries: the first, the longest
 LISTEN_S = 0.5  # between two tries to listen
 
 
@@ -83,11 +83,8 @@ class RedisConnection:
         It need not be up yet.
         """
         # `retry` below knows for how long.
-        times: dict[str, Any] = {
-            "socket_timeout": SENTINEL_S,
-            "socket_connect_timeout": SENTINEL_S,
-            "retry": Retry(NoBackoff(), 0),
-        }
+        times: dict[str, Any] = {"socket_timeout": SENTINEL_S, "socket_connect_timeout": SENTINEL_S}
+        times["retry"] = Retry(NoBackoff(), 0)
         options: dict[str, Any] = {**times, "socket_timeout": RESPONSE_S, "socket_connect_timeout": RESPONSE_S}
         options |= {"socket_keepalive": True, "password": settings.redis_password.get_secret_value() or None}
         url, sentinels = settings.redis_url.get_secret_value(), settings.redis_sentinels
@@ -144,8 +141,9 @@ class RedisConnection:
                 raise QueueAway(f"the queue cannot be reached ({_reason(error)}): try again later.") from error
 
         first, longest = BACKOFF_S
-        kinds: Any = (RedisError, OSError)
-        retry = Retry(ExponentialWithJitterBackoff(longest, first), -1, kinds)
+        errors: Any = (RedisError, OSError)
+        # The exponential ones of redis-py overflow after 1,024 tries, half an hour.
+        retry = Retry(DecorrelatedJitterBackoff(longest, first), -1, errors)
         return await retry.call_with_retry(attempt, failed, is_retryable=_is_transient)
 
     async def listen(
