@@ -300,7 +300,7 @@ def test_without_robots_their_rewards_say_what_to_install(monkeypatch):
     ],
 )
 def test_a_verb_that_is_not_installed_or_broken_is_one_sentence(entries, sentence):
-    program = f"from importlib import metadata; metadata.entry_points = lambda group: [{entries}][:'vlmrm' in group]\n"
+    program = f"from importlib import metadata; metadata.entry_points = lambda group: [{entries}][:group == 'vlmrm.commands']\n"
     command = [sys.executable, "-c", f"{program}from vlmrm.cli import main; main()", "frames", "demo"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and re.fullmatch(rf"error: {sentence}\n", done.stderr), done.stderr
@@ -387,8 +387,9 @@ def test_the_lowest_versions_are_tried_without_the_pins():
 
 def made(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Return what `make` says in a checkout without .venv."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, folder)
+    (folder / "packages" / "robots").mkdir(parents=True, exist_ok=True)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "packages/robots/pyproject.toml"):
+        shutil.copy(ROOT / name, folder / name)
     return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True)
 
 
