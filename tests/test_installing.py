@@ -300,7 +300,8 @@ def test_without_robots_their_rewards_say_what_to_install(monkeypatch):
     ],
 )
 def test_a_verb_that_is_not_installed_or_broken_is_one_sentence(entries, sentence):
-    program = f"from importlib import metadata; metadata.entry_points = lambda group: [{entries}][:group == 'vlmrm.commands']\n"
+    chosen = f"[{entries}][:group == 'vlmrm.commands']"
+    program = f"from importlib import metadata; metadata.entry_points = lambda group: {chosen}\n"
     command = [sys.executable, "-c", f"{program}from vlmrm.cli import main; main()", "frames", "demo"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and re.fullmatch(rf"error: {sentence}\n", done.stderr), done.stderr

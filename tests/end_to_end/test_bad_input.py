@@ -263,6 +263,6 @@ def test_no_memory_on_the_accelerator_says_what_to_lower(train_here, tmp_path, m
     def no_memory(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("vlmrm.training.trainer.ComparisonTrainer.compute_loss", no_memory)
+    monkeypatch.setattr("vlmrm.training.step.TrainingStep.__call__", no_memory)
     with pytest.raises(TrainingError, match="per_device_train_batch_size"):
         train_here(colour_pairs(tmp_path / "data", 4))
