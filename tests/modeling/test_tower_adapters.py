@@ -145,6 +145,8 @@ def test_every_adapter_is_trained_and_a_batch_of_texts_gives_zeros(base, way):
     plain = load_for_training(base)
     plain(**batch_of(plain, base, "two images")).logits.sum().backward()
     used = {name for name, weight in plain.named_parameters() if weight.grad is not None}
+    # What a last deepstack layer adds to an image reaches no later token in a model of as few layers.
+    without = {name for name, weight in plain.named_parameters() if name in used and not weight.grad.any()}
 
     model = load_for_training(base)
     model.touch_vision = blank_image(load_processor(base), model.placeholders)
@@ -155,7 +157,7 @@ def test_every_adapter_is_trained_and_a_batch_of_texts_gives_zeros(base, way):
     for name, gradient in seen.items():
         layer = re.sub(r"\.lora_[AB]\.default\.|\.modules_to_save\.default\.", ".", name)
         assert (gradient is not None) == (layer in used), name
-        assert gradient is None or gradient.abs().max() > 0, name
+        assert gradient is None or layer in without or gradient.abs().max() > 0, name
     model.zero_grad()
     model(**batch_of(model, base, "text")).logits.sum().backward()
     for name, gradient in gradients(model).items():
