@@ -32,17 +32,17 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from benchmarks import harness
 from benchmarks.harness import Row, row
 from benchmarks.shapes import configuration, reward_checkpoint
-from vlmrm.frames.checkpoint import save_classifier
-from vlmrm.frames.classifier import build_classifier, classifier_config, model_input
-from vlmrm.frames.collecting import collect
-from vlmrm.frames.dataset import FrameIndex, Inputs
-from vlmrm.frames.frame_reward import FrameReward
-from vlmrm.frames.settings import CollectSettings, RewardModelSettings, TrainSettings
-from vlmrm.frames.training import FrameTrainer, initial_classifier, training_arguments
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.scoring.protocol import prefixes_of
 from vlmrm.settings import validate
-from vlmrm.trajectories.trajectory import Trajectory, find_trajectory, holds, open_folder, write_trajectory
+from vlmrm_robots.frames.checkpoint import save_classifier
+from vlmrm_robots.frames.classifier import build_classifier, classifier_config, model_input
+from vlmrm_robots.frames.collecting import collect
+from vlmrm_robots.frames.dataset import FrameIndex, Inputs
+from vlmrm_robots.frames.frame_reward import FrameReward
+from vlmrm_robots.frames.settings import CollectSettings, RewardModelSettings, TrainSettings
+from vlmrm_robots.frames.training import FrameTrainer, initial_classifier, training_arguments
+from vlmrm_robots.trajectories.trajectory import Trajectory, find_trajectory, holds, open_folder, write_trajectory
 
 COLLECT = 150.0  # frames a second
 COMPUTE = 0.9  # of a training step

@@ -14,10 +14,10 @@ import numpy as np
 
 from benchmarks import harness, runs
 from benchmarks.harness import Row, row
-from vlmrm.frames.checkpoint import read_config
-from vlmrm.policies.comparison import markdown, write_comparison
-from vlmrm.policies.demo import classifier, policy_settings
-from vlmrm.policies.training import PolicyRun, train_policies
+from vlmrm_robots.frames.checkpoint import read_config
+from vlmrm_robots.policies.comparison import markdown, write_comparison
+from vlmrm_robots.policies.demo import classifier, policy_settings
+from vlmrm_robots.policies.training import PolicyRun, train_policies
 
 SOURCES = ["success", "learned", "both"]
 SEEDS = [0, 1, 2]

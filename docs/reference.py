@@ -54,7 +54,9 @@ and as `--key a b` on the command line. An unknown, duplicate or ill-typed key s
 loaded, and the message names the key you probably meant.
 
 The files that `deepspeed` and `fsdp_config` name are searched for in the working directory, then next to the
-configuration file, then one folder up. `env:` sets environment variables.
+configuration file, then one folder up. `env:` sets environment variables. `plugin:` names a Python file or module, or
+several, to import first, as `--plugin FILE` does beside any verb: it may add layouts, metrics, interventions, losses,
+rewards and protocols of your own ([how](contributing.md#your-own-without-a-fork)).
 
 `vlmrm train --help` shows the keys with their defaults, `--help-all` those of Hugging Face too; `vlmrm
 --install-completion` teaches bash, zsh or fish the verbs, their options and keys.
@@ -257,7 +259,17 @@ def keys() -> str:
         ]
         versions = {library: metadata.version(library) for library in libraries}
         declared[command] = {"versions": versions, "keys": records}
-    return json.dumps(declared, indent=1, ensure_ascii=False) + "\n"
+    return _one_key_a_line(declared)
+
+
+def _one_key_a_line(declared: Mapping[str, Any]) -> str:
+    """Return the commands as JSON that a person can read and compare: a line for each key."""
+    blocks = []
+    for command, content in declared.items():
+        lines = ",\n".join(json.dumps(key, ensure_ascii=False) for key in content["keys"])
+        versions = json.dumps(content["versions"])
+        blocks.append(f'{json.dumps(command)}: {{"versions": {versions}, "keys": [\n{lines}\n]}}')
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
 def _names(arguments: Any) -> list[str]:
@@ -301,7 +313,7 @@ def metrics(in_table: bool) -> list[str]:
     lines: dict[str, str] = {}
     alike = {f"{name}_accuracy": ACCURACY for name in INTERVENTIONS}
     alike |= {it.loss: RELIANCE if it.removes else LOSS for it in INTERVENTIONS.values()}
-    for metric in METRICS:
+    for metric in METRICS.values():
         if metric.column == in_table:
             name, meaning = alike.get(metric.name, (f"`{metric.name}`", metric.meaning))
             lines[name] = f"| {name} | {KINDS.get(metric.kind, 'list')} | {metric.better or ''} | {meaning} |"
@@ -324,7 +336,7 @@ def with_benchmarks(guide: str) -> str:
 
 
 def section(public: Benchmark) -> str:
-    """Return where a benchmark is, what was published, and what was verified."""
+    """Return where a benchmark is, and who published figures."""
     source = public.source
     parts = [f"`{source.hub}`"]
     parts += [
@@ -334,13 +346,10 @@ def section(public: Benchmark) -> str:
     parts.append(f"table `{source.file}`" if source.file else f"split{'s' * (len(source.splits) > 1)} {splits}")
     where = f"{', '.join(parts)}."
     where += f" Local copy: {' '.join(source.fetch.split())}." if source.fetch else ""
-    figures = "; ".join(f"{', '.join(it.percent)}, by {it.source} ({it.date})" for it in public.published)
-    paragraphs = [where, f"Published: {figures}.", public.verified]
-    wrapped = [
-        textwrap.fill(" ".join(text.split()), 119, break_long_words=False, break_on_hyphens=False)
-        for text in paragraphs
-    ]
-    return f"\n### {public.name}\n\n" + "\n\n".join(wrapped) + "\n"
+    figures = "; ".join(f"{it.source} ({it.date})" for it in public.published)
+    text = " ".join(f"{where} Published: {figures}.".split())
+    wrapped = textwrap.fill(text, 119, break_long_words=False, break_on_hyphens=False)
+    return f"\n### {public.name}\n\n{wrapped}\n"
 
 
 def table(arguments: Any, meanings: Mapping[str, str | None]) -> str:

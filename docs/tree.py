@@ -20,7 +20,7 @@ SPINE = (
     *("data/rows.py", "data/comparisons.py", "rendering.py"),
     *("batching/tree.py", "batching/shared.py", "batching/collator.py"),
     *("modeling/reward_model.py", "modeling/attention.py", "modeling/head.py", "engine.py"),
-    *("training/losses.py", "training/passes.py", "training/trainer.py", "training/main.py"),
+    *("training/losses.py", "training/step.py", "training/trainer.py", "training/main.py"),
     *("scoring/scorer.py", "measures/pairs.py", "measures/metrics.py"),
 )
 

@@ -77,7 +77,11 @@ def test_ctrl_c_is_said_with_a_status_of_its_own(words, monkeypatch, capsys):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    for name in ("vlmrm.commands.demo.run_demo", "vlmrm.policies.demo.run_demo", "vlmrm.serving.environments.prepare"):
+    for name in (
+        "vlmrm.commands.demo.run_demo",
+        "vlmrm_robots.policies.demo.run_demo",
+        "vlmrm.serving.environments.prepare",
+    ):
         monkeypatch.setattr(name, interrupted)
     with pytest.raises(SystemExit) as ended:
         cli.run(lambda: cli.app(words))

@@ -14,6 +14,7 @@ import venv
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -26,7 +27,10 @@ from vlmrm.libraries import PACKAGES, install_command, needs
 from vlmrm.rewards import registry
 
 ROOT = Path(__file__).resolve().parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+ROBOTS = ROOT / "packages/robots"
+PROJECT, ROBOTS_PROJECT = (
+    tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"] for folder in (ROOT, ROBOTS)
+)
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 # Of the storeys that the core has, what opens a model, a table or a data set.
@@ -49,7 +53,7 @@ class Present:  # of what is installed, the packages that are named
         if name.partition(".")[0] in allowed or name.startswith("_sysconfigdata"):
             return PathFinder.find_spec(name, path, target)
 
-allowed = {*allowed, *sys.stdlib_module_names, "vlmrm"}
+allowed = {*allowed, *sys.stdlib_module_names, "vlmrm", "vlmrm_robots"}
 sys.meta_path = [BuiltinImporter, FrozenImporter, Present]
 failed = {}
 for name in modules:
@@ -63,9 +67,14 @@ print(json.dumps([failed, [name for name in heavy if name in sys.modules]]))
 
 def modules_of(*storeys: str) -> list[str]:
     """Return the names of the modules in these folders and files of the package."""
-    paths = [path for path in sorted((ROOT / "vlmrm").rglob("*.py")) if path.stem != "__main__"]
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    names = modules_in(ROOT, "vlmrm")
     return [name for name in names if any(f"{name}.".startswith(f"vlmrm.{storey}.") for storey in storeys)]
+
+
+def modules_in(folder: Path, package: str) -> list[str]:
+    """Return the names of all modules of a package in a folder."""
+    paths = [path for path in sorted((folder / package).rglob("*.py")) if path.stem != "__main__"]
+    return [".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__") for path in paths]
 
 
 def packages_of(requirements: list[str]) -> set[str]:
@@ -100,7 +109,7 @@ def imported(modules: list[str], allowed: set[str], heavy: tuple[str, ...] = ())
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROBOTS)},
     )
     assert done.returncode == 0, done.stderr
     failed, loaded = json.loads(done.stdout)
@@ -132,7 +141,6 @@ def test_where_torch_is_installed_the_core_leaves_it_alone():
         ("train", "training evaluation scoring.scorer scoring.offline commands"),
         ("serve", "serving"),
         ("rewards", "rewards"),
-        ("frames", "frames policies"),
         ("ray", "scoring"),
     ],
 )
@@ -142,6 +150,24 @@ def test_an_extra_is_enough_for_what_needs_it(extra, storeys):
     assert imported(modules, packages_of([*PROJECT["dependencies"], f"vlmrm[{extra}]"]))[0] == {}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("extras", "storeys"), [((), "trajectories commands"), (("frames",), "frames policies rewards")]
+)
+def test_robots_import_with_their_own_packages(extras, storeys):
+    lines = [
+        *ROBOTS_PROJECT["dependencies"],
+        *(line for it in extras for line in ROBOTS_PROJECT["optional-dependencies"][it]),
+    ]
+    heavy = r"trajectories\.(hdf5|pairs|progress|pictures|labelling|success)"  # h5py, or the extra train
+    modules = [
+        name for name in modules_in(ROBOTS, "vlmrm_robots") if name.split(".")[1:2] and name.split(".")[1] in storeys
+    ]
+    modules = [name for name in modules if not re.fullmatch(rf"vlmrm_robots\.{heavy}", name)]
+    assert len(modules) > 5
+    assert imported(modules, packages_of([*PROJECT["dependencies"], *lines]))[0] == {}
+
+
 # The wheel has what it needs -----------------------------------------------------------------------------------------
 
 FIGURES = r"Of (?P<pairs>[\d,]+) held-out pairs it ranks\s(?P<right>[\d.]+)% right .*\s.*grey, (?P<grey>[\d.]+)%"
@@ -149,33 +175,48 @@ BUILD = "import setuptools.build_meta as backend; backend.build_wheel('wheels')"
 FIND_FRAMES_DEMO = """
 import sys
 from pathlib import Path
-import vlmrm.policies.demo
-assert Path(vlmrm.__file__).is_relative_to(sys.argv[1]), vlmrm.__file__
-assert (Path(vlmrm.__file__).parent / "py.typed").is_file()
-assert vlmrm.policies.demo.policy_settings(Path("demo"), Path("model")).env == "Acrobot-v1"
+import vlmrm, vlmrm_robots.policies.demo
+for package in (vlmrm, vlmrm_robots):
+    assert Path(package.__file__).is_relative_to(sys.argv[1]), package.__file__
+    assert (Path(package.__file__).parent / "py.typed").is_file()
+assert vlmrm_robots.policies.demo.policy_settings(Path("demo"), Path("model")).env == "Acrobot-v1"
 """
 
 
 @pytest.mark.slow
 def test_the_wheel_has_all_that_a_demo_needs(tmp_path):
     source, environment, elsewhere = (tmp_path / name for name in ("source", "environment", "elsewhere"))
-    for name in ("vlmrm", "training_configs"):
+    for name in ("vlmrm", "training_configs", "packages"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    (source / "wheels").mkdir()
     elsewhere.mkdir()
-    run(sys.executable, "-c", BUILD, folder=source)
-    [wheel] = (source / "wheels").glob("vlmrm-*.whl")
-    packaged = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
-    assert not {path.relative_to(source) for path in (source / "vlmrm").rglob("*.*") if path.is_file()} - packaged
+    wheels = []
+    for folder, package in ((source, "vlmrm"), (source / "packages/robots", "vlmrm_robots")):
+        (folder / "wheels").mkdir()
+        run(sys.executable, "-c", BUILD, folder=folder)
+        wheels += (folder / "wheels").glob("*.whl")
+        packaged = {Path(name) for name in zipfile.ZipFile(wheels[-1]).namelist()}
+        assert not {path.relative_to(folder) for path in (folder / package).rglob("*.*") if path.is_file()} - packaged
 
     venv.create(environment, symlinks=True)
     python = environment / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, folder=elsewhere)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+        *wheels,
+        folder=elsewhere,
+    )
     [packages] = environment.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth are not read
     run(python, "-c", FIND_FRAMES_DEMO, environment, folder=elsewhere)
+    assert "collect" in run(environment / "bin" / "vlmrm", "frames", "--help", folder=elsewhere)
     printed = run(environment / "bin" / "vlmrm", "demo", folder=elsewhere)
     assert (elsewhere / "outputs/demo/summary.json").is_file() and "report" in printed
     # What README shows of it; another processor rounds otherwise, and learns a little more or less.
@@ -209,7 +250,7 @@ def test_every_package_of_an_extra_is_known():
             owner = canonicalize_name(requirement.name)
             modules = {name for name, owners in names.items() if owner in map(canonicalize_name, owners)}
             assert modules & set(PACKAGES[extra]), (extra, requirement.name)
-    assert set(PACKAGES) == set(EXTRAS) - {"all", "dev", "docs"}
+    assert {name for name in PACKAGES if "[" not in name} == set(EXTRAS) - {"all", "dev", "docs"}
 
 
 def test_a_missing_package_is_one_sentence_with_the_command(monkeypatch):
@@ -235,12 +276,34 @@ def test_a_scorer_of_this_machine_asks_for_its_extra(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("name", "extra"), [("clip", "rewards"), ("frame_success", "frames")])
 def test_a_built_in_reward_asks_for_its_extra(name, extra, monkeypatch):
-    def import_module(path: str) -> NoReturn:
+    def load(path: str = "") -> NoReturn:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    monkeypatch.setattr(registry.importlib, "import_module", import_module)
+    monkeypatch.setattr(registry.importlib, "import_module", load)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [SimpleNamespace(name="frame_success", load=load)])
     with pytest.raises(ConfigError, match=rf"the reward {name} needs torch: .*\[{extra}\]"):
         registry.reward_model_class(name)
+
+
+def test_without_robots_their_rewards_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+    for name in ("Robometer", "frame_success"):
+        with pytest.raises(ConfigError, match=rf"the reward {name} needs vlmrm-robots: pip install .*packages/robots"):
+            registry.reward_model_class(name)
+
+
+@pytest.mark.parametrize(
+    ("entries", "sentence"),
+    [
+        ("", r"vlmrm frames needs vlmrm-robots: pip install .*packages/robots.*"),
+        ("metadata.EntryPoint('frames', 'gone:app', 'vlmrm.commands')", r"vlmrm frames cannot be used.* 'gone'\."),
+    ],
+)
+def test_a_verb_that_is_not_installed_or_broken_is_one_sentence(entries, sentence):
+    program = f"from importlib import metadata; metadata.entry_points = lambda group: [{entries}][:'vlmrm' in group]\n"
+    command = [sys.executable, "-c", f"{program}from vlmrm.cli import main; main()", "frames", "demo"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and re.fullmatch(rf"error: {sentence}\n", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -261,7 +324,7 @@ def test_each_verb_without_its_extra_says_so_in_one_line(words, extra, tmp_path)
     (tmp_path / "config.yaml").write_text("{}")
     (tmp_path / "vlmrm_core.py").write_text(BLOCKED % sorted(packages_of(PROJECT["dependencies"])))
     command = [sys.executable, "vlmrm_core.py", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROBOTS)))}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(rf"error: .* needs? \w+: pip install .*\[{extra}\].*\n", done.stderr)
@@ -293,6 +356,9 @@ def test_the_command_is_that_of_the_installation(origin, command, monkeypatch):
 
     monkeypatch.setattr(libraries.metadata, "distribution", lambda name: Installed)
     assert install_command("train").endswith(command)
+    robots = install_command("vlmrm-robots[frames]")
+    assert "vlmrm-robots[frames] @ " in robots or "-e 'packages/robots[frames]'" in robots
+    assert ("vcs_info" in (origin or ())) == robots.endswith("@abc#subdirectory=packages/robots'")
 
 
 # The development environment --------------------------------------------------------------------------------------
@@ -303,9 +369,12 @@ def test_the_pins_are_names_and_versions_and_within_the_bounds():
     assert not [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line)]
     pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
     elsewhere = ("docs", "tensorboard", "trackio", "flash", "qlora", "fetch")  # not in the development environment
-    optional = [line for extra, lines in EXTRAS.items() if extra not in elsewhere for line in lines]
-    for requirement in map(Requirement, [*PROJECT["dependencies"], *optional]):
-        if requirement.name != "vlmrm":
+    for project in (PROJECT, ROBOTS_PROJECT):
+        lines = [*project["dependencies"]]
+        lines += [
+            line for extra, more in project["optional-dependencies"].items() if extra not in elsewhere for line in more
+        ]
+        for requirement in map(Requirement, [line for line in lines if not line.startswith("vlmrm")]):
             assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 

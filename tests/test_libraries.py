@@ -24,7 +24,7 @@ from vlmrm.libraries import RELIED_ON, relies_on
 
 ROOT = Path(__file__).resolve().parents[1]
 USERS = (
-    "vlmrm.policies.environments",
+    "vlmrm_robots.policies.environments",
     "vlmrm.modeling.reward_model",
     "vlmrm.rendering",
     "vlmrm.serving.server",
@@ -98,7 +98,7 @@ def test_every_private_override_of_the_trainer_is_declared(relied_on):
 def test_every_private_name_of_another_library_is_declared(relied_on):
     used: dict[str, str] = {}
     defined = set()
-    for path in sorted((ROOT / "vlmrm").rglob("*.py")):
+    for path in sorted([*(ROOT / "vlmrm").rglob("*.py"), *(ROOT / "packages/robots/vlmrm_robots").rglob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 used.setdefault(node.attr, str(path.relative_to(ROOT)))
@@ -114,8 +114,10 @@ def test_every_private_name_of_another_library_is_declared(relied_on):
 
 
 def test_libraries_with_such_names_are_bounded_from_above(relied_on):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lines = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    lines: list[str] = []
+    for folder in (ROOT, ROOT / "packages/robots"):
+        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        lines += [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
     for library in relied_on:
         bounds = [r.specifier for r in map(Requirement, lines) if r.name == canonicalize_name(library)]
         assert bounds and all(any(part.operator == "<" for part in bound) for bound in bounds), library

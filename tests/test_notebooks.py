@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[1] / "examples" / "notebooks"
 SHOWN = {
-    "train_and_look": ("eval-answers-0", "<img", "font-weight:bold", "margin", "report.html"),
+    "train_and_look": ("IPython.core.display.Image", "preference_accuracy", "margin", "report.html"),
     "score_and_reward": ("Qwen2_5_VLForSequenceClassification", "win rate", "brevity", "advantage"),
 }
 

@@ -32,8 +32,8 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.data.rows import read_row
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.sweep import sweep
-from vlmrm.frames.settings import CollectSettings
 from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.measures.metrics import METRICS
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.rewards import reward_arguments
 from vlmrm.scoring.offline import SCHEMA
@@ -41,7 +41,9 @@ from vlmrm.scoring.transforms import NORMALIZED, TRANSFORMS
 from vlmrm.serving.settings import load_settings
 from vlmrm.settings import validate
 from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.losses import PAIR_LOSSES
 from vlmrm.training.main import train
+from vlmrm_robots.frames.settings import CollectSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
@@ -218,7 +220,9 @@ def check_request(words: list[str]) -> None:
 
 
 def sources() -> list[str]:
-    return [path.read_text() for path in (ROOT / "vlmrm").rglob("*.py")]
+    return [
+        path.read_text() for name in ("vlmrm", "packages/robots/vlmrm_robots") for path in (ROOT / name).rglob("*.py")
+    ]
 
 
 def check_launch(script: str, words: list[str]) -> None:
@@ -271,7 +275,10 @@ def test_every_service_is_accepted(page, reader):
 
 
 @pytest.mark.parametrize("page", [page for page in pages_with("python") if page not in NOT_RUN | RUN_ELSEWHERE])
-def test_every_program_runs(page, reader, tiny_checkpoint):
+def test_every_program_runs(page, reader, tiny_checkpoint, monkeypatch):
+    for table, name in ((METRICS, "sure"), (PAIR_LOSSES, "hinge")):  # CONTRIBUTING.md registers them
+        monkeypatch.setitem(table, name, None)
+        del table[name]
     namespace: dict = {}
     write_configs(page, tiny_checkpoint)
     for number, text in enumerate(blocks(page, "python")):
@@ -283,6 +290,15 @@ def test_every_program_that_is_not_run_imports_what_there_is(page):
     for text in blocks(page, "python"):
         lines = [node for node in ast.parse(text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
         exec(compile(ast.Module(lines, []), page, "exec"), {})
+
+
+def test_the_demo_has_the_same_figures_on_every_page():
+    readme, quickstart = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/quickstart.md"))
+    [(pairs, right, grey)] = re.findall(r"Of ([\d,]+) held-out pairs it ranks ([\d.]+)% .*grey, ([\d.]+)%", readme)
+    assert f"demo: {right} % of held-out pairs are ranked as people ranked them, {grey} % with every image" in readme
+    low = int(float(right))
+    assert f"Of {pairs} held-out pairs the model ranks {low} to {low + 1} % right; with every picture" in quickstart
+    assert f"painted grey, {grey} %" in quickstart
 
 
 def test_readme_s_row_is_read():
@@ -367,6 +383,15 @@ def test_every_file_and_module_that_is_named_exists(page):
         assert pydoc.locate(name) is not None or entry_points(group=name), name
 
 
+def test_every_name_in_contributing_is_one_of_the_code():
+    text = re.sub(r"```.*?```", "", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
+    files = [path for folder in ("vlmrm", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
+    known = {word for path in files for word in re.findall(r"\w+", path.read_text())} | {path.name for path in files}
+    for name in re.findall(r"`(\w+(?:\.\w+)?)`", text):
+        parts = {name} if name.endswith(".py") else set(name.split("."))
+        assert parts <= known or "NAME" in name or (ROOT / name).exists(), name
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
@@ -445,11 +470,19 @@ def test_disagreements_begin_with_the_lowest_margin(reader):
 
 def test_no_page_and_no_message_names_an_install_that_does_not_exist():
     """vlmrm is on no package index: it is installed from its folder, with extras that pyproject.toml has."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    folders = [ROOT / name for name in ("docs", "examples", "training_configs", "vlmrm")]
+    extras, of_robots = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        for folder in ("", "packages/robots")
+    )
+    folders = [
+        ROOT / name for name in ("docs", "examples", "training_configs", "vlmrm", "packages/robots/vlmrm_robots")
+    ]
     files = [path for folder in folders for path in folder.rglob("*.*") if path.suffix in (".md", ".py", ".yaml")]
     for path in (ROOT / "README.md", *files):
         text = " ".join(path.read_text().split())
-        assert not re.search(r"pip install ['\"]?vlmrm(?!\[.+?\] @ )|vlmrm\[[a-z{][^\]]*\](?! @ )", text), path
+        assert not re.search(
+            r"pip install ['\"]?vlmrm(?!(?:-robots)?\[.+?\] @ )|vlmrm\[[a-z{][^\]]*\](?! @ )", text
+        ), path
         for named in re.findall(r"(?:pip install -e '?\.|'vlmrm|\.whl)\[([^\]]+)\]", text):
             assert named == "{extra}" or set(named.split(",")) <= set(extras), (path, named)
+        assert set(re.findall(r"(?:packages/robots|vlmrm-robots)\[(\w+)\]", text)) <= set(of_robots), path

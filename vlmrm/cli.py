@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
 import vlmrm
+from vlmrm.commands import epilogue, give_examples
 from vlmrm.commands.convert import convert, split
 from vlmrm.commands.evaluation import Words, card, evaluate, leaderboard, leakage, report, rulers
-from vlmrm.commands.frames import app as frames
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
 from vlmrm.data.columns import parse_columns
-from vlmrm.errors import VlmrmError
+from vlmrm.errors import ConfigError, VlmrmError, first_line
 from vlmrm.keys import answered, helped, stand_in
-from vlmrm.libraries import needs
+from vlmrm.libraries import ROBOTS, install_command, needs
 from vlmrm.logs import open_streams, quiet_libraries, say
+from vlmrm.plugins import without_plugins
 
 SCORE = 'score --model outputs/best --image cat.jpg --prompt "What is this?" --response "A cat." --response "A dog."'
-FOLDERS = "--positive-dir data/positive --negative-dir data/negative"
 EXAMPLES = (
     "demo",
     "train training_configs/7b_config.yaml --learning_rate 5e-6",
@@ -42,46 +43,18 @@ EXAMPLES_OF_VERBS = (
     "leaderboard results/all results/yesterday.csv --output outputs/leaderboard",
     "card outputs/mine/checkpoint-500 results/mine.csv --data me/my_pairs",
     "leakage --train my_pairs.jsonl --eval my_test.jsonl",
-    "power --difference 0.02 --discordance 0.15 --pairs-per-prompt 3 --correlation 0.3",
-    "power --pairs 1000 --threshold 0.5",
     "rulers my_pairs.jsonl",
     "rulers --benchmark rewardbench",
     "merge outputs/lora/final outputs/merged",
     "import Skywork/Skywork-VL-Reward-7B --output models/skywork",
     "import my_swift_adapter --base Qwen/Qwen2.5-VL-7B-Instruct --output models/mine",
     "export --model outputs/best --output outputs/exported",
-    f"frames collect --env Acrobot-v1 --episodes 100 {FOLDERS}",
-    f"frames collect --env Acrobot-v1 --episodes 25 --policy random --seed 1 {FOLDERS}",
-    f"frames import --lerobot lerobot/pusht --environment PushT {FOLDERS}",
-    "frames export data/positive data/negative --to rlinf --output rlinf_data",
-    "frames show data/positive data/negative --output sheet.png",
-    'frames pairs data/positive data/negative --output pairs.jsonl --task "Swing the tip above the line."',
-    'frames progress data/positive --model outputs/best --task "Swing the tip above the line." --output done.jsonl',
-    f"frames label episodes --model judge.yaml --above 0.5 {FOLDERS}",
-    f"frames train {FOLDERS} --output-checkpoint reward_model.pt",
-    "frames eval reward_model.pt new_data/positive new_data/negative --output eval.json",
-    "frames rl training_configs/frames_rl.yaml",
-    "frames loop training_configs/frames_loop.yaml",
-    "frames demo",
     "serve --model outputs/best",
     "serve --config service.toml --port 9000",
     "serve api --config service.toml",
     "serve workers --config service.toml --engine ray",
     "serve prepare --config service.toml",
 )
-
-
-def _epilogue(examples: Iterable[str]) -> str:
-    return "\n".join(["", "Examples:", "", *(f"    vlmrm {example}" for example in examples)]) + "\n"
-
-
-def _give_examples(app: App, verb: str = "") -> None:
-    """Give each verb the examples of its own, in the place of those of all verbs."""
-    for name in app:
-        if not name.startswith("-"):
-            of_verb = [line for line in (*EXAMPLES, *EXAMPLES_OF_VERBS) if f"{line} ".startswith(f"{verb}{name} ")]
-            app[name].help_epilogue = _epilogue(of_verb)
-            _give_examples(app[name], f"{verb}{name} ")
 
 
 class _App(App):
@@ -100,15 +73,15 @@ class _App(App):
 
 app = _App(
     name="vlmrm",
-    help="Train vision-language reward models from preferences, measure them, and score with them.",
-    help_epilogue=_epilogue(EXAMPLES),
+    help="Train vision-language reward models from preferences, measure them, and score with them; `--plugin FILE` "
+    "beside any verb imports what you add.",
+    help_epilogue=epilogue(EXAMPLES),
     version=vlmrm.__version__,
     default_parameter=Parameter(negative_iterable=()),
     suppress_keyboard_interrupt=False,  # `run` reports it
 )
 
 app.register_install_completion_command(help="Complete verbs and options in this shell: bash, zsh or fish.")
-app.command(frames)
 app.command(serving)
 
 app.command(convert)
@@ -120,6 +93,28 @@ app.command(card)
 app.command(leakage)
 app.command(rulers)
 app.command(evaluate, name="eval", help_flags=[])
+
+
+def _refusing(message: str, summary: str) -> Callable[..., None]:
+    """Return a verb that only says why it cannot be used."""
+
+    def verb(*words: Words) -> None:
+        raise ConfigError(message)
+
+    verb.__doc__ = summary
+    return verb
+
+
+# Installed packages bring verbs, each a function or an App of cyclopts; a broken one leaves the others alone.
+for entry in entry_points(group="vlmrm.commands"):
+    try:
+        app.command(entry.load(), name=entry.name)
+    except Exception as error:
+        problem = f"vlmrm {entry.name} cannot be used, because {entry.value} is broken: {first_line(error)}."
+        app.command(_refusing(problem, f"Broken: {entry.value}."), name=entry.name, help_flags=[])
+if "frames" not in app:
+    problem = f"vlmrm frames needs {ROBOTS}: {install_command(f'{ROBOTS}[frames]')}."
+    app.command(_refusing(problem, f"Rewards from frames: needs {ROBOTS}."), name="frames", help_flags=[])
 
 
 @app.command(help_flags=[])
@@ -291,13 +286,13 @@ def demo(*, output: Path = Path("outputs/demo")) -> None:
     run_demo(output)
 
 
-_give_examples(app)
+give_examples(app, [*EXAMPLES, *EXAMPLES_OF_VERBS])
 
 
 def main(*verb: str) -> None:
     """Run the command line, or one verb of it, as the whole of this process."""
     try:
-        run(lambda: app([*verb, *sys.argv[1:]]))
+        run(lambda: app([*verb, *without_plugins(sys.argv[1:])]))
     finally:  # a second Ctrl-C must not break into the end with a traceback
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -16,6 +16,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from vlmrm.errors import ConfigError
+from vlmrm.plugins import load_plugins, without_plugins
 from vlmrm.settings import load_file, nearest
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ def parse(dataclasses: Sequence[Any], config: Configuration, program: str, **key
 
     Args:
         config: a YAML or JSON file, a mapping of keys to values, or the words of a command line, which may begin with
-            a file (or `--config FILE`). It may hold `env:` too, a mapping of environment variables to set.
+            a file (or `--config FILE`). It may hold two keys more: `env`, a mapping of environment variables to set,
+            and `plugin`, the file or module to import first, or several.
         program: the command, for its usage.
     """
     parser = parser_of(dataclasses, program)
@@ -138,7 +140,7 @@ def _read(
     content, path, words = _split(config)
     values, environment = ({}, {}) if path is None else _converted(load_file(path), parser, kinds, path)
     more, set_too = _converted({**content, **keys}, parser, kinds)
-    words, nulls = _split_nulls(words, kinds)
+    words, nulls = _split_nulls(without_plugins(words), kinds)
     return values | more | nulls, environment | set_too, words
 
 
@@ -203,6 +205,9 @@ def _converted(
     environment = content.pop("env", {})
     if not isinstance(environment, dict):
         raise ConfigError(f"{where}env must hold `NAME: value` lines.")
+    if plugins := content.pop("plugin", None):
+        names = [str(name) for name in ([plugins] if isinstance(plugins, str) else plugins)]
+        load_plugins([_find_beside(path, "plugin", name) if path and name.endswith(".py") else name for name in names])
     actions = actions_of(parser)
     if unknown := [key for key in content if key not in actions]:
         raise ConfigError(where + _unknown("key", unknown, actions))

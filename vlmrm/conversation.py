@@ -6,13 +6,11 @@ writes them back; the rest of the package takes only these.
 
 from __future__ import annotations
 
-import base64
 import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from html import escape
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -383,17 +381,6 @@ class Comparison:
         """Return whether there are exactly two answers."""
         return len(self.answers) == 2
 
-    def _repr_html_(self) -> str:
-        """Return the comparison as a notebook shows it: the prompt, then each answer under its ratings."""
-        ratings: dict[int, list[str]] = {}
-        for judgement in self.judgements:
-            for answer, value in zip(judgement.answers, judgement.values, strict=True):
-                ratings.setdefault(answer, []).append(f"{value:g}")
-        rows = [("prompt", self.prompt)]
-        rows += [(", ".join(ratings.get(i, ["?"])), answer) for i, answer in enumerate(self.answers)]
-        body = "".join(f"<tr><th>{head}<td style='text-align:left'>{_html(part)}" for head, part in rows)
-        return f"<table><caption>{escape(self.id)}</caption>{body}</table>"
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -490,22 +477,3 @@ def _check_reference(value: object, kind: str) -> None:
     picture = getattr(sys.modules.get("PIL.Image"), "Image", type(None))
     if value is not None and not isinstance(value, (str, os.PathLike, bytes, bytearray, memoryview, picture)):
         raise MediaError(f"{shorten(value)} is no reference to {with_article(kind)}: give a path, bytes or a data URI")
-
-
-def _html(messages: Messages) -> str:
-    return " ".join(_part_html(part) for message in messages for part in message.content)
-
-
-def _part_html(part: Part) -> str:
-    """Return a text escaped, an image file as a small picture, and any other medium as its kind in brackets."""
-    if isinstance(part, Text):
-        return escape(part.text)
-    source = part.reference
-    if isinstance(part, Image) and isinstance(source, (str, os.PathLike)):
-        source = os.fsdecode(source).removeprefix("file://")
-        if source.startswith("data:image/"):
-            return f'<img height="84" src="{escape(source)}">'
-        if os.path.isfile(source):
-            with open(source, "rb") as file:
-                return f'<img height="84" src="data:;base64,{base64.b64encode(file.read()).decode()}">'
-    return f"[{part.kind}]"

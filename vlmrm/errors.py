@@ -78,7 +78,7 @@ class TrainingError(VlmrmError):
 
 
 class BelowThreshold(VlmrmError):
-    """An evaluation whose checkpoints miss a required figure."""
+    """An evaluation with a checkpoint that misses a required figure."""
 
     exit_code = 6
 

@@ -75,13 +75,13 @@ def visible_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def atomic_write(path: Path, *, durable: bool = True, exclusive: bool = False) -> Generator[Path]:
-    """Yield a temporary file to write, which replaces `path` at the end: readers see the old file or the new one.
+    """Yield a temporary file to write; at the end it replaces `path`, so readers see the old file or the new one.
 
-    Any number of processes may do so at once. A killed process leaves a file `.*.tmp`, which is safe to delete.
+    Any number of processes may do so at once. A killed process leaves a file `.*.tmp`; it is safe to delete.
 
     Args:
-        durable: flush content and name to the disk, so that they survive a crash of the machine. Caches, whose broken
-            files are detected and rebuilt, do without.
+        durable: flush content and name to the disk, so that they survive a crash of the machine. Caches do without:
+            they detect and rebuild broken files.
         exclusive: keep an existing `path`, even one that another process creates meanwhile, and drop the new file.
     """
     temporary = path.with_name(f".{uuid4().hex}.tmp")
@@ -149,7 +149,7 @@ def exclusive_lock(
 
 
 def _only_marks(file_lock: Any) -> bool:
-    """Return whether filelock fell back to a file whose existence is the lock, which a killed process leaves."""
+    """Return whether filelock fell back to a lock by a file's existence: a killed process leaves it locked."""
     return isinstance(file_lock, SoftFileLock)
 
 
@@ -166,7 +166,7 @@ def require_new_file(file: Path) -> None:
 
 
 def require_own_file(file: Path, *marks: str) -> None:
-    """Refuse to replace a text file without one of `marks`, texts by which a command knows what it may replace."""
+    """Refuse to replace a text file without one of `marks`: a command knows its own files by these texts."""
     text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else None
     if text is not None and not any(mark in text for mark in marks):
         raise ConfigError(f"{file} was not written by this command and is not overwritten: move it, or name another.")

@@ -69,7 +69,7 @@ def _declared(command: str) -> dict[str, Any]:
 
 
 def stand_in(command: str) -> Callable[..., None]:
-    """Return a function with the keys of a verb as its parameters, from which the completion of shells is made."""
+    """Return a function with the keys of a verb as its parameters, for the completion of shells."""
 
     def verb(*words: Any, **keys: Any) -> None: ...
 

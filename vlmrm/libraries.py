@@ -42,10 +42,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "otel": ("opentelemetry",),
     "latents": ("diffusers",),
-    "frames": ("sklearn", "tqdm", "gymnasium", "pygame", "stable_baselines3", "minigrid"),
-    "fetch": ("gymnasium_robotics", "mujoco"),
 }
-_ALL = frozenset(name for names in PACKAGES.values() for name in names)
+ROBOTS, ROBOTS_FOLDER = "vlmrm-robots", "packages/robots"  # the distribution next door, which adds its own extras
 
 
 @contextmanager
@@ -63,7 +61,7 @@ def needs(extra: str, purpose: str, *packages: str) -> Generator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _ALL:
+        if all(package not in names for names in PACKAGES.values()):
             raise
         raise ConfigError(missing(purpose, package, extra)) from error
 
@@ -82,16 +80,33 @@ def installed_version(library: str) -> str | None:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that adds an extra to this installation: to its checkout, wheel or repository."""
+    """Return the command that adds an extra to this installation: to its checkout, wheel or repository.
+
+    An extra of vlmrm-robots is written as pip takes it; without one it is vlmrm-robots itself.
+    """
+    if extra.startswith(ROBOTS):
+        name, extras, folder, part = (
+            ROBOTS,
+            extra.removeprefix(ROBOTS),
+            ROBOTS_FOLDER,
+            f"#subdirectory={ROBOTS_FOLDER}",
+        )
+    else:
+        name, extras, folder, part = "vlmrm", f"[{extra}]", ".", ""
+    own, core = _origin(name), _origin("vlmrm")
+    if "archive_info" in own:
+        return f"pip install '{name}{extras} @ {own['url']}'"
+    if vcs := core.get("vcs_info"):
+        return f"pip install '{name}{extras} @ {vcs['vcs']}+{core['url']}@{vcs['commit_id']}{part}'"
+    return f"pip install -e '{folder}{extras}' in vlmrm's folder"
+
+
+def _origin(distribution: str) -> dict[str, Any]:
+    """Return where a distribution was installed from; nothing where it was not."""
     try:
-        origin = json.loads(metadata.distribution("vlmrm").read_text("direct_url.json") or "{}")
+        return json.loads(metadata.distribution(distribution).read_text("direct_url.json") or "{}")
     except metadata.PackageNotFoundError:
-        origin = {}
-    if "archive_info" in origin:
-        return f"pip install 'vlmrm[{extra}] @ {origin['url']}'"
-    if vcs := origin.get("vcs_info"):
-        return f"pip install 'vlmrm[{extra}] @ {vcs['vcs']}+{origin['url']}@{vcs['commit_id']}'"
-    return f"pip install -e '.[{extra}]' in vlmrm's folder"
+        return {}
 
 
 # Private names that vlmrm uses or overrides, checked when the module that needs them is imported.

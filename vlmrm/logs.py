@@ -1,4 +1,4 @@
-"""Logging: the terminal, a file per run under logs/, which rank 0 writes, and the progress of long passes."""
+"""Log to the terminal and, on rank 0, to a file per run under logs/; report the progress of long passes."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def progress(rows: Iterable[T], title: str, total: int | None = None, *, show: b
 
 
 def open_streams() -> None:
-    """Give a process whose output is closed (`2>&-`) streams to write to: Python has None for them."""
+    """Give a process with closed output (`2>&-`) streams to write to: Python has None for them."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115

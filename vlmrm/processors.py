@@ -84,5 +84,5 @@ def type_ids(processor: Any, ids: Sequence[int]) -> list[int]:
 
 
 def _is(processor: Any, name: str) -> bool:
-    """Return whether the processor is of a class of transformers, which older versions may not have."""
+    """Return whether a processor is of the class `name`: older versions of transformers may not have the class."""
     return any(parent.__name__ == name for parent in type(processor).__mro__)

@@ -274,6 +274,7 @@ class Renderer:
 
     def _marked(self, messages: Messages) -> tuple[Messages, dict[str, str]]:
         """Return the messages with a private-use character for each control token in a text, and the tokens by it."""
+        # Else a text that quotes <|im_end|> would end its turn, and could speak for another role.
         for message in messages:
             if match := self.control.search(message.role):
                 raise RowError(f"the role {message.role!r:.60} holds {match[0]}: write user, assistant or system")
@@ -378,7 +379,7 @@ class Store(Protocol):
 
 @dataclass
 class MediaStore:
-    """Processed media in `folder`, which the processes of a program share: each is processed once for many models.
+    """Share processed media between the processes of a program, in `folder`: each is processed once for many models.
 
     Each process adds at most `limit` bytes. `name` identifies the processor and the limits that made the pixels.
     """
@@ -409,14 +410,14 @@ class MediaStore:
 
 
 def pack_media(media: ProcessedMedia) -> bytes:
-    """Return processed media as a safetensors file, which `read_media` reads."""
+    """Pack processed media as a safetensors file for `read_media`."""
     about = {"key": media.key, "kind": media.kind, "replacement": media.replacement, "ids": media.ids}
     tensors = {name: tensor.contiguous() for name, tensor in media.tensors.items()}
     return save(tensors, {"about": json.dumps(about)})
 
 
 def read_media(path: str | Path) -> ProcessedMedia:
-    """Return the processed media of a file, whose memory they share."""
+    """Read processed media from a file; the tensors share its memory."""
     with safe_open(path, framework="pt") as file:
         about = json.loads(file.metadata()["about"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

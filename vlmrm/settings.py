@@ -68,9 +68,9 @@ class _DuplicateKey(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that refuses duplicate keys, of which PyYAML keeps the last, and reads scalars as YAML 1.2 does.
+    """Load YAML without duplicate keys (PyYAML keeps the last silently), and with the scalars of YAML 1.2.
 
-    YAML 1.1, which PyYAML reads, takes `save_strategy: no` for false and `1e-5` for text.
+    PyYAML reads YAML 1.1: it takes `save_strategy: no` for false and `1e-5` for text.
     """
 
     def construct_mapping(self, node, deep=False):

@@ -90,7 +90,7 @@ class _Anything:
 
 
 class _Hashing(_Anything):
-    """Stands for a dictionary or set, which hashes the values that it is made of."""
+    """Stands for a dictionary or set: making one hashes the values that it is made of."""
 
     def __init__(self, *arguments: object):
         for value in (value for values in arguments if isinstance(values, (list, tuple)) for value in values):

@@ -22,7 +22,7 @@ from vlmrm.modeling import load_for_training, load_processor
 from vlmrm.modeling.attention import batcher_for
 from vlmrm.rendering import Renderer
 from vlmrm.training.losses import PreferenceLoss, weights
-from vlmrm.training.passes import passes_of
+from vlmrm.training.step import passes_of
 
 
 def divisions(count: int):
@@ -136,9 +136,9 @@ def step(model, part) -> tuple[torch.Tensor, list[torch.Tensor], float]:
     def forward(inputs):
         return model(**inputs).logits.squeeze(-1)
 
-    for each in passes_of([part], loss_of, torch.no_grad()(forward), torch.device("cpu")):
-        scores.append(forward(each["inputs"]))
-        value = each["objective"](scores[-1])
+    for each in passes_of(part, loss_of, torch.no_grad()(forward), torch.device("cpu")):
+        scores.append(forward(each.inputs))
+        value = each.loss(scores[-1])
         loss += value.item()
         added = torch.autograd.grad(value, parameters, allow_unused=True)
         gradients = [g if more is None else g + more for g, more in zip(gradients, added, strict=True)]
@@ -199,14 +199,14 @@ def test_the_second_forward_draws_the_dropout_of_the_first():
         ahead.append(forward(inputs))
         return ahead[-1]
 
-    passes = passes_of([part], lambda scores, part: scores.square().sum(), torch.no_grad()(score), torch.device("cpu"))
+    passes = passes_of(part, lambda scores, part: scores.square().sum(), torch.no_grad()(score), torch.device("cpu"))
     state = torch.get_rng_state()
     for each in passes:
-        plain.append(forward(each["inputs"]))
+        plain.append(forward(each.inputs))
     torch.set_rng_state(state)
     for each in passes:
-        with each["random_state"].again():
-            behind.append(forward(each["inputs"]))
+        with each.random_state.again():
+            behind.append(forward(each.inputs))
     assert torch.equal(torch.cat(behind), torch.cat(ahead))
     assert not torch.equal(torch.cat(plain), torch.cat(ahead))
     assert torch.equal(torch.get_rng_state(), state), "later batches draw as if nothing had been cut"

@@ -33,7 +33,7 @@ def test_a_clean_file_is_described(tmp_path):
     assert "rows.jsonl: 3 rows, read as chosen / rejected" in text and "not read: votes" in text
     assert "all 3 rows can be read" in text
     assert f"  prompt\n    user: [image {tmp_path}/a.png] one\n  chosen\n    assistant: good\n  rejected" in text
-    assert "         64-127         1 " in text and "█" in text
+    assert "longer side of the images, pixels: median 206, 95 % up to 291, max 300" in text
 
 
 def test_wrong_rows_are_all_counted_and_the_first_named(tmp_path):

@@ -11,8 +11,9 @@ from pair_frames import list_frame
 
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.arguments import EvaluationArguments
-from vlmrm.evaluation.choosing import CHOOSABLE, Criterion
+from vlmrm.evaluation.choosing import Criterion
 from vlmrm.measures.analysis import figures
+from vlmrm.measures.metrics import METRICS
 
 
 def row(step: int | str, model: str = "run", error: str | None = None, **overall: Any) -> Any:
@@ -33,7 +34,7 @@ def names(rows) -> list[str]:
 
 def test_every_figure_that_can_be_chosen_by_is_there_with_the_error_it_is_said_to_have():
     found = figures(list_frame([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]], [[3, 1, 2], [3, 1, 2]]))
-    for name in CHOOSABLE:
+    for name in (metric.name for metric in METRICS.values() if metric.better):
         assert "standard_error" in found[name], name
 
 

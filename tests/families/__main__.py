@@ -16,20 +16,25 @@ BEGIN, END = "<!-- families: python -m tests.families -->", "<!-- end of familie
 
 
 def lines() -> Iterator[str]:
-    """Yield the lines of the table: each model type with how it is batched, and what tests show of it or why not."""
+    """Yield the lines of the table: how batches are made and what tests show, each with the families it holds for."""
     families = list({family.model_type: family for family in reversed(FAMILIES)}.values())[::-1]
     scored = [family for family in families if family.refused is None]
     shared = sum(family.padded is None for family in scored)
     yield f"{shared} shared, {len(scored) - shared} padded, {len(families) - len(scored)} refused, by `model_type`."
     yield ""
-    yield "| Family | `model_type` | Batches | Tested with |"
-    yield "|---|---|---|---|"
-    for family in sorted(scored, key=lambda family: (name_of(family).lower(), family.model_type)):
-        how = "shared" if family.padded is None else f"padded: {family.padded}"
-        yield f"| {name_of(family)} | `{family.model_type}` | {how} | {tested(family)} |"
-    for family in families:
+    yield "| Batches | Tested with | Families |"
+    yield "|---|---|---|"
+    rows: dict[str, dict[str, list[str]]] = {}  # by what a row says: model types by the name of their family
+    for family in sorted(families, key=lambda family: (family.refused is not None, family.padded is not None)):
         if family.refused is not None:
-            yield f"| – | `{family.model_type}` | refused: {family.refused} | |"
+            row, name = f"refused: {family.refused} | ", ""
+        else:
+            how = "shared" if family.padded is None else f"padded: {family.padded}"
+            row, name = f"{how} | {tested(family)} ", name_of(family)
+        rows.setdefault(row, {}).setdefault(name, []).append(f"`{family.model_type}`")
+    for row, names in rows.items():
+        cells = [f"{name} {', '.join(types)}".strip() for name, types in sorted(names.items(), key=str)]
+        yield f"| {row}| {'; '.join(cells)} |"
 
 
 def name_of(family: Tiny) -> str:

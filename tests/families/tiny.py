@@ -217,5 +217,7 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any] | None) -> dic
     merged = copy.deepcopy(dict(values))
     for name, change in (changes or {}).items():
         before = merged.get(name)
-        merged[name] = _merged(before, change) if isinstance(before, dict) and isinstance(change, dict) else change
+        merged[name] = (
+            _merged(before, change) if isinstance(before, dict) and isinstance(change, dict) else copy.deepcopy(change)
+        )
     return merged

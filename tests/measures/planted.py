@@ -64,8 +64,8 @@ class Planted:
             "added_markdown": margin,
             "padded_answers": margin,
             "agreeing_answers": margin,
-            "lower_case": margin,
-            "misspelt_answers": margin,
+            "stripped_markdown": margin,
+            "matched_lengths": margin,
             "compressed_image": margin,
             "reversed_answers": margin - 2 * self.position * first,
         }
@@ -123,8 +123,8 @@ GUILTY = [
     Planted("loves the last", position=-1.5, guilt=("reversed_answers", "reliant")),
     Planted("sees the first alone", (0, 0, 0.1), position=1.0, guilt=("position", "reliant")),
     Planted("shaken by compression", shaken={"compressed_image": 3.0}, guilt=("compressed_image", "reliant")),
-    Planted("shaken by case", shaken={"lower_case": 4.0}, guilt=("lower_case", "reliant")),
-    Planted("shaken by typos", shaken={"misspelt_answers": 3.0}, guilt=("misspelt_answers", "reliant")),
+    Planted("shaken by plain text", shaken={"stripped_markdown": 4.0}, guilt=("stripped_markdown", "reliant")),
+    Planted("shaken by one length", shaken={"matched_lengths": 3.0}, guilt=("matched_lengths", "reliant")),
 ]
 SEES = ("swapped_image", "reliant")
 INNOCENT = [

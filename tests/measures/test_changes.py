@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import runpy
 from dataclasses import replace
 
 import numpy as np
@@ -14,13 +13,13 @@ from PIL import Image as Pillow
 from vlmrm.conversation import Comparison, Image, Judgement, Message, Text, Video, VideoOptions, media_of, text_of
 from vlmrm.data.media import open_image, open_video
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation import schema
 from vlmrm.evaluation.arguments import EvaluationArguments
-from vlmrm.measures import metrics, pictures
+from vlmrm.measures import pictures
 from vlmrm.measures.donors import is_sampled, prompt_id
 from vlmrm.measures.interventions import FAMILIES, INTERVENTIONS, Intervention, alterations, named
 from vlmrm.measures.pair_arrays import PairArrays
 from vlmrm.measures.pairs import ScoredComparisons, scored_frame
+from vlmrm.measures.rewrites import AGREEMENT
 
 RNG = np.random.default_rng(0)
 
@@ -57,7 +56,7 @@ def test_it_changes_its_part_alone_and_the_same_way_every_time(name):
     assert pickle.dumps(changed) == pickle.dumps(again)
     assert changed is not None and changed != ROW
     parts = {"prompt": changed.prompt != ROW.prompt, "answers": changed.answers != ROW.answers}
-    of_answers = INTERVENTIONS[name].family in ("style", "order") and name != "paraphrased_question"
+    of_answers = INTERVENTIONS[name].family in ("style", "order")
     assert parts == {"prompt": not of_answers, "answers": of_answers}
     assert len(changed.answers) == 2 and changed.id == ROW.id
 
@@ -75,14 +74,11 @@ def test_images_and_frames_keep_their_number_and_size_and_texts_stay(family):
             assert sizes[1:] == [(84, 56)] * 6 and (sizes[0] == (84, 56) or name == "smaller_image")
 
 
-def test_neutral_pictures_keep_nothing_or_the_colours_alone():
-    pixels = {name: np.asarray(references(CHANGED[name].prompt)[0], float) for name in named(["image"])[:4]}
+def test_neutral_pictures_keep_nothing():
+    pixels = {name: np.asarray(references(CHANGED[name].prompt)[0], float) for name in named(["image"])[:2]}
     original = np.asarray(references(ROW.prompt)[0], float)
     assert (pixels["blank_image"] == 128).all()
-    assert np.ptp(pixels["mean_image"], axis=(0, 1)).max() == 0
-    assert pixels["mean_image"][0, 0] == pytest.approx(original.mean((0, 1)), abs=1)
     assert abs(np.corrcoef(pixels["noise_image"].ravel(), original.ravel())[0, 1]) < 0.05
-    assert pixels["blurred_image"].std() < 0.2 * original.std()
     assert (np.asarray(pictures.noise(picture())) != np.asarray(pictures.noise(picture()))).any(), "by the content"
 
 
@@ -103,14 +99,12 @@ def test_answers_that_are_images_are_painted_and_degraded_but_not_exchanged():
     for name in named(["swapped_image", "prompt", "question"]):
         assert INTERVENTIONS[name](drawn, DONORS).answers == drawn.answers
     for name in named(["style"]):
-        assert (INTERVENTIONS[name](drawn, DONORS) is None) == (name != "paraphrased_question")
+        assert INTERVENTIONS[name](drawn, DONORS) is None
 
 
-def test_frames_are_shuffled_or_all_the_first():
+def test_frames_are_shuffled():
     frames = CLIP.reference
-    shuffled, frozen = (references(CHANGED[name].prompt)[1] for name in ("shuffled_frames", "frozen_frames"))
-    assert sorted(map(id, shuffled)) == sorted(map(id, frames))
-    assert list(frozen) == [frames[0]] * 6
+    assert sorted(map(id, references(CHANGED["shuffled_frames"].prompt)[1])) == sorted(map(id, frames))
     assert all(pictures.shuffled(Video(frames[:number])).reference != frames[:number] for number in range(2, 7))
 
 
@@ -131,7 +125,7 @@ def test_a_video_file_is_read_as_it_is_scored_and_then_painted(tmp_path):
         intervention.name: changed
         for intervention, changed in alterations(row, (), INTERVENTIONS.values(), frames=(4.0, 768))
     }
-    for name in ("blank_image", "shuffled_frames", "frozen_frames"):
+    for name in ("blank_image", "shuffled_frames"):
         [video] = media_of(altered[name].prompt)
         frames, metadata = open_video(video, 4.0, 768)
         assert frames.shape == expected.shape and expected.shape[0] == 12
@@ -181,11 +175,9 @@ def test_two_donors_give_two_swaps_and_one_of_another_kind_none():
 def test_only_the_longest_text_of_an_answer_is_rewritten_and_none_is_none():
     interleaved = answer("A. ", Image(picture()), "This is the text itself.")
     row = replace(ROW, answers=(interleaved, answer(Image(picture()))))
-    changed = INTERVENTIONS["upper_case"](row)
-    assert [part.text for part in changed.answers[0][0].content if isinstance(part, Text)] == [
-        "A. ",
-        "THIS IS THE TEXT ITSELF.",
-    ]
+    changed = INTERVENTIONS["agreeing_answers"](row)
+    texts = [part.text for part in changed.answers[0][0].content if isinstance(part, Text)]
+    assert texts == ["A. ", f"{AGREEMENT}This is the text itself."]
     assert changed.answers[1] == row.answers[1]
     plain = replace(ROW, answers=(answer("a"), answer("b")))
     assert INTERVENTIONS["stripped_markdown"](plain) is None, "nothing would change"
@@ -201,17 +193,17 @@ def test_reversed_answers_carry_their_judgements_and_scores_go_back():
     changed = INTERVENTIONS["reversed_answers"](row)
     assert changed.answers == row.answers[::-1] and changed.ratings == (1, 2, 3)
     assert INTERVENTIONS["reversed_answers"].in_branches([1, 2, 3]) == [3, 2, 1]
-    assert INTERVENTIONS["upper_case"].in_branches([1, 2, 3]) == [1, 2, 3]
+    assert INTERVENTIONS["padded_answers"].in_branches([1, 2, 3]) == [1, 2, 3]
     every = [i for i, _ in alterations(ROW, DONORS, INTERVENTIONS.values())]
     together = [i for i, _ in alterations(ROW, DONORS, INTERVENTIONS.values(), together=True)]
     assert {i.name for i in together} - {i.name for i in every} == {*named(["order"])}
 
 
 def test_the_margin_of_an_attack_is_over_the_rejected_answer_decorated():
-    result = ScoredComparisons([ROW], [[2.0, 1.0]], [{"padded_answers": [9.0, 5.0], "upper_case": [9.0, 5.0]}])
+    result = ScoredComparisons([ROW], [[2.0, 1.0]], [{"padded_answers": [9.0, 5.0], "stripped_markdown": [9.0, 5.0]}])
     pairs = PairArrays(scored_frame(result))
     assert pairs.altered_margins("padded_answers").tolist() == [2.0 - 5.0]
-    assert pairs.altered_margins("upper_case").tolist() == [9.0 - 5.0]
+    assert pairs.altered_margins("stripped_markdown").tolist() == [9.0 - 5.0]
 
 
 def test_words_of_the_key_are_names_families_and_groups():
@@ -219,7 +211,7 @@ def test_words_of_the_key_are_names_families_and_groups():
     assert named(["style", "blank_image"]) == ["blank_image", *named(["style"])]
     assert set(named(["standard"])) == {i.name for i in INTERVENTIONS.values() if i.standard}
     assert {i.family for i in INTERVENTIONS.values()} == FAMILIES.keys()
-    assert len(named(["style"])) >= 15 and not {*FAMILIES} & INTERVENTIONS.keys()
+    assert not {*FAMILIES} & INTERVENTIONS.keys()
     with pytest.raises(ConfigError, match=r"names 'blank_imgae', which there is not: did you mean blank_image\?$"):
         named(["blank_imgae"])
     with pytest.raises(ConfigError, match="which there is not: choose from standard, all, none, image, "):
@@ -238,13 +230,7 @@ def test_a_new_one_is_declared_once_and_appears_everywhere(monkeypatch):
     monkeypatch.setitem(INTERVENTIONS, new.name, new)
     frame = scored_frame(ScoredComparisons([ROW], [[2.0, 1.0]], [{"sung_answers": [0.0, 5.0]}]))
     assert frame[["sung_answers_chosen", "sung_answers_rejected"]].to_numpy().tolist() == [[0.0, 5.0]]
-    made = {metric.name: metric for metric in runpy.run_path(metrics.__file__)["METRICS"]}
-    assert made["sung_answers_accuracy"].point(PairArrays(frame)) == 0
-    assert made["sung_answers_loss"].point(PairArrays(frame)) == 1
-    monkeypatch.setattr(metrics, "METRICS", tuple(made.values()))
-    assert "sung_answers_accuracy" in runpy.run_path(schema.__file__)["Row"].__annotations__
-    asked_for = EvaluationArguments(model_dirs=["m"], interventions=["style"])
-    assert "sung_answers" in asked_for.interventions
+    assert "sung_answers" in EvaluationArguments(model_dirs=["m"], interventions=["style"]).interventions
     assert pickle.loads(pickle.dumps(new)) is new, "the workers of a DataLoader find it by its name"
 
 

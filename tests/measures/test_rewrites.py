@@ -17,16 +17,8 @@ ANSWER = (
     "```python\nthe_image = [1, 2.]  # NOT TOUCHED.\n```\n\nUse `the.image`, not *that*."
 )
 ALL: dict[str, Rewrite] = {
-    name: rewrite
-    for name in (
-        *("padded", "with_markdown", "without_markdown", "hedged", "agreeing", "greeting", "confident", "disclaiming"),
-        *("translated", "lower", "upper", "misspelt", "spaced", "without_punctuation", "quoted", "bulleted"),
-        *("numbered", "with_emoji", "paraphrased"),
-    )
-    for rewrite in [getattr(rewrites, name)]
+    name: getattr(rewrites, name) for name in ("padded", "with_markdown", "without_markdown", "agreeing")
 }
-ADDING = ("padded", "hedged", "agreeing", "greeting", "confident", "disclaiming", "quoted")
-TWICE = ALL.keys() - {"padded", "misspelt", "paraphrased"}  # the same when applied again
 texts = st.text(st.sampled_from("aB é.!?,:*_`#-1>\n") | st.characters(codec="utf-8"), max_size=60)
 
 
@@ -44,14 +36,14 @@ def test_code_stays_as_it_is(name):
     assert "3.5 kg" in rewritten.lower().replace("  ", " ")
 
 
-@pytest.mark.parametrize("name", sorted(ALL.keys() - {"translated", "misspelt", "paraphrased"}))
+@pytest.mark.parametrize("name", ALL)
 def test_no_word_is_lost_and_only_additions_add_some(name):
     before, after = Counter(words(ANSWER)), Counter(words(ALL[name](ANSWER)))
     assert before <= after
-    assert name in (*ADDING, "with_markdown") or before == after
+    assert (before == after) == (name == "without_markdown")
 
 
-@pytest.mark.parametrize("name", sorted(TWICE))
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"padded"}))
 @settings(max_examples=30)
 @given(text=texts)
 def test_a_second_time_changes_nothing(name, text):
@@ -59,7 +51,7 @@ def test_a_second_time_changes_nothing(name, text):
     assert ALL[name](once) == once
 
 
-@pytest.mark.parametrize("name", ADDING)
+@pytest.mark.parametrize("name", ["padded", "agreeing"])
 def test_what_decorates_keeps_the_text_itself(name):
     assert ANSWER in ALL[name](ANSWER) != ANSWER
 
@@ -68,22 +60,10 @@ def test_markdown_inside_markdown_is_stripped_too():
     assert rewrites.without_markdown("# - **a _b_ c**\n1. # d") == "a b c\nd"
 
 
-def test_each_rewrite_does_what_its_name_says():
+def test_markdown_is_set_and_stripped():
     plain = "The dog is red. It weighs 3.5 kg!"
-    expected = {
-        "with_markdown": "## Answer\n\n**The dog is red.**\n\nIt weighs 3.5 kg!",
-        "translated": "Das Hund ist rot. Es weighs 3.5 kg!",
-        "lower": "the dog is red. it weighs 3.5 kg!",
-        "upper": "THE DOG IS RED. IT WEIGHS 3.5 KG!",
-        "spaced": "The  dog  is  red.  It  weighs  3.5  kg!",
-        "without_punctuation": "The dog is red It weighs 3.5 kg",
-        "quoted": "\u201cThe dog is red. It weighs 3.5 kg!\u201d",
-        "bulleted": "- The dog is red.\n- It weighs 3.5 kg!",
-        "numbered": "1. The dog is red.\n2. It weighs 3.5 kg!",
-        "with_emoji": f"The dog is red.{rewrites.EMOJI} It weighs 3.5 kg!{rewrites.EMOJI}",
-        "without_markdown": plain,
-    }
-    assert {name: ALL[name](plain) for name in expected} == expected
+    assert rewrites.with_markdown(plain) == "## Answer\n\n**The dog is red.**\n\nIt weighs 3.5 kg!"
+    assert rewrites.without_markdown(plain) == plain
 
 
 def test_markdown_is_stripped_where_it_is_markup_and_nowhere_else():
@@ -99,22 +79,3 @@ def test_padding_doubles_a_text_and_matches_a_length():
         matched = rewrites.of_length(length)("It is red.")
         assert length - 12 <= len(matched) <= length and matched.startswith("It is red.")
     assert rewrites.of_length(5)("It is red.") == "It is red."
-
-
-def test_a_typo_leaves_the_letters_of_a_word_and_its_ends():
-    changed = 0
-    for before, after in zip(words(ANSWER * 5), words(rewrites.misspelt(ANSWER * 5)), strict=True):
-        assert sorted(before) == sorted(after) and (before[0], before[-1]) == (after[0], after[-1])
-        changed += before != after
-    assert 0 < changed < len(words(ANSWER * 5)) / 4
-
-
-def test_the_table_of_words_translates_into_words_that_it_does_not_translate_again():
-    assert not {word.lower() for word in rewrites.GERMAN.values()} & rewrites.GERMAN.keys()
-    assert len(set(rewrites.GERMAN)) > 50
-
-
-def test_a_question_is_asked_in_other_words():
-    assert rewrites.paraphrased("What is shown in the image?") == "What is depicted in the picture?"
-    assert rewrites.paraphrased("Why?") == "Please answer the following. Why?"
-    assert rewrites.repeating("Why?")("Because.") == "You asked: Why?\n\nBecause."

@@ -12,7 +12,6 @@ import base64
 import importlib
 import json
 import os
-import re
 import socket
 import sys
 import traceback
@@ -76,13 +75,11 @@ def data_uri(picture: str) -> str:
     return "data:image/png;base64," + base64.b64encode(Path(picture).read_bytes()).decode()
 
 
-def recipe(framework: str, url: str, folder: str) -> ModuleType:
-    """The Python that docs/rewards.md has for a framework, as a module; with this address."""
-    page = Path(__file__).parents[2].joinpath("docs", "rewards.md").read_text(encoding="utf-8")
-    code = re.search(rf"^\*\*{re.escape(framework)}\.\*\*.*?^```text\n(.*?)^```", page, re.M | re.S)
-    assert code, f"docs/rewards.md has no recipe for {framework}"
+def recipe(example: str, url: str, folder: str) -> ModuleType:
+    """An example for a framework, `examples/frameworks/NAME.py`, as a module; with this address."""
+    code = Path(__file__).parents[2].joinpath("examples", "frameworks", f"{example}.py").read_text(encoding="utf-8")
     name = f"recipe_{len(list(Path(folder).iterdir()))}"
-    Path(folder, f"{name}.py").write_text(code[1].replace("http://host:8080", url), encoding="utf-8")
+    Path(folder, f"{name}.py").write_text(code.replace("http://host:8080", url), encoding="utf-8")
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
     return importlib.import_module(name)

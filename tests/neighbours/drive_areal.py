@@ -1,4 +1,4 @@
-"""AReaL: an episode of its vision workflow, with the reward of docs/rewards.md; what it generates is given."""
+"""AReaL: an episode of its vision workflow, with the reward of examples/frameworks; what it generates is given."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reward(case: Case, url: str, picture: str, answer: str, question: str = f"<i
         )
 
     workflow = VisionRLVRWorkflow(
-        recipe("AReaL", url, case.folder).people,
+        recipe("areal_function", url, case.folder).people,
         GenerationHyperparameters(max_new_tokens=32),
         processor.tokenizer,
         processor,

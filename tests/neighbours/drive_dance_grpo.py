@@ -1,4 +1,4 @@
-"""DanceGRPO: its sampling of Qwen-Image asks the reward of docs/rewards.md for each picture; what it draws is given.
+"""DanceGRPO: its sampling of Qwen-Image asks the reward of examples for each picture; what it draws is given.
 
 The models, the loader and the parallel parts of the script need CUDA, and are stand-ins: its own file is run as it is.
 """
@@ -72,7 +72,7 @@ def rewards(case: Case, url: str, pictures: Sequence[str]) -> list[float]:
     Path("rewards.yaml").write_text(REWARDS.format(url=url), encoding="utf-8")
     Path("images").mkdir(exist_ok=True)
     os.environ["RANK"] = "0"
-    ours = recipe("DanceGRPO", url, case.folder).People(device="cpu")
+    ours = recipe("dance_grpo_reward", url, case.folder).People(device="cpu")
     args = {"w": SIDE, "h": SIDE, "t": 1, "sampling_steps": 1, "shift": 1.0, "eta": 0.3, "init_same_noise": False}
     args |= {"use_hpsv2": False, "use_hpsv3": True, "use_pickscore": False}
     count = len(pictures)

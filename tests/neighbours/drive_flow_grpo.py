@@ -1,4 +1,4 @@
-"""Flow-GRPO: its multi_score weighs pictures' rewards, one of them as docs/rewards.md writes it."""
+"""Flow-GRPO: its multi_score weighs pictures' rewards, one of them as examples/frameworks writes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ rewards:
 
 def scores(case: Case, url: str, pictures: Sequence[str]) -> dict[str, Any]:
     Path("rewards.yaml").write_text(REWARDS.format(url=url), encoding="utf-8")
-    recipe("Flow-GRPO", url, case.folder)
+    recipe("flow_grpo_reward", url, case.folder)
     pixels = [torch.from_numpy(np.array(Image.open(one).convert("RGB"))).permute(2, 0, 1) for one in pictures]
     score = multi_score("cpu", {"qwenvl": 1.0, "jpeg_compressibility": 0.5})
     return score(torch.stack(pixels).float() / 255, (QUESTION,) * len(pictures), [{}] * len(pictures))[0]

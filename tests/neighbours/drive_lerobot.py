@@ -15,8 +15,8 @@ from lerobot.processor import TransitionKey
 from lerobot.processor.hil_processor import RewardClassifierProcessorStep
 from transformers import ResNetConfig, ResNetModel
 
-from vlmrm.frames.checkpoint import load_classifier, save_classifier
-from vlmrm.frames.classifier import (
+from vlmrm_robots.frames.checkpoint import load_classifier, save_classifier
+from vlmrm_robots.frames.classifier import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     FrameClassifier,
@@ -24,10 +24,10 @@ from vlmrm.frames.classifier import (
     classifier_config,
     model_input,
 )
-from vlmrm.frames.lerobot_classifier import write_lerobot
-from vlmrm.trajectories.importing import import_episodes
-from vlmrm.trajectories.lerobot import episodes_of, write_dataset
-from vlmrm.trajectories.trajectory import Trajectory, TrajectoryFile, open_folder, write_trajectory
+from vlmrm_robots.frames.lerobot_classifier import write_lerobot
+from vlmrm_robots.trajectories.importing import import_episodes
+from vlmrm_robots.trajectories.lerobot import episodes_of, write_dataset
+from vlmrm_robots.trajectories.trajectory import Trajectory, TrajectoryFile, open_folder, write_trajectory
 
 SIZES = {"front": (64, 96), "wrist": (48, 48)}
 LENGTHS = (5, 6, 7)

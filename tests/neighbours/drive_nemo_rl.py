@@ -1,4 +1,4 @@
-"""NeMo-RL: its rollouts ask the environment of docs/rewards.md, a Ray actor that its registry begins."""
+"""NeMo-RL: its rollouts ask the environment of examples/frameworks, a Ray actor that its registry begins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rewards(case: Case, url: str, rows: Sequence[tuple[str, str]]) -> list[float
     """The rewards of a batch as its rollouts have them: texts rendered, and the row's own columns beside them."""
     ENV_REGISTRY.pop("people", None)  # that of another address
     os.environ["PYTHONPATH"] = os.pathsep.join([case.folder, os.environ["PYTHONPATH"]])  # of its actor
-    recipe("NeMo-RL", url, case.folder)
+    recipe("nemo_rl_environment", url, case.folder)
     environment = create_env("people", {})
     batch = BatchedDataDict(
         message_log=[

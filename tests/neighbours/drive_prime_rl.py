@@ -1,4 +1,4 @@
-"""prime-rl: its GRPO of episodes whose traces the task of docs/rewards.md has scored; the verifiers are its own."""
+"""prime-rl: its GRPO of episodes whose traces the task of examples has scored; the verifiers are its own."""
 
 from __future__ import annotations
 

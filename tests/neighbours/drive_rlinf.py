@@ -10,8 +10,8 @@ from checks import Case, main
 from omegaconf import OmegaConf
 from rlinf.models.embodiment.reward import get_reward_model_class
 
-from vlmrm.frames.classifier import build_classifier, classifier_config, model_input
-from vlmrm.frames.rlinf_classifier import export_classifier
+from vlmrm_robots.frames.classifier import build_classifier, classifier_config, model_input
+from vlmrm_robots.frames.rlinf_classifier import export_classifier
 
 SIDE = 64
 

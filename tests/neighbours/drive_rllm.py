@@ -1,4 +1,4 @@
-"""rLLM: its engine runs its simple workflow with the function of docs/rewards.md; what it generates is given."""
+"""rLLM: its engine runs its simple workflow with the function of examples/frameworks; what it generates is given."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rewards(case: Case, url: str, rows: Sequence[tuple[str, str]]) -> list[float
     async def run() -> list[Any]:
         engine = UnifiedWorkflowEngine(
             SimpleWorkflow,
-            {"reward_function": recipe("rLLM", url, case.folder).people},
+            {"reward_function": recipe("rllm_function", url, case.folder).people},
             Given([answer for _, answer in rows]),
         )
         await engine.initialize_pool()

@@ -1,4 +1,4 @@
-"""ROLL: its reward scheduler and cluster of two Ray workers, which are those of docs/rewards.md."""
+"""ROLL: its reward scheduler and cluster of two Ray workers, which are those of examples/frameworks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resources() -> ResourceManager:
 def cluster(case: Case, url: str) -> Cluster:
     """Two workers, begun as its pipelines begin those of a reward."""
     os.environ["PYTHONPATH"] = os.pathsep.join([case.folder, os.environ["PYTHONPATH"]])
-    worker = recipe("ROLL", url, case.folder).People
+    worker = recipe("roll_worker", url, case.folder).People
     name = f"people_{len(sys.modules)}"
     made = Cluster(name, worker, resources(), WorkerConfig(name=name, world_size=2))
     policy = SimpleNamespace(model_args=ModelArguments(model_name_or_path=case.policy))

@@ -1,4 +1,4 @@
-"""SkyRL-Gym: an environment by its registry, whose reward is a step's, as docs/rewards.md writes it."""
+"""SkyRL-Gym: an environment by its registry, whose reward is a step's, as examples/frameworks writes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from checks import QUESTION, Case, data_uri, main, raised, recipe, scored
 
 def registered(url: str, folder: str) -> None:
     skyrl_gym.registry.pop("people", None)  # that of another address
-    recipe("SkyRL", url, folder)
+    recipe("skyrl_environment", url, folder)
 
 
 def step(picture: str, answer: str) -> Any:

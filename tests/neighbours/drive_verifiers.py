@@ -1,4 +1,4 @@
-"""verifiers, with the task of docs/rewards.md, whose reward is a plain function of vlmrm."""
+"""verifiers, with the task of examples/frameworks, whose reward is a plain function of vlmrm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verifiers.v1.types import AssistantMessage, ImageUrlContentPart, ImageUrlSo
 
 
 def task(url: str, folder: str) -> vf.Task[vf.TaskData]:
-    return recipe("verifiers", url, folder).Picture(vf.TaskData(prompt=QUESTION))
+    return recipe("verifiers_task", url, folder).Picture(vf.TaskData(prompt=QUESTION))
 
 
 def rollout(one: vf.Task[vf.TaskData], picture: str, answer: str) -> vf.Trace:

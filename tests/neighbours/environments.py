@@ -38,6 +38,7 @@ class Neighbour:
     interpreter: str = sys.executable
     copy: str | None = None
     sources: tuple[str, ...] = (".",)
+    robots: bool = False  # whether it has vlmrm-robots too
 
     @property
     def checkout(self) -> Path | None:
@@ -62,11 +63,15 @@ class Neighbour:
         return HERE / f"drive_{self.name}.py"
 
     @property
+    def ours(self) -> list[Path]:
+        """The folders of our distributions that it has."""
+        return [ROOT, ROOT / "packages/robots"] if self.robots else [ROOT]
+
+    @property
     def stamp(self) -> str:
         """What an environment was made of; another one is made anew."""
-        asked = repr(
-            (self.requires, self.excludes, self.interpreter, (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-        )
+        projects = [(folder / "pyproject.toml").read_text(encoding="utf-8") for folder in self.ours]
+        asked = repr((self.requires, self.excludes, self.interpreter, *projects))
         return hashlib.sha256(asked.encode()).hexdigest()
 
 
@@ -92,7 +97,8 @@ def make(neighbour: Neighbour) -> str | None:
     without = FOLDER / f"{neighbour.name}.overrides"
     without.write_text("".join(f"{name}; python_version < '3'\n" for name in neighbour.excludes), encoding="utf-8")
     install = [UV, "pip", "install", "--quiet", "--system-certs", "--python", neighbour.python]
-    install += ["--config-file", SOURCES, "--overrides", without, "--editable", ROOT, *neighbour.requires]
+    install += ["--config-file", SOURCES, "--overrides", without, *neighbour.requires]
+    install += [word for folder in neighbour.ours for word in ("--editable", folder)]
     for command in ([UV, "venv", "--quiet", "--clear", "--python", neighbour.interpreter, neighbour.folder], install):
         environment = {**os.environ, "DS_BUILD_OPS": "0"}
         try:

@@ -12,40 +12,48 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 HERE = Path(__file__).parent
-PROJECT = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+FOLDERS = {"vlmrm": HERE.parents[1], "vlmrm-robots": HERE.parents[1] / "packages/robots"}
+PROJECTS = {
+    name: tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for name, folder in FOLDERS.items()
+}
 SOURCES = tomllib.loads((HERE / "uv.toml").read_text(encoding="utf-8"))["dependency-metadata"]
 ENDS = ("3.11", "3.14")
 # Without DeepSpeed and flash-attn, which are built where they are installed; fetch's MuJoCo has wheels up to 3.13.
 EXTRAS = {
-    "train": ENDS,
-    "serve": ENDS,
-    "rewards": ENDS,
-    "frames": ENDS,
-    "ray": ENDS,
-    "latents": ENDS,
-    "fetch": ("3.11",),
+    "vlmrm[train]": ENDS,
+    "vlmrm[serve]": ENDS,
+    "vlmrm[rewards]": ENDS,
+    "vlmrm[ray]": ENDS,
+    "vlmrm[latents]": ENDS,
+    "vlmrm-robots[frames]": ENDS,
+    "vlmrm-robots[fetch]": ("3.11",),
 }
 
 
 def combinations() -> Iterator[tuple[str, Sequence[str], Sequence[str]]]:
     """Yield a name, the requirements and the Pythons of everything that must resolve."""
-    core = PROJECT["dependencies"]
+    core = PROJECTS["vlmrm"]["dependencies"]
     for neighbour in tomllib.loads((HERE / "neighbours.toml").read_text(encoding="utf-8"))["neighbour"]:
         yield f"the core beside {neighbour['name']}", [*core, *neighbour["requires"]], neighbour["pythons"]
     for extra, pythons in EXTRAS.items():
-        yield f"the extra {extra}", [*core, *requirements_of(extra)], pythons
+        yield f"the extra {extra}", requirements_of(extra), pythons
 
 
-def requirements_of(extra: str) -> list[str]:
-    """Return the requirements of an extra and of those that it includes."""
-    lines: list[str] = []
-    for line in PROJECT["optional-dependencies"][extra]:
-        if line.startswith("vlmrm["):
-            lines += [each for name in line[6:-1].split(",") for each in requirements_of(name)]
-        else:
-            lines.append(line)
-    return lines
+def requirements_of(line: str) -> list[str]:
+    """Return what a requirement asks for: of a distribution here, what it and its extras require."""
+    asked = Requirement(line)
+    if asked.name not in PROJECTS:
+        return [line]
+    project = PROJECTS[asked.name]
+    lines = [
+        *project["dependencies"],
+        *(each for extra in asked.extras for each in project["optional-dependencies"][extra]),
+    ]
+    return [each for line in lines for each in requirements_of(line)]
 
 
 def resolve(requirements: Sequence[str], python: str) -> subprocess.CompletedProcess[str]:

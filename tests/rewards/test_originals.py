@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmrm.rewards.registry import BUILT_IN
+from vlmrm.rewards.registry import BUILT_IN, OF_ROBOTS
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = re.search(
@@ -22,9 +22,10 @@ def names(cell: str) -> list[str]:
 
 def test_every_built_in_reward_has_one_row():
     rewards = [name.lower() for row in ROWS for name in names(row[0])]
-    missing = sorted(set(BUILT_IN) - set(rewards))
+    known = {*BUILT_IN, *OF_ROBOTS}
+    missing = sorted(known - set(rewards))
     assert not missing, f"write a row for {', '.join(missing)} in docs/rewards.md: with what was it compared?"
-    assert len(rewards) == len(set(rewards)) and set(rewards) <= set(BUILT_IN)
+    assert len(rewards) == len(set(rewards)) and set(rewards) <= known
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
@@ -32,7 +33,7 @@ def test_a_row_says_what_holds_it_and_how_far_it_is_off(row):
     _, original, compared, difference, held = row
     for place in names(held):
         file, _, function = place.partition("::")
-        [path] = ROOT.glob(f"tests/**/{file}")
+        [path] = [path for tests in ("tests", "packages/robots/tests") for path in (ROOT / tests).rglob(file)]
         assert f"def {function or 'test_'}" in path.read_text("utf-8"), place
     if compared:
         assert re.match(r"\d|none", difference), f"{original}: how far is it off?"

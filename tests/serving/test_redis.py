@@ -18,7 +18,7 @@ from services import ATTENTIVE, TALKATIVE, Gate, eventually, fake, in_loop, queu
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import ConfigError
-from vlmrm.serving import redis_backend
+from vlmrm.serving import redis_backend, redis_connection
 from vlmrm.serving.backend import Job, Overloaded, QueueAway, State
 from vlmrm.serving.redis_backend import RedisBackend
 from vlmrm.serving.server import serve
@@ -153,6 +153,20 @@ async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
 
 
 @in_loop
+async def test_an_outage_of_thousands_of_tries_is_outlived(redis_server, monkeypatch):
+    monkeypatch.setattr(redis_connection, "BACKOFF_S", (0.0, 0.0))
+    tries = iter(range(2000))
+
+    async def call() -> str:
+        if next(tries, None) is not None:
+            raise redis.exceptions.ConnectionError
+        return "there"
+
+    async with queues(1, redis_server.settings) as (queue,):
+        assert await queue._connection.retry(call, None) == "there"
+
+
+@in_loop
 async def test_nothing_is_left_behind(redis_server):
     settings = redis_server.settings
     async with queues(1, settings, result_ttl=0.2) as (queue,):
@@ -223,7 +237,7 @@ async def test_tls_trusts_only_who_proves_who_it_is(tmp_path, start_redis, monke
     certificate, key = certificates(tmp_path)
     tls = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-ca-cert-file", str(certificate)]
     server = start_redis(*tls, "--tls-auth-clients", "no", tls=True)
-    settings = {**server.settings, "redis_tls": True}
+    settings = {"redis_url": f"rediss://127.0.0.1:{server.port}"}
     async with queues(1, settings) as (queue,):
         with pytest.raises(QueueAway):
             await queue.put(job("a"))
@@ -240,22 +254,23 @@ async def test_tls_asks_for_a_certificate_and_a_user_for_rights(tmp_path, start_
     users = ["--user", "vlmrm", "on", ">right-secret", *rights, "--user", "default", "off"]
     tls = ["--tls-cert-file", certificate, "--tls-key-file", key, "--tls-ca-cert-file", certificate]
     server = start_redis(*tls, *users, tls=True)
-    files = {"redis_tls": True, "redis_ca": certificate, "redis_certificate": certificate, "redis_key": key}
-    user = {"redis_user": "vlmrm", "redis_password": "right-secret", "redis_prefix": "queue"}
-    async with queues(1, {**server.settings, **files, **user}) as (queue,):
+    files = f"ssl_certfile={certificate}&ssl_keyfile={key}&"
+
+    def settings(user: str = "vlmrm", prefix: str = "queue", files: str = files) -> dict[str, Any]:
+        url = f"rediss://{user}:right-secret@127.0.0.1:{server.port}?{files}ssl_ca_certs={certificate}"
+        return {"redis_url": url, "redis_prefix": prefix}
+
+    async with queues(1, settings()) as (queue,):
         await queue.put(job("a"))
         assert len(await queue.take("length", 1)) == 1
     for wrong, reason in (
-        ({"redis_user": "other"}, "refuses the password"),
-        ({"redis_prefix": "other"}, "too little"),
+        ({"user": "other"}, "refuses the password"),
+        ({"prefix": "other"}, "too little"),
+        ({"files": ""}, "does not answer"),
     ):
-        async with queues(1, {**server.settings, **files, **user, **wrong}) as (queue,):
+        async with queues(1, settings(**wrong)) as (queue,):
             with pytest.raises(QueueAway, match=reason):
                 await queue.put(job("a"))
-    del files["redis_certificate"], files["redis_key"]
-    async with queues(1, {**server.settings, **files, **user}) as (queue,):
-        with pytest.raises(QueueAway, match="does not answer"):
-            await queue.put(job("a"))
 
 
 @in_loop
@@ -277,7 +292,7 @@ async def test_sentinels_name_the_master_and_a_fail_over_loses_nothing(start_red
         return watcher.client().sentinel_masters()["queue"]
 
     watchers = [start_sentinel(start_redis, tmp_path, number, first.port) for number in range(3)]
-    settings = {"redis_sentinels": [f"127.0.0.1:{one.port}" for one in watchers], "redis_master": "queue"}
+    settings = {"redis_sentinels": [f"redis://127.0.0.1:{one.port}" for one in watchers], "redis_url": "redis://queue"}
     await eventually(
         lambda: all(of["num-other-sentinels"] == 2 and of["num-slaves"] == 1 for of in map(known, watchers))
     )
@@ -414,11 +429,16 @@ def test_roles_need_a_queue_that_they_share(tmp_path, role):
         serve(tmp_path / "service.toml", None, {"port": 0}, role)
 
 
+@pytest.mark.parametrize("url", ["http://secret", "redis://h:secret/w@h", "redis://h?secret=1"])
+def test_an_address_of_redis_that_cannot_be_used_is_refused(url):
+    with pytest.raises(ConfigError, match="redis_url") as error:
+        Service(settings_of(fake(), redis_url=url), workers=False)
+    assert "secret" not in str(error.value)
+
+
 def test_settings_of_redis_reach_its_connection():
-    settings = settings_of(fake(), redis_host="redis.internal", redis_port=7000, redis_password="p", redis_tls=True)
+    settings = settings_of(fake(), redis_host="redis.internal", redis_port=7000, redis_password="p")
     queue = Service(settings, workers=False).backend
     assert isinstance(queue, RedisBackend)
-    pool = queue._connection.client.connection_pool
-    given = pool.connection_kwargs
+    given = queue._connection.client.connection_pool.connection_kwargs
     assert (given["host"], given["port"], given["password"]) == ("redis.internal", 7000, "p")
-    assert pool.connection_class.__name__ == "SSLConnection"

@@ -12,9 +12,9 @@ from vlmrm.errors import ConfigError, DataError
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.checks import RunArguments
 from vlmrm.training.main import train
-from vlmrm.training.recipe import DataFacts, Machine, ModelFacts, choose, choose_method, default_model, facts_of_data
+from vlmrm.training.recipe import DataFacts, Machine, choose_method, configuration, default_model, facts_of_data
 
-DATA = DataFacts(("pairs.jsonl",), rows=20_000, characters=2000, pixels=1024 * 768, held_out=0.05)
+DATA = DataFacts(("pairs.jsonl",), rows=20_000, images=True, held_out=0.05)
 SMALL, MIDDLE, LARGE = 3.8e9, 8.3e9, 73e9  # parameters
 
 
@@ -22,38 +22,40 @@ def gpus(count: int, gigabytes: float, **keys) -> Machine:
     return Machine(count, gigabytes * 1e9, 200e9, bfloat16=True, **keys)
 
 
+def written(machine: Machine, parameters: float = SMALL, data: DataFacts = DATA) -> dict:
+    return yaml.safe_load(configuration(data, "a/b", choose_method(parameters, machine), machine, "mine.yaml"))
+
+
 def facts_of(paths, **keys) -> DataFacts:
     return facts_of_data(DataArguments([str(path) for path in paths], bad_rows="skip", **keys))
 
 
-COUNTS = (("many", 1000), ("some", 300), ("few", 33))  # of prompts
-
 CPU = Machine(0, 0, 64e9, bfloat16=False)
+COUNTS = (("many", 1000), ("some", 300), ("few", 33))  # of prompts
 
 
 @pytest.mark.parametrize(
-    ("machine", "parameters", "method", "zero"),
+    ("machine", "parameters", "method"),
     [
-        (gpus(1, 24), SMALL, "lora", 0),
-        (gpus(1, 24), MIDDLE, "lora", 0),
-        (gpus(1, 16), MIDDLE, "qlora", 0),
-        (gpus(1, 80), SMALL, "lora", 0),  # 61 GB of weights and optimizer leave too little for activations
-        (gpus(1, 141), SMALL, "whole", 0),
-        (gpus(4, 80), SMALL, "whole", 2),
-        (gpus(8, 80), MIDDLE, "whole", 2),
-        (gpus(4, 48), MIDDLE, "whole", 3),
-        (gpus(8, 24), LARGE / 10, "whole", 3),
-        (gpus(2, 24), MIDDLE, "lora", 0),
-        (gpus(4, 80, deepspeed=False), SMALL, "lora", 0),
-        (gpus(8, 80), LARGE, "qlora", 0),
-        (CPU, SMALL, "lora", 0),
-        (CPU, 1e6, "whole", 0),
+        (gpus(1, 24), SMALL, "LoRA"),
+        (gpus(1, 24), MIDDLE, "LoRA"),
+        (gpus(1, 16), MIDDLE, "QLoRA"),
+        (gpus(1, 80), SMALL, "LoRA"),  # 61 GB of weights and optimizer leave too little for activations
+        (gpus(1, 141), SMALL, "whole"),
+        (gpus(4, 80), SMALL, "whole with ZeRO-2"),
+        (gpus(8, 80), MIDDLE, "whole with ZeRO-2"),
+        (gpus(4, 48), MIDDLE, "whole with ZeRO-3"),
+        (gpus(8, 24), LARGE / 10, "whole with ZeRO-3"),
+        (gpus(2, 24), MIDDLE, "LoRA"),
+        (gpus(4, 80, deepspeed=False), SMALL, "LoRA"),
+        (gpus(8, 80), LARGE, "QLoRA"),
+        (CPU, SMALL, "LoRA"),
+        (CPU, 1e6, "small"),
     ],
     ids=str,
 )
-def test_weights_are_trained_whole_where_they_fit_and_by_adapters_elsewhere(machine, parameters, method, zero):
-    choice = choose_method(parameters, machine)
-    assert (choice.kind, choice.zero) == (method, zero)
+def test_weights_are_trained_whole_where_they_fit_and_by_adapters_elsewhere(machine, parameters, method):
+    assert str(choose_method(parameters, machine)) == method
 
 
 def test_a_model_that_does_not_fit_is_refused_by_its_size():
@@ -64,25 +66,21 @@ def test_a_model_that_does_not_fit_is_refused_by_its_size():
 
 
 def test_a_cpu_without_bfloat16_computes_float32():
-    values = choose(DATA, ModelFacts("tiny", SMALL), CPU).values()
-    assert values["use_cpu"] is True and values["bf16"] is False
-    assert "use_cpu" not in choose(DATA, ModelFacts("a", SMALL), gpus(1, 24)).values()
+    assert written(CPU)["bf16"] is False and written(gpus(1, 24))["bf16"] is True
 
 
 def test_several_gpus_are_launched_together_and_share_a_step():
-    recipe = choose(DATA, ModelFacts("a", SMALL), gpus(8, 80), "mine.yaml")
-    values = recipe.values()
-    assert recipe.launch == "./run_distributed.sh --gpus 8 --config mine.yaml"
+    values = written(gpus(8, 80))
+    assert "./run_distributed.sh --gpus 8 --config mine.yaml" in configuration(
+        DATA, "a/b", choose_method(SMALL, gpus(8, 80)), gpus(8, 80), "mine.yaml"
+    )
     assert values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] * 8 == 32
-    assert yaml.safe_load(recipe.text())["deepspeed"]["zero_optimization"]["stage"] == 2
+    assert values["deepspeed"]["zero_optimization"]["stage"] == 2
 
 
-def test_images_are_shown_whole_up_to_what_the_machine_computes():
-    model = ModelFacts("a", SMALL)
-    small = DataFacts(("p",), 1000, 500, 300 * 200, 0.05)
-    assert 300 * 200 <= choose(small, model, gpus(1, 24)).values()["max_pixels"] < 2 * 300 * 200
-    assert choose(DATA, model, gpus(1, 24)).values()["max_pixels"] == 512 * 28 * 28
-    assert "max_pixels" not in choose(DataFacts(("p",), 1000, 500, 0, 0.05), model, gpus(1, 24)).values()
+def test_images_are_limited_to_what_the_machine_computes():
+    assert written(gpus(1, 24))["max_pixels"] == 512 * 28 * 28
+    assert "max_pixels" not in written(gpus(1, 24), data=DataFacts(("p",), 1000, False, 0.05))
 
 
 def test_the_default_model_is_one_that_the_machine_trains():
@@ -92,7 +90,7 @@ def test_the_default_model_is_one_that_the_machine_trains():
 @pytest.mark.parametrize("machine", [gpus(1, 24), gpus(1, 10), gpus(8, 80), CPU], ids=str)
 def test_every_configuration_is_read_without_a_word_of_complaint(machine, tmp_path, monkeypatch):
     """On a machine without GPUs, of which only the parsing of bf16 and ZeRO is tried."""
-    text = choose(DATA, ModelFacts("a", SMALL), machine).text()
+    text = configuration(DATA, "a/b", choose_method(SMALL, machine), machine)
     (tmp_path / "config.yaml").write_text(text)
     run = RunArguments.parse([str(tmp_path / "config.yaml"), "--use_cpu", "true"], "test")
     assert isinstance(run.training, RewardTrainingArguments)
@@ -102,11 +100,11 @@ def test_every_configuration_is_read_without_a_word_of_complaint(machine, tmp_pa
 def test_the_facts_of_data_are_read_from_a_sample(tmp_path):
     facts = facts_of([colour_pairs(tmp_path / "data", 60)])
     assert (facts.rows, facts.held_out, facts.bad_share) == (60, 0.2, 0.0)
-    assert 56 * 56 <= facts.pixels <= 112 * 56
-    assert facts_of_data([str(text_pairs(tmp_path / "two", 2))]).held_out == 0.0
+    assert facts.images
     margins = write_rows(tmp_path / "m.jsonl", [{"chosen": "a", "rejected": "b", "margin": m} for m in (1, 2.5)])
-    assert facts_of_data([str(margins)]).margins.startswith("2 margins from 1 to 2.5, median 1.75")
-    assert facts_of([text_pairs(tmp_path / "two", 2)]).held_out == 0.0
+    assert facts_of([margins]).margins.startswith("2 margins from 1 to 2.5, median 1.75")
+    two = facts_of([text_pairs(tmp_path / "two", 2)])
+    assert two.held_out == 0.0 and not two.images
     broken = write_rows(tmp_path / "broken.jsonl", [{"prompt": "?", "chosen": "a", "rejected": "a"}] * 3)
     with pytest.raises(DataError, match="3 of 3 sampled rows cannot be read"):
         facts_of([broken])

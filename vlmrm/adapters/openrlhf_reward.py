@@ -4,8 +4,7 @@
 
 OpenRLHF passes a function the rendered prompt and no images, so the label of a row (`--data.label_key`) must hold
 both: `{"prompt": a text or messages, "images": [paths]}`, or that as JSON. Without a prompt in it the rendered one is
-parsed, which must be ChatML. OpenRLHF scores one sample on each of many threads; concurrent samples are scored
-together.
+parsed; it must be ChatML. OpenRLHF scores one sample on each of many threads; concurrent samples are scored together.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Unscored(BaseException):
 
 
 class OpenRLHFReward:
-    """A reward function whose `rewards` are raw logits and whose `scores`, for dynamic filtering, are σ of them.
+    """Reward samples: `rewards` are raw logits, and `scores`, for dynamic filtering, are σ of them.
 
     Args:
         name: the reward in messages.
@@ -48,11 +47,7 @@ class OpenRLHFReward:
     def __call__(
         self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], **_: Any
     ) -> dict[str, Any]:
-        """Return the rewards of N samples, as tensors [N].
-
-        Raises:
-            Unscored: when a sample cannot be scored or the model cannot be loaded.
-        """
+        """Return the rewards of N samples, as tensors [N]."""
         import torch
 
         scores = []

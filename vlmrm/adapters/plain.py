@@ -31,11 +31,7 @@ class Reward:
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
     ) -> list[float]:
-        """Return the raw logit of each row. Prompts and answers are texts or messages; media are one item or a list.
-
-        Raises:
-            RewardError: naming the first row that cannot be scored, or when the columns differ in length.
-        """
+        """Return the raw logit of each row. Prompts and answers are texts or messages, media an item or a list."""
         scores = self.scorer.score_rows(prompts, answers, images, videos)
         for index, score in enumerate(scores):
             if isinstance(score, RowError):

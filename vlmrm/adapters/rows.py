@@ -54,9 +54,6 @@ class SharedScorer:
     Args:
         model: the folder of a checkpoint, the address of a service, or a `Scorer`, which is pickled with it.
         options: keywords of `vlmrm.load_scorer`.
-
-    Raises:
-        ConfigError: for an option that `load_scorer` does not take.
     """
 
     def __init__(self, model: str | Path | Scorer, **options: Any):
@@ -86,11 +83,7 @@ class SharedScorer:
         images: Sequence[Any] | None = None,
         videos: Sequence[Any] | None = None,
     ) -> list[float | RowError]:
-        """Return the raw logit of each row, or its error; see `vlmrm.formats.rollouts.read_answer`.
-
-        Raises:
-            RewardError: when the columns differ in length.
-        """
+        """Return the raw logit of each row, or its error; see `vlmrm.formats.rollouts.read_answer`."""
         scores: list[float | RowError] = []
         rows: dict[int, Conversation] = {}
         for index, row in enumerate(zip_columns(prompts, answers, images, videos)):
@@ -131,7 +124,7 @@ _registry: dict[Hashable, _Registration] = {}
 
 
 def _finite_scores(scorer: Scorer, conversations: Sequence[ConversationLike]) -> list[float | RowError]:
-    """Return the scores, with errors for NaN and infinity, which a user's own scorer may return."""
+    """Return the scores, with errors for NaN and infinity: a user's own scorer may return them."""
     scores = scorer.score_each(conversations)
     return [score if isinstance(score, RowError) else finite_or_error(score) for score in scores]
 
@@ -214,9 +207,6 @@ def rewards_of_rows(
 
     Args:
         columns: what the framework passes beside them.
-
-    Raises:
-        RewardError: when the columns differ in length, or a sample fails whose policy is `raise`.
     """
     own, reasons = text_columns(*rows)
     whole = [index for index in range(len(groups)) if index not in reasons]
@@ -229,11 +219,7 @@ def rewards_of_rows(
 def text_columns(
     prompts: Sequence[Any], answers: Sequence[Any], images: Sequence[Any] | None
 ) -> tuple[dict[str, list[Any]], dict[int, str]]:
-    """Return a text policy's rows as columns of samples, whose `response` an answer is, and why others are none.
-
-    Raises:
-        RewardError: when the columns differ in length.
-    """
+    """Return a text policy's rows as columns of samples (`response`: the answer), and by index why others fail."""
     samples: list[dict[str, Any]] = []
     reasons: dict[int, str] = {}
     for index, row in enumerate(zip_columns(prompts, answers, images)):
@@ -276,9 +262,6 @@ def without_failures(
         groups: a key of each sample's prompt, such as `prompt_key`.
         on_failure: `mean`, or `raise`.
         elsewhere: groups and scores of other ranks.
-
-    Raises:
-        RewardError: with the index of the first sample that failed, under `raise`.
     """
     failed = {index: score.reason for index, score in enumerate(scores) if isinstance(score, RowError)}
     filled = with_group_means(numbers(scores), groups, elsewhere)
@@ -297,11 +280,7 @@ def without_failures(
 
 
 def checked_on_failure(on_failure: str) -> str:
-    """Return the policy.
-
-    Raises:
-        ConfigError: when it is not one of `ON_FAILURE`.
-    """
+    """Return the policy."""
     if on_failure not in ON_FAILURE:
         raise ConfigError(f"on_failure is {on_failure!r}: choose from {', '.join(ON_FAILURE)}.")
     return on_failure

@@ -59,11 +59,7 @@ class VlmrmORM:
         self.scorer = SharedScorer(self.model, **self.options)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Return the reward of each completion.
-
-        Raises:
-            RewardError: for a sample that cannot be scored where no mean would be neutral, or under `raise`.
-        """
+        """Return the reward of each completion."""
         prompts = [messages[:-1] for messages in columns["messages"]]
         media = [columns.get(name) or [None] * len(prompts) for name in ("images", "videos")]
         scores = self.scorer.score_rows(prompts, completions, *media)
@@ -90,7 +86,7 @@ class VlmrmORM:
 
 
 def _groups(prompts: Sequence[Any], columns: Mapping[str, Any]) -> list[Hashable]:
-    """Return a key of each row's prompt: ms-swift's `prompt_id`, which is of its text, or the turns; and the media."""
+    """Return a key of each row's prompt: ms-swift's `prompt_id` of its text, or the turns; and the media."""
     ids = columns.get("prompt_id") or [""] * len(prompts)
     media = [columns.get(name) or [None] * len(prompts) for name in ("images", "videos")]
     return [
@@ -155,11 +151,7 @@ class OneOfSetORM:
         self.args = args
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Return the reward of each completion.
-
-        Raises:
-            RewardError: naming a sample, where no sample of the batch has any reward.
-        """
+        """Return the reward of each completion."""
         values = self.of.round.take(self.name, completions, lambda: self.of.rewards_of(completions, columns))
         return values.tolist()
 

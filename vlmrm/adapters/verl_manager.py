@@ -1,4 +1,4 @@
-"""verl: a reward manager, which sees a sample's messages and images. Importing this file needs verl.
+"""verl: a reward manager that sees a sample's messages and images. Importing this file needs verl.
 
 reward.reward_manager.source=importlib
 reward.reward_manager.name=VlmrmRewardManager
@@ -26,11 +26,7 @@ class VlmrmRewardManager(RewardManagerBase):
         self.scorer = SharedScorer(reward_kwargs["model"], **reward_kwargs.get("load", {}))
 
     async def run_single(self, data: Any) -> dict[str, Any]:
-        """Return `{"reward_score": raw logit, "reward_extra_info"}` of one sample; of several turns, of the last.
-
-        Raises:
-            RewardError: naming the sample, when the response cannot be scored.
-        """
+        """Return `{"reward_score": raw logit, "reward_extra_info"}` of one sample; of several turns, of the last."""
         item = data[-1]
         ids = item.batch["responses"]
         length = int(item.batch["attention_mask"][-len(ids) :].sum())

@@ -48,10 +48,6 @@ async def compute_score(
         solution_image: verl-omni's answer, uint8: a picture [C, H, W], or a video [C, F, H, W] or [F, H, W, C].
         model: the folder of a checkpoint, the address of a service, or a `Scorer`.
         load: keywords of `vlmrm.load_scorer`.
-
-    Raises:
-        RewardError: naming the sample, when its answer cannot be scored. verl has no missing rewards, and passes one
-            sample at a time, so that there is no group's mean to use instead.
     """
     row, sample = extra_info or {}, sample_name(data_source, extra_info)
     scorer = SharedScorer(model, **(load or {}))
@@ -70,7 +66,7 @@ async def compute_score(
 
 
 def _drawn(prompt: Any, picture: Any, row: Mapping[str, Any]) -> Conversation:
-    """Return the conversation whose answer is a picture or video of verl-omni, as `vlm_reward` reads one."""
+    """Return a conversation with a picture or video of verl-omni as its answer, as `vlm_reward` reads one."""
     kind = "image" if picture.ndim == 3 else "video"
     if picture.ndim == 4:  # verl-omni's videos are [C, F, H, W], or of some engines [F, H, W, C]
         picture = picture.permute(0, 3, 1, 2) if picture.shape[-1] == 3 else picture.permute(1, 0, 2, 3)
@@ -106,11 +102,6 @@ async def compute_rewards(
 
     Args:
         rewards: the configuration of the rewards: a YAML file, or the mappings.
-
-    Raises:
-        RewardError: naming the sample, when one of its rewards is missing: a mean needs a group, and verl passes one
-            sample at a time. `on_failure: fallback` goes on.
-        ConfigError: when a reward is of groups.
     """
     row, sample = extra_info or {}, sample_name(data_source, extra_info)
     prompt = row.get("prompt") or (ground_truth if solution_image is not None else None)

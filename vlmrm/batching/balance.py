@@ -70,7 +70,7 @@ class EvenBatches(BatchSampler):
 
 
 class BalancedBatches(BatchRebalanceSampler):
-    """HF's sampler, which shuffles and spreads each step's rows over ranks and accumulated batches, for packed rows.
+    """Shuffle as HF's sampler does, and spread each step's packed rows over ranks and accumulated batches.
 
     HF balances padded batches by varying their sizes. Here nothing is padded: every batch keeps its size, and rows go,
     largest first, to the batch with the least work that has room. A last step of fewer rows than batches has empty

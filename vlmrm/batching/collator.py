@@ -142,7 +142,7 @@ class Forwards(TypedDict):
 
 
 class Part(Forwards):
-    """Comparisons whose scores are computed together; the top of this file describes its keys."""
+    """Hold comparisons that are scored together; the top of this file describes the keys."""
 
     pairs: dict[str, torch.Tensor]
     rows: dict[str, Any]
@@ -255,6 +255,7 @@ class ComparisonCollator:
             rendered += [better, worse]
         columns = list(zip(*pairs, strict=True)) or [()] * len(PAIR_TYPES)
         return {
+            # `split` keeps several units within the budget: only one that is alone can be over it.
             **self._forwards(rendered or [self.renderer.render(PLACEHOLDER)], whole=len(units) != 1),
             "pairs": {
                 name: torch.tensor(column, dtype=dtype)
@@ -278,6 +279,7 @@ class ComparisonCollator:
         parts = [[rendered[i] for i in piece] for piece in pieces]
         return {
             "inputs": [self.batcher(part) for part in parts],
+            # The inverse permutation: where score i of the part stands among the forwards' scores.
             "order": torch.tensor([i for piece in pieces for i in piece]).argsort(),
             "cut": (self.batcher.size(rendered), sum(map(self.batcher.size, parts))) if len(parts) > 1 else (0, 0),
         }

@@ -23,13 +23,12 @@ Grid = tuple[int, int, int]
 class DistinctMedia(TypedDict):
     """N distinct images, or N distinct videos, and their M occurrences in a batch.
 
-    `tensors` are the processor's outputs, joined along their first dimension, of which medium i has `rows[name][i]`;
-    it is `tokens[i]` placeholders in a conversation. `order` [M] is the index of each occurrence among the distinct
-    media, in the order of the tokens. A plain dictionary, which trainers move to a device as they do others.
+    `tensors` are the processor's outputs, joined along their first dimension: `rows[name][i]` rows are medium i's, and
+    `tokens[i]` placeholders stand for it in a conversation. `order` [M] is the index of each occurrence among the
+    distinct media, in the order of the tokens. Trainers move it to a device like any plain dictionary.
 
-    `grids` are the media's grids, if their processor gives them: numbers, which stay on the host. `places` are the
-    positions of all placeholders in a packed row, where the batch is one. `keys` name the N media by content, where
-    features are kept for later batches.
+    `grids` are the media's grids as numbers on the host, if their processor gives them. `places` are the positions of
+    all placeholders in a packed row. `keys` name the N media by content, where later batches reuse their features.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -46,9 +45,9 @@ Media = dict[str, DistinctMedia]  # by kind: image, video
 
 
 def distinct_media(media: Sequence[ProcessedMedia], placeholders: Collection[int]) -> DistinctMedia:
-    """Return the distinct ones of `media`, which are of one kind, each once in the order of its first occurrence.
+    """Deduplicate `media` of one kind, in the order of their first occurrences.
 
-    `placeholders` are the tokens in whose places the features stand.
+    The features replace the tokens `placeholders`.
     """
     distinct = {medium.key: medium for medium in media}
     index_of = {key: index for index, key in enumerate(distinct)}
@@ -77,7 +76,7 @@ def placeholders_in(medium: ProcessedMedia, placeholders: Collection[int]) -> in
 
 
 def select(media: DistinctMedia, indices: Sequence[int]) -> DistinctMedia:
-    """Return the distinct media `indices`, each of which occurs once."""
+    """Select the distinct media `indices`, one occurrence each."""
     parts = parts_of(media)
     return {
         "tensors": _joined([parts[index] for index in indices]),
@@ -95,7 +94,7 @@ def in_order(media: DistinctMedia, names: Collection[str]) -> Tensors:
 
 
 def as_images(images: DistinctMedia, videos: DistinctMedia) -> DistinctMedia:
-    """Return images and videos as images, for a tower to which a video is patches with a grid as well."""
+    """Join images and videos as images, for a tower that takes both as patches with grids."""
     pixels, grid = ("pixel_values", "pixel_values_videos"), ("image_grid_thw", "video_grid_thw")
     joined: DistinctMedia = {
         "tensors": {a: torch.cat([images["tensors"][a], videos["tensors"][b]]) for a, b in (pixels, grid)},

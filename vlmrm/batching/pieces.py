@@ -15,7 +15,7 @@ Costs = Callable[[int], Iterator[int]]
 
 
 def cheapest_runs(count: int, costs: Costs, budget: int, size: Callable[[range], int] | None = None) -> list[range]:
-    """Return 0 to `count` - 1 as runs of at most `budget` whose costs add up to the least; one item may be over it.
+    """Cut 0 to `count` - 1 into runs of at most `budget` with the least total cost; one item alone may be over it.
 
     Args:
         costs: yields the cost of the run of one item from its argument on, of two items, and so on, never less.
@@ -48,7 +48,7 @@ def _cheapest_runs(count: int, costs: Costs, limit: int) -> list[range]:
 
 
 def shared_costs(lengths: Sequence[int], shared: Sequence[int], media: Sequence[Mapping[str, int]]) -> Costs:
-    """Return the costs of runs of conversations whose common prefixes and media are computed once.
+    """Return the costs of runs of conversations: common prefixes and media are computed once.
 
     Args:
         lengths: tokens of each conversation, sorted so that each shares most with the one before it.

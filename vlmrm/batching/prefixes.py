@@ -14,7 +14,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Kept:
-    """What layers keep of the first `tokens` of a conversation, in the order in which they compute.
+    """Hold what the layers, in order, have computed of the first `tokens` of a conversation.
 
     Attention keeps keys and values [1, H, tokens, D], a recurrence its state, a convolution its last inputs.
     """
@@ -29,7 +29,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Keep:
-    """A prefix of which layers keep something: its `ranges` in the row, and the segment with which it ends."""
+    """Name a prefix that the layers keep: its last segment, its `ranges` in the row, and where they keep it."""
 
     segment: int
     ranges: Sequence[tuple[int, int]]
@@ -37,6 +37,6 @@ class Keep:
 
 
 def named(identities: np.ndarray, media: Sequence[Sequence[str]]) -> str:
-    """Return a digest of token identities, in which -1 - i stands for the `media[i]`."""
-    shown = media[: 1 + max(-1 - int(identities.min()), -1)]
-    return blake2b(identities.astype("<i8").tobytes() + repr(list(map(list, shown))).encode()).hexdigest()
+    """Return a digest of token identities: -1 - i stands for the `media[i]`."""
+    present = media[: 1 + max(-1 - int(identities.min()), -1)]
+    return blake2b(identities.astype("<i8").tobytes() + repr(list(map(list, present))).encode()).hexdigest()

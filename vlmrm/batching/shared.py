@@ -25,10 +25,10 @@ from vlmrm.rendering import ProcessedMedia, Rendered
 
 @dataclass(frozen=True)
 class PackedSegment:
-    """Tokens `start` to `stop` of a packed row, which follow those of segment `parent` (-1: none).
+    """Mark tokens `start` to `stop` of a packed row; they continue segment `parent` (-1: none).
 
-    `depth` is the number of segments before it on its path; `conversations` of the batch hold its tokens. The places
-    of a held segment, whose tokens are not in the row, are below zero.
+    `depth` is the number of segments before it on its path; `conversations` of the batch have its tokens. A `held`
+    segment is a cached prefix: its tokens are not in the row, and its positions are negative.
     """
 
     start: int
@@ -47,7 +47,7 @@ class PackedSegment:
 
 @dataclass(frozen=True)
 class Span:
-    """Queries `start` to `stop`, and the ranges of keys that the last of them attends to.
+    """Pair queries `start` to `stop` with the ranges of keys that the last of them attends to.
 
     The queries are of one segment, or of several on one path; the last range of keys ends with their own.
     """
@@ -64,14 +64,14 @@ class Span:
 
 @dataclass(eq=False)
 class PackedLayout:
-    """The attention pattern of a packed row, and the positions at which its conversations end.
+    """Describe a packed row: its attention pattern, and where its conversations end.
 
     Each segment attends to itself, causally, and to the segments before it on its path. `segments` cover the row in
-    order, parents first, and so do `spans`, which join segments for attention. The layout travels beside a batch's
-    tensors to the layers of the language model; what they derive from it is computed once for all of them.
+    order, parents first; `spans` join neighbouring segments for attention. The layout travels beside a batch's tensors
+    to the layers of the language model; what they derive from it is computed once for all of them.
 
-    The keys of the `held` segments, in order, come before the row's own. `keep` are prefixes of which layers keep what
-    later rows need, unless one of them has `refused`.
+    The keys of the `held` segments (cached prefixes), in order, come before the row's own. The layers store `keep`,
+    the prefixes for later rows, unless one of them has `refused`.
     """
 
     segments: Sequence[PackedSegment]
@@ -90,12 +90,13 @@ class PackedLayout:
         """Return the layout of a row with the tree's segments one after another, in as few spans as possible."""
         held = [segment.held for segment in tree.segments]
         lengths = [len(segment) for segment in tree.segments]
-        place = {True: -sum(n for n, is_held in zip(lengths, held, strict=True) if is_held), False: 0}
+        # Held segments fill the positions below zero, up to the row's first token at 0.
+        offset = {True: -sum(n for n, is_held in zip(lengths, held, strict=True) if is_held), False: 0}
         starts, stops = [], []
         for is_held, length in zip(held, lengths, strict=True):
-            starts.append(place[is_held])
-            place[is_held] += length
-            stops.append(place[is_held])
+            starts.append(offset[is_held])
+            offset[is_held] += length
+            stops.append(offset[is_held])
         conversations = [0] * len(tree.segments)
         for end in tree.ends:
             for index in tree.path(end):
@@ -124,7 +125,7 @@ class PackedLayout:
 
     @property
     def before(self) -> int:
-        """Tokens of the held segments, whose keys come before those of the row."""
+        """Tokens of the held segments; their keys come before those of the row."""
         return sum(len(segment) for segment in self.segments if segment.held)
 
     def take(self) -> list[Tensors]:
@@ -155,7 +156,7 @@ class PackedLayout:
     def positions(self, *, held: bool = False) -> np.ndarray:
         """Return the number of tokens before each one in its own conversation, int64 [T].
 
-        With `held`, those of held segments come after the row's, where places below zero find them.
+        With `held`, those of held segments come last: their negative positions index them from the end.
         """
         firsts: list[int] = []
         for segment in self.segments:
@@ -234,7 +235,7 @@ class RotaryPositions:
     config: Any
 
     def __getattr__(self, name: str) -> Any:
-        """Return the class's own methods and constants, which `get_rope_index` calls."""
+        """Return what `get_rope_index` needs of its instance: the class's own methods and constants."""
         if name.startswith("__"):
             raise AttributeError(name)
         if not hasattr(self.backbone, name):  # what an instance has from its configuration, as Qwen's omni models do
@@ -273,7 +274,7 @@ class SharedBatcher:
 
     positions: Callable[[Rendered], torch.Tensor]
     type_names: Sequence[str]
-    placeholders: Collection[int]  # the tokens in whose places features stand
+    placeholders: Collection[int]  # the tokens that features replace
     # The tokens of an image see those of other images in the conversation, also of later ones.
     images_see_all: bool
 
@@ -292,20 +293,20 @@ class SharedBatcher:
     def after_prefixes(
         self, rendered: Sequence[Rendered], kept: Callable[[str], Kept | None], *, keep: bool
     ) -> dict[str, Any]:
-        """Return the inputs without the prompts of which layers have `kept` what is needed, by their digests.
+        """Return the inputs without the prompts that are cached: `kept` finds them by their digests.
 
-        Layers `keep` the same of the others. Images have their keys, by which features can be found again.
+        With `keep`, the layers store the other prompts. Images carry their keys: their features are cached by them.
         """
         numbers: Numbers = {}
         identities = [self.identities(item, numbers) for item in rendered]
         digests = [self.prefix(item) for item in rendered]
-        found = {digest: kept(digest) for digest in dict.fromkeys(digests) if digest is not None}
+        cached = {digest: kept(digest) for digest in dict.fromkeys(digests) if digest is not None}
         cuts = [0 if digest is None else item.prompt for item, digest in zip(rendered, digests, strict=True)]
-        held = [digest if digest is not None and found[digest] else None for digest in digests]
+        held = [digest if digest is not None and cached[digest] else None for digest in digests]
         tree = grow_after(identities, cuts, held)
         inputs = self._batch(rendered, tree, keyed=True)
         layout: PackedLayout = inputs["layout"]
-        layout.held = [kept for name in dict.fromkeys(held) if name is not None and (kept := found[name])]
+        layout.held = [kept for name in dict.fromkeys(held) if name is not None and (kept := cached[name])]
         if keep:
             computed = {digest: i for i, digest in enumerate(digests) if digest is not None and held[i] is None}
             layout.keep = {digest: _keep(layout, tree, i, cuts[i]) for digest, i in computed.items()}
@@ -363,7 +364,7 @@ class SharedBatcher:
         return parts
 
     def cut(self, unit: Unit, budget: int) -> list[list[int]]:
-        """Return pieces under the budget, in each of which shared tokens and images count once."""
+        """Return pieces under the budget; shared tokens and images count once in each piece."""
         numbers: Numbers = {}
         identities = [self.identities(item, numbers) for item in unit]
         order = sorted(range(len(unit)), key=lambda i: sort_key(identities[i]))
@@ -431,7 +432,7 @@ class SharedBatcher:
         return list(zip(rendered.media, np.split(positions, np.cumsum(counts)[:-1]), strict=True)) if counts else []
 
     def _media_in(self, rendered: Sequence[Rendered], segment: Segment) -> list[tuple[ProcessedMedia, np.ndarray]]:
-        """Return the media whose tokens are in the segment, and where in it. No segment ends inside an image."""
+        """Return the media of a segment, and where in it. No segment ends inside an image."""
         placed = self._placed(rendered[segment.sequence])
         return [
             (medium, places - segment.begin) for medium, places in placed if segment.begin <= places[0] < segment.end
@@ -439,7 +440,7 @@ class SharedBatcher:
 
 
 def _keep(layout: PackedLayout, tree: Tree, index: int, end: int) -> Keep:
-    """Return what to keep of the first `end` tokens of conversation `index`, with which a segment ends."""
+    """Return the prefix to keep: the first `end` tokens of conversation `index`, and a segment ends there."""
     path: list[int] = []
     for i in tree.path(tree.ends[index]):
         if tree.segments[i].end <= end:

@@ -1,4 +1,4 @@
-"""Conversations as a tree of token segments, in which a common prefix is stored once."""
+"""Merge conversations into a tree of token segments that stores a common prefix once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MIN_SAVING = 0.05
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens `begin` to `end` of sequence `sequence`, which follow those of segment `parent` (-1: none).
+    """Mark tokens `begin` to `end` of sequence `sequence`; they continue segment `parent` (-1: none).
 
-    Those of a `held` segment are not computed: what layers made of them is at hand.
+    A `held` segment is a cached prefix: its tokens are not computed again.
     """
 
     sequence: int
@@ -34,11 +34,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Tree:
-    """Token sequences as paths of segments, parents first; a common prefix is stored once.
+    """Represent token sequences as paths of segments, parents first; a common prefix is stored once.
 
     Sequence i ends with the last token of segment `ends[i]`. Answers follow their prompt, so chosen and rejected, K
-    ranked answers, candidates, and answers under another row's prompt are one case, and so are several questions about
-    one image, whose paths part after the image.
+    ranked answers, candidates, and answers under another row's prompt are one case. So are several questions about one
+    image: their paths part after the image.
     """
 
     segments: Sequence[Segment]
@@ -73,9 +73,10 @@ def grow(sequences: Sequence[np.ndarray], cuts: Sequence[int] | None = None) -> 
     ends = [-1] * len(order)
 
     def add(low: int, high: int, begin: int, parent: int) -> None:
-        """Add the sorted sequences low to high, which agree up to `begin`, below `parent`."""
-        end = min([lengths[low], *shared[low : high - 1], *(place for place in cut[low:high] if place > begin)])
+        """Add the sorted sequences low to high below `parent`; they agree up to `begin`."""
+        end = min([lengths[low], *shared[low : high - 1], *(stop for stop in cut[low:high] if stop > begin)])
         parts = list(pairwise([low, *(i + 1 for i in range(low, high - 1) if shared[i] == end), high]))
+        # What sharing this segment saves, and the tokens of the branch from here on with every prefix counted once.
         saved = (len(parts) - 1) * (end - begin)
         computed = sum(lengths[low:high]) - sum(shared[low : high - 1]) - begin
         if end > begin and (len(parts) == 1 or saved >= MIN_SAVING * computed):
@@ -94,9 +95,9 @@ def grow(sequences: Sequence[np.ndarray], cuts: Sequence[int] | None = None) -> 
 
 
 def grow_after(sequences: Sequence[np.ndarray], cuts: Sequence[int], held: Sequence[Hashable]) -> Tree:
-    """Build the tree of sequences of which some begin with a prefix that is held: the first `cuts[i]` integers.
+    """Build the tree of sequences, some with a held (cached) prefix: the first `cuts[i]` integers of sequence i.
 
-    `held[i]` names the prefix of sequence i, None where it is computed; then a segment ends with it, as in `grow`.
+    `held[i]` names that prefix. None: it is computed, and a segment ends with it, as in `grow`.
     """
     segments: list[Segment] = []
     ends = [-1] * len(sequences)
@@ -129,7 +130,7 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def tokens_after(before: np.ndarray | None, sequences: Sequence[np.ndarray]) -> int:
-    """Return the number of tokens that sorted `sequences` add to a tree whose last sequence is `before`."""
+    """Count the tokens that sorted `sequences` add to a tree; `before` is its last sequence, if it has any."""
     count = 0
     for sequence in sequences:
         count += len(sequence) - (0 if before is None else common_prefix(before, sequence))

@@ -9,7 +9,15 @@ from vlmrm.errors import ConfigError
 from vlmrm.files import make_folder, require_new_file, write_file
 from vlmrm.logs import counted, say
 from vlmrm.measures.audit import PROMPTS
-from vlmrm.training.recipe import Machine, choose, default_model, facts_of_data, facts_of_model
+from vlmrm.training.recipe import (
+    Machine,
+    choose_method,
+    configuration,
+    count_parameters,
+    default_model,
+    facts_of_data,
+    launch_of,
+)
 
 
 def init_command(data: DataArguments, model: str | None, output: Path) -> None:
@@ -19,12 +27,11 @@ def init_command(data: DataArguments, model: str | None, output: Path) -> None:
     require_new_file(output)
     machine = Machine.here()
     facts = facts_of_data(data)
-    recipe = choose(facts, facts_of_model(model or default_model(machine)), machine, str(output))
+    model = model or default_model(machine)
+    method = choose_method(count_parameters(model), machine)
     make_folder(output.parent)
-    write_file(output, recipe.text(), exclusive=True)
-    how = {"whole": "trains every weight", "lora": "LoRA", "qlora": "QLoRA"}[recipe.method.kind]
-    zero = f", ZeRO-{recipe.method.zero}" if recipe.method.zero else ""
-    say(f"wrote {output}, for {machine}: {how}{zero}, as {recipe.method.why}")
+    write_file(output, configuration(facts, model, method, machine, str(output)), exclusive=True)
+    say(f"wrote {output}, for {machine}: {method}, as {method.why}")
     if facts.bad_share:
         say(f"{facts.bad_share:.1%} of a sample cannot be read ({facts.reason}): such rows are skipped")
     if facts.margins:
@@ -34,4 +41,4 @@ def init_command(data: DataArguments, model: str | None, output: Path) -> None:
             f"eval_fraction {facts.held_out} holds out {counted(facts.held_out_prompts, 'prompt')}, too few to tell a "
             "better checkpoint from a lucky one: add prompts, or give eval_dataset_path"
         )
-    say(f"next: vlmrm plan {output}, then {recipe.launch}")
+    say(f"next: vlmrm plan {output}, then {launch_of(machine, str(output))}")

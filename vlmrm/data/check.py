@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 MAX_LISTED = 20  # wrong rows and duplicates that are named; all are counted
-BAR_WIDTH = 40  # characters of the longest bar
 MAX_CATEGORIES = 15  # listed by name
 
 
@@ -239,7 +238,9 @@ def _order(ratings: Sequence[float]) -> list[int]:
 
 def format_report(report: Report) -> str:
     """Return the report as plain text: the contents, the first row as it is read, and the errors."""
-    sections = [_format_contents(report), *_histograms(report)]
+    sections = [_format_contents(report)]
+    if sizes := _format_sizes(report):
+        sections.append(sizes)
     if report.example is not None:
         sections.append(f"the first row is read as\n{_format_comparison(report.example)}")
     if report.duplicates:
@@ -280,31 +281,22 @@ def _format_contents(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _histograms(report: Report) -> list[str]:
-    sections = [
-        _histogram("longer side of the images, pixels", [max(size) for size in report.image_sizes]),
-        _histogram("prompt, characters", report.prompt_lengths),
-        _histogram("answer, characters", report.answer_lengths),
-        _histogram("conversation, tokens", report.token_counts),
+def _format_sizes(report: Report) -> str:
+    """Return a line on each kind of size, by which one chooses `max_pixels` and `max_seq_length`."""
+    sizes = {
+        "longer side of the images, pixels": [max(size) for size in report.image_sizes],
+        "prompt, characters": report.prompt_lengths,
+        "answer, characters": report.answer_lengths,
+        "conversation, tokens": report.token_counts,
+    }
+    lines = [
+        f"{name}: median {np.median(values):,.0f}, 95 % up to {np.percentile(values, 95):,.0f}, max {max(values):,}"
+        for name, values in sizes.items()
+        if any(values)
     ]
     if report.max_seq_length and report.token_counts:
         over = sum(count > report.max_seq_length for count in report.token_counts)
-        sections.append(f"{over:,} conversations are over max_seq_length {report.max_seq_length:,}")
-    return [section for section in sections if section]
-
-
-def _histogram(title: str, values: Sequence[int]) -> str:
-    """Return counts between powers of two, as bars."""
-    if not any(values):
-        return ""
-    counts = Counter(value.bit_length() for value in values)
-    most = max(counts.values())
-    lines = [title]
-    for bits in range(min(counts), max(counts) + 1):
-        low, high = (1 << bits) >> 1, max((1 << bits) - 1, 0)
-        label = f"{low}-{high}" if high > low else f"{low}"
-        bar = "█" * max(round(counts[bits] / most * BAR_WIDTH), bool(counts[bits]))
-        lines.append(f"  {label:>13} {counts[bits]:>9,} {bar}".rstrip())
+        lines.append(f"{over:,} conversations are over max_seq_length {report.max_seq_length:,}")
     return "\n".join(lines)
 
 

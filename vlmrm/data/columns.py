@@ -15,9 +15,14 @@ from vlmrm.settings import did_you_mean, nearest
 # The only column of a line that could not be parsed, with the reason; empty in the rows of its table that could.
 MALFORMED = "$malformed"
 SPECIAL = frozenset({"id", "margin", "weight", "tie", "category", "judgements"})  # read in every layout
-READ = SPECIAL.union(*(layout.columns() for layout in LAYOUTS_TO_SCORE))
 WRITE = "write columns as images=file_name prompt=query"
 IGNORE = "ignore"  # the name of columns that are not read at all
+
+
+def read_columns() -> frozenset[str]:
+    """Return the columns that some layout reads."""
+    return SPECIAL.union(*(layout.columns() for layout in LAYOUTS_TO_SCORE))
+
 
 Columns: TypeAlias = dict[str, str | list[str]]
 
@@ -41,8 +46,8 @@ def parse_columns(value: Sequence[str] | str | Mapping[str, str | list[str]] | N
     for name, column in _flat(pairs):
         if not isinstance(column, str) or not column or not isinstance(name, str):
             raise ConfigError(f"columns holds {name}: {column!r}, which names no column: {WRITE}.")
-        if name not in READ and name != IGNORE:
-            if column in READ or column == IGNORE:
+        if name not in read_columns() and name != IGNORE:
+            if column in read_columns() or column == IGNORE:
                 raise ConfigError(
                     f"columns holds {name}={column}: write {column}={name}, the name of docs/data.md first."
                 )
@@ -70,10 +75,10 @@ def _flat(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
 def _nearest_name(name: str) -> str | None:
     """Return the name that a mistyped one is probably meant as; never that of the other of two answers."""
     sided = with_sides(name)
-    near = nearest(sided, READ)
+    near = nearest(sided, read_columns())
     if near is None or near[-1] not in "abAB012" or sided[-1] == near[-1].lower():
         return near
-    return None if any(name != near and name[:-1] == near[:-1] for name in READ) else near
+    return None if any(name != near and name[:-1] == near[:-1] for name in read_columns()) else near
 
 
 def _pairs(word: Any) -> Iterable[tuple[Any, Any]]:
@@ -101,10 +106,11 @@ def choose_names(path: str, present: Collection[str], columns: Mapping[str, str 
                 f"remove one of the two columns"
             )
     if Path(path).name.partition(".")[0] == METADATA:
+        read = read_columns()
         for column in present:
             match = FILE_NAME.fullmatch(column)
             name = (match["column"] or "images") if match else ""
-            if name in READ and column not in names and name not in names.values() and name not in present:
+            if name in read and column not in names and name not in names.values() and name not in present:
                 names[column] = name
     return names
 

@@ -116,6 +116,9 @@ def load_comparisons(
     `split_seed` and keep the sources' order. In a stream, weights are sampling probabilities, and `limit` takes the
     first rows after shuffling.
 
+        rows = load_comparisons(["pairs.jsonl"], arguments=DataArguments(image_root="images"))
+        rows[0]["comparison"].pairs()
+
     Raises:
         DataError: when a source cannot be opened, or no row remains.
     """
@@ -301,7 +304,10 @@ def split_key(comparison: Comparison, folder: str) -> list[str]:
 
 
 def load_train_and_eval(arguments: DataArguments) -> tuple[Dataset | IterableDataset, Dataset | None]:
-    """Return the training and evaluation data of a configuration; None for evaluation data that it does not name."""
+    """Return the training and evaluation data of a configuration; None for evaluation data that it does not name.
+
+    >>> train, held_out = load_train_and_eval(DataArguments(dataset_path=["pairs.jsonl"], eval_fraction=0.1))
+    """
     if not arguments.dataset_path:
         raise ConfigError("dataset_path is missing: name the preference data to train on")
     if arguments.eval_dataset_path and arguments.eval_fraction:

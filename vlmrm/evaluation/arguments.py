@@ -10,7 +10,7 @@ from vlmrm.errors import ConfigError
 from vlmrm.evaluation.choosing import BENCHMARK, Criterion, split_metric
 from vlmrm.libraries import parse_dtype
 from vlmrm.measures.interventions import GROUPS, INTERVENTIONS, named
-from vlmrm.measures.metrics import METRIC
+from vlmrm.measures.metrics import METRICS
 from vlmrm.modeling.arguments import ComputeArguments
 
 # Keys of `DataArguments` that evaluation does not use, and what to do instead.
@@ -204,7 +204,7 @@ class EvaluationArguments(ComputeArguments):
                 )
             if "accuracy" in criterion.metric and not 0 <= self.fail_under <= 1:
                 raise ConfigError(f"fail_under is {self.fail_under}: it is an accuracy, from 0 to 1.")
-        metric = METRIC.get(figure)
+        metric = METRICS.get(figure)
         needed = "" if metric is None else (metric.needs or "").removesuffix("_chosen")
         if needed in INTERVENTIONS and needed not in self.interventions:
             raise ConfigError(f"metric_for_best is {figure}, which needs {needed}: add it to interventions.")

@@ -14,11 +14,10 @@ from vlmrm.errors import ConfigError
 from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.analysis import metric as figure_of
 from vlmrm.measures.intervals import Estimate, Figure
-from vlmrm.measures.metrics import METRIC, METRICS
+from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pair_arrays import PairArrays
 from vlmrm.measures.selection import contributions, without_luck
 
-CHOOSABLE = {metric.name for metric in METRICS if metric.better}  # each has a standard error
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
 MEAN = "mean "  # begins the name of a figure that is the mean of several sets
 
@@ -50,10 +49,11 @@ class Criterion:
 
     def __post_init__(self):
         named = self.metric.startswith((CATEGORY, BENCHMARK))
-        if not named and self.metric not in CHOOSABLE:
+        choosable = [metric.name for metric in METRICS.values() if metric.better]  # each has a standard error
+        if not named and self.metric not in choosable:
             raise ConfigError(
                 f"metric_for_best is {self.metric}, by which no checkpoint is better than another: choose "
-                f"accuracy/CATEGORY, benchmark/NAME, {', '.join(sorted(CHOOSABLE))}."
+                f"accuracy/CATEGORY, benchmark/NAME, {', '.join(sorted(choosable))}."
             )
 
     @property
@@ -63,7 +63,7 @@ class Criterion:
 
     @property
     def higher_is_better(self) -> bool:
-        return self.metric not in METRIC or METRIC[self.metric].better == "higher"
+        return self.metric not in METRICS or METRICS[self.metric].better == "higher"
 
     def value(self, row: Row) -> float:
         """Return the row's figure."""
@@ -158,7 +158,7 @@ class Criterion:
         """Return a figure of scored pairs, and the pairs that it is of; None where it has no value for each prompt."""
         if name.startswith(CATEGORY):
             part, name = part[part["category"] == name.removeprefix(CATEGORY)], "preference_accuracy"
-        computed = METRIC[name].compute(PairArrays(part)) if name in METRIC and len(part) else None
+        computed = METRICS[name].compute(PairArrays(part)) if name in METRICS and len(part) else None
         usable = isinstance(computed, Figure) and np.isfinite(computed.influence().value)
         return (computed if usable else None), part
 

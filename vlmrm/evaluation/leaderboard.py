@@ -34,7 +34,7 @@ SELECTING = (
 )
 
 
-class Figure(NamedTuple):
+class SetFigure(NamedTuple):
     """A model's figure on a set with the ends of its 95 % interval, NaN where they are not known, and its pairs."""
 
     value: float
@@ -68,7 +68,7 @@ class DataSet:
     def pairs(self) -> int:
         return max(len(measured.pairs) for measured in self.measured.values())
 
-    def figure(self, model: str, metric: str | None = None) -> Figure | None:
+    def figure(self, model: str, metric: str | None = None) -> SetFigure | None:
         """Return the model's figure; None where it was not measured, or lacks what the benchmark's rule needs."""
         if model not in self.measured:
             return None
@@ -77,7 +77,7 @@ class DataSet:
         found = figures.get(metric or self.metric)
         if found is None or found["value"] is None:
             return None
-        return Figure(found["value"], found["low"], found["high"], len(pairs))
+        return SetFigure(found["value"], found["low"], found["high"], len(pairs))
 
 
 class Line(NamedTuple):
@@ -88,8 +88,8 @@ class Line(NamedTuple):
     """
 
     model: str
-    figures: list[Figure | None]
-    mean: Figure | None
+    figures: list[SetFigure | None]
+    mean: SetFigure | None
     ranks: tuple[int, int] | None
 
 
@@ -212,13 +212,13 @@ def _add(results: ResultsFile, file: Path, sets: dict[str, DataSet], notes: list
         sets[key].measured[row["path"]] = Measured(row, pairs)
 
 
-def _mean(sets: Sequence[DataSet], model: str) -> Figure:
+def _mean(sets: Sequence[DataSet], model: str) -> SetFigure:
     """Return the mean accuracy over sets, which count the same; its interval is that of independent figures."""
     figures = [figure for it in sets if (figure := it.figure(model, ACCURACY))]
     value = float(np.mean([it.value for it in figures]))
     below, above = (math.hypot(*(getattr(it, end) - it.value for it in figures)) for end in ("low", "high"))
     count = len(figures)
-    return Figure(value, value - below / count, value + above / count, sum(it.pairs for it in figures))
+    return SetFigure(value, value - below / count, value + above / count, sum(it.pairs for it in figures))
 
 
 def _ranks(sets: Sequence[DataSet], models: Sequence[str]) -> dict[str, tuple[int, int]]:

@@ -26,19 +26,12 @@ from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pairs import candidates_of, read_pairs
 
-IN_TABLE = [metric for metric in METRICS if metric.column]
 FIRST = [
     "preference_accuracy",
     "average_margin",
     "margin_std",
     "sample_count",
 ]  # the columns that the framework's specification names
-MEASURED = [metric.name for metric in IN_TABLE if not metric.needs]  # which every evaluated checkpoint has
-COLUMNS = [
-    *("model", "checkpoint", *FIRST, "error", *(name for name in MEASURED if name not in FIRST), "dropped_rows"),
-    *(metric.name for metric in IN_TABLE if metric.needs),
-    "seconds",
-]
 CHAT_TEMPLATE = "tokenizer"  # RewardBench's word for a chat template that the tokenizer brings
 
 
@@ -155,14 +148,18 @@ def table(rows: Sequence[Row], best: Best | None) -> pd.DataFrame:
         line["best"] = best is not None and row["path"] == best["path"]
         flat.append(line)
     frame = pd.DataFrame(flat)
-    present = [name for name in COLUMNS if name in frame or name in FIRST]
+    tabled = [metric for metric in METRICS.values() if metric.column]
+    measured = [metric.name for metric in tabled if not metric.needs and metric.name not in FIRST]
+    needing = [metric.name for metric in tabled if metric.needs]
+    columns = ["model", "checkpoint", *FIRST, "error", *measured, "dropped_rows", *needing, "seconds"]
+    present = [name for name in columns if name in frame or name in FIRST]
     return frame.reindex(columns=[*dict.fromkeys([*present, *frame.columns])])
 
 
 def table_figures(overall: Figures) -> dict[str, float]:
     """Return the figures of the table by name, without metrics whose column the pairs lack."""
-    values = {metric.name: metric.value(overall) for metric in IN_TABLE}
-    return {name: value for name, value in values.items() if name in MEASURED or not math.isnan(value)}
+    tabled = {metric: metric.value(overall) for metric in METRICS.values() if metric.column}
+    return {metric.name: value for metric, value in tabled.items() if not (metric.needs and math.isnan(value))}
 
 
 def describe(row: Any) -> str:

@@ -1,6 +1,6 @@
 """The schema of evaluation_results.json, its reader and its writer; docs/evaluation.md documents the fields.
 
-The content is plain dictionaries of declared types, those of the figures by METRICS. `load_results` validates it.
+The content is plain dictionaries of declared types, figures under their names in METRICS. `load_results` validates it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired, get_args, get_origin
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict, get_type_hints
+from typing_extensions import TypeAliasType, TypedDict, get_type_hints
 
 from vlmrm.errors import ConfigError
 from vlmrm.measures.audit import Finding
 from vlmrm.measures.intervals import Estimate
-from vlmrm.measures.metrics import METRICS
 from vlmrm.settings import describe_errors
 
 SCHEMA_VERSION = 4  # raised whenever a field changes its name or meaning; a new metric is absent from older files
@@ -43,8 +42,8 @@ def json_type(kind: Any) -> Any:
 if TYPE_CHECKING:
     Figures = dict[str, Any]  # a checker cannot know the fields, which METRICS declares
 else:
-    # Made of METRICS, so that a metric is declared once; files older than a metric lack it.
-    Figures = strict(TypedDict("Figures", {metric.name: NotRequired[json_type(metric.kind)] for metric in METRICS}))
+    Figure = TypeAliasType("Figure", int | Number | list["Figure"] | dict[str, "Figure"])
+    Figures = dict[str, Figure]
 
 
 @strict
@@ -91,6 +90,7 @@ else:
     BenchmarkFigure = json_type(Estimate)
 
 
+@with_config(ConfigDict(extra="allow"))
 class _Row(TypedDict, extra_items=Number):
     """A checkpoint or another scorer. One with an `error` has no figures.
 
@@ -112,8 +112,13 @@ class _Row(TypedDict, extra_items=Number):
 if TYPE_CHECKING:
     Row = _Row
 else:
-    _COLUMNS = {m.name: NotRequired[int if m.kind is int else Number] for m in METRICS if m.column}
-    Row = strict(TypedDict("Row", {**get_type_hints(_Row, include_extras=True), **_COLUMNS}))
+    # Figures of the table stand beside these fields, those of a user's metrics too.
+    Row = Annotated[_Row, BeforeValidator(lambda row: _with_numbers(row) if isinstance(row, dict) else row)]
+
+
+def _with_numbers(row: dict[str, Any]) -> dict[str, Any]:
+    fields = _Row.__annotations__
+    return {name: math.nan if it is None and name not in fields else it for name, it in row.items()}
 
 
 @strict
@@ -155,6 +160,8 @@ _READER = TypeAdapter(ResultsFile)
 
 def load_results(path: str | Path) -> ResultsFile:
     """Return the results of a sweep, checked against this file's types.
+
+        [row] = load_results("results/mine.json")["results"]
 
     Raises:
         ConfigError: when it is no results file, or one of another schema version.

@@ -47,6 +47,8 @@ INTERVAL = 15.0  # seconds between two searches for new checkpoints
 def sweep(config: Configuration = (), /, **keys: Any) -> SweepResult:
     """Evaluate every checkpoint that has no row in the results yet, and choose the best, as `vlmrm eval` does.
 
+        evaluate(model_dirs="outputs/mine", dataset_path="test.jsonl", output_file="results/mine.csv").best
+
     Args:
         config: a YAML or JSON file, a mapping of keys to values, or the words of a command line.
         keys: keys of the configuration, which override those of `config`. `dataset_path` may be a `datasets.Dataset`.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
-from typing import Any
 
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError
 from vlmrm.evaluation.arguments import EvaluationArguments
@@ -24,6 +22,8 @@ logger = logging.getLogger("vlmrm")
 @dataclass(frozen=True)
 class SweepResult:
     """The table's rows, in the order of evaluation, and the one that `metric_for_best` chose.
+
+        result.best["preference_accuracy"], result.rows, result.csv
 
     `paths` are those of the rows that this sweep was about; further rows are of earlier ones with this output.
     Of a suite, `sets` has the result of each set by name, and `unread` why a set could not be evaluated; rows are
@@ -42,20 +42,6 @@ class SweepResult:
     def best(self) -> Row | None:
         """Return the row that was chosen; None where none has figures."""
         return next((row for row in self.rows if self.choice and row["path"] == self.choice["path"]), None)
-
-    def _repr_html_(self) -> str:
-        """Return the sweep as a notebook shows it: a row for each checkpoint, the best one in bold."""
-        figures = ("preference_accuracy", "blank_image_accuracy", "average_margin", "sample_count")
-        columns = ("checkpoint", *(self.sets or figures), "error")
-        lines = []
-        for row in self.rows:
-            of_sets: Any = row.get("sets", {})
-            on_sets = {name: of_set.get(figures[0]) for name, of_set in of_sets.items()}
-            values = [{**row, **on_sets}.get(name) for name in columns]
-            cells = [f"{it:.3f}" if isinstance(it, float) else escape(str("" if it is None else it)) for it in values]
-            bold = " style='font-weight:bold'" if row is self.best else ""
-            lines.append(f"<tr{bold}><td>{'<td>'.join(cells)}")
-        return f"<table><tr><th>{'<th>'.join(columns)}{''.join(lines)}</table>"
 
 
 def conclude(

@@ -10,21 +10,29 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from vlmrm.errors import DataError
+from vlmrm.errors import ConfigError, DataError
 from vlmrm.formats import annotation_tools, preferences, public_sets, ratings, rollouts, verdicts
 from vlmrm.formats.layout import MEDIA, Layout
 from vlmrm.settings import nearest
 
 # The first match reads the row, so the specific layouts come before the general ones.
-LAYOUTS: tuple[Layout, ...] = (
+LAYOUTS: list[Layout] = [
     *(annotation_tools.label_studio, annotation_tools.argilla),
     *(public_sets.openai_preferences, public_sets.llava_rlhf, public_sets.povid),
     *(preferences.pick_a_pic, preferences.image_reward, ratings.hpdv2, preferences.hpsv3, preferences.image_pair),
     *(ratings.ranked, ratings.ranking, ratings.completions),
     *(verdicts.text_verdict, verdicts.image_verdict, verdicts.video_verdict),
     *(preferences.alpaca, preferences.sharegpt, preferences.swift, preferences.pair, public_sets.rlhf_v),
-)
-LAYOUTS_TO_SCORE = (*LAYOUTS, rollouts.prompt_response, rollouts.conversation)
+]
+LAYOUTS_TO_SCORE = [*LAYOUTS, rollouts.prompt_response, rollouts.conversation]
+
+
+def register(layout: Layout) -> None:
+    """Add a layout before all others, as a plugin does: rows that it matches are read by it."""
+    if any(known.name == layout.name for known in LAYOUTS_TO_SCORE):
+        raise ConfigError(f"there is already a layout {layout.name}: give yours another name.")
+    LAYOUTS.insert(0, layout)
+    LAYOUTS_TO_SCORE.insert(0, layout)
 
 
 def detect_layout(columns: Iterable[str], layouts: Sequence[Layout] = LAYOUTS) -> Layout:
@@ -91,7 +99,7 @@ def _hint(names: frozenset[str], layouts: Sequence[Layout]) -> str:
 
 @dataclass(frozen=True)
 class _Guess:
-    """What columns may be meant as: `mapping` names those of a layout, of which the part `share` is there."""
+    """Guess a layout: `mapping` from its columns to those meant, and the `share` of its columns that are there."""
 
     layout: Layout
     mapping: dict[str, str]

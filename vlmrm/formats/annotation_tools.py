@@ -174,7 +174,7 @@ def _raters(responses: Any) -> list[dict[str, Any]]:
 
 
 def _answered(raters: Sequence[Mapping[str, Any]], of_kind: Callable[[Any], bool]) -> dict[str, list[Any]]:
-    """Return the answers by question, to the questions whose answers are all of a kind."""
+    """Return the raters' answers by question, for questions with answers of this kind alone."""
     questions = dict.fromkeys(question for rater in raters for question in rater)
     answers = {question: [rater[question] for rater in raters if question in rater] for question in questions}
     return {question: values for question, values in answers.items() if all(map(of_kind, values))}

@@ -162,5 +162,5 @@ def _text_and_media(prompt: Messages) -> tuple[str | Messages, dict[str, list[An
 
 
 def _is_plain_medium(part: Part) -> bool:
-    """Return whether a part is an image or video without options, which columns cannot express."""
+    """Return whether a part is an image or video without options: columns cannot express options."""
     return not isinstance(part, Text) and getattr(part, "options", VideoOptions()) == VideoOptions()

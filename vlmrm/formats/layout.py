@@ -1,4 +1,4 @@
-"""The class of a layout of rows, and the helpers that readers of rows share."""
+"""Define a layout of rows, and the helpers that readers of rows share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MEDIA = frozenset({"image", "images", "video", "videos"})
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """A row as conversations, of which the first `shared` messages are the prompt, and a value for each.
+    """Hold a row as conversations with a value each; their first `shared` messages are the prompt.
 
     `skipped` are columns of the layout that were not read in this row, `unread` the fields inside of its columns that
-    were not; `figures` are read and stay with the comparison. `judgements` are those of several raters or criteria, of
-    which `values` is the mean. `unjudged` is the reason why the values mean nothing: the row is not a preference, but
-    its answers can be scored.
+    were not; `figures` are read and stay with the comparison. `judgements` are those of several raters or criteria;
+    `values` is their mean. `unjudged` is the reason why the values mean nothing: the row is not a preference, but its
+    answers can be scored.
     """
 
     conversations: Sequence[Messages]
@@ -46,12 +46,12 @@ class ParsedRow:
         return tuple(conversation[self.shared :] for conversation in self.conversations)
 
 
-Alternatives: TypeAlias = tuple[frozenset[str], ...]  # sets of columns, one of which a row must have
+Alternatives: TypeAlias = tuple[frozenset[str], ...]  # sets of columns; a row must have one set
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A source format: it reads rows with all `required` columns, one alternative of each group, none of `without`.
+    """Read rows of one source format: all `required` columns, one alternative of each group, none of `without`.
 
     Columns outside `required`, `groups` and `optional` are not read; scalar ones are kept with the comparison.
     """
@@ -114,7 +114,7 @@ def media_in(row: Row, kind: str, prefix: str = "") -> list[Any]:
 
 
 def as_list(media: Any) -> list[Any]:
-    """Return the media of a column, which holds one, a list of them, or None, as a list."""
+    """Return a column's media as a list; the column holds one, a list of them, or None."""
     if media is None:
         return []
     several = isinstance(media, (list, tuple)) or getattr(media, "ndim", None) == 1  # an array of paths
@@ -135,7 +135,7 @@ def prompt_turns(row: Row, prompt: Any) -> Messages:
 
 
 def question_turns(row: Row, prompt: Any) -> Messages:
-    """Return `prompt_turns` of a row whose answers are elsewhere."""
+    """Return `prompt_turns`, and refuse an answer at their end: the row's answers are in other columns."""
     turns = prompt_turns(row, prompt)
     if turns and turns[-1].role == "assistant":
         raise RowError("its prompt ends with an answer of the assistant, before those of the row: leave it out")

@@ -59,7 +59,7 @@ def read_messages(value: Any, role: str) -> Messages:
 
 
 def write_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as dictionaries with Hugging Face's parts, which `read_messages` reads back."""
+    """Write messages as dictionaries with Hugging Face's parts; `read_messages` reads them back."""
     return [{"role": message.role, "content": [*map(_write_part, message.content)]} for message in messages]
 
 

@@ -126,7 +126,7 @@ def read_openrlhf_query(prompt: str | None, query: str, label: Any) -> Conversat
 
 
 def read_slime_sample(prompt: str | Sequence[Any], response: str, label: Any) -> Conversation:
-    """Return the conversation of a sample of slime, whose prompt is a text, messages, or a rendered ChatML.
+    """Read a sample of slime as a conversation; the prompt is a text, messages, or rendered ChatML.
 
     A label as of OpenRLHF says what was asked where the prompt does not, such as its images.
     """

@@ -48,9 +48,6 @@ def refuse_lost_media(prompt: Any, filled: Sequence[Message]) -> None:
 
     Args:
         filled: the messages of the prompt with all media of its row.
-
-    Raises:
-        RowError: naming the placeholder.
     """
     if isinstance(prompt, str):
         texts = [message.text for message in filled if message.role != "assistant"]

@@ -14,7 +14,7 @@ MEDIA = ("image_b64", "video_b64", "video_path")
 
 
 def read_history(history: Sequence[Mapping[str, Any]]) -> Sample:
-    """Return the last turn as a sample, whose conditions are the media of the turns before it."""
+    """Read the last turn as a sample; the media of the turns before it are its conditions."""
     last = history[-1]
     images: list[str | None] = []
     videos: list[str | None] = []

@@ -129,7 +129,7 @@ def _sides_of(row: Row, vocabulary: Sequence[Sides]) -> Sides:
 
 
 def _chat(row: Row, sides: Sides) -> dict[str, Any] | None:
-    """Return an LMSYS row whose prompt and answers are lists of turns, often as JSON, as whole conversations."""
+    """Read an LMSYS row with lists of turns as whole conversations; None for a row with a plain prompt."""
     prompts = _turns(row.get("prompt"))
     answers = {side: _turns(row[side]) for side in sides}
     if prompts is None:
@@ -300,7 +300,7 @@ def _ranked(column: str, ranking: Sequence[Mapping[str, Any]], sides: Sides) -> 
 
 
 def _better(difference: float) -> tuple[float, float]:
-    """Return the values of two answers of which the first is better by `difference`."""
+    """Return the values of two answers; the first is better by `difference`."""
     return FIRST if difference > 0 else SECOND if difference < 0 else TIE
 
 

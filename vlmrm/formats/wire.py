@@ -38,7 +38,7 @@ class WireOutcome(TypedDict, total=False):
 
 
 def write_outcome(outcome: Outcome) -> WireOutcome:
-    """Return an outcome without its default values, which `read_outcome` restores."""
+    """Write an outcome without its default values; `read_outcome` restores them."""
     written: WireOutcome = {"error": outcome.error or ""} if outcome.score is None else {"score": outcome.score}
     if outcome.extra:
         written["extra"] = dict(outcome.extra)
@@ -53,7 +53,7 @@ def read_outcome(outcome: WireOutcome) -> Outcome:
 
 
 def write_item(content: Conversation | Sample, group: str | int | None = None) -> Item:
-    """Return a conversation or sample as an item, which `read_item` reads back."""
+    """Write a conversation or sample as an item; `read_item` reads it back."""
     if isinstance(content, Conversation):
         return {"messages": _with_bytes(write_messages(content.messages)), "group": group}
     columns: Any = write_sample(content)

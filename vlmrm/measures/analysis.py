@@ -12,7 +12,7 @@ import pandas as pd
 from vlmrm.errors import ConfigError
 from vlmrm.measures.audit import audit
 from vlmrm.measures.intervals import Figure
-from vlmrm.measures.metrics import METRIC, METRICS
+from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pair_arrays import PairArrays
 from vlmrm.measures.pairs import check_pairs
 
@@ -42,14 +42,14 @@ def figures(frame: pd.DataFrame) -> dict[str, Any]:
     An estimate is {value, low, high, standard_error, n, prompts}.
     """
     pairs = PairArrays(frame)
-    computed = ((metric.name, metric.compute(pairs)) for metric in METRICS)
+    computed = ((metric.name, metric.compute(pairs)) for metric in METRICS.values())
     return {n: _plain(v.estimate(pairs.prompts) if isinstance(v, Figure) else v) for n, v in computed}
 
 
 def point_figures(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, float]:
     """Return some metrics of the pairs of `frame` without their intervals, by name."""
     pairs = PairArrays(frame)
-    return {name: METRIC[name].point(pairs) for name in names}
+    return {name: METRICS[name].point(pairs) for name in names}
 
 
 def trl_summary(frame: pd.DataFrame) -> dict[str, float]:
@@ -57,7 +57,7 @@ def trl_summary(frame: pd.DataFrame) -> dict[str, float]:
     pairs = PairArrays(frame)
     rewards = pairs.sides("score").ravel()
     return {
-        **{metric.logged: metric.point(pairs) for metric in METRICS if metric.logged},
+        **{metric.logged: metric.point(pairs) for metric in METRICS.values() if metric.logged},
         "mean_reward": float(rewards.mean()) if len(rewards) else float("nan"),
         "min_reward": float(rewards.min(initial=np.inf)),
         "max_reward": float(rewards.max(initial=-np.inf)),
@@ -73,7 +73,7 @@ def metric(figures: Mapping[str, Any], name: str) -> float:
         names = ", ".join(n for n, v in figures.items() if isinstance(v, (int, float)) or "value" in v)
         raise ConfigError(f"there is no metric {name}: choose one of {names or 'another kind, the data give none'}")
     if math.isnan(value):
-        needs = METRIC[name].needs if name in METRIC else None
+        needs = METRICS[name].needs if name in METRICS else None
         reason = f"the pairs have nothing in column {needs}" if needs else "no pair allows it"
         raise ConfigError(f"the metric {name} cannot be computed, because {reason}: choose another or add it")
     return float(value)

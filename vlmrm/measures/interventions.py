@@ -1,9 +1,9 @@
 """Interventions: comparisons with one thing changed, to see what a model's preference rests on.
 
-Each is declared once, in INTERVENTIONS; what is scored, the columns of the scored pairs, the metrics, the report and
-the guide all read it from there. An intervention returns a comparison with as many answers in the same order (but for
-the family `order`), to be scored beside the original, or None where it does not apply. They are pure functions of the
-comparison and its donors, other comparisons of the data set (see `donors_of`).
+Each is declared once, in INTERVENTIONS, a plugin's by `register`; what is scored, the columns of the scored pairs, the
+metrics, the report and the guide all read it from there. An intervention returns a comparison with as many answers in
+the same order (but for the family `order`), to be scored beside the original, or None where it does not apply. It is a
+pure function of the comparison and its donors, other comparisons of the data set (see `donors_of`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from vlmrm.conversation import (
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.measures import pictures, rewrites
 from vlmrm.measures.rewrites import Rewrite
+from vlmrm.plugins import load_plugins
 from vlmrm.settings import did_you_mean
 
 logger = logging.getLogger("vlmrm")
@@ -134,7 +135,7 @@ def swapped_question(comparison: Comparison, donors: Donors) -> Comparison | Non
     questions = [text for donor in donors if (text := question_of(donor)) not in ("", question)]
     if not question or not questions or not media_of(comparison.prompt):
         return None
-    return _asking(comparison, lambda text: questions[0])
+    return asking(comparison, lambda text: questions[0])
 
 
 def no_question(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
@@ -146,11 +147,6 @@ def no_question(comparison: Comparison, donors: Donors = ()) -> Comparison | Non
     return replace(comparison, prompt=(*system, Message("user", tuple(media))))
 
 
-def paraphrased_question(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
-    """Ask the last question in other words."""
-    return _asking(comparison, rewrites.paraphrased) if question_of(comparison) else None
-
-
 def question_of(comparison: Comparison) -> str:
     """Return the text of the last message of the user, which answers are to; empty if it has none."""
     texts = [message.text for message in comparison.prompt if message.role == "user"]
@@ -159,12 +155,7 @@ def question_of(comparison: Comparison) -> str:
 
 def matched_lengths(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
     """Lengthen the shorter answers up to the longest by sentences that say nothing."""
-    return _restyled(comparison, rewrites.of_length(max(len(text_of(answer)) for answer in comparison.answers)))
-
-
-def repeated_question(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
-    """Begin each answer with the question."""
-    return _restyled(comparison, rewrites.repeating(question_of(comparison)))
+    return restyled(comparison, rewrites.of_length(max(len(text_of(answer)) for answer in comparison.answers)))
 
 
 def reversed_answers(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
@@ -177,7 +168,7 @@ def reversed_answers(comparison: Comparison, donors: Donors = ()) -> Comparison 
     return replace(comparison, answers=comparison.answers[::-1], judgements=judgements) if last else None
 
 
-def _asking(comparison: Comparison, rewrite: Rewrite) -> Comparison:
+def asking(comparison: Comparison, rewrite: Rewrite) -> Comparison:
     """Return the comparison with the text of the user's last message rewritten as one, where its first text stands."""
     prompt = list(comparison.prompt)
     last = max(i for i, message in enumerate(prompt) if message.role == "user")
@@ -188,7 +179,7 @@ def _asking(comparison: Comparison, rewrite: Rewrite) -> Comparison:
     return replace(comparison, prompt=tuple(prompt))
 
 
-def _restyled(comparison: Comparison, rewrite: Rewrite) -> Comparison | None:
+def restyled(comparison: Comparison, rewrite: Rewrite) -> Comparison | None:
     """Return the comparison with the text of each answer rewritten; None where that leaves all as they are."""
     answers = tuple(_restyled_answer(answer, rewrite) for answer in comparison.answers)
     return None if answers == comparison.answers else replace(comparison, answers=answers)
@@ -209,7 +200,7 @@ def _restyled_answer(answer: Messages, rewrite: Rewrite) -> Messages:
     return (*answer[:i], Message(answer[i].role, content), *answer[i + 1 :])
 
 
-def _painted(paint: Callable[[Any], Any], videos: bool = True) -> Change:
+def painted(paint: Callable[[Any], Any], videos: bool = True) -> Change:
     """Return the change of every image, in prompt and answers, and of every frame if it is of `videos` too."""
 
     def change(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
@@ -224,7 +215,7 @@ def _painted(paint: Callable[[Any], Any], videos: bool = True) -> Change:
     return change
 
 
-def _reframed(edit: Callable[[Video], Video]) -> Change:
+def reframed(edit: Callable[[Video], Video]) -> Change:
     """Return the change of every video, in prompt and answers."""
 
     def change(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
@@ -253,14 +244,14 @@ def _with_media(messages: Messages, change: Callable[[Medium], Medium]) -> Messa
 def _picture(
     name: str, paint: Callable[[Any], Any], done: str, *, repeats: str | None = None, **options: Any
 ) -> Intervention:
-    change = _painted(paint)
+    change = painted(paint)
     return Intervention(
         name, change, "image", f"images {done}", f"with every image {done}", repeats=repeats, **options
     )
 
 
 def _quality(name: str, paint: Callable[[Any], Any], done: str) -> Intervention:
-    change = _painted(paint, videos=False)
+    change = painted(paint, videos=False)
     return Intervention(name, change, "quality", f"images {done}", f"with every image {done}")
 
 
@@ -270,16 +261,14 @@ def _style(name: str, change: Change, done: str, *, attack: bool = False, standa
     return Intervention(name, change, "style", f"answers {done}", condition, attack=attack, standard=standard)
 
 
-def _rewriting(rewrite: Rewrite) -> Change:
-    return lambda comparison, donors=(): _restyled(comparison, rewrite)
+def rewriting(rewrite: Rewrite) -> Change:
+    return lambda comparison, donors=(): restyled(comparison, rewrite)
 
 
 # Declared here and nowhere else; the guide has the table of them.
 _DECLARED = (
     _picture("blank_image", pictures.grey, "painted grey", standard=True, loss="image_reliance"),
-    _picture("mean_image", pictures.mean_colour, "painted in its mean colour", repeats="blank_image"),
     _picture("noise_image", pictures.noise, "replaced by noise", repeats="blank_image", standard=True),
-    _picture("blurred_image", pictures.blurred, "blurred beyond recognition", repeats="blank_image"),
     Intervention(
         "swapped_image",
         swapped_image,
@@ -330,50 +319,21 @@ _DECLARED = (
     ),
     Intervention(
         "shuffled_frames",
-        _reframed(pictures.shuffled),
+        reframed(pictures.shuffled),
         "frames",
         "frames shuffled",
         "with the frames of videos shuffled",
         decides=True,
         standard=True,
     ),
-    Intervention(
-        "frozen_frames",
-        _reframed(pictures.frozen),
-        "frames",
-        "the first frame alone",
-        "with the first frame of videos in place of all",
-    ),
     _quality("compressed_image", pictures.compressed, "compressed as a JPEG of low quality"),
     _quality("cropped_image", pictures.cropped, "cropped by 7 %"),
     _quality("smaller_image", pictures.smaller, "reduced to half of the pixels"),
-    Intervention(
-        "paraphrased_question",
-        paraphrased_question,
-        "style",
-        "question in other words",
-        "with the question in other words",
-    ),
-    _style("padded_answers", _rewriting(rewrites.padded), "padded with empty sentences", attack=True, standard=True),
+    _style("padded_answers", rewriting(rewrites.padded), "padded with empty sentences", attack=True, standard=True),
     _style("matched_lengths", matched_lengths, "padded to one length"),
-    _style("added_markdown", _rewriting(rewrites.with_markdown), "set in markdown", attack=True, standard=True),
-    _style("stripped_markdown", _rewriting(rewrites.without_markdown), "without markdown"),
-    _style("hedged_answers", _rewriting(rewrites.hedged), "hedged"),
-    _style("agreeing_answers", _rewriting(rewrites.agreeing), "flattering the user", attack=True, standard=True),
-    _style("confident_answers", _rewriting(rewrites.confident), "claiming to be certain", attack=True),
-    _style("greeting_answers", _rewriting(rewrites.greeting), "opening with a greeting", attack=True),
-    _style("disclaiming_answers", _rewriting(rewrites.disclaiming), "with a disclaimer", attack=True),
-    _style("smiling_answers", _rewriting(rewrites.with_emoji), "with emoji", attack=True),
-    _style("repeated_question", repeated_question, "repeating the question", attack=True),
-    _style("translated_answers", _rewriting(rewrites.translated), "with common words in German"),
-    _style("lower_case", _rewriting(rewrites.lower), "in lower case"),
-    _style("upper_case", _rewriting(rewrites.upper), "in upper case"),
-    _style("misspelt_answers", _rewriting(rewrites.misspelt), "with typos"),
-    _style("spaced_answers", _rewriting(rewrites.spaced), "with doubled spaces"),
-    _style("no_punctuation", _rewriting(rewrites.without_punctuation), "without punctuation"),
-    _style("quoted_answers", _rewriting(rewrites.quoted), "in quotation marks"),
-    _style("bulleted_answers", _rewriting(rewrites.bulleted), "as a list with bullets"),
-    _style("numbered_answers", _rewriting(rewrites.numbered), "as a numbered list"),
+    _style("added_markdown", rewriting(rewrites.with_markdown), "set in markdown", attack=True, standard=True),
+    _style("stripped_markdown", rewriting(rewrites.without_markdown), "without markdown"),
+    _style("agreeing_answers", rewriting(rewrites.agreeing), "flattering the user", attack=True, standard=True),
     Intervention(
         "reversed_answers",
         reversed_answers,
@@ -382,12 +342,23 @@ _DECLARED = (
         "with the answers in reversed order",
     ),
 )
-# By name. Plain, so that a test can add one.
 INTERVENTIONS: dict[str, Intervention] = {intervention.name: intervention for intervention in _DECLARED}
+FOLLOWERS: list[Callable[[Intervention], None]] = []  # called with each that is registered
 GROUPS = ("standard", "all", "none", *FAMILIES)  # words of the key `interventions` beside the names
 
 
+def register(intervention: Intervention) -> None:
+    """Add an intervention, as a plugin does, and with it the two metrics that follow from each."""
+    if intervention.name in INTERVENTIONS or intervention.name in GROUPS:
+        raise ConfigError(f"there is already an intervention {intervention.name}: give yours another name.")
+    INTERVENTIONS[intervention.name] = intervention
+    for follow in FOLLOWERS:
+        follow(intervention)
+
+
 def _declared(name: str) -> Intervention:
+    if name not in INTERVENTIONS:  # in a process that was started afresh
+        load_plugins()
     return INTERVENTIONS[name]
 
 

@@ -1,7 +1,7 @@
 """Metrics of scored pairs, each declared once: name, meaning, the better end, and the columns that it needs.
 
 All read `METRICS`: the table of a sweep (CSV), its details (JSON), the choice of a checkpoint, the trainer's `eval_`
-figures, the report and docs/evaluation.md. To add a metric, add an entry.
+figures, the report and docs/evaluation.md. To add a metric, add an entry; a plugin calls `register`.
 
 Metrics of shortcuts are over the pairs that people did not tie, and count equal scores as half right: a model that
 ignores images scores two answers about a grey image as before, and two grey images equally. A *reliance* is what is
@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from vlmrm.errors import ConfigError
 from vlmrm.measures.intervals import (
     Concordance,
     Contrast,
@@ -25,7 +26,7 @@ from vlmrm.measures.intervals import (
     Mean,
     detectable,
 )
-from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.measures.interventions import FOLLOWERS, INTERVENTIONS, Intervention
 from vlmrm.measures.pair_arrays import PairArrays
 from vlmrm.measures.pairs import credits_of
 from vlmrm.measures.statistics import (
@@ -104,29 +105,27 @@ def distribution(values: np.ndarray) -> Distribution:
     return Distribution(*map(float, parts))
 
 
-def _altered() -> Iterator[Metric]:
-    """Yield the accuracy under each intervention: columns of the table where the intervention was scored."""
-    for name, intervention in INTERVENTIONS.items():
-        yield Metric(
-            f"{name}_accuracy",
-            f"accuracy {intervention.condition}, equal scores as half right",
-            lambda p, name=name: share_of(credits_of(p.altered_margins(name))),
-            needs=f"{name}_chosen",
-            column=True,
-            label=name.replace("_", " "),
-            percent=True,
-        )
+def _altered(intervention: Intervention) -> Metric:
+    """Return the accuracy under an intervention: a column of the table where the intervention was scored."""
+    return Metric(
+        f"{intervention.name}_accuracy",
+        f"accuracy {intervention.condition}, equal scores as half right",
+        lambda p: share_of(credits_of(p.altered_margins(intervention.name))),
+        needs=f"{intervention.name}_chosen",
+        column=True,
+        label=intervention.name.replace("_", " "),
+        percent=True,
+    )
 
 
-def _losses() -> Iterator[Metric]:
-    for name, intervention in INTERVENTIONS.items():
-        yield Metric(
-            intervention.loss,
-            f"accuracy that `{name}` takes away",
-            lambda p, name=name: Mean(p.credits - credits_of(p.altered_margins(name)), scale="difference"),
-            better="higher" if intervention.removes else "lower",
-            needs=f"{name}_chosen",
-        )
+def _loss(intervention: Intervention) -> Metric:
+    return Metric(
+        intervention.loss,
+        f"accuracy that `{intervention.name}` takes away",
+        lambda p: Mean(p.credits - credits_of(p.altered_margins(intervention.name)), scale="difference"),
+        better="higher" if intervention.removes else "lower",
+        needs=f"{intervention.name}_chosen",
+    )
 
 
 def _degradations() -> Iterator[Metric]:
@@ -151,7 +150,7 @@ def share_of(values: np.ndarray, weights: np.ndarray | None = None) -> Mean:
 
 
 # In the order in which the table, the details and the guide have them.
-METRICS = (
+_DECLARED = (
     Metric(
         "preference_accuracy",
         "share of pairs with the chosen answer above the rejected; equal scores count as wrong",
@@ -209,7 +208,7 @@ METRICS = (
         label="loss",
         logged="loss",
     ),
-    *_altered(),
+    *map(_altered, INTERVENTIONS.values()),
     Metric(
         "position_consistency",
         "share of pairs of which a judge gives the same verdict in both orders",
@@ -352,7 +351,7 @@ METRICS = (
         needs="images",
         label="Score and number of images in the prompt",
     ),
-    *_losses(),
+    *map(_loss, INTERVENTIONS.values()),
     Metric(
         "swapped_prompt_margin",
         "mean margin under another row's prompt, its question and images at once, where neither answer should win",
@@ -408,7 +407,18 @@ METRICS = (
         list[BestOfN],
     ),
 )
-METRIC = {metric.name: metric for metric in METRICS}
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _DECLARED}  # by name, in the order of tables
+
+
+def register(*metrics: Metric) -> None:
+    """Add metrics, as a plugin does."""
+    for metric in metrics:
+        if metric.name in METRICS:
+            raise ConfigError(f"there is already a metric {metric.name}: give yours another name.")
+        METRICS[metric.name] = metric
+
+
+FOLLOWERS.append(lambda intervention: register(_altered(intervention), _loss(intervention)))
 
 
 def _positive(values: np.ndarray) -> np.ndarray:

@@ -18,7 +18,6 @@ from vlmrm.data.media import MIN_SIDE, image_size, open_image, video_frames
 
 GREY = (128, 128, 128)
 NOISE_SIDE = 336  # of the longer side: finer noise would average out to grey where images are resized
-BLUR_SIDE = 4
 JPEG_QUALITY = 15
 CROPPED = 0.07  # of each side
 SMALLER = 0.7  # of each side: half of the pixels
@@ -29,12 +28,6 @@ def grey(reference: Reference) -> Image.Image:
     return Image.new("RGB", image_size(reference), GREY)
 
 
-def mean_colour(reference: Reference) -> Image.Image:
-    """Return a picture in the mean colour."""
-    image = open_image(reference)
-    return image.resize((1, 1), Image.Resampling.BOX).resize(image.size)
-
-
 def noise(reference: Reference) -> Image.Image:
     """Return a picture of random colours, drawn by the content."""
     image = open_image(reference)
@@ -43,13 +36,6 @@ def noise(reference: Reference) -> Image.Image:
     width, height = (max(1, round(side * scale)) for side in image.size)
     pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels).resize(image.size, Image.Resampling.NEAREST)
-
-
-def blurred(reference: Reference) -> Image.Image:
-    """Return the picture blurred beyond recognition: what is left of it is `BLUR_SIDE` pixels a side."""
-    image = open_image(reference)
-    small = image.resize((BLUR_SIDE, BLUR_SIDE), Image.Resampling.BOX)
-    return small.resize(image.size, Image.Resampling.BICUBIC)
 
 
 def compressed(reference: Reference) -> bytes:
@@ -82,12 +68,6 @@ def shuffled(video: Video) -> Video:
     order = list(range(len(frames)))
     random.Random(len(order)).shuffle(order)
     return Video(tuple(frames[i] for i in order), options)
-
-
-def frozen(video: Video) -> Video:
-    """Return the video with its first frame in place of all."""
-    frames, options = _frames(video)
-    return Video(frames[:1] * len(frames), options)
 
 
 def painted(video: Video, paint: Callable[[Reference], Reference]) -> Video:

@@ -97,7 +97,7 @@ def _without_lists(path: str, module: nn.Module) -> list[str]:
 
 
 def pattern_of(names: Iterable[str]) -> str:
-    """Return a pattern of full names, in which any number stands for the numbers of layers."""
+    """Return a pattern that matches these full names, with any number for a layer's number."""
     forms = {re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(name)) for name in names}
     return "|".join(sorted(forms))
 

@@ -36,7 +36,7 @@ def aligned_linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
 
 def align(parts: Iterable[nn.Module]) -> None:
-    """Let the linear layers of a model's parts whose widths are no multiples of eight be `AlignedLinear`."""
+    """Make `AlignedLinear` of the linear layers in `parts` with a width that is no multiple of eight."""
     for part in parts:
         for module in part.modules():
             if type(module) is nn.Linear and (module.in_features % ALIGNED or module.out_features % ALIGNED):

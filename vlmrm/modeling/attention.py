@@ -52,10 +52,7 @@ WITHOUT_EFFECT = ("position_ids", "use_cache", "output_attentions", "output_hidd
 def resolve_attention(name: str) -> str:
     """Return what `name` means here: FlashAttention 3 or 2 where it is installed, else PyTorch's `sdpa`.
 
-    A kernel that is not here is replaced by the next that is, which one line a process says; `auto` is the best.
-
-    Raises:
-        ConfigError: when the name is unknown.
+    The next kernel that is here replaces a missing one, and one log line says so; `auto` is the best.
     """
     if name not in ATTENTION:
         raise ConfigError(f"attn_implementation is {name!r}: choose one of {', '.join(ATTENTION)}.")
@@ -91,11 +88,7 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Run the language model with the attention of this name, and leave that of the towers as it is.
-
-    Raises:
-        ConfigError: when the model does not take its attention from the library's interface, which would warn at most.
-    """
+    """Run the language model with the attention of this name, and leave that of the towers as it is."""
     model.set_attn_implementation({"text_config": name})
     if attention_of(model) != name:
         model.set_attn_implementation({"": name})  # one configuration for all
@@ -104,11 +97,7 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def sequence_limit(config: PreTrainedConfig, max_seq_length: int | None) -> int:
-    """Return the longest conversation in tokens: `max_seq_length`, or all that the model has positions for.
-
-    Raises:
-        ConfigError: when `max_seq_length` is more than that.
-    """
+    """Return the longest conversation in tokens: `max_seq_length`, or all that the model has positions for."""
     positions = config.get_text_config().max_position_embeddings
     if max_seq_length is not None and max_seq_length > positions:
         raise ConfigError(f"max_seq_length is {max_seq_length}, but the model has {positions} positions: lower it.")
@@ -120,9 +109,6 @@ def batcher_for(model: RewardModel, processor: Any, batching: str) -> SharedBatc
 
     Call it once, before training or scoring: attention that changes between a forward and its recomputation under
     checkpointing gives wrong gradients.
-
-    Raises:
-        ConfigError: when there is no such batching, or this torch lacks a feature that shared attention needs.
     """
     if batching not in BATCHINGS:
         raise ConfigError(f"batching is {batching!r}: choose from {', '.join(BATCHINGS)}.")
@@ -143,11 +129,7 @@ def padded_batcher(model: RewardModel, processor: Any) -> PaddedBatcher:
 
 
 def share(model: RewardModel) -> SharedBatcher:
-    """Prepare a model for shared batches, and return their batcher. Calling it again does nothing more.
-
-    Raises:
-        ConfigError: when this torch lacks a feature that shared attention needs.
-    """
+    """Prepare a model for shared batches, and return their batcher. Calling it again does nothing more."""
     check_kernel()
     if (attention := attention_of(model)) not in SHARED.values():
         use_attention(model, SHARED.get(attention, SHARED_PREFIX))
@@ -191,15 +173,12 @@ def shared_prefix(
 ) -> tuple[torch.Tensor, None]:
     """Attend over a packed row: query[1, H, T, D], key[1, KV, T, D], value[1, KV, T, V] → [1, T, H, V].
 
-    Keys and values of prefixes that the layout holds come before the row's; those of prefixes to keep are kept.
+    Keys and values of cached prefixes come before the row's; those of the layout's prefixes to keep are stored there.
 
     `attention_mask` is the rule that the family's mask became; without one it is causal. `softcap` bounds scores by
     `softcap * tanh(score / softcap)`; `s_aux` [H] are attention sinks, further scores of each softmax without a value.
     `flash` is the variable-length kernel for half precision on CUDA.
     The kernel follows from the device, the type and what there is to compute.
-
-    Raises:
-        ConfigError: for a tensor as mask, and for any other keyword that changes attention and is not computed here.
     """
     # transformers passes new features as keywords: an unknown one must not be dropped silently.
     refused = [name for name, value in keywords.items() if value is not None and name not in WITHOUT_EFFECT]
@@ -213,13 +192,14 @@ def shared_prefix(
         rule = None
     if rule is None and (is_causal is False or getattr(module, "is_causal", True) is False):
         refused.append("is_causal=False")
+    # The mask decides what is computed: a window that only the layer knows would be ignored without a word.
     seen = layout.longest if rule is None else rule.window
     if sliding_window is not None and seen is not None and sliding_window != seen and sliding_window < layout.longest:
         refused.append(f"sliding_window={sliding_window} over {seen} tokens")
     if refused:
         raise _refusal(refused, module)
     query = _temperature_along_path(module, query, layout)
-    own = key, value
+    own = key, value  # prefixes to keep are of this row: their ranges do not count the held keys
     if held := layout.take():
         key = torch.cat([*(keys for keys, _ in held), key], dim=2)
         value = torch.cat([*(values for _, values in held), value], dim=2)
@@ -237,9 +217,9 @@ def _refusal(refused: Sequence[str], module: nn.Module) -> ConfigError:
 
 
 def _temperature_along_path(module: Any, query: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """Return queries whose temperature follows from their positions, not from their places in the row.
+    """Rescale queries [1, H, T, D] to the temperature of their positions in the conversation, not in the row.
 
-    Llama 4 scales those of layers without rotary positions by a step function of the place, from `floor_scale` on.
+    Llama 4 scales them by a step function of the position, from `floor_scale` on, in layers without rotary positions.
     """
     if not getattr(module, "attn_temperature_tuning", False) or module.use_rope or len(layout) < module.floor_scale:
         return query
@@ -257,10 +237,10 @@ for _kernel, _name in SHARED.items():
 
 
 def prune_last_layer(language_model: Any) -> None:
-    """Compute the last layer's feed-forward part for the tokens that are scored alone; calling it again does nothing.
+    """Compute the last layer's feed-forward part for scored tokens alone; calling it again does nothing.
 
-    After the last attention no token sees another, so nothing reads the hidden states of unscored ones. Hooks do it,
-    for packed rows alone, whose layout has the positions. Scores and gradients are unchanged.
+    After the last attention no token sees another, so nothing reads the hidden states of unscored ones. Hooks do it
+    for packed rows alone: their layout has the positions. Scores and gradients are unchanged.
     """
     layer = getattr(language_model, "layers", [None])[-1]
     mixer = getattr(layer, "self_attn", None) or getattr(layer, "linear_attn", None)

@@ -1,8 +1,8 @@
-"""What a vision tower answers, taken apart by image and put together again in another order.
+"""Split a vision tower's output by image, and assemble it again in another order.
 
 Families hold the features of a batch of images in different forms: a tensor for each image or tile, one tensor for
-all of them, further ones for deepstack layers. Each image's features keep the form of their family, in which its
-backbone is given them as often, and in the order, that the images are shown.
+all of them, further ones for deepstack layers. Each image's features keep the form of their family: its backbone gets
+them as often as the images are shown, and in that order.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Features:
 
 
 def split(output: ModelOutput, tokens: Sequence[int], merged: str | None, constants: Sequence[str]) -> list[Features]:
-    """Return the features of each image, of which image i has `tokens[i]` placeholders."""
+    """Split a tower's output into the features of each image; image i has `tokens[i]` placeholders."""
     deepstack = output.get("deepstack_features")
     values = [*([output[merged]] if merged else ()), *(deepstack or ())]
     form = FeatureForm(

@@ -1,4 +1,4 @@
-"""Kernels of attention over packed rows, and the rule by which one is chosen."""
+"""Compute attention over packed rows: the kernels, and the rule that chooses one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def kernel_for(
 
 @cache
 def log_once(which: str, kernel: str, where: str) -> None:
-    """Say once which kernel runs, and for which types."""
+    """Log a kernel once for each type and device that it runs for."""
     logger.info("%s: %s for %s", which, kernel, where)
 
 
@@ -231,7 +231,7 @@ def block_mask(layout: PackedLayout, rule: MaskRule | None, device: torch.device
 
 
 def dense(layout: PackedLayout, rule: MaskRule | None, device: torch.device) -> torch.Tensor:
-    """Return which tokens of the row attend to which, boolean [T, K]; the K keys are those held and the row's."""
+    """Return the row's mask, boolean [T, K]: True where a query attends. Held keys come before the row's."""
     mask = torch.zeros(len(layout), layout.before + len(layout), dtype=torch.bool, device=device)
     for span in _spans(layout, rule, device):
         size = span.stop - span.start, sum(stop - start for start, stop in span.keys)

@@ -23,9 +23,8 @@ from huggingface_hub import constants, hf_hub_download, list_repo_files, snapsho
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
-    HTTPError,  # of the HTTP package that this version of the hub's client is written for
+    HTTPError,  # of the HTTP package that this version of the hub's client is written for, and its own
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
@@ -319,39 +318,33 @@ def find_file(path: str | Path, name: str, revision: str | None = None) -> Path 
     if Path(path).is_dir():
         file = Path(path) / name
         return file if file.is_file() else None
-    if not hub_answers():
-        return _find_cached(path, name, revision)
     try:
-        return Path(hf_hub_download(str(path), name, revision=revision))
-    except LocalEntryNotFoundError:  # the hub cannot be reached any more
-        return _find_cached(path, name, revision)
+        return Path(hf_hub_download(str(path), name, revision=revision, local_files_only=not hub_answers()))
+    except LocalEntryNotFoundError:  # no such file was fetched, or nothing of this checkpoint
+        file = hub_snapshot(path, revision, allow_patterns=[name]) / name
+        return file if file.is_file() else None
     except EntryNotFoundError:  # the repository exists, without such a file
         return None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (HTTPError, HFValidationError, OSError) as error:
         raise _unreachable(path, error) from error
 
 
 def file_names(path: str | Path, revision: str | None = None) -> list[str]:
     """Return the paths of all files of a folder or hub checkpoint inside it; without a network, of the cached ones."""
-    if Path(path).is_dir():
-        folder = Path(path)
-    elif not hub_answers():
-        folder = cached_snapshot(path, revision)
-    else:
+    if not Path(path).is_dir() and hub_answers():
         try:
             return sorted(list_repo_files(str(path), revision=revision))
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
+        except (HTTPError, HFValidationError, OSError) as error:
             raise _unreachable(path, error) from error
-        except HTTPError:  # the hub cannot be reached any more
-            folder = cached_snapshot(path, revision)
+    folder = Path(path) if Path(path).is_dir() else hub_snapshot(path, revision)
     return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
 
 
-def cached_snapshot(path: str | Path, revision: str | None, *names: str) -> Path:
-    """Return the folder of what was fetched of a hub checkpoint before."""
+def hub_snapshot(path: str | Path, revision: str | None = None, **patterns: Any) -> Path:
+    """Return the folder of a hub checkpoint, fetched as `patterns` say; without a network, of what was fetched."""
     try:
-        return Path(snapshot_download(str(path), revision=revision, local_files_only=True, allow_patterns=list(names)))
-    except (OSError, HFValidationError) as error:
+        return Path(snapshot_download(str(path), revision=revision, local_files_only=not hub_answers(), **patterns))
+    except (HTTPError, HFValidationError, OSError) as error:
         raise _unreachable(path, error) from error
 
 
@@ -363,12 +356,6 @@ def local_folder(path: str | Path, revision: str | None = None) -> Path:
         if (file := find_file(path, name, revision)) is not None:
             return file.parent
     raise CheckpointError(f"{path} has neither a config.json nor an {ADAPTER_CONFIG}: check the path.")
-
-
-def _find_cached(path: str | Path, name: str, revision: str | None) -> Path | None:
-    """Return a file of a hub checkpoint from the local cache; None where the cached snapshot lacks it."""
-    file = cached_snapshot(path, revision, name) / name
-    return file if file.is_file() else None
 
 
 def _unreachable(path: str | Path, cause: Exception) -> CheckpointError | ConfigError:

@@ -73,9 +73,6 @@ def mask_rule(
     """Return the rule of a packed row's mask.
 
     The interface is that of `transformers.AttentionMaskInterface`; `keywords` are hints for kernels.
-
-    Raises:
-        ConfigError: for what is not one packed row without padding, and for a mask that the layers would change.
     """
     if batch_size != 1 or q_length != kv_length or q_offset or kv_offset:
         raise ConfigError(
@@ -122,11 +119,7 @@ class MaskRule(BlockMask):
     __str__ = __repr__
 
     def __getitem__(self, index: Any) -> MaskRule:
-        """Return the rule itself: before layers that share keys, Gemma 4 takes the queries that it keeps, here all.
-
-        Raises:
-            ConfigError: for fewer.
-        """
+        """Return the rule itself: before layers that share keys, Gemma 4 takes the queries that it keeps, here all."""
         whole = isinstance(index, tuple) and len(index) == self.ndim
         if not whole or any(range(size)[part] != range(size) for part, size in zip(index, self.shape, strict=True)):
             raise ConfigError(f"batching: shared does not compute attention of a part of the queries: {REFERENCE}.")
@@ -151,11 +144,7 @@ class MaskRule(BlockMask):
         return inspect.getclosurevars(windows[0]).nonlocals["sliding_window"]
 
     def spans(self, layout: PackedLayout, device: torch.device) -> list[MaskedSpan]:
-        """Return the row in blocks of queries with the keys that they attend to; computed once for all layers.
-
-        Raises:
-            ConfigError: when a token attends to one after it that is not on the path of all its conversations.
-        """
+        """Return the row in blocks of queries with the keys that they attend to; computed once for all layers."""
         if self._segments != layout.segments:  # FSDP copies layouts for each layer
             self._segments, self._spans = layout.segments, {}
         if device not in self._spans:
@@ -200,7 +189,7 @@ class MaskRule(BlockMask):
         return MaskedSpan(start, stop, keys, None if square else mask)
 
     def _check_paths(self, layout: PackedLayout, positions: torch.Tensor) -> None:
-        """Refuse a rule under which a token attends to one that only some of its conversations have."""
+        """Refuse a rule that lets a token attend to one that only some of its conversations have."""
         below: list[list[tuple[int, int]]] = [[] for _ in layout.segments]
         for segment in layout.segments:
             parent = segment.parent

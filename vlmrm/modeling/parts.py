@@ -1,4 +1,4 @@
-"""The parts of a reward model: vision tower, merger, head, and everything else, which is the language model.
+"""Name the parts of a reward model: vision tower, merger, head; everything else is the language model.
 
 Learning rates, adapters, freezing and 4-bit weights all go by these parts, as `vlmrm.modeling.families` declares them.
 """
@@ -36,7 +36,7 @@ def part_of(model: nn.Module, name: str) -> str:
 
 
 def marks(model: nn.Module) -> list[str]:
-    """Return the names of the backbone's own weights, which stand between images or their rows."""
+    """Return the names of the backbone's own weights: they stand between images or their rows."""
     return [name for name, _ in model.get_submodule("model").named_parameters(recurse=False)]
 
 

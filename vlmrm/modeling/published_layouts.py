@@ -1,4 +1,4 @@
-"""The layouts in which reward models are published: how each is recognised, and what its authors compute.
+"""Describe the layouts of published reward models: how to recognise each, and what its authors compute.
 
 A score is always read at the last token of a conversation. Where the authors read it at a token in the middle, the
 imported chat template ends with that token: attention is causal, so nothing after it changes the score.
@@ -79,7 +79,7 @@ class PublishedLayout:
 
     @property
     def tokens(self) -> list[str]:
-        """The reward tokens, in the order in which the authors add them to the tokenizer."""
+        """The reward tokens; the authors add them to the tokenizer in this order."""
         return list(dict.fromkeys(output.token for output in self.outputs.values() if output.token))
 
     def matches(self, name: str) -> re.Match[str] | None:
@@ -93,7 +93,7 @@ VALUE_HEAD = PublishedLayout(
     "TRL, AutoModelForCausalLMWithValueHead; LLaMA-Factory ff6d4d1, train/rm/trainer.py",
     bias=True,
 )
-# Two numbers at the token, of which the first is the score: μ and log σ.
+# Two numbers at the token: the score μ, then log σ.
 RANKNET = PublishedLayout(
     "",
     rf"rm_head\.(?P<layer>\d+)\.{KIND}",

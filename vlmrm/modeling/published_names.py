@@ -1,4 +1,4 @@
-"""The names under which trainers store a backbone's weights, and those that the same weights have in our models."""
+"""Translate the names that trainers store a backbone's weights under into those of our models."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ NOT_READ = re.compile(r"(^|\.)lm_head\.|\.rotary_emb\.inv_freq$")
 
 
 class Naming:
-    """The names of a backbone's weights in a model without weights, by those under which trainers store them.
+    """Map stored names of a backbone's weights to names in a `model`; the model may have no weights yet.
 
-    What transformers converts further when it loads them (the experts of a mixture) keeps its stored name.
+    Weights that transformers converts further on loading (the experts of a mixture) keep their stored names.
     """
 
     def __init__(self, model: RewardModel, layout: PublishedLayout, source: str | Path):

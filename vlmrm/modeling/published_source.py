@@ -8,13 +8,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
 from vlmrm.errors import CheckpointError, first_line
 from vlmrm.http import hub_answers
-from vlmrm.modeling.manifest import ADAPTER_CONFIG, cached_snapshot, file_names, is_adapter, read_json_of
+from vlmrm.modeling.manifest import ADAPTER_CONFIG, file_names, hub_snapshot, is_adapter, read_json_of
 from vlmrm.modeling.published_weights import is_torch_file, lora_merged, lora_scale, plain_weights, read_weights
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -110,16 +108,13 @@ def local_copy(source: str | Path, revision: str | None = None) -> Path:
     """
     if Path(source).exists():
         return Path(source)
-    if not hub_answers():
-        return cached_snapshot(source, revision)
-    read = {*head_files(source, revision)}
-    read.update(ADAPTERS if is_adapter(source, revision) else weight_names(source, revision))
-    stored = [name for name in file_names(source, revision) if PurePath(name).suffix in SUFFIXES]
-    unread = [name for name in stored if name not in read]
-    try:
-        return Path(snapshot_download(str(source), revision=revision, ignore_patterns=unread))
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        raise CheckpointError(f"{source} is no folder, file or repository that can be reached: check it.") from error
+    unread: list[str] = []
+    if hub_answers():
+        read = {*head_files(source, revision)}
+        read.update(ADAPTERS if is_adapter(source, revision) else weight_names(source, revision))
+        stored = [name for name in file_names(source, revision) if PurePath(name).suffix in SUFFIXES]
+        unread = [name for name in stored if name not in read]
+    return hub_snapshot(source, revision, ignore_patterns=unread)
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -84,7 +84,7 @@ def turn_of(processor: Any) -> TurnTemplate:
 
 
 def llava_turn(processor: Any) -> TurnTemplate:
-    """Return the turn of LLaVA-NeXT's `qwen_1_5` conversations, which transformers' processors do not write."""
+    """Return the turn of LLaVA-NeXT's `qwen_1_5` conversations: transformers' processors cannot write it."""
     return TurnTemplate(
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
         "<|im_end|>\n<|im_start|>assistant\n",
@@ -118,7 +118,7 @@ def question_template(turn: TurnTemplate, instruction: str, placeholders: Sequen
 
 
 def _literal(text: str) -> str:
-    """Return a text as a string of Jinja, which would read JSON's surrogate pairs as two characters."""
+    """Quote a text as a string of Jinja, without JSON's escapes: it reads a surrogate pair as two characters."""
     return json.dumps(text, ensure_ascii=False)
 
 

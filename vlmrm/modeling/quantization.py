@@ -29,7 +29,7 @@ NOT_QUANTIZED = rf"(?!model\.(?:{'|'.join(LANGUAGE_MODELS)})\.).*"
 
 
 def quantization_config(arguments: ModelArguments, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Return QLoRA's 4-bit configuration for the language model, which computes in `dtype`, or None without."""
+    """Return QLoRA's 4-bit configuration of a language model that computes in `dtype`; None without QLoRA."""
     if not arguments.load_in_4bit:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -64,7 +64,7 @@ def layers_to_quantize(model: PreTrainedModel) -> list[str]:
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
-    """Return the names of the layers of an open model whose weights are in 4 bits."""
+    """Return the names of a loaded model's layers with weights in 4 bits."""
     return [name for name, layer in model.named_modules() if hasattr(getattr(layer, "weight", None), "quant_state")]
 
 

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
@@ -60,6 +59,7 @@ relies_on(
     ),
     attributes=("_require_grads_hook", "_require_grads_hooks"),
 )
+relies_on(PreTrainedModel._set_gradient_checkpointing, "gradient_checkpointing_func")
 
 
 class RewardModel(PreTrainedModel):
@@ -85,7 +85,7 @@ class RewardModel(PreTrainedModel):
     # Whether the loaded model has proved that it sees, and why it then could not share prefixes.
     proved = False
     padded_because: str | None = None
-    # A vision-language checkpoint has a language head, for which there is no use here.
+    # A vision-language checkpoint has a language head; a reward model has no use for it.
     _keys_to_ignore_on_load_unexpected = [r"\blm_head\."]  # noqa: RUF012 (the library's own form)
     _keep_in_fp32_modules_strict = ["score", "score_hidden"]  # noqa: RUF012
 
@@ -150,12 +150,8 @@ class RewardModel(PreTrainedModel):
     def hidden_states(self, media: Media | None = None, **inputs: Any) -> torch.Tensor:
         """Return the backbone's last hidden states [B, T, H].
 
-        `media` are the distinct images and videos of the batch, each of which is encoded once. A processor's batch has
-        their pixels instead (pixel_values, image_grid_thw, ...), which go to the backbone as they are.
-
-        Raises:
-            ValueError: when a part of an image's inputs is missing, with which it would silently be misread.
-            ConfigError: for images and videos in one batch of a family that does not take both.
+        `media` are the distinct images and videos of the batch; the tower encodes each once. A processor's batch has
+        their pixels instead (pixel_values, image_grid_thw, ...); they go to the backbone as they are.
         """
         if self.has_text_positions and "position_ids" not in inputs:
             mask = inputs.get("attention_mask")
@@ -214,12 +210,7 @@ class RewardModel(PreTrainedModel):
         return output.logits if self.family.language_head else output.last_hidden_state
 
     def encode(self, media: Media) -> dict[str, EncoderOutput]:
-        """Return the features of each kind of media in the order shown, as the backbone takes them.
-
-        Raises:
-            ConfigError: under ZeRO-3 and FSDP2 for images and videos in one batch that need two passes of the tower:
-                ranks with one kind would wait for ever.
-        """
+        """Return the features of each kind of media in the order shown, as the backbone takes them."""
         media = kinds = {kind: media[kind] for kind in sorted(media)}  # images first, whichever stand first
         if len(media) > 1 and self.family.videos_as_images:
             kinds = {"image": as_images(media["image"], media["video"])}
@@ -229,6 +220,7 @@ class RewardModel(PreTrainedModel):
                 f"{self.family.name} runs its tower apart for images and for videos, which {engine} does not take in "
                 "one batch: use ZeRO-2, or train with one kind."
             )
+        # One tower call may have joined both kinds, images first: they are dealt out again by their numbers.
         features = iter([image for kind, distinct in kinds.items() for image in self.vision_features(kind, distinct)])
         by_kind = {kind: list(islice(features, len(distinct["tokens"]))) for kind, distinct in media.items()}
         return {
@@ -257,7 +249,7 @@ class RewardModel(PreTrainedModel):
 
     def run_tower(self, kind: str, media: DistinctMedia) -> list[Features]:
         """Return the features of `vision_features`, computed by the tower."""
-        # To some a video is images, whose tensors have other names.
+        # Some families encode a video as images, under the names of images.
         encode = getattr(self.model, f"get_{kind}_features", self.model.get_image_features)
         named = {name.removesuffix("_videos"): tensor for name, tensor in media["tensors"].items()}
         tensors = named if encode == self.model.get_image_features else media["tensors"]
@@ -288,7 +280,7 @@ class RewardModel(PreTrainedModel):
         return tower_keywords(self.vision_modules()[0], grids, self.device)
 
     def _media_of(self, inputs: dict[str, Any]) -> Media:
-        """Take the media out of a processor's batch, for a family whose grids say which patches are whose."""
+        """Take the media out of a processor's batch, for a family with grids that assign patches to media."""
         media: Media = {}
         for kind, suffix in (("image", ""), ("video", "_videos")):
             pixels, grid = inputs.get(f"pixel_values{suffix}"), inputs.get(f"{kind}_grid_thw")
@@ -346,18 +338,18 @@ class RewardModel(PreTrainedModel):
 
     @property
     def type_names(self) -> Sequence[str]:
-        """The names under which the backbone takes the kinds of tokens, `Rendered.type_ids`."""
+        """The backbone's keywords for the kinds of tokens, `Rendered.type_ids`."""
         return [name for name in ("mm_token_type_ids", "token_type_ids") if name in self.input_names]
 
     @property
     def placeholders(self) -> frozenset[int]:
-        """The tokens in whose places the features of images and videos stand."""
+        """The tokens that the features of images and videos replace."""
         names = (f"{kind}_token_{form}" for kind in ("image", "video") for form in ("id", "index"))
         tokens = (getattr(self.config, name, None) for name in names)
         return frozenset(token for token in tokens if token is not None)
 
     def vision_modules(self) -> list[nn.Module]:
-        """Return the vision towers and mergers, on whose weights the features of images depend."""
+        """Return the vision towers and mergers: the features of images depend on their weights."""
         return existing_parts(self.model, (*self.family.towers, *self.family.mergers))
 
     def identify_vision(self, cache: Any) -> None:
@@ -395,11 +387,7 @@ class RewardModel(PreTrainedModel):
         return self.score(self.score_hidden(pooled) if hasattr(self, "score_hidden") else pooled)
 
     def use_vision_cache(self, directory: str | Path, gigabytes: float = 50.0) -> None:
-        """Cache the features of images in `directory`; the vision tower and merger must be frozen.
-
-        Raises:
-            ConfigError: when they are not, or the folder cannot be written.
-        """
+        """Cache the features of images in `directory`; the vision tower and merger must be frozen."""
         from vlmrm.modeling.vision_cache import VisionCache
 
         if self.trains_vision():
@@ -428,18 +416,17 @@ class RewardModel(PreTrainedModel):
         self._require_grads_hooks = [hook]
         self._require_grads_hook = hook
 
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, **layers: Any
-    ) -> None:
-        """Refuse reentrant checkpointing where layers share keys, whose gradients would be lost without a word."""
-        reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant") is not False
-        if enable and reentrant and any(getattr(module, "is_kv_shared_layer", False) for module in self.modules()):
+    def _set_gradient_checkpointing(self, *args: Any, **keywords: Any) -> None:
+        """Refuse reentrant checkpointing where layers share keys: it would lose their gradients without a word."""
+        function = keywords.get("gradient_checkpointing_func")
+        reentrant = function is not None and function.keywords.get("use_reentrant") is not False  # as torch's default
+        if reentrant and any(getattr(module, "is_kv_shared_layer", False) for module in self.modules()):
             raise ConfigError(
                 f"gradient checkpointing: layers of {self.family.name} share keys, whose gradients are lost in the "
                 "reentrant kind: write activation_checkpointing_kwargs: {use_reentrant: false}, and with adapters "
                 "ZeRO-2 in place of ZeRO-3."
             )
-        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **layers)
+        super()._set_gradient_checkpointing(*args, **keywords)
 
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
         """Save under the names that the weights have in memory.
@@ -489,11 +476,7 @@ class Qwen3VLForSequenceClassification(RewardModel, Qwen3VLPreTrainedModel):
 
 
 def reward_model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the reward model class for a configuration; it is generated for those that are not written out here.
-
-    Raises:
-        CheckpointError: when the checkpoint is no vision-language model, or of a family that cannot be a reward model.
-    """
+    """Return the reward model class for a configuration; it is generated for those that are not written out here."""
     if family_of(config).refused:
         raise CheckpointError(f"{config.model_type} cannot be a reward model: {family_of(config).refused}.")
     return REWARD_MODELS.get(type(config)) or _generated_class(type(config))

@@ -47,7 +47,7 @@ def prove_sight(
     batching: str,
     run: Callable[[dict[str, Any]], Any] | None = None,
 ) -> None:
-    """Refuse a model whose scores do not depend on images, or whose scores of a shared and a padded batch differ.
+    """Refuse a model that does not see images, or that scores a shared and a padded batch differently.
 
     Two images must give different hidden states, bit for bit. With `batching: shared`, two answers about one image
     must give those of the padded batch, up to rounding; a model of a family that the tests do not cover is padded from
@@ -111,12 +111,12 @@ def _fault_of_sharing(
     reference: torch.Tensor,
     dtype: torch.dtype,
 ) -> str | None:
-    """Return what is wrong with a model's shared batch of two answers, whose padded one gave `reference`[2, H]."""
+    """Return what is wrong with a shared batch of two answers; `reference` [2, H] are the padded batch's states."""
     try:
         packed, _ = _hidden(model, run, share(model)(pair))
     except PROGRAM_ERRORS as error:
         if model.family.tested and isinstance(error, ConfigError):
-            raise  # a sentence of ours, which says what to do
+            raise  # a sentence of ours: it says what to do
         return f"it ends in {type(error).__name__}: {first_line(error).rstrip('.')}"
     distance = float(((packed - reference).norm(dim=1) / reference.norm(dim=1)).max())
     if distance > _tolerance(dtype, reference.device):
@@ -137,7 +137,7 @@ def _rendered(renderer: Renderer, image: Pillow.Image, text: str) -> Rendered:
 
 @torch.no_grad()
 def _hidden(model: RewardModel, run: Callable, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.dtype]:
-    """Return the input of the head for a batch, float64 [N, H], and the type in which it was computed."""
+    """Return the input of the head for a batch, float64 [N, H], and the type that computed it."""
     recorded: list[tuple[torch.Tensor, torch.dtype]] = []
 
     def record(module: Any, args: tuple[torch.Tensor]) -> None:

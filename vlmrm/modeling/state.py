@@ -58,11 +58,11 @@ class Level:
 
 @dataclass(frozen=True)
 class StateTree:
-    """A packed row of T tokens in the order in which its levels are computed, M tokens with their padding.
+    """Order a packed row of T tokens by its levels, as they are computed: M tokens with their padding.
 
-    `taken` [M] are the row's tokens in that order, `padding` [M] tells which of them are padding (None: none), and
-    `put_back` [T] is the place of each of the row's tokens. Both orders are None where they are the row's own.
-    `places` are those of segments among the ones of their depth, in the order of the levels after those held.
+    `taken` [M] are the row's tokens in that order, `padding` [M] marks padding (None: there is none), and `put_back`
+    [T] is the index of each of the row's tokens in `taken`. Both orders are None where they are the row's own.
+    `places` are the indices of segments among those of their depth: held ones first, then level by level.
     """
 
     levels: Sequence[Level]
@@ -84,11 +84,11 @@ class StateTree:
             numbers = [i for i, segment in enumerate(segments) if segment.depth == depth]
             groups = _by_length([i for i in numbers if not segments[i].held], segments)
             in_order = [*(i for i in numbers if segments[i].held), *(i for group in groups for i in group)]
-            places |= {i: place for place, i in enumerate(in_order)}
+            places |= {i: index for index, i in enumerate(in_order)}
             for group in groups:
                 length = max(len(segments[i]) for i in group)
-                above = [places[segments[i].parent] for i in group] if depth else []
-                parents = on_device(torch.tensor(above), device) if depth else None
+                indices = [places[segments[i].parent] for i in group] if depth else []
+                parents = on_device(torch.tensor(indices), device) if depth else None
                 levels.append(Level(depth, len(group), length, parents))
                 for i in group:
                     start, stop = segments[i].start, segments[i].stop
@@ -125,9 +125,9 @@ class StateTree:
         values: Sequence[torch.Tensor],
         rates: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Return a recurrence over the row, [1, T, ...].
+        """Run a recurrence over the row, [1, T, ...].
 
-        `values` and `rates` [1, T, ...] are what it reads; a token with rates of zero leaves the state as it is.
+        It reads `values` and `rates` [1, T, ...]; a token with rates of zero leaves the state as it is.
         `step(level, states, *values, *rates)` computes a level from the states before its segments (None: from
         nothing) and returns outputs and final states. Held segments of the layout have had theirs.
         """
@@ -219,7 +219,7 @@ _MADE: WeakKeyDictionary[PackedLayout, dict[tuple[Any, ...], Any]] = WeakKeyDict
 
 
 def _once(make: Callable[..., Made], layout: PackedLayout, *args: Any) -> Made:
-    """Return `make(layout, *args)`, which is made once for all layers."""
+    """Return `make(layout, *args)`, computed once for all layers."""
     made = _MADE.setdefault(layout, {})
     if (make, *args) not in made:
         made[make, *args] = make(layout, *args)
@@ -379,7 +379,7 @@ def fork_states(model: PreTrainedModel) -> list[str]:
 
 
 def unknown_state_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of the language model's state layers whose state is not forked here, sorted."""
+    """Return the sorted names of the language model's state layers that `fork_states` does not know."""
     decoder = model.get_decoder()
     classes = {type(module) for module in decoder.modules()}
     unknown = {c.__name__ for c in classes if any(map(STATE.search, _names(c))) and not _is_known(c)}

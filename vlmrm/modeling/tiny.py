@@ -98,6 +98,8 @@ def make_tiny(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Pa
     `arch` is one of `ARCHITECTURES`; `mimo_vl` is a Qwen2.5-VL in MiMo-VL's proportions. Equal seeds write equal
     bytes. Images are 56x56 (64x64 for Qwen3-VL and Qwen3.5) and larger.
 
+        make_tiny("tiny", "qwen3_vl")
+
     Raises:
         ConfigError: when `arch` is not one of `ARCHITECTURES`, `folder` has something in it, or it cannot be a folder.
     """
@@ -115,6 +117,8 @@ def make_tiny(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Pa
 
 def make_tiny_reward_model(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Path:
     """Write a tiny reward model of `arch` with an untrained linear head, as training would save it.
+
+        load_scorer(make_tiny_reward_model("tiny-reward"))
 
     Raises:
         ConfigError: as `make_tiny` does.

@@ -56,7 +56,7 @@ def attend_varlen(
 
 
 def check_kernel() -> None:
-    """Refuse a torch whose variable-length attention lacks a keyword that `attend_varlen` passes."""
+    """Refuse a torch with a variable-length attention that lacks a keyword of `attend_varlen`."""
     if missing := [name for name in KEYWORDS if name not in _parameters(varlen_attn)]:
         raise ConfigError(
             f"batching: shared needs torch 2.12 or newer, and varlen_attn of torch {torch.__version__} does not know "

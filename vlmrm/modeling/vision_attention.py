@@ -50,7 +50,7 @@ WITHOUT_EFFECT = frozenset(
 
 @dataclass(eq=False)
 class Segments:
-    """Segments of a row of T tokens, by their lengths [N], which are known on the host."""
+    """Divide a row of T tokens into N segments; their lengths are known on the host."""
 
     lengths: Sequence[int]
     _padding: Padding | None = field(default=None, init=False)

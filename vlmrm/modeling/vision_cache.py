@@ -56,7 +56,7 @@ class Cache(Protocol):
 
 @dataclass
 class FeatureCache:
-    """Features in the memory of a scorer whose weights stay, before those on disk if there is a cache `behind`.
+    """Keep features in the memory of a scorer with fixed weights; a cache `behind` it, on disk, is asked second.
 
     Media without keys of their content are not kept.
     """
@@ -206,7 +206,7 @@ class VisionCache:
 
 
 def _compute_type(device: torch.device, dtype: torch.dtype) -> str:
-    """Name the types in which the tower computes: its own, and that of autocast."""
+    """Name the types that the tower computes with: its own, and that of autocast."""
     autocast = torch.is_autocast_enabled(device.type)
     return f"{dtype} {torch.get_autocast_dtype(device.type) if autocast else 'as it is'}"
 

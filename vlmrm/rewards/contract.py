@@ -57,6 +57,8 @@ class RewardArguments:
 
     Settings of a model's own (`server_url`, `aspects`, ...) are in `extra_kwargs`, and readable as attributes.
 
+        RewardArguments("beauty", "aesthetic", weight=0.5, on_failure="mask")
+
     Args:
         name: the reward's name in results, metrics and errors; unique in a configuration.
         reward_model: a registered name, in any case, or the dotted path of a class.
@@ -149,6 +151,8 @@ def _torch() -> Any:
 @dataclass
 class RewardModelOutput:
     """The rewards of one call, in the order of the samples.
+
+        RewardModelOutput([0.5, 0.0], failures={1: "its image is blank"})
 
     Args:
         rewards: one finite number a sample: [N].
@@ -254,11 +258,21 @@ class BaseRewardModel(ABC):
 
 
 class PointwiseRewardModel(BaseRewardModel):
-    """A reward of each sample by itself; a call has at most `batch_size` samples."""
+    """A reward of each sample by itself; a call has at most `batch_size` samples.
+
+    >>> class Width(PointwiseRewardModel):
+    ...     def __call__(self, prompt, image, **kwargs):
+    ...         return RewardModelOutput([float(one.width) for one in image])
+    """
 
 
 class GroupwiseRewardModel(BaseRewardModel):
-    """A reward of samples relative to their group; a call has one group, which the model batches itself."""
+    """A reward of samples relative to their group; a call has one group, and the model batches it itself.
+
+    >>> class RelativeWidth(GroupwiseRewardModel):
+    ...     def __call__(self, prompt, image, **kwargs):
+    ...         return RewardModelOutput([one.width / max(it.width for it in image) for one in image])
+    """
 
 
 def read_template(config: RewardArguments, path: str, *placeholders: str) -> str:

@@ -27,6 +27,8 @@ logger = logging.getLogger("vlmrm")
 class Rewards:
     """The rewards of N samples by name, [N] in float64, NaN where one is missing.
 
+        scored.rewards["clip"], scored.total(), scored.advantages("sum"), scored.failures
+
     `failures` (also those that got a fallback) and `info` (details of the model) are by name and sample index;
     `seconds` of computing are by name, summed over threads; `counters` are those of the models since they were loaded.
     """
@@ -121,6 +123,8 @@ def advantages(
     are of the population and at least 1e-6. A missing reward (NaN) counts as the mean of its group, so that it is
     neutral; where the whole group has none, as the mean of all samples; a reward that no sample has is left out. A
     sample without any reward has the advantage 0 and is in no statistic.
+
+        advantages({"clip": np.array([1.0, 0.0])}, {"clip": 1.0}, groups=["a", "a"])  # [1, -1]
 
     Args:
         rewards: by name, [N], NaN where missing.

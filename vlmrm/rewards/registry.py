@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from pydantic import SecretStr
 
 from vlmrm.errors import ConfigError
-from vlmrm.libraries import needs
+from vlmrm.libraries import ROBOTS, install_command, needs
+from vlmrm.plugins import load_plugins
 from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, PointwiseRewardModel, RewardArguments
 from vlmrm.settings import did_you_mean, load_file, nearest
 
@@ -47,19 +48,16 @@ BUILT_IN: dict[str, str] = {
     "jpeg_compressibility": "vlmrm.rewards.built_in.jpeg_size.JpegCompressibility",
     "jpeg_incompressibility": "vlmrm.rewards.built_in.jpeg_size.JpegIncompressibility",
     "gen_eval": "vlmrm.rewards.built_in.gen_eval.GenEval",
-    "robometer": "vlmrm.rewards.built_in.robometer.Robometer",
-    "topreward": "vlmrm.rewards.built_in.top_reward.TOPReward",
-    "frame_success": "vlmrm.frames.success_reward.FrameSuccess",
     "cosmos_reason1": "vlmrm.rewards.built_in.cosmos_reason1.CosmosReason1",
     "vllm_evaluate": "vlmrm.rewards.judges.yes_no.YesNo",
     "rational_rewards_t2i": "vlmrm.rewards.judges.rational_rewards.RationalRewardsT2I",
     "rational_rewards_edit": "vlmrm.rewards.judges.rational_rewards.RationalRewardsEdit",
     "edit_score": "vlmrm.rewards.judges.edit_score.EditScore",
-    "robo_reward": "vlmrm.rewards.judges.robo_reward.RoboReward",
     "unified_reward": "vlmrm.rewards.judges.unified_reward.UnifiedReward",
     "pairwise_judge": "vlmrm.rewards.judges.pairwise.PairwiseJudge",
     "rubric": "vlmrm.rewards.judges.rubric.RubricJudge",
 }
+OF_ROBOTS = ("robometer", "topreward", "frame_success", "robo_reward")  # entry points of vlmrm-robots
 _registered: dict[str, type[BaseRewardModel]] = {}
 
 Model = TypeVar("Model", bound=type[BaseRewardModel])
@@ -67,6 +65,9 @@ Model = TypeVar("Model", bound=type[BaseRewardModel])
 
 def register_reward_model(name: str) -> Callable[[Model], Model]:
     """Return a class decorator that registers the class under `name`, in any case.
+
+        @register_reward_model("width")
+        class Width(PointwiseRewardModel): ...
 
     Raises:
         ConfigError: when another reward has the name.
@@ -76,7 +77,11 @@ def register_reward_model(name: str) -> Callable[[Model], Model]:
         key = name.lower()
         same = _registered.get(key, cls)
         # A reloaded module registers its classes again.
-        if key in BUILT_IN or (same.__module__, same.__qualname__) != (cls.__module__, cls.__qualname__):
+        if (
+            key in BUILT_IN
+            or key in OF_ROBOTS
+            or (same.__module__, same.__qualname__) != (cls.__module__, cls.__qualname__)
+        ):
             raise ConfigError(f"there is already a reward called {name}: register {cls.__name__} under another name.")
         _registered[key] = cls
         return cls
@@ -92,19 +97,27 @@ def reward_model_class(name: str) -> type[BaseRewardModel]:
         ImportError: unchanged, when the reward's own module cannot be imported.
     """
     key = name.lower()
+    if key not in _registered and key not in BUILT_IN:  # in a process that was started afresh
+        load_plugins()
     cls: object
     if key in _registered:
         cls = _registered[key]
     elif key in BUILT_IN:
-        with needs("frames" if ".frames." in BUILT_IN[key] else "rewards", f"the reward {name}"):
+        with needs("rewards", f"the reward {name}"):
             cls = _import(BUILT_IN[key])
     else:
         installed = {entry.name.lower(): entry for entry in entry_points(group=ENTRY_POINTS)}
-        if key not in installed and "." not in name:
-            names = [*_registered, *BUILT_IN, *installed]
+        if key in OF_ROBOTS:
+            if key not in installed:
+                raise ConfigError(f"the reward {name} needs {ROBOTS}: {install_command(ROBOTS)}.")
+            with needs(f"{ROBOTS}[frames]", f"the reward {name}"):
+                cls = installed[key].load()
+        elif key not in installed and "." not in name:
+            names = [*_registered, *BUILT_IN, *OF_ROBOTS, *installed]
             hint = did_you_mean(key, names, ": give a registered name or the dotted path of a class.")
             raise ConfigError(f"there is no reward {name}{hint}")
-        cls = installed[key].load() if key in installed else _import(name)
+        else:
+            cls = installed[key].load() if key in installed else _import(name)
     if not isinstance(cls, type) or not issubclass(cls, (PointwiseRewardModel, GroupwiseRewardModel)):
         raise ConfigError(f"{name} is neither a PointwiseRewardModel nor a GroupwiseRewardModel: derive it from one.")
     return cls

@@ -165,7 +165,10 @@ class ConfiguredReward:
 
 
 class Models:
-    """Loaded reward models by identity. Pass one to two reward sets and they share their models."""
+    """Loaded reward models by identity. Pass one to two reward sets and they share their models.
+
+    >>> RewardSet("rewards.yaml", models=models), RewardSet("rewards.yaml", block="eval_rewards", models=models)
+    """
 
     def __init__(self, accelerator: Accelerator | PartialState | None = None):
         self.accelerator = accelerator or process_state()

@@ -117,7 +117,7 @@ class CircuitBreaker:
                 self.opened = other.opened
 
 
-class Origin:
+class KnownServer:
     """What this process knows of a server: a breaker for each thing that it serves, and whether it lives.
 
     For the event loop of `run`.
@@ -162,9 +162,9 @@ async def _answers(ping: Awaitable[object]) -> bool:
     return True
 
 
-_origins: dict[tuple[int, str], Origin] = {}
+_origins: dict[tuple[int, str], KnownServer] = {}
 
 
-def origin_at(address: str) -> Origin:
+def origin_at(address: str) -> KnownServer:
     """Return what this process knows of a server, by scheme, host and port; a fork begins anew."""
-    return _origins.setdefault((os.getpid(), address), Origin(address))
+    return _origins.setdefault((os.getpid(), address), KnownServer(address))

@@ -39,6 +39,9 @@ def load_scorer(
 
     With an address every option but `reward` must be left out: the service has its own. `RemoteScorer` takes more.
 
+        scorer = load_scorer("outputs/mine/best")  # or "http://host:8080"
+        [[right, wrong]] = scorer.score_groups([("What is 2 + 2?", ["4", "5"])])
+
     Args:
         device: default: the GPU, where there is one.
         dtype: `auto` (the checkpoint's), bfloat16, float16 or float32.

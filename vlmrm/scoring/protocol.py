@@ -20,7 +20,10 @@ Value = TypeVar("Value")
 
 @runtime_checkable
 class Scorer(Protocol):
-    """A model that returns the raw logit of each conversation, in request order, for a function of `transforms`."""
+    """A model that returns the raw logit of each conversation, in request order, for a function of `transforms`.
+
+    >>> transforms.sigmoid(scorer.score(conversations))
+    """
 
     def score(self, conversations: Sequence[ConversationLike]) -> list[float]:
         """Return the raw logit of each conversation.

@@ -50,6 +50,9 @@ class AsyncRemoteScorer:
     A request is retried when there is no connection or a broken one, and after a status of 429, 502, 503 or 504, once
     the wait that the server asks for is over. The service computes equal requests once, so no work is done twice.
 
+        async with AsyncRemoteScorer("http://host:8080") as scorer:
+            scores = await scorer.score(conversations)
+
     Args:
         base_url: `http://[user:password@]host:port[/path]`.
         model: the name of the reward; may be left out where the service has one.
@@ -184,7 +187,9 @@ def _check_service(answer: Any) -> None:
 
 
 class RemoteScorer:
-    """A `Scorer` whose model is on a server. Arguments and errors are those of `AsyncRemoteScorer`.
+    """A `Scorer` of a model on a server. Arguments and errors are those of `AsyncRemoteScorer`.
+
+        RemoteScorer("http://host:8080", timeout=60).score(conversations)
 
     It may be called from several threads, pickled, and used after a fork: each process opens its own connections.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from itertools import chain
 from typing import Any
 
@@ -35,6 +34,8 @@ PLACEHOLDER = Conversation((Message.of("user", GREY), Message.of("assistant", "-
 
 class LocalScorer:
     """A `Scorer` of one loaded reward model. A score does not depend on what is scored with it, or was before.
+
+        LocalScorer(load_checkpoint("outputs/mine/best")).score(conversations)
 
     Args:
         cache_bytes: bound on what is kept in memory between calls: processed media, features of images, and what the
@@ -182,17 +183,3 @@ class LocalScorer:
         return self.engine.logits(
             [self.renderer.render_with(conversation, [*prompt_media, item]) for item in processed]
         )
-
-    def _repr_html_(self) -> str:
-        """Return the scorer as a notebook shows it: architecture, size, where it is, and what names it."""
-        info, weights = self.loaded.info, next(self.model.parameters())
-        rows = {
-            "model": type(self.model).__name__,
-            "parameters": f"{sum(p.numel() for p in self.model.parameters()) / 1e6:,.1f} M, {info.get('head')} head",
-            "weights": f"{str(weights.dtype).removeprefix('torch.')} on {weights.device}",
-            "scores": "not measured yet"
-            if info.get("reward_mean") is None
-            else f"{info['reward_mean']:+.2f} ± {info['reward_std']:.2f}",
-            "digest": self.digest[:16],
-        }
-        return f"<table>{''.join(f'<tr><th>{name}<td>{escape(str(value))}' for name, value in rows.items())}</table>"

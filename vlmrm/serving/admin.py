@@ -16,7 +16,7 @@ ELSEWHERE: dict[int | str, dict[str, Any]] = {202: {"description": "Others have 
 
 
 class OperatorRoute(StrictRoute):
-    """A route whose token is checked before its body is looked at."""
+    """A route that checks the token before it looks at the body."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -86,6 +86,6 @@ def _state(gateway: Gateway, name: str) -> ModelState:
 
 
 def _changed(gateway: Gateway, name: str, response: Response) -> ModelState:
-    """Return the state as the answer to a change, which others have yet to make where they have the workers."""
+    """Return the state as the answer to a change; 202 where other processes have the workers and make it later."""
     response.status_code = 200 if gateway.service.replicas[name] else 202
     return _state(gateway, name)

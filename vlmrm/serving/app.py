@@ -28,7 +28,7 @@ DRAIN_S = 30.0  # for accepted jobs, under a server that has not drained the ser
 
 
 def create_app(service: Service, *, requests: bool = True) -> FastAPI:
-    """Return the application, whose lifespan starts the service's workers and finally drains and stops them.
+    """Return the application; its lifespan starts the service's workers, and finally drains and stops them.
 
     Args:
         requests: False leaves out the routes of the protocols, for a worker host.

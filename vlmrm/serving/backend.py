@@ -1,4 +1,4 @@
-"""The queue of jobs and their results: its interface, which `memory_backend` and `redis_backend` implement."""
+"""Define the queue of jobs and their results; `memory_backend` and `redis_backend` implement it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CANCELLED = "it was cancelled"
 
 
 class State(StrEnum):
-    """The state of a job; `expired` is one whose result is no longer kept."""
+    """The state of a job; the result of an `expired` one is no longer kept."""
 
     queued = "queued"
     running = "running"
@@ -120,10 +120,10 @@ class Overloaded(QueueAway):
 
     @classmethod
     def of(cls, reward: str, items: int, size: int, total: int, pace: float) -> Overloaded:
-        """Return the error of a reward whose queue holds so many items in `size` bytes, of all queues' `total`.
+        """Return the error of a reward with so many `items` in its queue, `size` bytes of all queues' `total`.
 
         Args:
-            pace: the reward's items a second, by which half its queue is gone after `retry_after`; 0 where unknown.
+            pace: the reward's items a second; half its queue is gone after `retry_after`. 0 where unknown.
         """
         retry_after = min(max(items / 2 / pace, 1.0), 60.0) if pace else 1.0
         full = f"the queue of {reward} is full, with {items} items in {size} bytes, {total} in all queues"
@@ -155,10 +155,10 @@ class Backend(Protocol):
         """End what `start` began."""
 
     async def put(self, job: Job) -> str:
-        """Accept a job and return its id, or the id of an equal job, whose result it then shares.
+        """Accept a job and return its id, or the id of an equal job: they share one result.
 
-        The later of their deadlines counts. A finished job is shared only if none of its items has an error, which may
-        be transient, and its result is of one of the job's `revisions`.
+        The later of their deadlines counts. A finished job is shared only if no item has an error (it may be
+        transient), and its result is of one of the job's `revisions`.
         """
 
     async def take(self, reward: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
@@ -189,7 +189,7 @@ class Backend(Protocol):
         """
 
     async def status(self, job_id: str) -> Status | None:
-        """Return the status; None for a job that was never accepted, or whose result is no longer kept."""
+        """Return the status; None for a job that was never accepted, or has no result any longer."""
 
     async def wait(self, job_id: str, timeout: float) -> Status | None:
         """Return the status once the job is finished, or as it is after `timeout` seconds."""
@@ -201,7 +201,7 @@ class Backend(Protocol):
         """
 
     async def unfetched(self) -> Mapping[str, int]:
-        """Return by reward how many jobs have a request without their result yet, which ends with this process."""
+        """Count by reward the jobs with a request that still waits for the result: it ends with this process."""
 
     async def depth(self, reward: str) -> tuple[int, int]:
         """Return how many jobs wait for a reward, and their bytes."""

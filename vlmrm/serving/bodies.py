@@ -130,7 +130,7 @@ class _Held:
 
 
 class _Handling:
-    """One request whose body has come: its turn, and its handler, which ends with its client."""
+    """Handle one request after its body has come: take its turn, and end the handler with its client."""
 
     def __init__(
         self, middleware: BodyMiddleware, context: RequestContext, scope: Scope, receive: Receive, send: Send

@@ -1,4 +1,4 @@
-"""The request that is being handled, as its headers describe it: whose it is, how long it waits, what it demands."""
+"""Describe the request that is being handled by its headers: the client, the time it waits, its demands."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def estimate_tokens(item: Any, max_pixels: int | None = None) -> int:
 
 
 def count_prefixes(items: Sequence[Item], max_pixels: int | None = None) -> tuple[int, dict[str, int]]:
-    """Return the estimated tokens of items in which a prompt counts once, and those of each prompt by its digest.
+    """Estimate the tokens of items, each prompt counted once, and those of each prompt by its digest.
 
     Equal prompts have equal digests in all requests: media count by their content, and the order of keys not at all.
     """
@@ -134,7 +134,7 @@ class _ArrayFile:
 
 @dataclass(frozen=True)
 class _Latents:
-    """Latents of a video, [C, T, H, W], which are decoded to frames before they are scored."""
+    """Latents of a video, [C, T, H, W]; they are decoded to frames before the reward sees them."""
 
     npy: bytes
 

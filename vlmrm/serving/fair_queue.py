@@ -33,7 +33,7 @@ class _Class:
 
 @dataclass
 class JobBatch:
-    """The jobs that one `take` returns, and in `late` those whose deadline has passed."""
+    """The jobs that one `take` returns; `late` are those past their deadline."""
 
     room: int  # tokens
     jobs: list[Job] = field(default_factory=list)
@@ -42,14 +42,14 @@ class JobBatch:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it is of a job that a worker died with, which comes alone."""
+        """Whether its job is alone because a worker died with it."""
         return bool(self.jobs and self.jobs[-1].attempts)
 
     def has_room(self, job: Job) -> bool:
         return not self.jobs or (not job.attempts and self._tokens(job) <= self.room)
 
     def add(self, job: Job) -> int:
-        """Add a job and return the tokens by which the batch grows."""
+        """Add a job, and return the tokens that it adds to the batch."""
         if job.deadline is not None and job.deadline < time.monotonic():
             self.late.append(job)
             return 0
@@ -75,13 +75,13 @@ class RecentPrefixes(LRUCache[str, None]):
 
 
 def tokens_of(jobs: Sequence[Job]) -> int:
-    """Return the estimated tokens of a batch of these jobs, in which a prefix that they share counts once."""
+    """Estimate the tokens of a batch of these jobs; a prefix that they share counts once."""
     batch = JobBatch(0)
     return sum(map(batch.add, jobs))
 
 
 class FairQueue:
-    """The jobs that wait for one reward. `Backend.take` says in which order they are taken."""
+    """The jobs that wait for one reward; `Backend.take` defines their order."""
 
     def __init__(self) -> None:
         self.items = self.bytes = 0
@@ -153,7 +153,7 @@ class FairQueue:
         return longest
 
     def _next(self, first: int | None) -> Job | None:
-        """Return the job whose turn it is, of the priority `first` while that has any; None where none waits."""
+        """Return the next job, of the priority `first` while that has any; None where none waits."""
         if self._returned:
             return min(self._returned.values(), key=lambda job: job.created)
         if not self._classes:

@@ -36,7 +36,7 @@ EMBEDDING = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "
 
 
 class RemoteImage(str):
-    """The URL of an image that is still to be fetched: a type of its own, which no text of a request has."""
+    """The URL of an image that is still to be fetched. No text of a request can be of this type."""
 
 
 @dataclass(frozen=True)

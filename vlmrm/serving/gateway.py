@@ -124,13 +124,11 @@ class Gateway:
         priority: int = 0,
         timeout: float = 600.0,
         patience: float = 0.0,
-        accepted: Callable[[str], None] | None = None,
     ) -> ScoringResult:
         """Return the outcomes of the items; the outcome of one that is an error is that.
 
         Args:
             patience: seconds to wait for room in a full queue, for clients that do not retry later.
-            accepted: called with the id of the job once it is accepted.
         """
         context = current_request()
         timeout = min(timeout, context.deadline - time.monotonic())
@@ -139,8 +137,6 @@ class Gateway:
         result = ScoringResult("", [], self.service.info(reward).get("revision"))
         if complete:
             job_id = await self._submit(reward, complete, priority, timeout, patience)
-            if accepted is not None:
-                accepted(job_id)
             result = await self._wait(reward, job_id, timeout)
             history = self.service.metrics.history
             history.record_request(reward, time.monotonic() - context.arrived)

@@ -47,7 +47,7 @@ class WorkerHealth:
 
     @classmethod
     def read(cls, announced: Mapping[str, Any]) -> WorkerHealth:
-        """Return what a process announced, which may be of another version of vlmrm in a rolling update."""
+        """Read what a process announced; in a rolling update it may be of another version of vlmrm."""
         return cls(**{name: value for name, value in announced.items() if name in cls.__dataclass_fields__})
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Work that the service repeats beside its requests, which no error ends in silence."""
+"""Repeat work beside the service's requests; no error ends it in silence."""
 
 from __future__ import annotations
 

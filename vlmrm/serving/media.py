@@ -53,7 +53,7 @@ class MediaResolver:
         Image.MAX_IMAGE_PIXELS = limits.max_pixels
 
     def with_attachments(self, attachments: Mapping[str, bytes]) -> MediaResolver:
-        """Return a copy for one request, whose files `attachment:NAME` refers to."""
+        """Return a copy for one request: `attachment:NAME` refers to its files."""
         resolver = copy.copy(self)
         resolver.attachments, resolver._read = attachments, set()
         return resolver
@@ -79,7 +79,7 @@ class MediaResolver:
         return replace(part, reference=resolved)
 
     def image(self, reference: Reference | None) -> bytes | RemoteImage:
-        """Return one image, whose header is within the limit of pixels."""
+        """Return one image; refuse one that by its header is over the limit of pixels."""
         if isinstance(reference, str) and reference[:8].lower().startswith(("http://", "https://")):
             if self.fetcher is None or not self.fetcher.allowed:
                 raise MediaError(
@@ -151,7 +151,7 @@ class MediaResolver:
 
 
 def read_data_uri(reference: str, kind: str) -> bytes:
-    """Return the bytes of a `data:` URI; raise MediaError, which begins with `kind`, where it is broken or empty."""
+    """Return the bytes of a `data:` URI; raise MediaError with `kind` first where it is broken or empty."""
     if not (data := decode_data_uri(reference, kind)):
         raise MediaError(f"{kind} is a data URI without data")
     return data
@@ -191,7 +191,7 @@ def view_npy(data: bytes) -> np.ndarray:
 
 
 def with_arrays(item: Item) -> Item:
-    """Return the item with its arrays, which travel as the bytes of .npy files."""
+    """Return the item with the bytes of .npy files, as arrays travel, read as arrays."""
     columns: Any = {name: _medium(value) if name in MEDIA else value for name, value in item.items()}
     return columns
 

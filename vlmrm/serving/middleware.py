@@ -53,14 +53,11 @@ class RequestMiddleware:
         self.app, self.metrics = app, service.metrics
         self.limits = service.settings.limits
         self.max_requests = min(self.limits.max_requests, connection_limit())
-        self.host = service.settings.host
         self.rewards = {reward.name: reward.token for reward in service.settings.reward_args}
         rewards = list(self.rewards.values())
         self._posted = 0  # POST requests that have no response yet
-        self._refused, self._logged = (
-            0,
-            -math.inf,
-        )  # requests with a 503 that have no line in the log, and the last's time
+        # Requests with a 503 that have no line in the log, and the time of the last that has one.
+        self._refused, self._logged = 0, -math.inf
         self.tokens = [service.settings.token, service.settings.admin_token, *rewards]
         self.open = not service.settings.token.get_secret_value() and not all(map(SecretStr.get_secret_value, rewards))
 
@@ -116,16 +113,11 @@ class RequestMiddleware:
         if method == "POST" and headers.get(b"sec-fetch-site") == b"cross-site":
             message = "the request comes from a web page of another site: only the service's own page may send it."
             return error_response(message, "InvalidRequest", 403)
-        host = headers.get(b"host", b"").decode("latin-1")
-        nameless = b"host" not in headers and scope.get("http_version") == "1.0"  # which no browser speaks
-        if self.open and not (nameless or LOCAL_NAME.fullmatch(host) or host.partition(":")[0] == self.host):
+        nameless = b"host" not in headers and scope["http_version"] == "1.0"  # which no browser speaks
+        if self.open and not (nameless or LOCAL_NAME.fullmatch(headers.get(b"host", b"").decode("latin-1"))):
             names = ", ".join(LOOPBACK)
-            return error_response(
-                f"the Host header is none of this machine's names ({names}), and the service has no token: use one of "
-                "them, or set VLMRM_TOKEN.",
-                "InvalidRequest",
-                421,
-            )
+            message = f"the Host header is none of this machine's names, {names}: use one, or set VLMRM_TOKEN."
+            return error_response(message, "InvalidRequest", 421)
         return None
 
     def _tokens_of(self, path: str) -> list[SecretStr]:
@@ -151,7 +143,7 @@ class RequestMiddleware:
 
 
 def _unread(scope: Scope, headers: dict[bytes, bytes]) -> tuple[str, str, int] | None:
-    """Return the error of a request of which something would not be read; None where all is."""
+    """Return the error of a request with a part that would not be read; None where all is."""
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(map(len, itertools.chain(*scope["headers"])))
     if size > HEADER_BYTES:
         return f"address and headers are {size} bytes, over the limit of {HEADER_BYTES}.", "InvalidRequest", 431

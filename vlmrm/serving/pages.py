@@ -1,4 +1,4 @@
-"""The pages of the service, which load nothing from elsewhere: its status, and its API with examples."""
+"""Write the pages of the service: its status, and its API with examples. They load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def status_page(rewards: list[str]) -> HTMLResponse:
 
 @lru_cache(1)
 def api_document(app: FastAPI) -> bytes:
-    """Return the OpenAPI document of an application as JSON, which takes 10 ms to write."""
+    """Write the OpenAPI document of an application as JSON, in 10 ms."""
     return json.dumps(app.openapi()).encode()
 
 

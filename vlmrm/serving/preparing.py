@@ -57,10 +57,10 @@ class MediaProcesses:
         self._idle: queue.SimpleQueue[_MediaProcess] = queue.SimpleQueue()
 
     def start(self, renderer: Renderer) -> bool:
-        """Have the processes work as `renderer` does, whose store stays here.
+        """Have the processes work as `renderer` does, without its store.
 
         Returns:
-            False where they cannot, as its processor is of code of its own, which was loaded since they were made.
+            False where they cannot: its processor is of code of its own that was loaded after they were made.
         """
         self._renderer = renderer
         channel = Channel(os.dup(self._forker.fileno()))
@@ -71,9 +71,9 @@ class MediaProcesses:
             return False
 
     def process(self, rows: Iterable[Row]) -> tuple[list[Row], dict[str, ProcessedMedia]]:
-        """Return the rows, with an error for each whose image or video has one, and the media by key.
+        """Return the rows, an error in place of each with a broken image or video, and the media by key.
 
-        Small images are left out, and media in memory that are no files, of which there is nothing to decode.
+        Small images are left out, and media in memory that are no files: there is nothing to decode.
         """
         rows = list(rows)
         wanted: dict[str, Medium] = {}

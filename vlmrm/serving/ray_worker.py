@@ -109,7 +109,7 @@ class ActorProcess:
 
 
 class RayWorker(WorkerProcess):
-    """A worker whose process is on a node of a Ray cluster, where `spec.ray` says what it needs."""
+    """A worker with its process on a node of a Ray cluster; `spec.ray` says what it needs there."""
 
     process: ActorProcess
 

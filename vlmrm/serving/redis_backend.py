@@ -1,4 +1,4 @@
-"""The queue and the results in Redis, which any number of API processes and worker hosts share."""
+"""Keep the queue and the results in Redis, shared by any number of API processes and worker hosts."""
 
 from __future__ import annotations
 

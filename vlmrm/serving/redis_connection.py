@@ -5,25 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import redis.asyncio as redis
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import (
-    MasterNotFoundError,
-    Sentinel,
-    SentinelManagedConnection,
-    SentinelManagedSSLConnection,
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
+from redis.backoff import DecorrelatedJitterBackoff, NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
 )
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from vlmrm.libraries import relies_on
+from vlmrm.errors import ConfigError
 from vlmrm.serving.backend import QueueAway
 from vlmrm.serving.settings import ServiceSettings
 
@@ -37,7 +38,8 @@ PING_S = 5.0  # without a message, after which the connection is tried
 SENTINEL_S = 1.0  # in which a sentinel responds, or the next one is asked
 REPLICA_MS = 200  # in which a replica has what was accepted, or none is waited for in the next seconds
 RESPONSE_S = 10.0  # in which Redis responds, or counts as away
-BACKOFF_S = (0.05, 2.0)  # between two tries: the first, the longest
+BACKOFF_S = (0.05, 1.0)  # between two tries: the first, the longest
+LISTEN_S = 0.5  # between two tries to listen
 
 
 class IsCluster(redis.ConnectionError):
@@ -56,17 +58,6 @@ REASONS: dict[type[Exception], str] = {
 }
 
 
-relies_on(SentinelManagedConnection, attributes=("connection_pool",))
-
-
-class _Master(NamedTuple):
-    """What redis-py's connections ask for the address of a master, without a pool of their kind, which never waits."""
-
-    get_master_address: Callable[[], Awaitable[tuple[str, int]]]
-    is_master: bool = True
-    check_connection: bool = False
-
-
 class RedisConnection:
     """The script `redis_queue.lua` in one Redis (6.2 or newer, with replicas or without), and its messages.
 
@@ -79,6 +70,7 @@ class RedisConnection:
 
     def __init__(self, client: redis.Redis, prefix: str, *, replicated: bool = False):
         self.client, self.prefix, self.replicated = client, prefix, replicated
+        self._free = asyncio.Semaphore(CONNECTIONS)
         self._no_replica = -math.inf  # when none had what was written
         self.last_failure = time.monotonic()  # the start counts as one: this process has heard nothing yet
         self._script = client.register_script(SCRIPT)
@@ -90,35 +82,28 @@ class RedisConnection:
 
         It need not be up yet.
         """
-        shared: dict[str, Any] = {"socket_timeout": RESPONSE_S, "socket_connect_timeout": RESPONSE_S}
-        if settings.redis_tls:
-            files = {
-                "ca_certs": settings.redis_ca,
-                "certfile": settings.redis_certificate,
-                "keyfile": settings.redis_key,
-            }
-            shared |= {f"ssl_{name}": str(path) for name, path in files.items() if path is not None}
-        if settings.redis_sentinels:
-            password = settings.redis_sentinel_password.get_secret_value() or None
-            kwargs = {**shared, "password": password, "ssl": settings.redis_tls, "socket_timeout": SENTINEL_S}
-            kwargs["socket_connect_timeout"] = SENTINEL_S
-            sentinel = Sentinel(settings.sentinel_addresses, sentinel_kwargs=kwargs)
-            shared["connection_pool"] = _Master(partial(sentinel.discover_master, settings.redis_master))
-            kinds: Any = (SentinelManagedConnection, SentinelManagedSSLConnection)
-        else:
-            shared |= {"host": settings.redis_host, "port": settings.redis_port}
-            kinds = (redis.Connection, redis.SSLConnection)
-        pool = redis.BlockingConnectionPool(
-            max_connections=CONNECTIONS,
-            timeout=None,  # for a free connection
-            connection_class=kinds[settings.redis_tls],
-            username=settings.redis_user or None,
-            password=settings.redis_password.get_secret_value() or None,
-            socket_keepalive=True,
-            retry=Retry(NoBackoff(), 0),  # `retry` below knows for how long
-            **shared,
-        )
-        return cls(redis.Redis.from_pool(pool), settings.redis_prefix, replicated=bool(settings.redis_sentinels))
+        # `retry` below knows for how long.
+        times: dict[str, Any] = {"socket_timeout": SENTINEL_S, "socket_connect_timeout": SENTINEL_S}
+        times["retry"] = Retry(NoBackoff(), 0)
+        options: dict[str, Any] = {**times, "socket_timeout": RESPONSE_S, "socket_connect_timeout": RESPONSE_S}
+        options |= {"socket_keepalive": True, "password": settings.redis_password.get_secret_value() or None}
+        url, sentinels = settings.redis_url.get_secret_value(), settings.redis_sentinels
+        try:
+            options |= parse_url(url) if url else {"host": settings.redis_host, "port": settings.redis_port}
+            if sentinels:
+                sentinel = Sentinel([])
+                sentinel.sentinels = [redis.Redis.from_url(one.get_secret_value(), **times) for one in sentinels]
+                options["ssl"] = options.pop("connection_class", None) is not None
+                client = sentinel.master_for(options.pop("host"), **options)
+            else:
+                client = redis.Redis.from_pool(redis.ConnectionPool(**options))
+            client.connection_pool.make_connection()  # which connects to nothing yet
+        except (ValueError, KeyError, TypeError):  # whose message may hold the password
+            raise ConfigError(
+                "redis_url or redis_sentinels has what redis-py cannot read: give redis://USER:PASSWORD@HOST:PORT, or "
+                "rediss:// for TLS, with options of redis-py as ?NAME=VALUE."
+            ) from None
+        return cls(client, settings.redis_prefix, replicated=bool(sentinels))
 
     async def run(self, operation: str, *arguments: str | bytes | float, patience: float | None) -> Any:
         """Run an operation of the script; each may safely run twice where a response is lost."""
@@ -142,20 +127,24 @@ class RedisConnection:
 
     async def retry(self, call: Callable[[], Awaitable[T]], patience: float | None) -> T:
         """Return the result of `call`, which is tried again while Redis is away."""
-        end = None if patience is None else time.monotonic() + patience
-        for pause in backoff():
-            try:
-                if self._is_cluster:
-                    raise IsCluster
+        end = math.inf if patience is None else time.monotonic() + patience
+
+        async def attempt() -> T:
+            if self._is_cluster:
+                raise IsCluster
+            async with self._free:
                 return await call()
-            except Exception as error:
-                if not _is_transient(error):
-                    raise
-                self.last_failure = time.monotonic()
-                if end is not None and time.monotonic() + pause > end:
-                    raise QueueAway(f"the queue cannot be reached ({_reason(error)}): try again later.") from error
-            await asyncio.sleep(pause)
-        raise AssertionError("the backoff never ends")
+
+        async def failed(error: Exception) -> None:
+            self.last_failure = time.monotonic()
+            if self.last_failure >= end:
+                raise QueueAway(f"the queue cannot be reached ({_reason(error)}): try again later.") from error
+
+        first, longest = BACKOFF_S
+        errors: Any = (RedisError, OSError)
+        # The exponential ones of redis-py overflow after 1,024 tries, half an hour.
+        retry = Retry(DecorrelatedJitterBackoff(longest, first), -1, errors)
+        return await retry.call_with_retry(attempt, failed, is_retryable=_is_transient)
 
     async def listen(
         self, on_message: Callable[[str, str], None], on_connect: Callable[[], None], *channels: str
@@ -165,12 +154,11 @@ class RedisConnection:
         Messages that were sent while there was no connection are lost. No error ends it.
         """
         logged = ""
-        pauses = backoff()
 
         def connected() -> None:
-            nonlocal logged, pauses
+            nonlocal logged
             logger.info("connected to Redis")
-            logged, pauses = "", backoff()
+            logged = ""
             on_connect()
 
         while True:
@@ -183,7 +171,7 @@ class RedisConnection:
                     logged = reason
                     fault = None if _is_transient(error) else error
                     logger.error("Redis cannot be used (%s): the service retries until it can", reason, exc_info=fault)
-            await asyncio.sleep(next(pauses))
+            await asyncio.sleep(LISTEN_S)
 
     async def _listen(
         self, on_message: Callable[[str, str], None], connected: Callable[[], None], channels: Sequence[str]
@@ -209,14 +197,6 @@ class RedisConnection:
             logger.warning("Redis keeps no append-only file: what waits is lost with it; set appendonly yes.")
         if info.get("maxmemory") and info.get("maxmemory_policy") != "noeviction":
             logger.warning("Redis drops keys when its memory is full: set maxmemory-policy noeviction.")
-
-
-def backoff() -> Iterator[float]:
-    """Yield the seconds to wait before each further try, without end."""
-    pause, longest = BACKOFF_S
-    while True:
-        yield pause * random.uniform(1, 1.5)
-        pause = min(2 * pause, longest)
 
 
 def _is_transient(error: Exception) -> bool:

@@ -145,7 +145,7 @@ class Replica:
             await self._stop(worker)
 
     async def _stop(self, worker: WorkerProcess) -> None:
-        """End a worker, whose own trouble with that keeps no other from its place."""
+        """End a worker; should that fail, log it, so that another can take its place."""
         try:
             await worker.stop()
         except Exception:
@@ -372,7 +372,7 @@ class Replica:
             raise WorkerDied(worker.died.result())
 
     async def _gather(self, worker: WorkerProcess, jobs: list[Job]) -> None:
-        """Add jobs that come right after `jobs`, such as the other candidates of a group, which share computation.
+        """Add jobs that come right after `jobs` and may share computation, such as the candidates of a group.
 
         A client that sends one request at a time waits for none of this: its batches had one job lately.
         """

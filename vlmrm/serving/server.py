@@ -70,9 +70,7 @@ def serve(config: Path | None, model: str | None, overrides: Mapping[str, Any], 
         reward = {"reward_type": "vlm_reward", "model_path": model}
         settings = validate_settings({**overrides, "reward_args": [reward]}, "the command line")
     if role != "everything" and not settings.has_redis:
-        raise ConfigError(
-            f"vlmrm serve {role} shares its queue with other processes: set redis_host or redis_sentinels."
-        )
+        raise ConfigError(f"vlmrm serve {role} shares its queue with other processes: set redis_host or redis_url.")
     if role != "api" and not settings.has_redis:  # else its workers, or the model that is wanted, are others
         for reward in settings.reward_args:
             check_model(reward)

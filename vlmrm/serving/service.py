@@ -40,7 +40,7 @@ class UnknownReward(VlmrmError):
 
 
 class TooLarge(VlmrmError):
-    """A request for which the queue would have no room if it were empty."""
+    """A request too large even for an empty queue."""
 
 
 class NotServing(VlmrmError):
@@ -318,7 +318,7 @@ def make_backend(settings: ServiceSettings) -> Backend:
 
 
 def _has_video(item: Any) -> bool:
-    """Return whether an item has a video, whose packets are counted, which takes long."""
+    """Return whether an item has a video: counting its packets takes long."""
     if isinstance(item, dict) and any(item.get(name) is not None for name in VIDEO_COLUMNS):
         return True
     return any(map(_has_video, children(item)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,7 +48,6 @@ class RewardSettings(Strict):
     venv_python: str = sys.executable
     download_path: str = ""
     setup_script: str = ""  # run by `serve prepare` with download_path and the environment's folder
-    requirements: list[str] = Field(default_factory=list)  # or what pip installs into an environment it makes
     dtype: str = "auto"
     device: str = ""
     enable: bool = True
@@ -132,15 +130,9 @@ class ServiceSettings(Strict):
     port: int = Field(8080, ge=0, le=65535)
     redis_host: str = ""
     redis_port: int = Field(6379, ge=1, le=65535)
-    redis_sentinels: list[str] = Field(default_factory=list)  # NAME:PORT, which know where redis_master is
-    redis_master: str = ""
-    redis_user: str = ""
+    redis_url: SecretStr = SecretStr("")  # instead of both: redis:// or, for TLS, rediss:// with redis-py's options
     redis_password: SecretStr = SecretStr("")
-    redis_sentinel_password: SecretStr = SecretStr("")
-    redis_tls: bool = False
-    redis_ca: Path | None = None  # that signed the certificate of Redis; default: the system's authorities
-    redis_certificate: Path | None = None  # of this client, with redis_key
-    redis_key: Path | None = None
+    redis_sentinels: list[SecretStr] = Field(default_factory=list)  # by URL; they know the master that redis_url names
     redis_prefix: str = "vlmrm"  # begins every key, so that several services can share one Redis
     long_poll: float = Field(4.0, ge=0, le=60)  # seconds that a pull waits for its result
     token: Token = SecretStr("")
@@ -163,24 +155,15 @@ class ServiceSettings(Strict):
     @property
     def has_redis(self) -> bool:
         """Whether queue and results are in Redis."""
-        return bool(self.redis_host or self.redis_sentinels)
-
-    @property
-    def sentinel_addresses(self) -> list[tuple[str, int]]:
-        parts = [address.rpartition(":") for address in self.redis_sentinels]
-        return [(host.strip("[]"), int(port)) for host, _, port in parts]
+        return bool(self.redis_host or self.redis_url.get_secret_value())
 
     @model_validator(mode="after")
     def _check_redis(self) -> ServiceSettings:
-        for address in self.redis_sentinels:
-            if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s]+):\d{1,5}", address):
-                raise ValueError(f"redis_sentinels has {address}: give NAME:PORT of each")
-        if bool(self.redis_sentinels) != bool(self.redis_master) or (self.redis_sentinels and self.redis_host):
-            raise ValueError("give either redis_host, or redis_sentinels with redis_master, the name of their master")
-        if (self.redis_ca or self.redis_certificate or self.redis_key) and not self.redis_tls:
-            raise ValueError("redis_ca, redis_certificate and redis_key need redis_tls = true")
-        if bool(self.redis_certificate) != bool(self.redis_key):
-            raise ValueError("redis_certificate and redis_key belong together: give both")
+        url = bool(self.redis_url.get_secret_value())
+        if (url and self.redis_host) or (self.redis_sentinels and not url):
+            raise ValueError(
+                "give either redis_host, or redis_url, which names the master where there are redis_sentinels"
+            )
         return self
 
     @model_validator(mode="after")
@@ -229,7 +212,7 @@ def validate_settings(
     content: dict[str, Any], source: str, environment: Mapping[str, str] = os.environ
 ) -> ServiceSettings:
     """Return `content` as settings; `source` begins the messages of errors."""
-    for key in ("token", "admin_token", "redis_password", "redis_sentinel_password"):
+    for key in ("token", "admin_token", "redis_url", "redis_password"):
         variable = f"VLMRM_{key.upper()}"
         if environment.get(variable):
             content = {**content, key: environment[variable]}

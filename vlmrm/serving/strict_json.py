@@ -41,7 +41,7 @@ async def parse(body: bytes, limits: Limits) -> Any:
 
 
 async def parse_as(kind: type[Model], body: bytes, limits: Limits) -> Model:
-    """Return a body as a model, for routes whose body FastAPI does not read; raises as `parse`."""
+    """Read a body as a model, for routes that keep it from FastAPI; raises as `parse`."""
     value = await parse(body, limits)
     try:
         return await in_thread(kind.model_validate, value)
@@ -170,7 +170,7 @@ class _StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route whose JSON is read by `strict_json`: `APIRouter(route_class=StrictRoute)`."""
+    """A route that reads JSON by `strict_json`: `APIRouter(route_class=StrictRoute)`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

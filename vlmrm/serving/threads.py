@@ -1,4 +1,4 @@
-"""The few threads that compute beside the event loop, which each of them holds up by 5 ms at a time."""
+"""Compute in a few threads beside the event loop: each may hold it up by 5 ms at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _THREADS: RunVar[_Threads] = RunVar("threads")
 
 
 async def in_thread(compute: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-    """Return what `compute` returns in one of `THREADS` threads, of which a client has one at a time.
+    """Return what `compute` returns in one of `THREADS` threads; a client has one at a time.
 
     anyio's own forty would keep the event loop from its turn.
     """
@@ -49,7 +49,7 @@ async def in_thread(compute: Callable[[*Arguments], Result], *arguments: *Argume
 
 
 class _NotOnTheLoop(Exception):
-    """A header is to be read, which may take half a second."""
+    """A header is to be read: that may take half a second."""
 
 
 async def computed(compute: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
@@ -61,7 +61,7 @@ async def computed(compute: Callable[[*Arguments], Result], *arguments: *Argumen
 
 
 def picture_size(data: bytes) -> tuple[int, int]:
-    """Return width and height of a picture, whose header is read once in a request; for `computed` or a thread."""
+    """Return width and height of a picture, read once in a request; for `computed` or a thread."""
     sizes = current_request().sizes
     if data not in sizes:
         with suppress(RuntimeError):

@@ -50,7 +50,7 @@ def unauthorized() -> Unauthorized:
 
 
 def client_of(scope: Scope) -> str:
-    """Return whose request it is, for fair shares: a digest of its token, or the address that it comes from."""
+    """Return the client of a request, for fair shares: a digest of its token, or the address that it comes from."""
     token = token_of(Request(scope))
     if token:
         return hashlib.blake2b(token.encode(), digest_size=8).hexdigest()

@@ -30,7 +30,7 @@ class TurnScheduler:
         self._since = 0.0  # when a request began to wait while no other did
 
     async def next_turn(self, *, scored: bool = False) -> None:
-        """Wait for a turn; `scored` requests, which are nearly done, do not wait behind those that have just come."""
+        """Wait for a turn; `scored` requests are nearly done, and do not wait behind those that have just come."""
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         self._lanes.setdefault(f"{LANE.get()}{' scored' if scored else ''}", deque()).append(turn)

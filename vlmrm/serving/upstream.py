@@ -127,10 +127,10 @@ class VLLM:
 
 
 class SGLang(VLLM):
-    """A reward of an SGLang server, `python -m sglang.launch_server --is-embedding`, which is sent rendered text.
+    """Send rendered text to an SGLang server, `python -m sglang.launch_server --is-embedding`.
 
     Args:
-        model_path: the checkpoint, whose chat template renders conversations here.
+        model_path: the checkpoint; its chat template renders conversations here.
     """
 
     def __init__(self, endpoint_url: str, model_path: str, **options: Any):

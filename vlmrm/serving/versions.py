@@ -92,7 +92,7 @@ class Wanted:
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Wanted:
-        """Return what another process recorded, which may be of another version of vlmrm."""
+        """Read what another process recorded; it may be of another version of vlmrm."""
         return cls(**{name: value for name, value in record.items() if name in cls.__dataclass_fields__})
 
 
@@ -130,7 +130,7 @@ class Versions:
     # What is asked for -----------------------------------------------------------------------------------------------
 
     def state(self, health: WorkerHealth) -> ModelState:
-        """Return the state of a reward whose workers have this health."""
+        """Return the state of the reward, given its workers' health."""
         wanted, errors = self._wanted, list(health.errors)
         if self._unsaved:
             errors.append("other processes do not know of this yet: the queue is away.")
@@ -265,7 +265,7 @@ class Versions:
     # Processes that share a queue ------------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Bring the reward to what is wanted, of which other processes may have been asked."""
+        """Bring the reward to what is wanted; other processes may have been asked for it."""
         async with self._lock:
             with suppress(QueueAway):  # until the next round
                 if self._unsaved:
@@ -308,7 +308,7 @@ class Versions:
             self._begin()
 
     def _begin(self) -> None:
-        """Have replicas, which nobody has started yet, begin with what is wanted."""
+        """Have replicas begin with what is wanted, before anybody starts them."""
         wanted = self._wanted
         model = wanted.model if wanted.is_proved else wanted.previous  # beside which `follow` then tries the other
         self._served = wanted.id if wanted.is_proved else None

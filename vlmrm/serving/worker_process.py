@@ -21,7 +21,7 @@ T = TypeVar("T")
 WORKER = Path(__file__).parent / "worker"
 SERVICE_VARIABLES = (  # secrets of the environment that workers do not get
     *("VLMRM_TOKEN", "VLMRM_ADMIN_TOKEN"),
-    *("VLMRM_REDIS_PASSWORD", "VLMRM_REDIS_SENTINEL_PASSWORD"),
+    *("VLMRM_REDIS_PASSWORD", "VLMRM_REDIS_URL"),
 )
 ENDING_S = 5.0  # to end by itself before it is killed
 

@@ -1,4 +1,4 @@
-"""The specification of a worker: which class it runs, with which options, in which environment."""
+"""Specify a worker: the class that it runs, its options and its environment."""
 
 from __future__ import annotations
 
@@ -91,5 +91,5 @@ def worker_spec(reward: RewardSettings, device: str, silence: float) -> WorkerSp
 
 
 def is_trained(reward: RewardSettings) -> bool:
-    """Return whether the reward is a model trained here, whose scorer decodes equal media of a request once."""
+    """Return whether the reward is a model trained here: its scorer decodes equal media of a request once."""
     return reward.reward_type == "vlm_reward" and not reward.engine

@@ -17,7 +17,9 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, first_line
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.parts import HEAD, MERGER, VISION
+from vlmrm.settings import did_you_mean
 from vlmrm.training.engines import check_checkpointing, check_engine_files, check_environment, read_engines
+from vlmrm.training.losses import PAIR_LOSSES
 
 RATES = {VISION: "vision_lr", MERGER: "merger_lr", HEAD: "head_lr"}  # keys of the parts' own learning rates
 # The least value of each number: torch and HF would fail late or with a traceback, or train something else in silence.
@@ -64,6 +66,9 @@ class RewardTrainingArguments(trl.RewardConfig):
     )
     num_irrelevant_pairs: int = field(default=1, metadata={"help": "Irrelevant prompts for each pair."})
     irrelevant_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the irrelevant loss."})
+    pair_loss: str = field(
+        default="bradley_terry", metadata={"help": "Loss of a preference pair: `bradley_terry`, or one of a plugin."}
+    )
     tie_threshold: float = field(
         default=0.0,
         metadata={
@@ -121,6 +126,11 @@ class RewardTrainingArguments(trl.RewardConfig):
                 "train_sampling_strategy: group_by_length needs token counts, which images lack before they are read: "
                 "write batch_rebalance, which estimates them."
             )
+        if self.optim in ("lomo", "adalomo"):
+            raise ConfigError(
+                f"optim: {self.optim} changes weights inside each backward pass, and a step may have several: choose "
+                "another, such as adafactor."
+            )
         for key, bound in LEAST.items():
             value = getattr(self, key)
             if value is not None and not bound <= value < math.inf:  # NaN is neither
@@ -136,6 +146,9 @@ class RewardTrainingArguments(trl.RewardConfig):
                 f"max_steps is {self.max_steps} and num_train_epochs {self.num_train_epochs}, which is no step at "
                 "all: set one of them to a number above 0."
             )
+        if self.pair_loss not in PAIR_LOSSES:
+            advice = did_you_mean(self.pair_loss, PAIR_LOSSES, f": choose from {', '.join(PAIR_LOSSES)}.")
+            raise ConfigError(f"pair_loss is {self.pair_loss!r}, which there is not{advice}")
         for key in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(self, key):
                 raise ConfigError(f"{key} changes nothing in the loss of preferences: remove it.")
@@ -160,7 +173,10 @@ class RewardTrainingArguments(trl.RewardConfig):
 
 @dataclass
 class RewardConfig(RewardTrainingArguments, DataArguments, ModelArguments):
-    """Every key of a configuration, flat as in its file: those of the model, of the data and of the training."""
+    """Every key of a configuration, flat as in its file: those of the model, of the data and of the training.
+
+    >>> RewardConfig(output_dir="outputs/mine", learning_rate=1e-5, use_peft=True)
+    """
 
     def __post_init__(self):
         for name, hint in get_type_hints(type(self)).items():

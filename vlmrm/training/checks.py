@@ -187,41 +187,22 @@ def check_best(args: RewardTrainingArguments) -> None:
         raise ConfigError(f"metric_for_best_model is {args.metric_for_best_model}, which no evaluation has{hint}")
 
 
-@dataclass(frozen=True)
-class Switch:
-    """A key that is off by default, with that value in a configuration, and the keys that do nothing while it is."""
-
-    key: str
-    on: str
-    off: str
-    keys: tuple[str, ...]
-
-
-SWITCHES = (
-    Switch(
-        "use_peft",
-        "true",
-        "false",
-        (
-            *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_experts"),
-            *("lora_vit", "lora_merger"),
-        ),
+# Keys that are off by default: their values in a configuration, on and off, and the keys that do nothing while off.
+SWITCHES: dict[str, tuple[str, str, str]] = {
+    "use_peft": (
+        *("true", "false"),
+        "lora_r lora_alpha lora_dropout lora_target_modules lora_experts lora_vit lora_merger",
     ),
-    Switch("fsdp", "true", "null", ("fsdp_config",)),
-    Switch(
-        "gradient_checkpointing",
-        "true",
-        "false",
-        ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
-    ),
-    Switch("use_irrelevant_queries", "true", "false", ("num_irrelevant_pairs", "irrelevant_loss_weight")),
-    Switch("streaming", "true", "false", ("shuffle_buffer",)),
-    Switch("vision_cache_dir", "FOLDER", "null", ("vision_cache_gb",)),
-    Switch("eval_strategy", "steps", "no", ("eval_dataset_path", "eval_steps", "max_eval_samples", "probe_samples")),
-    Switch("eval_dataset_path", "FILE", "[]", ("eval_dataset_split",)),
-    Switch("load_best_model_at_end", "true", "false", ("metric_for_best_model", "greater_is_better")),
-    Switch("save_strategy", "steps", "no", ("save_steps", "save_total_limit")),
-)
+    "fsdp": ("true", "null", "fsdp_config"),
+    "gradient_checkpointing": ("true", "false", "activation_checkpointing_kwargs gradient_checkpointing_kwargs"),
+    "use_irrelevant_queries": ("true", "false", "num_irrelevant_pairs irrelevant_loss_weight"),
+    "streaming": ("true", "false", "shuffle_buffer"),
+    "vision_cache_dir": ("FOLDER", "null", "vision_cache_gb"),
+    "eval_strategy": ("steps", "no", "eval_dataset_path eval_steps max_eval_samples probe_samples"),
+    "eval_dataset_path": ("FILE", "[]", "eval_dataset_split"),
+    "load_best_model_at_end": ("true", "false", "metric_for_best_model greater_is_better"),
+    "save_strategy": ("steps", "no", "save_steps save_total_limit"),
+}
 
 
 def check_ignored(run: RunArguments) -> Iterator[str]:
@@ -229,16 +210,16 @@ def check_ignored(run: RunArguments) -> Iterator[str]:
 
     So `--eval_strategy no` may be added to a file with `eval_steps`, but `lora_r` without `use_peft` is a mistake.
     """
-    for switch in SWITCHES:
-        idle = [key for key in switch.keys if key in run.written]
-        if not idle or run.value(switch.key) not in (False, None, "no", []):
+    for switch, (on, off, keys) in SWITCHES.items():
+        idle = [key for key in keys.split() if key in run.written]
+        if not idle or run.value(switch) not in (False, None, "no", []):
             continue
-        if switch.key not in run.written:
+        if switch not in run.written:
             raise ConfigError(
-                f"{idle[0]} does nothing without {switch.key}: add {switch.key}: {switch.on}, or remove it; "
-                f"{switch.key}: {switch.off} says that it is to do nothing."
+                f"{idle[0]} does nothing without {switch}: add {switch}: {on}, or remove it; {switch}: {off} says "
+                "that it is to do nothing."
             )
-        yield f"{', '.join(idle)}: not used, as {switch.key} is {switch.off}"
+        yield f"{', '.join(idle)}: not used, as {switch} is {off}"
     if run.model.model_revision and Path(run.model.model_name_or_path).is_dir():
         raise ConfigError("model_revision is for the hub, and model_name_or_path is a folder: remove it.")
     for split, paths in {"dataset_split": "dataset_path", "eval_dataset_split": "eval_dataset_path"}.items():

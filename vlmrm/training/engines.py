@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,43 +198,18 @@ def engine_of(args: RewardTrainingArguments) -> str:
     return ENGINES[stage]
 
 
-@dataclass(frozen=True)
-class Unsupported:
-    """A part of a run that some engines do not carry: its name, whether a run has it, and what to do instead."""
-
-    part: str
-    engines: tuple[str, ...]
-    uses: Callable[[ModelArguments, RewardTrainingArguments], Any]
-    instead: str
-
-
-REFUSED = (
-    Unsupported(
-        "vision_cache_dir",
-        ("FSDP2",),
-        lambda model, args: model.vision_cache_dir,
-        "remove one, or use deepspeed: zero2.json",
-    ),
-    Unsupported(
-        "load_in_4bit",
-        ("ZeRO-3", "FSDP2"),
-        lambda model, args: model.load_in_4bit,
-        "weights of 4 bits cannot be shared out: remove one, or use deepspeed: zero2.json",
-    ),
-    Unsupported(
-        "activation_offloading",
-        ("ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2"),
-        lambda model, args: args.activation_offloading,
-        "it would move their copies of the weights too: write activation_checkpointing_kwargs: {offload: true}",
-    ),
-    Unsupported("fp16", ("FSDP2",), lambda model, args: args.fp16, "write bf16: true"),
-)
-
-
 def check_combination(model: ModelArguments, args: RewardTrainingArguments) -> None:
     """Refuse a part of the run that its engine does not carry."""
     engine = engine_of(args)
-    for refused in REFUSED:
-        if engine in refused.engines and refused.uses(model, args):
+    zero2 = "remove one, or use deepspeed: zero2.json"
+    offload = "it would move their copies of the weights too: write activation_checkpointing_kwargs: {offload: true}"
+    refused = [
+        ("vision_cache_dir", model.vision_cache_dir, ENGINES[4:], zero2),
+        ("load_in_4bit", model.load_in_4bit, ENGINES[3:], f"weights of 4 bits cannot be shared out: {zero2}"),
+        ("activation_offloading", args.activation_offloading, ENGINES[1:], offload),
+        ("fp16", args.fp16, ENGINES[4:], "write bf16: true"),
+    ]
+    for part, used, engines, instead in refused:
+        if used and engine in engines:
             key = "fsdp" if engine == "FSDP2" else f"deepspeed ({engine})"
-            raise ConfigError(f"{refused.part} does not work with {key}: {refused.instead}.")
+            raise ConfigError(f"{part} does not work with {key}: {instead}.")

@@ -7,7 +7,7 @@ is the mean over its pairs however they are split.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ Pairs = Mapping[str, torch.Tensor]
 class PreferenceLoss:
     """The training objective over the scores of one batch.
 
-    preference: `bradley_terry` or, with `tie_threshold` > 0, `rao_kupper`.
+    preference: the one of PAIR_LOSSES that `pair_loss` names.
     irrelevant: `irrelevant_weight` times the tie loss of the answers under another prompt.
     center: `center_coefficient` times (r_chosen + r_rejected)², which keeps rewards near zero
     (Eisenstein et al. 2023, https://huggingface.co/papers/2312.09244, Eq. 2).
@@ -29,6 +29,7 @@ class PreferenceLoss:
     tie_threshold: float = 0.0
     irrelevant_weight: float = 1.0
     center_coefficient: float | None = None
+    pair_loss: str = "bradley_terry"
 
     def __call__(self, scores: torch.Tensor, pairs: Pairs, totals: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the terms of the loss over scores[B] by name; their sum is the loss.
@@ -41,9 +42,10 @@ class PreferenceLoss:
         # Sums of products, not of selected elements: a selection waits for the device to know its length.
         irrelevant = pairs["irrelevant"].float()
         preference, weight = 1 - irrelevant, pairs["weight"]
+        # A step without pairs of a kind has a total of 0: its term is 0 / tiny, not NaN.
         per_preference, per_irrelevant = totals.float().clamp_min(torch.finfo(torch.float32).tiny)
 
-        fit = pair_loss(difference - pairs["margin"], pairs["tie"], self.tie_threshold)
+        fit = PAIR_LOSSES[self.pair_loss](difference - pairs["margin"], pairs["tie"], self.tie_threshold)
         # Sums over no pairs are in the graph too: every rank must run its backward.
         parts = {"preference": (preference * weight * fit).sum() / per_preference}
         of_ties = (irrelevant * weight * bradley_terry_tie(difference)).sum() / per_irrelevant
@@ -60,8 +62,8 @@ def weights(pairs: Pairs) -> torch.Tensor:
     return torch.stack([(~irrelevant * pairs["weight"]).sum(), (irrelevant * pairs["weight"]).sum()])
 
 
-def pair_loss(difference: torch.Tensor, tie: torch.Tensor, tie_threshold: float) -> torch.Tensor:
-    """Return the negative log-likelihood of each pair, from difference[N] = r_chosen - r_rejected and tie[N]."""
+def bradley_terry(difference: torch.Tensor, tie: torch.Tensor, tie_threshold: float) -> torch.Tensor:
+    """Return the negative log-likelihood of each pair; Rao-Kupper's with `tie_threshold` > 0."""
     if tie_threshold > 0:
         win, tied = rao_kupper_win(difference, tie_threshold), rao_kupper_tie(difference, tie_threshold)
     else:
@@ -84,3 +86,8 @@ def rao_kupper_tie(difference: torch.Tensor, threshold: float) -> torch.Tensor:
     return -(
         math.log(math.expm1(2 * threshold)) + logsigmoid(difference - threshold) + logsigmoid(-difference - threshold)
     )
+
+
+# By the key `pair_loss`: the loss [N] of pairs, from difference[N] = r_chosen - r_rejected - margin, tie[N] and
+# `tie_threshold`. A plugin adds its own.
+PAIR_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {"bradley_terry": bradley_terry}

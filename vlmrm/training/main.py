@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -95,16 +94,12 @@ class TrainingResult:
     model_dir: Path
     metrics: dict[str, Any]
 
-    def _repr_html_(self) -> str:
-        """Return the result as a notebook shows it: the model's folder, and a row for each metric."""
-        rows = {"model": self.model_dir, **self.metrics}
-        shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in rows.items()}
-        return f"<table>{''.join(f'<tr><th>{name}<td>{escape(str(value))}' for name, value in shown.items())}</table>"
-
 
 @engine_environment()
 def train(config: Configuration = (), /, **keys: Any) -> TrainingResult:
     """Train a reward model, as `vlmrm train` does.
+
+        load_scorer(train("mine.yaml", learning_rate=1e-5).model_dir)
 
     Args:
         config: a YAML or JSON file, a mapping of keys to values, or the words of a command line.

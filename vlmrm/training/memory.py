@@ -226,14 +226,14 @@ def planned_model(run: RunArguments, dtype: torch.dtype) -> tuple[Any, float]:
 def heaviest_forward(
     run: RunArguments, model: Any, processor: Any, dataset: Any, rows: Survey
 ) -> Mapping[str, torch.Tensor]:
-    """Return the inputs of the largest forward of a batch, which is of the longest surveyed rows."""
-    positions = [rows.positions[place] for place in sorted(range(len(rows.tokens)), key=rows.tokens.__getitem__)]
+    """Return the inputs of the largest forward in a batch of the longest surveyed rows."""
+    positions = [rows.positions[i] for i in sorted(range(len(rows.tokens)), key=rows.tokens.__getitem__)]
     longest = set(positions[-run.training.train_batch_size :])
     collator = build_collator(run, model, processor, dataset)
     if rows.rows is None:
-        batch = [row for place, row in enumerate(islice(iter(dataset), max(longest) + 1)) if place in longest]
+        batch = [row for i, row in enumerate(islice(iter(dataset), max(longest) + 1)) if i in longest]
     else:
-        batch = [dataset[place] for place in sorted(longest)]
+        batch = [dataset[i] for i in sorted(longest)]
     forwards = [inputs for part in collator(batch)["parts"] for inputs in part["inputs"]]
     return max(forwards, key=lambda inputs: inputs["input_ids"].numel())
 

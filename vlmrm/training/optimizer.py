@@ -20,7 +20,7 @@ from vlmrm.training.arguments import RATES, RewardTrainingArguments
 
 # Values that an optimizer keeps of each weight, by the beginning of its name; Adam and others keep two.
 STATES = {
-    **{"sgd": 0, "lomo": 0, "adalomo": 0, "adafactor": 0, "adagrad": 1, "rmsprop": 1, "lion": 1, "ademamix": 3},
+    **{"sgd": 0, "adafactor": 0, "adagrad": 1, "rmsprop": 1, "lion": 1, "ademamix": 3},
     **{"grokadamw": 3, "schedule_free_sgd": 1},
 }
 BLOCK = 256  # values of fewer than 32 bits that share a float32 scale

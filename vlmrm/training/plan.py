@@ -12,7 +12,6 @@ import dataclasses
 import math
 import os
 import shutil
-import statistics
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, TrainerCallback
 
 from vlmrm.data.comparisons import load_train_and_eval
@@ -36,13 +34,7 @@ from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import LIBRARIES
 from vlmrm.modeling.quantization import describe, layers_to_quantize
 from vlmrm.modeling.varlen import FLASH, TORCH
-from vlmrm.training.checks import (
-    RunArguments,
-    check_disk,
-    check_shared_out,
-    checkpoint_bytes,
-    problems,
-)
+from vlmrm.training.checks import RunArguments, check_disk, check_shared_out, problems
 from vlmrm.training.engines import engine_of
 from vlmrm.training.folder import check_unlocked
 from vlmrm.training.main import (
@@ -249,27 +241,23 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
     plan.memory = estimate
     if model.load_in_4bit and not plan.errors:
         plan.kernels["4-bit"] = layers_in_4_bits(run)
-    if plan.errors or plan.processes > 1 or estimate.total > estimate.available:
-        with plan.stage():
-            _estimate_disk(plan, run, estimate if plan.processes == 1 else estimate_memory(run, 1))
-        return
-    launch_alone(args)
-    _measure(plan, run, processor, train_dataset, eval_dataset)
+    with plan.stage():
+        _plan_disk(plan, run, estimate if plan.processes == 1 else estimate_memory(run, 1))
+    if not plan.errors and plan.processes == 1 and estimate.total <= estimate.available:
+        launch_alone(args)
+        _measure(plan, run, processor, train_dataset, eval_dataset)
 
 
-def _estimate_disk(plan: TrainingPlan, run: RunArguments, undivided: Memory) -> None:
-    """Fill in the disk that checkpoints take, from the memory of a run in one process."""
+def _plan_disk(plan: TrainingPlan, run: RunArguments, undivided: Memory, written: int = 0) -> None:
+    """Fill in the disk that checkpoints take, `written` bytes each or by the memory of a run in one process."""
     args = run.training
-    saved = undivided.gradients if run.model.use_peft else undivided.weights
-    checkpoint = saved + (0 if args.save_only_model else undivided.optimizer)
-    _plan_disk(plan, args, checkpoint, saved)
-
-
-def _plan_disk(plan: TrainingPlan, args: Any, checkpoint: int, final: int) -> None:
     parent = existing_parent(Path(args.output_dir).absolute())
+    final = undivided.gradients if run.model.use_peft else undivided.weights
+    checkpoint = written or final + (0 if args.save_only_model else undivided.optimizer)
     saves = min(args.save_total_limit or plan.steps, _times(plan, args, "save"))
     plan.disk = Disk(checkpoint, saves * checkpoint + final, shutil.disk_usage(parent).free)
-    plan.remarks += check_disk(parent, checkpoint, max(saves, 1))
+    if not written:
+        plan.remarks += check_disk(parent, checkpoint, max(saves, 1))
 
 
 def count_steps(run: RunArguments, rows: int | None, ranks: int) -> tuple[int, float | None]:
@@ -287,48 +275,34 @@ def count_steps(run: RunArguments, rows: int | None, ranks: int) -> tuple[int, f
 # Measuring -----------------------------------------------------------------------------------------------------------
 
 
-class TrialTrainer(ComparisonTrainer):
-    """Trains on the rows in their order."""
-
-    def _get_train_sampler(self, train_dataset=None):
-        rows: Any = self.train_dataset if train_dataset is None else train_dataset
-        return SequentialSampler(rows)
-
-
 class Clock(TrainerCallback):
-    """Seconds of each step after the first, and of the save at the end."""
+    """The times at the end of each step, and of the save after the last."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
-        self.saving: float | None = None
-        self.begun = self.last = 0.0
+        self.saved = 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
-        now = perf_counter()
-        if state.global_step > 1:
-            self.steps.append(now - self.last)
-        else:
-            self.begun = now
-        self.last = now
-        if self.steps and now - self.begun > TRIAL_SECONDS:
+        self.steps.append(perf_counter())
+        if len(self.steps) > 1 and self.steps[-1] - self.steps[0] > TRIAL_SECONDS:
             control.should_training_stop = True
 
     def on_save(self, args, state, control, **kwargs):
-        self.saving = perf_counter() - self.last
+        self.saved = perf_counter()
 
 
 def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> None:
     """Train a few steps in a temporary folder beside `output_dir`, and fill in memory, time and disk."""
     model_args, args = run.model, run.training
     parent = existing_parent(Path(args.output_dir).absolute())
-    assert plan.train is not None
+    assert plan.train is not None and plan.memory is not None and plan.disk is not None
     gauge = Gauge(args.device)
     model = build_model(model_args, args, processor)
     collator = build_collator(run, model, processor, train_dataset)
     with tempfile.TemporaryDirectory(prefix=".vlmrm-plan-", dir=parent) as folder:
         trial = trial_arguments(args, Path(folder))
         trainer: Any = build_trainer(
-            TrialTrainer,
+            ComparisonTrainer,
             model=model,
             args=trial,
             processor=processor,
@@ -338,17 +312,11 @@ def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_datase
             peft_config=lora_config(model_args, model) if model_args.use_peft else None,
             save_extras=lambda folder: None,
         )
-        needed = checkpoint_bytes(model, args, adapter=model_args.use_peft)
-        saves = min(args.save_total_limit or plan.steps, _times(plan, args, "save"))
-        with plan.stage():
-            plan.remarks += check_disk(parent, needed, max(saves, 1))
-        if needed > SAVED_BYTES:
+        if plan.disk.checkpoint > SAVED_BYTES:
             trial.save_strategy = "no"
         clock = Clock()
         trainer.add_callback(clock)
         trainer.remove_callback(PrinterCallback)
-        if plan.errors:
-            return
         try:
             trainer.train()
         except torch.OutOfMemoryError as error:
@@ -360,25 +328,14 @@ def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_datase
         if plan.held_out is not None:
             evaluation = _time_evaluation(trainer, eval_dataset, args) * _times(plan, args, "eval")
         written = sum(file.stat().st_size for file in Path(folder).rglob("checkpoint-*/**/*") if file.is_file())
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    plan.trained_parameters = sum(weight.numel() for weight in trained)
-    parts = [
-        sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        sum(weight.nbytes for weight in trained),
-        sum(
-            value.nbytes
-            for state in trainer.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        ),
-    ]
-    rest = max(gauge.peak() - sum(parts), 0)
-    plan.memory = Memory(*parts, rest=rest, measured=True, available=free_memory(run) + sum(parts))
-    checkpoint = written or needed
-    final = parts[0] if not model_args.use_peft else sum(weight.nbytes for weight in trained)
-    plan.disk = Disk(checkpoint, saves * checkpoint + final, os.statvfs(parent).f_bavail * os.statvfs(parent).f_frsize)
-    step = statistics.mean(clock.steps)
-    saving = None if clock.saving is None else clock.saving * _times(plan, args, "save")
+    plan.trained_parameters = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    counted = plan.memory.total - plan.memory.rest
+    plan.memory = dataclasses.replace(
+        plan.memory, rest=max(gauge.peak() - counted, 0), measured=True, available=free_memory(run) + counted
+    )
+    _plan_disk(plan, run, plan.memory, written)
+    step = (clock.steps[-1] - clock.steps[0]) / (len(clock.steps) - 1)
+    saving = (clock.saved - clock.steps[-1]) * _times(plan, args, "save") if clock.saved else None
     plan.timing = Timing(step, evaluation, saving, step * plan.steps + evaluation + (saving or 0.0))
 
 
@@ -392,7 +349,7 @@ def trial_arguments(args: Any, folder: Path) -> Any:
     trial.logging_strategy = type(args.logging_strategy)("no")
     trial.load_best_model_at_end, trial.metric_for_best_model = False, None
     trial.report_to, trial.disable_tqdm, trial.resume_from_checkpoint = [], True, None
-    trial.train_sampling_strategy = "random"
+    trial.train_sampling_strategy = "sequential"  # the heaviest batch first
     return trial
 
 

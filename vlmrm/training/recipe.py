@@ -1,12 +1,8 @@
-"""A configuration that starts: chosen by a few facts of the data, the model and the machine.
-
-`choose` is a pure function of those facts; `facts_of_data`, `facts_of_model` and `Machine.here` gather them.
-"""
+"""A configuration that starts: one of three presets, chosen by the model's size and the memory of this machine."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -17,13 +13,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from vlmrm.conversation import Comparison, Video, media_of, text_of
+from vlmrm.conversation import Comparison, Video, media_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.check import describe_margins, margins_of
 from vlmrm.data.comparisons import is_held_out_key, load_comparisons, prompt_keys
 from vlmrm.data.media import image_size
 from vlmrm.errors import CheckpointError, ConfigError, DataError, RowError
 from vlmrm.libraries import install_command
+from vlmrm.logs import counted
 from vlmrm.measures.audit import PROMPTS
 from vlmrm.modeling import reward_model_class
 from vlmrm.modeling.checkpoint import read_config
@@ -39,38 +36,90 @@ USABLE = 0.7  # share of the memory for weights and optimizer; the rest is for a
 FULL_BYTES, HALF_BYTES, QUANTIZED_BYTES = 16, 2, 0.7  # a parameter: trained whole, frozen in half precision, in 4 bits
 TOKEN_PIXELS = 28 * 28
 SMALL = 5e7  # parameters of a model for trials
+
+# What differs in the three kinds of training.
+PRESETS = {
+    "small": """\
+learning_rate: 1.0e-3  # for trials
+bf16: false  # float32 is faster for so few weights
+gradient_checkpointing: false
+""",
+    "LoRA": """\
+use_peft: true  # adapters and the head are trained
+lora_r: 16  # rank; 32 or 64 learn more and take little more memory
+lora_alpha: 32
+learning_rate: 1.0e-4
+bf16: {bf16}
+gradient_checkpointing: true  # computes activations twice to keep few
+""",
+    "whole": """\
+learning_rate: 1.0e-5
+bf16: {bf16}
+gradient_checkpointing: true  # computes activations twice to keep few
+""",
+}
+IN_4_BITS = "load_in_4bit: true  # QLoRA: the frozen weights in 4 bits\n"
 # DeepSpeed fills in `auto` from the other keys.
-ZERO = """deepspeed:  # ZeRO-{stage}
+ZERO = """\
+deepspeed:  # ZeRO-{stage}
   zero_optimization: {{stage: {stage}, overlap_comm: true, contiguous_gradients: true, reduce_bucket_size: auto}}
   bf16: {{enabled: auto}}
   gradient_accumulation_steps: auto
   gradient_clipping: auto
   train_batch_size: auto
-  train_micro_batch_size_per_gpu: auto"""
+  train_micro_batch_size_per_gpu: auto
+"""
+EVALUATING = """\
+eval_strategy: steps
+eval_steps: 0.2  # of all steps
+load_best_model_at_end: true
+metric_for_best_model: accuracy
+"""
+NOT_EVALUATING = "eval_strategy: 'no'  # too few prompts to hold any out: give eval_dataset_path\n"
+TEMPLATE = """\
+# Trains a reward model from {model} on {paths}: {rows:,} rows.
+# Made for {machine}: {why}.
+# Plan:   vlmrm plan {file}
+# Launch: {launch}
+
+# Model, and how it is trained
+model_name_or_path: {quoted_model}
+{preset}
+# Data
+dataset_path: {quoted_paths}
+{data}dataloader_num_workers: {workers}  # processes that read ahead
+use_irrelevant_queries: false  # true: answers should tie under another row's image and question
+
+# Steps
+output_dir: {output}
+num_train_epochs: {epochs}
+per_device_train_batch_size: {per_device}  # lower it first when memory runs out
+gradient_accumulation_steps: {accumulation}  # {step} a step
+max_tokens_per_batch: {tokens}  # what is computed at once; a larger batch goes through in parts
+lr_scheduler_type: cosine
+warmup_steps: 0.05  # of all steps
+
+# Evaluation, checkpoints, logs
+{evaluation}logging_steps: 10
+save_steps: 0.2
+save_total_limit: 2  # checkpoints kept
+report_to: none  # wandb, tensorboard or trackio
+"""
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a sample of the rows shows; `characters` of the longest row, `pixels` of its larger images (p95)."""
+    """What a sample of the rows shows."""
 
     paths: tuple[str, ...]
     rows: int
-    characters: int
-    pixels: int  # 0 without images
+    images: bool
     held_out: float  # share of prompts that can be held out, 0 for none
     held_out_prompts: int = PROMPTS
     bad_share: float = 0.0
     reason: str = ""  # why the last bad row is bad
     margins: str = ""  # of the sample, in words
     reading: Mapping[str, Any] = field(default_factory=dict)  # keys that say how the rows are read
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """A checkpoint and its number of parameters."""
-
-    name: str
-    parameters: float
 
 
 @dataclass(frozen=True)
@@ -83,7 +132,6 @@ class Machine:
     bfloat16: bool
     deepspeed: bool = True
     quantization: bool = True
-    cores: int = 8
 
     @classmethod
     def here(cls) -> Machine:
@@ -98,7 +146,6 @@ class Machine:
             bfloat16=torch.cuda.is_bf16_supported() if gpus else has_bfloat16(),
             deepspeed=find_spec("deepspeed") is not None,
             quantization=find_spec("bitsandbytes") is not None,
-            cores=os.cpu_count() or 1,
         )
 
     def __str__(self) -> str:
@@ -109,48 +156,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Method:
-    """How the weights are trained: the kind is `whole`, `lora` or `qlora`, with ZeRO's stage (0: none), and why."""
+    """One of `PRESETS`, perhaps in 4 bits or with ZeRO's stage, and why."""
 
-    kind: str
-    zero: int
+    preset: str
     why: str
+    quantized: bool = False
+    zero: int = 0
 
-
-@dataclass
-class Recipe:
-    """Keys with their values and comments, by section; `text` is the configuration."""
-
-    method: Method
-    launch: str
-    header: list[str]
-    sections: dict[str, list[tuple[str, Any, str]]] = field(default_factory=dict)
-    engine: str = ""
-
-    def values(self) -> dict[str, Any]:
-        return {key: value for lines in self.sections.values() for key, value, _ in lines}
-
-    def text(self) -> str:
-        """Return the commented configuration."""
-        lines = [f"# {line}" for line in self.header]
-        for title, keys in self.sections.items():
-            lines += ["", f"# {title}"]
-            lines += [f"{key}: {_yaml(value)}{f'  # {comment}' if comment else ''}" for key, value, comment in keys]
-        return "\n".join([*lines, *([self.engine] if self.engine else [])]) + "\n"
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and 0 < value < 1e-3:
-        mantissa, _, exponent = f"{value:e}".partition("e")
-        return f"{float(mantissa)}e{int(exponent)}"
-    if isinstance(value, dict):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_yaml, value))}]"
-    if isinstance(value, str) and not re.fullmatch(r"[\w./~-]+", value):
-        return "'" + value.replace("'", "''") + "'"
-    return str(value)
+    def __str__(self) -> str:
+        return f"{'Q' * self.quantized}{self.preset}{f' with ZeRO-{self.zero}' if self.zero else ''}"
 
 
 # Choosing ------------------------------------------------------------------------------------------------------------
@@ -167,125 +181,79 @@ def choose_method(parameters: float, machine: Machine) -> Method:
     room = USABLE * (machine.gpu_bytes if machine.gpus else machine.host_bytes)
     whole, half = parameters * FULL_BYTES, parameters * HALF_BYTES
     size = f"{parameters / 1e6:.3g} M parameters" if parameters < 1e9 else f"{parameters / 1e9:.2g} B parameters"
-    if machine.gpus <= 1:
-        if whole <= room and (machine.gpus or parameters <= SMALL):
-            return Method("whole", 0, f"{size} take {whole / 1e9:.3g} GB trained whole")
-        frozen = half if machine.bfloat16 else 2 * half
-        if frozen <= room:
-            return Method("lora", 0, f"{size} take {whole / 1e9:.3g} GB trained whole, {frozen / 1e9:.3g} GB frozen")
-    elif machine.deepspeed:
-        if half + (whole - half) / machine.gpus <= room:
-            return Method("whole", 2, f"{size}, their gradients and optimizer shared by {machine.gpus} GPUs")
-        if whole / machine.gpus <= room:
-            return Method("whole", 3, f"{size}, shared by {machine.gpus} GPUs with gradients and optimizer")
-    if machine.gpus > 1 and half <= room:
-        why = "" if machine.deepspeed else f"; whole needs DeepSpeed: {install_command('deepspeed')}"
-        return Method("lora", 0, f"{size} take {half / 1e9:.3g} GB frozen in each GPU{why}")
+    why = f"{size} take {whole / 1e9:.3g} GB trained whole, {half / 1e9:.3g} GB frozen in half precision"
+    if parameters <= SMALL:
+        return Method("small", why)
+    if machine.gpus and whole <= room:
+        return Method("whole", why)
+    if machine.gpus > 1 and machine.deepspeed:
+        for stage, each in ((2, half + (whole - half) / machine.gpus), (3, whole / machine.gpus)):
+            if each <= room:
+                return Method("whole", f"{why}, and the GPUs share them", zero=stage)
+    if (half if machine.bfloat16 else 2 * half) <= room:
+        needs = machine.gpus > 1 and not machine.deepspeed
+        return Method("LoRA", why + f"; whole needs DeepSpeed: {install_command('deepspeed')}" * needs)
     if machine.gpus and machine.quantization and parameters * QUANTIZED_BYTES <= room:
-        return Method("qlora", 0, f"{size} take {parameters * QUANTIZED_BYTES / 1e9:.3g} GB in 4 bits")
+        return Method("LoRA", f"{why}, {parameters * QUANTIZED_BYTES / 1e9:.3g} GB in 4 bits", quantized=True)
     raise ConfigError(
         f"{size} do not fit into {machine}: name a smaller checkpoint as --model"
         + ("." if machine.quantization or not machine.gpus else f", or install QLoRA: {install_command('qlora')}.")
     )
 
 
-def choose(data: DataFacts, model: ModelFacts, machine: Machine, name: str = "config.yaml") -> Recipe:
-    """Return a configuration of these data, this model and this machine, written as the file `name`."""
-    method = choose_method(model.parameters, machine)
-    small = model.parameters <= SMALL
-    max_pixels = _max_pixels(data, machine)
-    row_tokens = 2 * (data.characters // 3 + max_pixels // TOKEN_PIXELS) + 1
-    room = 8192 * max(machine.gpu_bytes / 24e9, 1) if machine.gpus else 2048
-    per_device = int(min(max(room // row_tokens, 1), 8))
-    train_rows = max(round(data.rows * (1 - data.held_out)), 1)
-    ranks = max(machine.gpus, 1)
-    target = min(32, max(train_rows // 20, 1))  # rows a step, but at least 20 steps an epoch
-    per_device = max(min(per_device, target // ranks), 1)
+def launch_of(machine: Machine, file: str) -> str:
+    """Return the command that starts the training of a configuration on all GPUs."""
+    return f"./run_distributed.sh --gpus {machine.gpus} --config {file}" if machine.gpus > 1 else f"vlmrm train {file}"
+
+
+def configuration(data: DataFacts, model: str, method: Method, machine: Machine, file: str = "config.yaml") -> str:
+    """Return the commented configuration of these data, this model and this machine, to be written as `file`."""
+    ranks, large = max(machine.gpus, 1), machine.gpu_bytes >= 40e9
+    rows = max(round(data.rows * (1 - data.held_out)), 1)
+    target = min(32, max(rows // 20, 1))  # rows a step, but at least 20 steps an epoch
+    per_device = min(max(target // ranks, 1), 8 if machine.gpus or method.preset == "small" else 1)
     accumulation = max(round(target / (per_device * ranks)), 1)
-    epochs = 1 if train_rows > 5000 else 3
-    steps = epochs * math.ceil(train_rows / (per_device * ranks * accumulation))
-    every = max(steps // 5, 1)
-    launch = f"vlmrm train {name}" if ranks == 1 else f"./run_distributed.sh --gpus {ranks} --config {name}"
-    recipe = Recipe(
-        method,
-        launch,
-        header=[
-            f"Trains a reward model from {model.name} on {', '.join(data.paths)}: {data.rows:,} rows.",
-            f"Made for {machine}: {method.why}.",
-            f"Plan:   vlmrm plan {name}",
-            f"Launch: {launch}",
-        ],
-        engine=ZERO.format(stage=method.zero) if method.zero else "",
+    preset = PRESETS[method.preset].format(bf16=_yaml(machine.bfloat16)) + IN_4_BITS * method.quantized
+    if method.zero:
+        preset += ZERO.format(stage=method.zero)
+    reading = "".join(f"{key}: {_yaml(value)}\n" for key, value in data.reading.items())
+    if data.held_out:
+        enough = "no prompt is on both sides"
+        few = f"here {data.held_out_prompts}: too few to tell, so add prompts"
+        reading += f"eval_fraction: {data.held_out}  # share of prompts held out; "
+        reading += f"{enough if data.held_out_prompts >= PROMPTS else few}\n"
+    if data.images:
+        tokens = 1280 if large else 512 if machine.gpus else 256
+        reading += f"max_pixels: {tokens * TOKEN_PIXELS}  # at most {tokens} tokens an image\n"
+    if data.bad_share:
+        reading += f"bad_rows: skip  # of a sample {data.bad_share:.1%} cannot be read\n"
+    return TEMPLATE.format(
+        model=model,
+        paths=", ".join(data.paths),
+        rows=data.rows,
+        machine=machine,
+        why=method.why,
+        file=file,
+        launch=launch_of(machine, file),
+        quoted_model=_yaml(model),
+        preset=preset,
+        quoted_paths=_yaml(data.paths[0] if len(data.paths) == 1 else data.paths),
+        data=reading,
+        workers=min(max((os.cpu_count() or 1) // ranks - 1, 0), 4),
+        output=_yaml(f"outputs/{Path(data.paths[0]).stem or 'reward_model'}"),
+        epochs=1 if rows > 5000 else 3,
+        per_device=per_device,
+        accumulation=accumulation,
+        step=counted(per_device * accumulation * ranks, "row"),
+        tokens=32768 if large else 16384,
+        evaluation=EVALUATING if data.held_out else NOT_EVALUATING,
     )
-    adapters = method.kind != "whole"
-    half = machine.bfloat16 and bool(machine.gpus or not small)
-    recipe.sections = {
-        "Model": [("model_name_or_path", model.name, "")]
-        + [("use_peft", True, "LoRA: adapters and the head are trained")] * adapters
-        + [("lora_r", 16, "rank; 32 or 64 learn more and take little more memory")] * adapters
-        + [("lora_alpha", 32, "")] * adapters
-        + [("load_in_4bit", True, "QLoRA: the frozen weights in 4 bits")] * (method.kind == "qlora"),
-        "Data": [("dataset_path", data.paths[0] if len(data.paths) == 1 else data.paths, "")]
-        + [(name, value, "") for name, value in data.reading.items()]
-        + [("eval_fraction", data.held_out, _of_held_out(data))] * bool(data.held_out)
-        + [("max_pixels", max_pixels, f"at most {max_pixels // TOKEN_PIXELS} tokens an image")] * bool(max_pixels)
-        + [("bad_rows", "skip", f"of a sample {data.bad_share:.1%} cannot be read")] * bool(data.bad_share)
-        + [("dataloader_num_workers", min(max(machine.cores // ranks - 1, 0), 4), "processes that read ahead")],
-        "Training": [
-            ("output_dir", f"outputs/{Path(data.paths[0]).stem or 'reward_model'}", ""),
-            ("num_train_epochs", epochs, f"about {steps:,} steps of {per_device * ranks * accumulation} rows"),
-            ("per_device_train_batch_size", per_device, "lower it first when memory runs out"),
-            ("gradient_accumulation_steps", accumulation, ""),
-            ("learning_rate", _rate(method, small), ""),
-            ("lr_scheduler_type", "cosine", ""),
-            ("warmup_steps", steps // 20, ""),
-            ("use_irrelevant_queries", False, "true: answers should tie under another row's image and question"),
-        ],
-        "Memory and speed": [
-            ("bf16", half, "" if half else "float32 is faster here"),
-            ("gradient_checkpointing", not small, "" if small else "computes activations twice to keep few"),
-        ]
-        + [("use_cpu", True, "")] * (not machine.gpus),
-        "Evaluation, checkpoints, logs": _cadence(bool(data.held_out), every, steps),
-    }
-    return recipe
 
 
-def _of_held_out(data: DataFacts) -> str:
-    if data.held_out_prompts >= PROMPTS:
-        return "share of prompts held out; no prompt is on both sides"
-    return f"share of prompts held out, here {data.held_out_prompts}: too few to tell, so add prompts"
-
-
-def _max_pixels(data: DataFacts, machine: Machine) -> int:
-    """Return an area that shows most images whole, within what the machine computes in reasonable time."""
-    if not data.pixels:
-        return 0
-    limit = 1280 if machine.gpu_bytes >= 40e9 else 512 if machine.gpus else 256  # tokens
-    tokens = math.ceil(data.pixels / TOKEN_PIXELS)
-    return TOKEN_PIXELS * min(max(64, 64 * math.ceil(tokens / 64)), limit)
-
-
-def _rate(method: Method, small: bool) -> float:
-    return 1e-3 if small else 1e-5 if method.kind == "whole" else 1e-4
-
-
-def _cadence(evaluates: bool, every: int, steps: int) -> list[tuple[str, Any, str]]:
-    keys: list[tuple[str, Any, str]] = [
-        ("logging_steps", max(min(10, steps // 20), 1), ""),
-        ("save_steps", every, ""),
-        ("save_total_limit", 2, "checkpoints kept"),
-        ("report_to", "none", "wandb, tensorboard or trackio"),
-    ]
-    if not evaluates:
-        return [("eval_strategy", "no", "too few prompts to hold any out: give eval_dataset_path"), *keys]
-    return [
-        ("eval_strategy", "steps", ""),
-        ("eval_steps", every, ""),
-        ("load_best_model_at_end", True, ""),
-        ("metric_for_best_model", "accuracy", ""),
-        *keys,
-    ]
+def _yaml(value: Any) -> str:
+    """Return a value in YAML, which JSON is."""
+    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z.~][\w./~-]*/[\w./~-]*", value)
+    return value if plain else json.dumps(value, ensure_ascii=False)
 
 
 # Gathering facts -----------------------------------------------------------------------------------------------------
@@ -297,14 +265,13 @@ def facts_of_data(arguments: DataArguments) -> DataFacts:
     count = len(dataset)
     chosen = np.sort(np.random.default_rng(0).choice(count, min(SAMPLE, count), replace=False))
     rows = [dataset[int(number)]["comparison"] for number in chosen]
-    characters, areas, errors = [0], [0], []
+    images, errors = False, []
     margins: list[float] = []
     for row in rows:
         try:
             if isinstance(row, RowError):
                 raise row
-            characters.append(sum(len(text_of((*row.prompt, *answer))) for answer in row.answers))
-            areas += _areas(row)
+            images |= _has_images(row)
             margins += margins_of(row)
         except RowError as error:
             errors.append(error)
@@ -317,8 +284,7 @@ def facts_of_data(arguments: DataArguments) -> DataFacts:
     return DataFacts(
         paths=tuple(arguments.dataset_path),
         rows=count,
-        characters=max(characters),
-        pixels=int(np.percentile(areas, 95)),
+        images=images,
         held_out=share,
         held_out_prompts=prompts,
         bad_share=len(errors) / len(rows),
@@ -328,14 +294,10 @@ def facts_of_data(arguments: DataArguments) -> DataFacts:
     )
 
 
-def _areas(row: Comparison) -> list[int]:
-    areas = []
-    for conversation in row.conversations():
-        for medium in media_of(conversation.messages):
-            if not isinstance(medium, Video):
-                width, height = image_size(cast(Any, medium.reference))
-                areas.append(width * height)
-    return areas
+def _has_images(row: Comparison) -> bool:
+    """Return whether a row has images; one that cannot be read raises a RowError."""
+    media = [medium for conversation in row.conversations() for medium in media_of(conversation.messages)]
+    return bool([image_size(cast(Any, medium.reference)) for medium in media if not isinstance(medium, Video)])
 
 
 def _held_out(dataset: Any, count: int) -> tuple[float, int]:
@@ -354,14 +316,14 @@ def _held_out(dataset: Any, count: int) -> tuple[float, int]:
     return share, held.get(share, 0)
 
 
-def facts_of_model(name: str) -> ModelFacts:
+def count_parameters(name: str) -> float:
     """Return the size of a checkpoint, by its configuration, or by its name where the hub cannot be reached."""
     size = re.search(r"(\d+(?:\.\d+)?)B\b", name)
     if size and not Path(name).is_dir():
-        return ModelFacts(name, float(size[1]) * 1e9 * 1.1)  # names count the language model alone
+        return float(size[1]) * 1e9 * 1.1  # names count the language model alone
     if find_file(name, "config.json") is None:
         raise CheckpointError(f"{name} has no config.json: name a checkpoint of a vision-language model as --model.")
     config = read_config(name)
     with torch.device("meta"):
         model = reward_model_class(config)(config)
-    return ModelFacts(name, float(sum(weight.numel() for weight in model.parameters())))
+    return float(sum(weight.numel() for weight in model.parameters()))

@@ -24,7 +24,7 @@ relies_on(Trainer, "_save_checkpoint", overridden=("_save_checkpoint",))
 
 
 class CompleteCheckpoints(Trainer):
-    """A trainer whose checkpoints have a manifest, written last; older ones go only after that.
+    """Save checkpoints with a manifest, written last; older checkpoints go only after that.
 
     Attributes:
         save_extras: writes further files into a checkpoint's folder before it is declared complete.

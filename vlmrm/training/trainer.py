@@ -5,12 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import sys
 import time
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,29 +14,28 @@ import datasets
 import torch
 import trl
 from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from vlmrm.batching import Batch, ComparisonCollator, Part, to_device
+from vlmrm.batching import Batch, ComparisonCollator, to_device
 from vlmrm.batching.balance import BalancedBatches, EvenBatches, estimated_costs
 from vlmrm.batching.pieces import log_cut
 from vlmrm.engine import Engine, ScoredRow
-from vlmrm.errors import ConfigError, RowError, ScoreError, TrainingError
+from vlmrm.errors import RowError, ScoreError, TrainingError
 from vlmrm.libraries import relies_on
 from vlmrm.measures.analysis import trl_summary
 from vlmrm.measures.pairs import scored_pairs
-from vlmrm.modeling.experts import Routers, balance_loss, find_routers
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import PROBED, EpochCallback, PreemptionCallback, ProbedDataset, RowTally
 from vlmrm.training.endless import EndlessStream
-from vlmrm.training.figures import StepFigures
-from vlmrm.training.losses import PreferenceLoss, weights
+from vlmrm.training.losses import weights
 from vlmrm.training.optimizer import check_rates, keep_head_in_32_bits, logged_rates, rate_of, set_rate, split_groups
-from vlmrm.training.passes import forwards_of, passes_of
 from vlmrm.training.progress import Bar, ChanceCallback, CurvesCallback, FiguresCallback
 from vlmrm.training.resume import any_rank
 from vlmrm.training.saving import CompleteCheckpoints
 from vlmrm.training.sharding import describe, own_part, reduce_all
+from vlmrm.training.step import TrainingStep, not_finite
 
 logger = logging.getLogger("vlmrm")
 
@@ -48,12 +43,12 @@ DROPPED_ROWS = "dropped_rows.jsonl"
 
 relies_on(
     trl.RewardTrainer,
-    "compute_loss_context_manager",
+    *("compute_loss_context_manager", "_prepare_inputs"),
     overridden=(
         *("_prepare_dataset", "_get_dataloader", "_get_train_sampler", "_get_num_items_in_batch", "_save_checkpoint"),
-        *("get_batch_samples", "training_step", "compute_loss", "floating_point_ops", "log", "prediction_step"),
+        *("get_batch_samples", "training_step", "floating_point_ops", "log", "prediction_step"),
         *("evaluation_loop", "_name", "_load_optimizer_and_scheduler", "_run_epoch", "create_optimizer"),
-        *("_get_learning_rate", "_prepare_for_training", "_prepare_inputs"),
+        *("_get_learning_rate", "_prepare_for_training"),
     ),
     attributes=("_metrics", "model_wrapped"),
 )
@@ -70,7 +65,6 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         save_extras: writes the files that scoring needs into a checkpoint folder, before it is declared complete.
     """
 
-    loss_is_scaled_for_ga = True  # compute_loss divides by the totals of the whole step
     _name = "vlmrm"
 
     args: RewardTrainingArguments
@@ -111,20 +105,17 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         self.processing_class = self.callback_handler.processing_class = processor
         self.collator = collator
         self.eval_collator = dataclasses.replace(collator, irrelevant=None, interventions=PROBED)
-        self.loss_function = PreferenceLoss(
-            args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient
+        self.step = TrainingStep(
+            model,
+            args,
+            self.accelerator,
+            autocast=self.compute_loss_context_manager,
+            prepare=self._on_device,
+            collator=collator,
         )
         self.save_extras = save_extras
         self.row_tally = RowTally()
         self._rates: dict[str, float] = {}  # of the last step, by key
-        self._last_inputs: Any = None  # of the last forward, to score again before a save
-        self._figures = StepFigures()
-        self._routers = Routers(find_routers(model))
-        if args.router_aux_loss_coef and not self._routers.routers:
-            raise ConfigError(
-                f"router_aux_loss_coef is for mixtures of experts, and {type(model.model).__name__} has no routers: "
-                "remove it."
-            )
         self._evaluated: list[ScoredRow] = []
 
     def _show(self, *callbacks: TrainerCallback) -> None:
@@ -175,7 +166,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         )
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor:
-        """Return the summed weights [2] of a step's preference and irrelevant pairs, by which its loss is divided.
+        """Sum the weights of a step's preference and irrelevant pairs, [2]; its loss is divided by them.
 
         They are summed over the accumulated batches and all ranks, in one reduction with the counts for the log.
         """
@@ -193,7 +184,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         preference, irrelevant, *counts = totals.tolist()
         tokens, pairs, rows, dropped, uncut, cut = map(int, counts)
         self.state.num_input_tokens_seen += tokens
-        self._figures.start_step(tokens=tokens, pairs=pairs)
+        self.step.figures.start_step(tokens=tokens, pairs=pairs)
         log_cut(uncut, cut, self.collator.max_tokens_per_batch, trained=True)
         self.row_tally.add(rows=rows, dropped=dropped, weight=preference + irrelevant)
         return totals[:2]
@@ -201,7 +192,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
     def _report_dropped(self, dropped: list[tuple[int, RowError]]) -> None:
         if not dropped:
             return
-        self._figures.sums["dropped_rows"] += len(dropped)
+        self.step.figures.sums["dropped_rows"] += len(dropped)
         self.row_tally.reason = str(dropped[-1][1])
         path = Path(self.args.output_dir) / f"rank{self.args.process_index}_{DROPPED_ROWS}"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,9 +203,9 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
 
     def get_batch_samples(self, *args, **kwargs):
         started = time.perf_counter()
-        self._last_inputs = None  # frees its tensors before the next batch is moved
+        self.step.last_inputs = None  # frees its tensors before the next batch is moved
         samples = super().get_batch_samples(*args, **kwargs)
-        self._figures.waited += time.perf_counter() - started
+        self.step.figures.waited += time.perf_counter() - started
         return samples
 
     # Training -------------------------------------------------------------------------------------------------------
@@ -227,78 +218,19 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run every forward and backward of the batch; gradients are reduced over ranks with the last one."""
         model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()  # a schedule-free one has other weights for evaluation
-        # Each forward waits for all ranks, so ranks with fewer run empty ones.
-        ahead, behind = self._missing(*forwards_of(inputs["parts"]))
-        empty = [self.collator.empty_part() for _ in range(max(ahead, behind))]
-        loss, score = partial(self._loss, totals=num_items_in_batch), partial(self._score, model)
-        passes = passes_of([*inputs["parts"], *empty[:behind]], loss, score, self.args.device)
-        for part in empty[:ahead]:
-            score(part["inputs"][0])
-        losses = []
-        for number, each in enumerate(passes, 1):
-            state = each["random_state"]
-            with self._reducing(model, number == len(passes)), state.again() if state else nullcontext():
-                losses.append(super().training_step(model, each, num_items_in_batch))
-        self._last_inputs = passes[-1]["inputs"]
-        return torch.stack(losses).sum()
-
-    def _missing(self, *counts: int) -> list[int]:
-        """Return how many more of each count another rank has, whose batch the token budget splits otherwise."""
-        if self.args.world_size == 1 or self.collator.max_tokens_per_batch is None:
-            return [0] * len(counts)
-        own = torch.tensor([counts], device=self.args.device)
-        return (self.accelerator.gather(own).amax(0) - own[0]).tolist()
-
-    @contextmanager
-    def _reducing(self, model, last: bool) -> Generator[None]:
-        """Delay the reduction of gradients, and DeepSpeed's step, until the last part."""
-        if last or not self.accelerator.sync_gradients:
-            yield
-            return
-        self.accelerator.sync_gradients = False
-        try:
-            with nullcontext() if self.is_deepspeed_enabled else self.accelerator.no_sync(model):
-                yield
-        finally:
-            self.accelerator.sync_gradients = True
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """Return a batch on the device, as HF does, which would wait for each tensor."""
-        return super()._prepare_inputs(to_device(inputs, self.args.device))
-
-    @torch.no_grad()
-    def _score(self, model, inputs: Any) -> torch.Tensor:
-        with self.compute_loss_context_manager():
-            return model(**self._prepare_inputs(inputs)).logits.squeeze(-1)
-
-    def compute_loss(self, model, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
-        with self._routers.watching(inputs["inputs"]) as decisions:
-            scores = model(**inputs["inputs"]).logits.squeeze(-1)
-        loss = inputs["objective"](scores)
-        if coefficient := self.args.router_aux_loss_coef:
-            # A mean over the step's forwards, each with the weight of its pairs.
-            total = num_items_in_batch.sum().clamp_min(torch.finfo(torch.float32).tiny)
-            balance = coefficient * inputs["pair_weight"].to(total.device) / total * balance_loss(decisions)
-            self._figures.sums["loss_router"] += balance.item()
-            loss = loss + balance
-        # Each rank's loss is its share of the step's mean, to be summed, but DDP averages gradients over ranks.
-        loss = loss * self.accelerator.num_processes
-        return (loss, scores) if return_outputs else loss
-
-    def _loss(self, scores: torch.Tensor, part: Part, totals: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a part's scores, checked and added to the log's figures."""
-        part = {**part, "pairs": to_device(part["pairs"], scores.device)}
-        terms = self.loss_function(scores, part["pairs"], totals)
-        loss = torch.stack(list(terms.values())).sum()
-        value = self._figures.add(scores.detach(), part, terms, loss)
-        if not math.isfinite(value):
-            raise self._not_finite(f"the loss is {value} at step {self.state.global_step + 1}")
+        with self.maybe_activation_offload_context:
+            loss = self.step(model, inputs["parts"], num_items_in_batch, self.state.global_step + 1)
+        if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
+            clear_device_cache()
         return loss
+
+    def _on_device(self, inputs: Any) -> Any:
+        """Move a batch to the device, as HF does, but without waiting for each tensor."""
+        return self._prepare_inputs(to_device(inputs, self.args.device))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate a batch's FLOPs: 6 per parameter and token, forward and backward (Kaplan et al. 2020, §2.1)."""
@@ -308,10 +240,10 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs.update(self._rates)
-            figures = self._figures.flush(self.accelerator)
+            figures = self.step.figures.flush(self.accelerator)
             figures["num_tokens"] = self.state.num_input_tokens_seen
             self.row_tally.warn_early()
-            self._chance.add(*self._figures.flushed)
+            self._chance.add(*self.step.figures.flushed)
             # TRL's own log averages these lists into the line.
             self._metrics["train"].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)
@@ -352,8 +284,8 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
     # Evaluation -----------------------------------------------------------------------------------------------------
 
     def prediction_step(self, model, inputs: Any, prediction_loss_only, ignore_keys=None):
-        batch: Any = self._prepare_inputs(inputs)
-        _, missing = self._missing(*forwards_of(batch["parts"]))
+        batch: Any = self._on_device(inputs)
+        _, missing = self.step.missing(batch["parts"])
         batch["parts"] += [self.eval_collator.empty_part()] * missing
         with torch.no_grad(), self.compute_loss_context_manager():
             self._evaluated += Engine(model, self.eval_collator, self.args.device).score_batch(batch)
@@ -368,7 +300,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         for error in (row.error for row in evaluated):  # every rank has all rows, so all raise
             if isinstance(error, ScoreError):
                 step = self.state.global_step
-                raise self._not_finite(f"a score of the evaluation after step {step} is not finite ({error})")
+                raise not_finite(f"a score of the evaluation after step {step} is not finite ({error})", self.args)
         scored = {row.index: row for row in evaluated if row.error is None}
         rows = [row for row in dataloader.dataset if row["index"] in scored]
         pairs = scored_pairs([row["comparison"] for row in rows], [scored[row["index"]].scores for row in rows])
@@ -402,22 +334,16 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         model: Any = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         finite = all(bool(own_part(weight).detach().isfinite().all()) for weight in trained)
-        if self._last_inputs is not None:
+        if self.step.last_inputs is not None:
             training = model.training
             model.eval()  # no dropout, which would draw random numbers that a resumed run does not draw
             with torch.no_grad(), self.compute_loss_context_manager():
-                inputs: Any = self._prepare_inputs(self._last_inputs)
+                inputs: Any = self._on_device(self.step.last_inputs)
                 scores = Engine(model, self.eval_collator, self.args.device).forward(inputs)
             model.train(training)
             finite = finite and bool(scores.isfinite().all())
         if any_rank(not finite, self.args.device):
-            raise self._not_finite(f"weights or scores are not finite after step {self.state.global_step}")
-
-    def _not_finite(self, finding: str) -> TrainingError:
-        return TrainingError(
-            f"{finding}: lower learning_rate or max_grad_norm and continue with --resume_from_checkpoint auto, from "
-            f"the last checkpoint in {self.args.output_dir} or from the beginning."
-        )
+            raise not_finite(f"weights or scores are not finite after step {self.state.global_step}", self.args)
 
 
 def adapt(

@@ -36,8 +36,6 @@ from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.plots import Share, css_variables, drawing, save
 
 PAGE, PLOTS = "report.html", "plots"
-# The interventions on which the headline rests, shown below it.
-HEADLINE_INTERVENTIONS = [i for i in INTERVENTIONS.values() if i.family == "image" and i.standard and not i.repeats]
 WANDB_PREFIX = "report"  # of the names in a run of wandb
 
 
@@ -45,6 +43,8 @@ def build_report(
     sources: Sequence[pd.DataFrame | str | Path], output_dir: str | Path, title: str = "Reward model report"
 ) -> Path:
     """Write `report.html` and `plots/*.svg|png` to `output_dir`, and return the page's path.
+
+        build_report(["results/mine.csv"], "results/report")
 
     Args:
         sources: frames of scored pairs, `.scores.parquet` files, or the results (.csv, .json) beside them. The
@@ -74,7 +74,11 @@ def build_report(
         leakage=choice.leakage,
         accuracy=percent(choice.accuracy.value),
         interval=interval(choice.accuracy),
-        altered={i.condition: _measured(best.altered(i.name)) for i in HEADLINE_INTERVENTIONS},
+        altered={
+            i.condition: _measured(best.altered(i.name))
+            for i in INTERVENTIONS.values()
+            if i.family == "image" and i.standard and not i.repeats
+        },
         prompts=best.pairs["prompt_id"].nunique(),
         ties=len(best.rows) - len(best.pairs),
         headline=headline(best),

@@ -29,7 +29,7 @@ from vlmrm.measures.audit import LEVEL as TOGETHER
 from vlmrm.measures.differences import PairedTest, compare
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.metrics import METRIC, METRICS, Metric
+from vlmrm.measures.metrics import METRICS, Metric
 from vlmrm.measures.plots import Share
 
 CATEGORIES = 40  # in one figure; the table beside it has them all
@@ -152,7 +152,7 @@ def _tabled(checkpoints: Sequence[Checkpoint]) -> list[Metric]:
     """Return the metrics of the table of checkpoints that one of them has."""
     return [
         metric
-        for metric in METRICS
+        for metric in METRICS.values()
         if metric.column
         and metric.label
         and not all(np.isnan(metric.value(checkpoint.figures)) for checkpoint in checkpoints)
@@ -341,7 +341,7 @@ def of_shortcuts(best: Checkpoint) -> Section:
     for sentences, figures in (_length(best), _area(best)):
         texts += sentences
         drawings += figures
-    of_prompts = (metric for metric in METRICS if metric.label and metric.needs in ("pixels", "images"))
+    of_prompts = (metric for metric in METRICS.values() if metric.label and metric.needs in ("pixels", "images"))
     texts += [_correlated(best, metric) for metric in of_prompts if not np.isnan(metric.value(best.figures))]
     nothing = "Nothing to show: no two answers are known to differ in length or image size, nor prompts in images."
     return Section("shortcuts", title, " ".join(texts) or nothing, drawings)
@@ -354,7 +354,7 @@ def _length(best: Checkpoint) -> tuple[list[str], list[Drawing]]:
         return [], []
     correlation = number(best.figures["margin_length_correlation"]["value"], 2)
     baseline = percent(best.figures["length_baseline_accuracy"]["value"])
-    correlated = _correlated(best, METRIC["margin_length_correlation"])
+    correlated = _correlated(best, METRICS["margin_length_correlation"])
     text = f"Always taking the longer answer would be right in {baseline}. {correlated}"
     scatter = Drawing(
         "length",
@@ -378,7 +378,7 @@ def _area(best: Checkpoint) -> tuple[list[str], list[Drawing]]:
     differences = _differences(best, "pixels") / 1e6
     if np.isnan(best.figures["score_area_correlation"]["value"]) or not differences.any():
         return [], []
-    sentence = _correlated(best, METRIC["score_area_correlation"])
+    sentence = _correlated(best, METRICS["score_area_correlation"])
     drawing = Drawing(
         "image_size",
         plots.bias(differences, best.margins, "chosen images larger by (megapixels)"),

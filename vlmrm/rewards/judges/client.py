@@ -21,7 +21,7 @@ from vlmrm.errors import ConfigError, Denied, RewardError
 from vlmrm.http import Refused, Server, Unavailable, check_status, retried, run, without_token
 from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.judges.replies import Question, Reply, ReplyCache, read_completion
-from vlmrm.rewards.servers import CircuitBreaker, Origin, origin_at
+from vlmrm.rewards.servers import CircuitBreaker, KnownServer, origin_at
 from vlmrm.settings import validate
 
 logger = logging.getLogger("vlmrm")
@@ -138,7 +138,7 @@ class JudgeClient:
         return self._origin.circuit(f"{self.server.name} {self.settings.vlm_model}")
 
     @property
-    def _origin(self) -> Origin:
+    def _origin(self) -> KnownServer:
         return origin_at(self.server.origin)
 
     def ask(self, questions: Sequence[Question], check: Check | None = None) -> list[Reply | RewardError]:

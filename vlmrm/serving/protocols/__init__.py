@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+ROUTERS: list[APIRouter] = []  # those of plugins, asked before the others
+
 
 def routers() -> list[APIRouter]:
     """Return the routes of every protocol."""
@@ -11,4 +13,4 @@ def routers() -> list[APIRouter]:
     from vlmrm.serving.protocols.cosmos import router as cosmos
 
     # Those of UniRL before Flow-Factory's: a reward's name may be any in `/{reward}/health`.
-    return [protocol.router for protocol in (native, pictures, flow_factory, texts, vllm, rerank, cosmos)]
+    return [*ROUTERS, *(it.router for it in (native, pictures, flow_factory, texts, vllm, rerank, cosmos))]

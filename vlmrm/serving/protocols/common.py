@@ -68,7 +68,7 @@ async def score_inputs(
 async def gather_rewards(
     results: Mapping[str, Awaitable[Result]],
 ) -> tuple[dict[str, Result], dict[str, VlmrmError]]:
-    """Return the results of rewards, and the errors of those that failed, which the others outlive."""
+    """Return the results of rewards, and the errors of those that failed: one failure ends no other."""
     found: dict[str, Result] = {}
     errors: dict[str, VlmrmError] = {}
 
@@ -96,7 +96,7 @@ def media_read(media: MediaResolver, sample: Sample) -> Sample:
 
 
 def json_answer(answer: BaseModel) -> Response:
-    """Return an answer as a response, whose values FastAPI would check once more, of a thousand items for 0.1 s."""
+    """Return an answer as a response; FastAPI would check its values once more, 0.1 s for a thousand items."""
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
@@ -106,7 +106,7 @@ def probability(score: float) -> float:
 
 
 def check_lengths(samples: Sized, name: str, **columns: Sized | None) -> None:
-    """Raise ValueError unless each column that is sent has a value for each of `samples`, which are called `name`."""
+    """Raise ValueError unless each column that is sent has a value for each of `samples`; messages say `name`."""
     for column, values in columns.items():
         if values is not None and len(values) != len(samples):
             raise ValueError(f"there are {len(samples)} {name} but {len(values)} of {column}")

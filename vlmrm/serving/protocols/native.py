@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -24,7 +24,6 @@ from vlmrm.serving.errors import ErrorDetail, InvalidRequest, error_of
 from vlmrm.serving.gateway import Gateway, gateway_of
 from vlmrm.serving.media import MediaResolver
 from vlmrm.serving.protocols.common import gather_rewards, json_answer, media_read
-from vlmrm.serving.protocols.events import EVENTS, EventResponse, Jobs
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.strict_json import Column, StrictRoute
 from vlmrm.settings import Strict
@@ -181,13 +180,8 @@ async def _slices(body: bytes) -> AsyncGenerator[bytes]:
 def _json_request(request: Request, body: bytes) -> Request:
     """Return the same request with `body` as its JSON."""
     headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
-    received = False
 
     async def receive() -> Message:
-        nonlocal received
-        if received:
-            return await request.receive()
-        received = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return Request({**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}, receive)
@@ -198,48 +192,34 @@ def _json_request(request: Request, body: bytes) -> Request:
 router = APIRouter(route_class=MultipartRoute)
 
 
-@router.post("/v1/rewards", openapi_extra=DESCRIPTION, responses=EVENTS, response_model=RewardAnswer | RewardsAnswer)
+@router.post("/v1/rewards", openapi_extra=DESCRIPTION, response_model=RewardAnswer | RewardsAnswer)
 async def rewards(body: RewardRequest, request: Request) -> Response:
     """Return scores of conversations or samples, in request order; an item that cannot be scored has its own error.
 
-    With `models` they are those of each reward, or its error. With `Accept: text/event-stream` the answer is the last
-    of several events: `queued` with the position at most, `running`, and `done` with the answer or `failed`.
+    With `models` they are those of each reward, or its error.
     """
     gateway = gateway_of(request)
     names = [gateway.authorized_reward(request, name).name for name in body.models or [body.model]]
     gateway.check_count(len(body.items))
-    jobs: Jobs = []
-    answering = _answer(gateway, body, names, request.state.attachments, jobs)
-    if "text/event-stream" in request.headers.get("accept", ""):
-        return EventResponse(gateway.service.backend, answering, jobs)
-    return json_answer(await answering)
-
-
-async def _answer(
-    gateway: Gateway, body: RewardRequest, names: Sequence[str], attachments: Mapping[str, bytes], jobs: Jobs
-) -> RewardAnswer | RewardsAnswer:
-    media = gateway.media.with_attachments(attachments)
+    media = gateway.media.with_attachments(request.state.attachments)
     written = await gateway.written(body.items, partial(_item, media))
     if (unread := media.unread()) and not any(isinstance(item, RowError) for item in written):
         raise InvalidRequest(f"the form has the file {unread[0][:60]!r}, to which no item refers: leave it out.")
     items = await gateway.fetch(written)
-    answers, failed = await gather_rewards({name: _score(gateway, body, name, items, jobs) for name in names})
+    answers, failed = await gather_rewards({name: _score(gateway, body, name, items) for name in names})
     if body.models is None:
-        return answers[names[0]]
-    return RewardsAnswer(rewards=answers, errors={name: error_of(error) for name, error in failed.items()})
+        return json_answer(answers[names[0]])
+    errors = {name: error_of(error) for name, error in failed.items()}
+    return json_answer(RewardsAnswer(rewards=answers, errors=errors))
 
 
-async def _score(
-    gateway: Gateway, body: RewardRequest, name: str, items: Sequence[Item | RowError], jobs: Jobs
-) -> RewardAnswer:
+async def _score(gateway: Gateway, body: RewardRequest, name: str, items: Sequence[Item | RowError]) -> RewardAnswer:
     """Return the answer of one reward."""
     started = time.perf_counter()
     # A wrong transform is refused before anything is computed, where the worker's info is known.
     if info := gateway.service.info(name):
         _transform(body, info)
-    result = await gateway.score(
-        name, items, priority=body.priority, timeout=body.timeout, accepted=lambda job: jobs.append((name, job))
-    )
+    result = await gateway.score(name, items, priority=body.priority, timeout=body.timeout)
     return RewardAnswer(
         id=f"rw-{result.job_id or uuid.uuid4().hex}",
         model=name,

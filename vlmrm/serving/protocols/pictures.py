@@ -38,7 +38,7 @@ router = APIRouter(route_class=StrictRoute)
 
 
 class Pickled(Strict):
-    """What verl-omni posts as a pickle, of which nothing but plain data is read."""
+    """What verl-omni posts as a pickle; nothing but plain data is read from it."""
 
     images: Column[bytes] = Field(min_length=1)
     prompts: Column[str]
@@ -136,7 +136,7 @@ async def unirl_score(body: UniRLRequest, request: Request) -> UniRLAnswer:
 
 @router.get("/unirl/health", tags=["UniRL"])
 async def unirl_health(request: Request) -> dict[str, Any]:
-    """Return the names of the rewards, which UniRL checks at its start, and whether each can be computed."""
+    """Return the names of the rewards, for UniRL's check at its start, and whether each can be computed."""
     gateway = gateway_of(request)
     names = gateway.authorized_rewards(request)
     return {"status": "ok", "rewards": {name: [gateway.service.health(name).ready] for name in names}}

@@ -82,7 +82,7 @@ def prepare_batches(engine, channel, batches):
 
 
 def send_heartbeats(channel):
-    """Send a sign of life every second, which a stopped or swapped-out process cannot."""
+    """Send a sign of life every second: a stopped or swapped-out process cannot."""
     while True:
         threading.Event().wait(HEARTBEAT_S)
         try:

@@ -126,7 +126,7 @@ def redact_secrets(text, secrets):
 
 
 def redact(value, secrets):
-    """Return a JSON tree whose texts hold neither absolute paths nor `secrets`; bytes are left as they are."""
+    """Strip absolute paths and `secrets` from the texts of a JSON tree; leave bytes as they are."""
     if isinstance(value, str):
         return redact_paths(redact_secrets(value, secrets))
     if isinstance(value, dict):
@@ -135,7 +135,7 @@ def redact(value, secrets):
 
 
 def find_secrets(options):
-    """Return the texts of options whose names say that they are secret, at any depth."""
+    """Return the texts of options with names that say that they are secret, at any depth."""
     if isinstance(options, dict):
         named = {value for name, value in options.items() if SECRET.search(str(name)) and isinstance(value, str)}
         return (named - {""}).union(*map(find_secrets, options.values()))

@@ -1,0 +1,132 @@
+"""The audit of learned rewards, on environments whose frame is as bright as the classifier is sure."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from PIL import Image
+from played import Played
+from squares import small_config
+
+from vlmrm_robots.frames.frame_reward import FrameReward
+from vlmrm_robots.frames.settings import RewardModelSettings
+from vlmrm_robots.policies.audit import Counts, RewardAudit, suspect_sheet
+from vlmrm_robots.policies.environments import TrueSuccess
+
+
+class Told(Played):
+    """After step t its frame has brightness[t] and is a success where success[t]."""
+
+    reward = -1.0
+
+    def __init__(self, brightness: list[int], success: list[bool]):
+        super().__init__([0, *brightness])
+        self.success = [False, *success]
+
+    def shown(self):
+        info = {"images": self.images, "success": self.success[self.t]}
+        return np.array([self.t], dtype=np.float32), info
+
+
+class Brightness:
+    """A fake classifier: its probability is the frame's brightness."""
+
+    config = small_config(image_size=(3, 2, 2), threshold=0.5)
+    reference, path = None, "the brightness"
+
+    def scores(self, images):
+        """The brightness of the first pixel; blue ones are novel."""
+        frames = images["base_camera"]
+        return frames[:, 0, 0, 0] / 255, 2.0 * (frames[:, [2], 0, 0] > frames[:, [0], 0, 0])
+
+
+def told(*episodes: tuple[list[int], list[bool]]) -> SyncVectorEnv:
+    makers = [lambda episode=episode: Told(*episode) for episode in episodes]
+    return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def audit_of(*episodes, steps: int, limit: int = 48, **settings) -> RewardAudit:
+    env = FrameReward(TrueSuccess(told(*episodes)), RewardModelSettings(**settings), Brightness())
+    audit = RewardAudit(env, limit)
+    audit.reset()
+    for _ in range(steps):
+        audit.step(np.zeros(len(episodes), dtype=np.int64))
+    return audit
+
+
+FOOLED = ([200, 10, 250], [False, False, True])  # rewarded wrongly at its first step, rightly at its last
+MISSED = ([10, 100, 20], [False, True, False])
+
+
+def test_the_true_success_is_of_the_state_that_a_step_led_to_also_at_the_end_of_an_episode():
+    env = TrueSuccess(told(FOOLED, MISSED))
+    env.reset()
+    rewards = [env.step(np.zeros(2, dtype=np.int64))[1].tolist() for _ in range(6)]
+    assert rewards == [[0, 0], [0, 1], [1, 0]] * 2
+
+
+def test_rewards_are_counted_against_the_true_success_of_their_states():
+    audit = audit_of(FOOLED, MISSED, steps=6)
+    counts = Counts(training_steps=12, true_successes=4, rewarded=4, false_positives=2, missed=2, paid=4, unearned=2)
+    assert audit.counts() == counts
+    assert audit.counts() == Counts()
+
+
+def test_continuous_rewards_count_above_the_threshold_and_are_summed():
+    continuous = audit_of(FOOLED, MISSED, steps=3, reward_type="continuous").counts()
+    assert (continuous.rewarded, continuous.false_positives, continuous.missed) == (2, 1, 1)
+    paid, earned = (200 + 10 + 250 + 10 + 100 + 20) / 255, (250 + 100) / 255
+    assert (continuous.paid, continuous.unearned) == pytest.approx((paid, paid - earned))
+
+
+def test_a_continuous_reward_below_the_threshold_is_paid_for_nothing_all_the_same():
+    lazy = audit_of(([0, 120, 120, 120], [False] * 4), steps=3, reward_type="continuous").counts()
+    assert (lazy.rewarded, lazy.false_positives, lazy.unearned_share) == (0, 0, 1.0) and lazy.paid > 0.9
+
+
+def test_terminal_rewards_count_where_they_are_given():
+    terminal = audit_of(FOOLED, MISSED, steps=3, reward_mode="terminal").counts()
+    assert (terminal.rewarded, terminal.false_positives, terminal.missed) == (1, 0, 1)
+
+
+def test_the_policy_s_rewards_stay_as_they_are():
+    env = FrameReward(TrueSuccess(told(FOOLED)), RewardModelSettings(env_reward_weight=10), Brightness())
+    audit = RewardAudit(env)
+    audit.reset()
+    assert [audit.step([0])[1].item() for _ in range(3)] == [1, 0, 11]
+
+
+def test_counts_add_up_and_have_a_share_where_there_are_rewards():
+    total = Counts(10, 1, 3, 2, 0) + Counts(5, 1, 1, 1, 1)
+    assert total == Counts(15, 2, 4, 3, 1) and total.false_positive_share == 0.75
+    assert Counts(10).false_positive_share is None
+
+
+def test_suspects_are_the_worst_frame_without_success_of_each_episode_the_worst_first():
+    [worst, second, *remaining] = audit_of(FOOLED, MISSED, steps=4).suspects()
+    assert [suspect.frame[0, 0, 0] for suspect in (worst, second)] == [200, 200]
+    assert (worst.rewarded, worst.probability) == (True, 200 / 255) and {worst.step, second.step} == {2, 8}
+    assert [(suspect.rewarded, suspect.frame[0, 0, 0]) for suspect in remaining] == [(False, 20), (False, 10)]
+
+
+def test_the_last_frame_of_an_episode_is_a_suspect_too_and_only_the_worst_are_kept():
+    endings = [([0, brightness], [False, False]) for brightness in (10, 250, 240, 60)]
+    suspects = audit_of(*endings, steps=20, limit=3).suspects()
+    assert [suspect.frame[0, 0, 0] for suspect in suspects] == [250] * 3
+
+
+def test_the_sheet_shows_each_suspect_in_red_where_it_was_rewarded(tmp_path):
+    suspects = audit_of(FOOLED, MISSED, steps=3).suspects()
+    sheet = Image.open(suspect_sheet(suspects, tmp_path / "audit.png"))
+    assert sheet.width == 2 * 102
+    red, grey = sheet.getpixel((0, 60)), sheet.getpixel((103, 60))
+    assert red[0] > 2 * red[1] and grey[0] == grey[1] == grey[2]
+    assert sheet.getpixel((50, 60)) == (200, 200, 200)
+
+
+@pytest.mark.parametrize("count", [1, 13])
+def test_sheets_of_any_number_of_suspects(tmp_path, count):
+    suspects = audit_of(*[FOOLED] * count, steps=3).suspects()
+    sheet = Image.open(suspect_sheet(suspects, tmp_path / "audit.png"))
+    assert sheet.size == (min(count, 12) * 102, -(-count // 12) * 114)

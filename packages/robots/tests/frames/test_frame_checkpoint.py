@@ -1,0 +1,230 @@
+"""Classifiers on disk: they come back as they were, say what they are, and others' files are told apart."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from squares import SIDE, small_classifier
+
+from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.modeling.published_weights import resnet_weights
+from vlmrm_robots.frames.checkpoint import load_classifier, read_config, save_classifier
+
+# The names of the document's checkpoints, by which others' files are read.
+NAMES = {
+    "encoders.base_camera.resnet_backbone.conv1.weight",
+    "encoders.base_camera.resnet_backbone.layer4.0.downsample.1.bias",
+    "encoders.base_camera.pooling_layer.kernel",
+    "encoders.base_camera.mlp.0.weight",
+    "encoders.base_camera.mlp.1.bias",
+    "classifier.0.weight",
+    "classifier.2.weight",
+    "classifier.4.bias",
+}
+
+
+def scores(model) -> torch.Tensor:
+    images = torch.rand(3, *model.spec.image_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(dict.fromkeys(model.spec.image_keys, images))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "deep/er/reward_model.pt"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"pooling": "mean"}, {"image_keys": ("front", "wrist")}, {"architecture": "resnet18", "use_pretrain": True}],
+)
+def test_a_classifier_comes_back_as_it_was(tmp_path, name, changes):
+    model = small_classifier(**changes)
+    config = model.spec.model_copy(
+        update={"threshold": 0.7, "environment": "Squares", "metrics": {"auc": 1.0, "precision": float("nan")}}
+    )
+    save_classifier(tmp_path / name, model, config)
+    loaded = load_classifier(tmp_path / name, device="cpu")
+    assert loaded.described
+    assert loaded.config.model_dump(exclude={"metrics"}) == config.model_dump(exclude={"metrics"})
+    assert (
+        loaded.config.metrics["auc"] == 1.0
+        and loaded.config.metrics["precision"] != loaded.config.metrics["precision"]
+    )
+    assert not loaded.model.training and not loaded.model.trainable()
+    torch.testing.assert_close(scores(loaded.model), scores(model), rtol=1e-4, atol=1e-5)
+    assert [path.name for path in (tmp_path / name).parent.iterdir()] == [(tmp_path / name).name]
+
+
+def test_a_classifier_may_be_read_by_whom_the_umask_lets(tmp_path):
+    model = small_classifier()
+    before = os.umask(0o022)
+    try:
+        save_classifier(tmp_path / "model", model, model.spec)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == 0o644
+
+
+def test_files_that_are_no_classifier_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"there is no reward model .*nowhere\.pt"):
+        load_classifier(tmp_path / "nowhere.pt")
+    save_file({"weight": torch.zeros(2)}, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="weights and no config"):
+        load_classifier(tmp_path / "other.safetensors")
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match="it is no frame classifier"):
+        load_classifier(tmp_path / "other.pt", image_size=(3, SIDE, SIDE))
+    model = small_classifier()
+    save_classifier(tmp_path / "cut", model, model.spec)
+    content = (tmp_path / "cut").read_bytes()
+    (tmp_path / "cut").write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="no weight file"):
+        load_classifier(tmp_path / "cut")
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(tmp_path):
+    model = small_classifier()
+    save_classifier(tmp_path / "x", model, model.spec.model_copy(update={"hidden_dim": 24}))
+    with pytest.raises(CheckpointError, match=r"mlp.0.weight is \[16, 1024\] and should be \[24, 1024\]"):
+        load_classifier(tmp_path / "x")
+    save_classifier(tmp_path / "y", model, model.spec.model_copy(update={"version": 2}))
+    with pytest.raises(CheckpointError, match="cannot read"):
+        read_config(tmp_path / "y")
+
+
+# The document's files ------------------------------------------------------------------------------------------------
+
+
+def document_file(path, model, **changes):
+    weights = dict(model.state_dict())
+    for key in model.spec.image_keys:  # torchvision's last layer is in these files, unused
+        weights[f"encoders.{key}.resnet_backbone.fc.weight"] = torch.zeros(1000, 512)
+        weights[f"encoders.{key}.resnet_backbone.fc.bias"] = torch.zeros(1000)
+    content = {
+        "epoch": 3,
+        "model_state_dict": weights,
+        "optimizer_state_dict": {},
+        "train_loss": 0.1,
+        "train_acc": 0.9,
+    }
+    torch.save({**content, **changes}, path)
+    return path
+
+
+@pytest.mark.parametrize(("pooling", "pretrained"), [("spatial", True), ("mean", False)])
+@pytest.mark.parametrize("keys", [("base_camera",), ("wrist", "front")])
+def test_a_document_file_is_read_and_its_settings_are_inferred(tmp_path, pooling, pretrained, keys):
+    model = small_classifier(
+        pooling=pooling, image_keys=keys, image_size=(3, 64, 64), hidden_dim=24, num_spatial_blocks=3
+    )
+    if keys == ("base_camera",):
+        assert set(model.state_dict()) >= NAMES
+    loaded = load_classifier(document_file(tmp_path / "old.pt", model), image_size=(3, 64, 64), device="cpu")
+    assert not loaded.described
+    assert (loaded.config.use_pretrain, loaded.config.pooling) == (pretrained, pooling)
+    assert (loaded.config.image_keys, loaded.config.hidden_dim, loaded.config.num_spatial_blocks) == (keys, 24, 3)
+    assert loaded.config.threshold == 0.5
+    torch.testing.assert_close(scores(loaded.model), scores(model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_document_file_needs_the_size_of_its_images(tmp_path):
+    path = document_file(tmp_path / "old.pt", small_classifier(image_size=(3, 64, 64)))
+    with pytest.raises(ConfigError, match="give image_size"):
+        load_classifier(path)
+    with pytest.raises(CheckpointError, match=r"kernel is \[512, 2, 2, 2\] and should be \[512, 4, 4, 2\]"):
+        load_classifier(path, image_size=(3, 128, 128))
+
+
+class Harm:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('it ran')",)
+
+
+def test_a_document_file_that_would_run_something_is_refused(tmp_path):
+    path = document_file(tmp_path / "old.pt", small_classifier(), optimizer_state_dict=Harm())
+    with pytest.raises(CheckpointError, match="read safely"):
+        load_classifier(path, image_size=(3, SIDE, SIDE))
+
+
+KERNEL, WIDTH = "encoders.cam.pooling_layer.kernel", "encoders.cam.mlp.0.weight"
+
+
+def hollow(*shape: int) -> torch.Tensor:
+    """A tensor of one stored number and any size."""
+    return torch.zeros(1).expand(*shape)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([1, 2], "holds a list and no weights by name"),
+        (torch.zeros(3), "holds a Tensor and no weights by name"),
+        ({0: torch.zeros(1)}, "holds a dict and no weights by name"),
+        (
+            {"model_state_dict": None, "state_dict": {KERNEL: torch.zeros(512, 2, 2, 8)}},
+            "model_state_dict holds a NoneType and no weights by name",
+        ),
+        ({"model_state_dict": {3: torch.zeros(1)}}, "model_state_dict holds a dict and no weights by name"),
+        ({"model_state_dict": {KERNEL: torch.zeros(3, 3)}}, r"kernel is \[3, 3\], and should have 4 sides"),
+        ({"model_state_dict": {KERNEL: "text"}}, "it is no frame classifier"),
+        ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8)}}, "has no encoders.cam.mlp.0.weight"),
+        ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8), WIDTH: torch.zeros(3)}}, r"mlp.0.weight is \[3\]"),
+        (
+            {"model_state_dict": {KERNEL: hollow(512, 2, 2, 1 << 24), WIDTH: hollow(1 << 24, 1)}},
+            "kernel has 34359738368 numbers and stores 1",
+        ),
+        (
+            {"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 1), WIDTH: torch.zeros(1 << 22, 1)}},
+            "is missing",
+        ),
+        ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8, dtype=torch.int64)}}, "numbers of torch.int64"),
+        (  # ModuleDict has a method of this name
+            {
+                KERNEL.replace("cam", "items"): torch.zeros(512, 2, 2, 8),
+                WIDTH.replace("cam", "items"): torch.zeros(4, 9),
+            },
+            "'items' is no name of a camera: torch uses it itself",
+        ),
+        (
+            {WIDTH: torch.zeros(4, 9), KERNEL: torch.zeros(512, 2, 2, 8)}
+            | {KERNEL.replace("cam", f"c{i}"): torch.zeros(1, 1, 1, 1) for i in range(64)},
+            "image_keys: Tuple should have at most 64 items",
+        ),
+        ({"model_state_dict": {KERNEL: torch.zeros(3, 3).to_sparse()}}, "is sparse or has no numbers"),
+        ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8, device="meta")}}, "is sparse or has no numbers"),
+    ],
+)
+def test_a_torch_file_of_anything_else_is_named_in_a_sentence(tmp_path, content, reason):
+    torch.save(content, tmp_path / "old.pt")
+    with pytest.raises(CheckpointError, match=rf"old\.pt:? .*{reason}"):
+        load_classifier(tmp_path / "old.pt", image_size=(3, 64, 64), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("width", "reason"),
+    [(1 << 20, r"should be \[1048576, 1024\]"), (1 << 40, "has a config of impossible sizes")],
+)
+def test_a_width_that_only_the_config_has_takes_no_memory(tmp_path, width, reason):
+    model = small_classifier()
+    save_classifier(tmp_path / "x", model, model.spec.model_copy(update={"hidden_dim": width}))
+    with pytest.raises(CheckpointError, match=reason):
+        load_classifier(tmp_path / "x")
+
+
+@pytest.mark.parametrize("content", [[1, 2], {0: torch.zeros(1)}, {"state_dict": {3: torch.zeros(1)}}])
+def test_pretrained_weights_without_names_are_refused(tmp_path, content):
+    torch.save(content, tmp_path / "encoder.pt")
+    with pytest.raises(CheckpointError, match=r"encoder\.pt:? .*no weights by name"):
+        resnet_weights(tmp_path / "encoder.pt")
+
+
+def test_places_and_devices_that_do_not_do_are_named(tmp_path):
+    model = small_classifier()
+    (tmp_path / "file").write_text("")
+    for taken in (tmp_path, tmp_path / "file" / "model"):  # a folder, and below a file
+        with pytest.raises(ConfigError, match="cannot be written"):
+            save_classifier(taken, model, model.spec)
+    save_classifier(tmp_path / "model", model, model.spec)
+    with pytest.raises(ConfigError, match="device is 'abacus': write cuda, cuda:1 or cpu"):
+        load_classifier(tmp_path / "model", device="abacus")

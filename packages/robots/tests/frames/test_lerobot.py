@@ -1,0 +1,244 @@
+"""LeRobot's classifiers compute the same here, and its datasets are asked of its own library.
+
+That library itself is driven in tests/neighbours/drive_lerobot.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+from safetensors.torch import load_file, save_file
+from squares import small_classifier, square_trajectory
+from torch import Tensor, nn
+from transformers import ResNetConfig, ResNetModel
+
+from vlmrm import cli
+from vlmrm.errors import CheckpointError, ConfigError, DataError
+from vlmrm_robots.frames.checkpoint import load_classifier, save_classifier
+from vlmrm_robots.frames.lerobot_classifier import write_lerobot
+from vlmrm_robots.trajectories.importing import import_episodes
+from vlmrm_robots.trajectories.lerobot import episodes_of, write_dataset
+from vlmrm_robots.trajectories.trajectory import TrajectoryFile, open_folder, write_trajectory
+
+CAMERAS = ("observation.images.front", "observation.images.wrist")
+HIDDEN, MAPS = 12, 3
+
+
+class Theirs(nn.Module):
+    """What LeRobot computes: a ResNet of transformers for all cameras, a pooling of 4 x 4 and a head."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "layer_type": "basic"}
+        self.encoder = ResNetModel(ResNetConfig(**sizes))
+        self.encoders = nn.ModuleDict()
+        for key in CAMERAS:
+            part = nn.Module()
+            part.kernel = nn.Parameter(torch.randn(512, 4, 4, MAPS) / 4)
+            parts = {"1": part, "3": nn.Linear(512 * MAPS, HIDDEN), "4": nn.LayerNorm(HIDDEN)}
+            self.encoders[key.replace(".", "_")] = nn.ModuleDict(parts)
+        width = HIDDEN * len(CAMERAS)
+        head = [nn.Linear(width, HIDDEN), nn.Dropout(0.1), nn.LayerNorm(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1)]
+        self.classifier_head = nn.Sequential(*head)
+
+    def forward(self, images: dict[str, Tensor]) -> Tensor:
+        features = []
+        for key, frames in images.items():
+            parts = self.encoders[key.replace(".", "_")]
+            maps = self.encoder(frames).last_hidden_state.unsqueeze(-1)
+            pooled = (maps * parts["1"].kernel).sum((2, 3)).flatten(1)  # ty: ignore
+            features.append(torch.tanh(parts["4"](parts["3"](pooled))))  # ty: ignore
+        return self.classifier_head(torch.hstack(features)).squeeze(-1)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Theirs:
+    torch.manual_seed(0)
+    model = Theirs()
+    with torch.no_grad():
+        model({key: torch.rand(4, 3, 128, 128) for key in CAMERAS})  # statistics of its own
+    return model.eval()
+
+
+def write_theirs(folder: Path, model: nn.Module, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    described = {
+        "type": "reward_classifier",
+        "input_features": {key: {"type": "VISUAL", "shape": [3, 128, 128]} for key in CAMERAS},
+        "hidden_dim": HIDDEN,
+        "latent_dim": HIDDEN,
+        "image_embedding_pooling_dim": MAPS,
+        "model_type": "cnn",
+        "num_classes": 2,
+        "normalization_mapping": {"VISUAL": "IDENTITY"},
+    }
+    (folder / "config.json").write_text(json.dumps(described | changes))
+    save_file(model.state_dict(), folder / "model.safetensors")
+    return folder
+
+
+def test_a_reward_classifier_computes_the_same_both_ways(tmp_path, theirs):
+    loaded = load_classifier(write_theirs(tmp_path / "theirs", theirs), device="cpu")
+    assert loaded.config.image_keys == ("front", "wrist") and loaded.config.architecture == "resnet18"
+    images = {key: torch.rand(3, 3, 128, 128) for key in CAMERAS}
+    with torch.no_grad():
+        expected = theirs(images)
+        actual = loaded.model({key.removeprefix("observation.images."): frames for key, frames in images.items()})
+    torch.testing.assert_close(actual.sigmoid(), expected.sigmoid(), rtol=0, atol=1e-6)
+    save_classifier(tmp_path / "own", loaded.model, loaded.config)
+    assert "reward_classifier" in write_lerobot(loaded.model, tmp_path / "own", tmp_path / "back")
+    written, kept = load_file(tmp_path / "back" / "model.safetensors"), theirs.state_dict()
+    assert written.keys() == kept.keys()
+    assert all((written[name] == value).all() for name, value in kept.items() if "num_batches" not in name)
+
+
+def test_lerobots_own_resnet10_pads_its_max_pool_as_jax_does(tmp_path):
+    model = small_classifier(image_size=(3, 128, 128), use_pretrain=True, freeze_encoder=True, max_pool="same")
+    save_classifier(tmp_path / "own", model, model.spec)
+    write_lerobot(model, tmp_path / "own", tmp_path / "theirs")
+    loaded = load_classifier(tmp_path / "theirs", device="cpu")
+    assert loaded.config.max_pool == "same"
+    frames = {"base_camera": torch.rand(2, 3, 128, 128)}
+    torch.testing.assert_close(loaded.model(frames), model(frames), rtol=1e-4, atol=1e-5)
+    pool, picture = model.encoders["base_camera"].resnet_backbone.maxpool, torch.rand(1, 1, 6, 6)  # ty: ignore
+    assert pool(picture)[0, 0, -1, -1] == picture[0, 0, 4:, 4:].max()
+    assert pool(picture)[0, 0, 0, 0] == picture[0, 0, :3, :3].max()
+
+
+def test_imagenets_normalisation_is_known_by_the_preprocessors_file(tmp_path, theirs):
+    folder = write_theirs(tmp_path / "theirs", theirs, normalization_mapping={"VISUAL": "MEAN_STD"})
+    with pytest.raises(CheckpointError, match=r"other statistics than ImageNet's, or without"):
+        load_classifier(folder, device="cpu")
+    stats = {"mean": torch.tensor([0.485, 0.456, 0.406]), "std": torch.tensor([0.229, 0.224, 0.225])}
+    stored = {f"{key}.{name}": value.clone() for key in CAMERAS for name, value in stats.items()}
+    save_file(stored, folder / "classifier_preprocessor_step_0_normalizer_processor.safetensors")
+    assert load_classifier(folder, device="cpu").config.normalisation == "imagenet"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"type": "sarm"}, "is read if it is a reward_classifier"),
+        ({"num_classes": 3}, "is read if it is a reward_classifier"),
+        ({"latent_dim": None}, "no config.json of a reward_classifier"),
+        ({"input_features": 3}, "no config.json of a reward_classifier"),
+        ({"input_features": {CAMERAS[0]: {"shape": [3, 64, 64]}}}, r"images of \[3, 64, 64\]"),
+        ({"input_features": {"observation.image": {"shape": [3, 128, 128]}}}, "it is no reward_classifier of these"),
+        ({"hidden_dim": 0, "latent_dim": 0}, "no classifier that can be built"),
+    ],
+)
+def test_what_is_no_such_classifier_is_named(tmp_path, theirs, changes, reason):
+    with pytest.raises(CheckpointError, match=reason):
+        load_classifier(write_theirs(tmp_path / "theirs", theirs, **changes), device="cpu")
+
+
+def test_a_classifier_that_lerobot_does_not_compute_is_not_written(tmp_path):
+    model = small_classifier()
+    save_classifier(tmp_path / "own", model, model.spec)
+    with pytest.raises(ConfigError, match="by its frames"):
+        write_lerobot(model, tmp_path / "own", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
+class FakeDataset(list):
+    """Rows in memory, by the part of LeRobot's interface that is used."""
+
+    def __init__(self, fps: int, cameras: dict[str, tuple[int, int]], length: int = 4):
+        row = {f"observation.images.{key}": torch.rand(3, *size) for key, size in cameras.items()}
+        super().__init__(row | {"task": "push", "next.success": torch.tensor([t == 3])} for t in range(length))
+        episodes = [{"dataset_from_index": 0, "dataset_to_index": length}]
+        features = {name: {} for name in (*row, "next.success")}
+        self.meta = SimpleNamespace(camera_keys=[*row], features=features, episodes=episodes, fps=fps)
+        self.root = "its folder"
+
+    @classmethod
+    def create(cls, name: str, fps: int, features: dict, root: Path, use_videos: bool) -> FakeDataset:
+        if any("/" in name for name in features):
+            raise ValueError("names of features have no '/'")
+        root.mkdir()
+        made = cls(fps, {}, 0)
+        made.root = str(root)
+        return made
+
+    add_frame = list.append
+
+    def save_episode(self) -> None:
+        Path(self.root, "fps").write_text(str(self.meta.fps))
+
+    finalize = save_episode
+
+
+def imported(dataset: FakeDataset, folder: Path, monkeypatch) -> list[TrajectoryFile]:
+    monkeypatch.setattr("vlmrm_robots.trajectories.lerobot._library", lambda: lambda source: dataset)
+    import_episodes(episodes_of("someone/set"), folder / "positive", folder / "negative", "Toy")
+    monkeypatch.setattr("vlmrm_robots.trajectories.lerobot._library", lambda: FakeDataset)
+    return open_folder(folder / "positive")
+
+
+def test_a_dataset_keeps_its_task_and_its_frames_a_second(tmp_path, monkeypatch):
+    dataset = FakeDataset(30, {"front": (6, 8), "wrist.left": (4, 4)})
+    [file] = imported(dataset, tmp_path / "fast", monkeypatch)
+    assert file.metadata["task"] == "push" and file.labels.tolist() == [0, 0, 0, 1]
+    assert file.keys == ["front", "wrist_left"]
+    expected = np.rint(255 * dataset[0]["observation.images.front"].numpy())
+    assert (file.frame("front", 0) == expected).all()
+    write_dataset([file], tmp_path / "set")
+    assert (tmp_path / "set" / "fps").read_text() == "30"
+    slow = imported(FakeDataset(20, {"front": (6, 8), "wrist.left": (4, 4)}), tmp_path / "slow", monkeypatch)
+    with pytest.raises(DataError, match="of 30, 20 frames a second: give fps"):
+        write_dataset([file, *slow], tmp_path / "both")
+    write_dataset([file, *slow], tmp_path / "both", fps=25)
+    assert (tmp_path / "both" / "fps").read_text() == "25"
+    with pytest.raises(ConfigError, match="at least one frame a second"):
+        write_dataset([file], tmp_path / "none", fps=0)
+
+
+def test_cameras_that_would_have_one_name_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match="its folder has cameras of one name"):
+        imported(FakeDataset(10, {"a.b": (4, 4), "a_b": (4, 4)}), tmp_path, monkeypatch)
+
+
+def test_a_set_that_claims_more_episodes_than_it_has_is_not_opened(tmp_path, monkeypatch):
+    (tmp_path / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
+    table = pyarrow.table({"episode_index": [0, 1]})
+    parquet.write_table(table, tmp_path / "meta" / "episodes" / "chunk-000" / "file-000.parquet")
+    monkeypatch.setattr(
+        "vlmrm_robots.trajectories.lerobot._library", lambda: lambda *_, **__: FakeDataset(10, {"a": (4, 4)})
+    )
+    for claimed in (2, 10**9):
+        (tmp_path / "meta" / "info.json").write_text(json.dumps({"total_episodes": claimed}))
+        if claimed == 2:
+            assert len(episodes_of(str(tmp_path))) == 1
+    with pytest.raises(DataError, match="claims 1,000,000,000 episodes and describes 2"):
+        episodes_of(str(tmp_path))
+
+
+def test_what_lerobot_refuses_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("vlmrm_robots.trajectories.lerobot._library", lambda: FakeDataset)
+    write_trajectory(tmp_path / "own", square_trajectory(np.random.default_rng(0), 3, keys=("a/b",)))
+    with pytest.raises(DataError, match="LeRobot refuses it"):
+        write_dataset(open_folder(tmp_path / "own"), tmp_path / "set")
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
+
+
+def test_without_lerobot_its_datasets_are_a_sentence_on_where_to_install_it(tmp_path, capsys):
+    if "lerobot" in sys.modules:
+        pytest.skip("lerobot is installed")
+    with pytest.raises(ConfigError, match=r"pip install 'lerobot\[dataset\]'.* in an environment of their own"):
+        episodes_of(str(tmp_path))
+    write_trajectory(tmp_path / "own", square_trajectory(np.random.default_rng(0), 3))
+    words = ["frames", "export", str(tmp_path / "own"), "--to", "lerobot", "--output", str(tmp_path / "set")]
+    with pytest.raises(ConfigError, match="environment of their own"):
+        cli.app(words, result_action="return_value", exit_on_error=False)
+    words = [*words[:4], "rlinf", "--output", str(tmp_path / "set")]
+    cli.app(words, result_action="return_value", exit_on_error=False)
+    assert "1 trajectories are in" in capsys.readouterr().out
+    assert [path.name for path in sorted((tmp_path / "set").rglob("*.npy"))] == ["000000.npy"]

@@ -1,0 +1,284 @@
+"""`vlmrm frames loop`: what becomes of rounds, with squares in place of a simulator and planted figures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+from squares import SIDE, small_classifier, square_trajectory
+
+from vlmrm.data.comparisons import data_fingerprint
+from vlmrm.errors import BelowThreshold, ConfigError
+from vlmrm.settings import load_file, validate
+from vlmrm_robots.commands import app
+from vlmrm_robots.frames.checkpoint import save_classifier
+from vlmrm_robots.frames.dataset import index_frames, outline_of
+from vlmrm_robots.policies import loop
+from vlmrm_robots.policies.audit import Counts
+from vlmrm_robots.policies.training import episodes_folder
+from vlmrm_robots.trajectories.trajectory import trajectory_paths, write_trajectory
+
+ROOT = Path(__file__).parents[4]
+GOOD = {"precision": 0.99, "precision_low": 0.97, "failed_episodes": 12.0, "false_fires": 1.0}
+BAD = {"precision": 0.5, "precision_low": 0.3, "failed_episodes": 12.0, "false_fires": 12.0}
+CALLS = [
+    "collect scripted", "collect random", "train on 12", "policy", "evaluate 5",
+    "train on 17", "policy", "evaluate 5",
+]  # fmt: skip
+
+
+class Killed(BaseException):
+    """The end of a process, which nothing handles."""
+
+
+@dataclass
+class Planted:
+    """Stands for simulator, training and measurement: `figures` of each round's policy, and the calls."""
+
+    figures: list[dict[str, float]]
+    qualified: bool = True
+    calls: list[str] = field(default_factory=list)
+    reference: float = 0.5  # the true success rate with the true success as the reward
+    references: int = 0
+    killed_at: int | None = None  # the call at which the process ends
+
+    def call(self, name):
+        self.calls.append(name)
+        if self.killed_at == len(self.calls) - 1:
+            raise Killed
+
+    def collect(self, settings):
+        self.call(f"collect {settings.policy}")
+        data = settings.reward.data_collection
+        positive = settings.policy == "scripted"
+        folder = data.positive_dir if positive else data.negative_dir
+        if not trajectory_paths(folder):
+            self.write(folder, settings.episodes, 5 if positive else 0)
+
+    def train(self, settings):
+        index, _ = index_frames(settings.positive_dir, settings.negative_dir, ("base_camera",), (3, SIDE, SIDE))
+        self.call(f"train on {len(index.files)}")
+        episodes = tuple(outline_of(file, ("base_camera",)) for file in index.files)
+        reason = None if self.qualified else "it knows nothing"
+        data = data_fingerprint([str(settings.positive_dir), str(settings.negative_dir)])
+        update = {"episodes": episodes, "qualified": self.qualified, "unqualified_because": reason}
+        update["data_fingerprint"] = data
+        model = small_classifier()
+        save_classifier(settings.output_checkpoint, model, config := model.spec.model_copy(update=update))
+        return SimpleNamespace(config=config)
+
+    def train_policies(self, settings):
+        if settings.sources == ["success"]:
+            self.references += 1
+            return [SimpleNamespace(final=self.reference)]
+        self.call("policy")
+        assert settings.sources == ["learned"] and settings.reward.use_reward_model
+        folder = episodes_folder(settings, "learned", settings.seeds[0])
+        if not folder.exists():  # a finished run is read
+            self.write(folder / "positive", 3, 5)
+            self.write(folder / "negative", 2, 0)
+        counts = Counts(training_steps=100, true_successes=50, rewarded=60, false_positives=15)
+        return [SimpleNamespace(final=0.5, counts=counts)]
+
+    def evaluate(self, loaded, folders):
+        self.call(f"evaluate {sum(len(trajectory_paths(folder)) for folder in folders)}")
+        return SimpleNamespace(metrics=self.figures.pop(0))
+
+    def write(self, folder, episodes, successes):
+        generator = np.random.default_rng(len(self.calls))
+        folder.mkdir(parents=True, exist_ok=True)
+        for _ in range(episodes):
+            write_trajectory(folder, square_trajectory(generator, successes))
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    def plant(*figures, **options):
+        stub = Planted([*figures], **options)
+        for name in ("collect", "train_policies", "evaluate"):
+            monkeypatch.setattr(loop, name, getattr(stub, name))
+        monkeypatch.setattr(loop, "train_classifier", stub.train)
+        monkeypatch.setattr(loop, "summarise", str)
+        return stub
+
+    return plant
+
+
+def looped(folder, **changes):
+    content = {"env": "Acrobot-v1", "rounds": 3, "episodes": 8, "random_episodes": 4, "image_size": [3, SIDE, SIDE]}
+    content |= {"output_dir": str(folder / "loop"), **changes}
+    (folder / "loop.yaml").write_text(yaml.safe_dump(content))
+    app(["loop", str(folder / "loop.yaml")], result_action="return_value")
+
+
+def rounds_of(folder):
+    return json.loads((folder / "loop" / "loop.json").read_text())["rounds"]
+
+
+def test_a_policy_s_episodes_join_the_data_until_its_rewards_hold(planted, tmp_path, capsys):
+    stub = planted(BAD, GOOD)
+    looped(tmp_path)
+    assert stub.calls == CALLS
+    first, second = rounds_of(tmp_path)
+    assert "50.0% of its policy's rewards are for successes" in first["reason"]
+    assert "12 of 12 failed episodes are rewarded" in first["reason"]
+    assert second["reason"] is None and (first["episodes"], second["episodes"]) == (12, 17)
+    table = (tmp_path / "loop" / "loop.md").read_text()
+    assert table.splitlines()[-1] == "| 2 | 17 | 50% | 50% | 60 | 15 (25.0%) | 1.0% | 1 of 12 | holds |"
+    assert table in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("step", range(len(CALLS)))
+def test_a_loop_that_was_killed_at_any_step_ends_as_one_that_was_not(planted, tmp_path, step):
+    stub = planted(BAD, GOOD)
+    stub.killed_at = step
+    with pytest.raises(Killed):
+        looped(tmp_path)
+    stub.killed_at = None
+    stub.figures = [BAD, GOOD]
+    looped(tmp_path)
+    trained = [call for call in stub.calls if call.startswith("train on")]
+    assert list(dict.fromkeys(trained)) == ["train on 12", "train on 17"]
+    assert [one["episodes"] for one in rounds_of(tmp_path)] == [12, 17]
+    loop_dir = tmp_path / "loop"
+    for number, count in ((1, 12), (2, 17)):
+        assert len(list((loop_dir / f"round-{number}" / "data").glob("*/*.safetensors"))) == count
+    assert (loop_dir / "loop.md").read_text().endswith("| 1.0% | 1 of 12 | holds |\n")
+
+
+def test_a_finished_loop_trains_nothing_again(planted, tmp_path):
+    planted(GOOD)
+    looped(tmp_path)
+    again = planted(GOOD)
+    looped(tmp_path)
+    assert not [call for call in again.calls if call.startswith("train")]
+
+
+def test_a_copy_that_was_cut_off_is_made_anew(planted, tmp_path):
+    planted(BAD)
+    with pytest.raises(BelowThreshold):
+        looped(tmp_path, rounds=1)
+    partial = tmp_path / "loop" / "round-2" / "data.partial" / "positive"
+    partial.mkdir(parents=True)
+    (partial / "000000_half.safetensors").write_bytes(b"half")
+    stub = planted(BAD, GOOD)
+    looped(tmp_path, rounds=3)  # more rounds are no other loop
+    assert "train on 17" in stub.calls and not partial.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"episodes": 9}, "holds a loop with episodes 8, which is now 9"),
+        ({"min_precision": 0.8}, "holds a loop with min_precision 0.9, which is now 0.8"),
+        ({"train": {"epochs": 3}}, r"holds a loop with train \{\}, which is now \{'epochs': 3\}"),
+        ({"env": "CartPole-v1"}, "holds a loop with env Acrobot-v1, which is now CartPole-v1"),
+    ],
+)
+def test_another_loop_in_the_same_folder_is_refused_by_name(planted, tmp_path, changes, words):
+    planted(GOOD)
+    looped(tmp_path)
+    stub = planted(GOOD)
+    with pytest.raises(ConfigError, match=words):
+        looped(tmp_path, **changes)
+    assert not stub.calls
+
+
+def test_a_loop_that_failed_before_its_first_episode_may_be_corrected(planted, tmp_path):
+    stub = planted(GOOD)
+    stub.killed_at = 0
+    with pytest.raises(Killed):
+        looped(tmp_path, env="Acrobat-v1")
+    stub.killed_at = None
+    looped(tmp_path)
+    assert json.loads((tmp_path / "loop" / "settings.json").read_text())["env"] == "Acrobot-v1"
+
+
+def test_a_classifier_of_other_episodes_is_not_gone_on_with(planted, tmp_path):
+    planted(GOOD)
+    looped(tmp_path)
+    [first, *_] = trajectory_paths(tmp_path / "loop" / "round-1" / "data" / "positive")
+    first.unlink()
+    stub = planted(GOOD)
+    with pytest.raises(ConfigError, match=r"was trained on other episodes than .*data has now: restore them"):
+        looped(tmp_path)
+    assert "policy" not in stub.calls
+
+
+def test_a_classifier_that_does_not_qualify_teaches_no_policy(planted, tmp_path):
+    stub = planted(qualified=False)
+    with pytest.raises(BelowThreshold, match="holds: the classifier does not qualify: it knows nothing"):
+        looped(tmp_path)
+    assert rounds_of(tmp_path)[0]["policy"] is None and "policy" not in stub.calls
+
+
+def test_a_loop_that_never_holds_says_so(planted, tmp_path):
+    planted(BAD, BAD)
+    with pytest.raises(BelowThreshold, match="where min_precision is"):
+        looped(tmp_path, rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train": {"epoch": 4}}, "epoch"),
+        ({"train": {"positive_dir": "x"}}, "train has positive_dir, which the loop itself decides"),
+        ({"policy": {"env": "x", "seeds": [1]}}, "policy has env, seeds"),
+        ({"policy": {"total_step": 4}}, "total_step"),
+        ({"policy": {"hyperparameters": {"n_step": 64}}}, "unknown hyperparameter n_step: did you mean n_steps?"),
+        ({"policy": {"hyperparameters": {"mood": 1}}}, "unknown hyperparameter mood: ppo and sac of .* have none"),
+        ({"round": 4}, "round"),
+        ({"min_precision": 1.0}, "min_precision"),
+    ],
+)
+def test_settings_are_checked_before_anything_runs(planted, tmp_path, changes, words):
+    stub = planted()
+    with pytest.raises(ConfigError, match=words):
+        looped(tmp_path, **changes)
+    assert not stub.calls and not (tmp_path / "loop").exists()
+
+
+def test_a_policy_that_learns_less_than_with_the_true_success_does_not_hold(planted, tmp_path):
+    stub = planted(GOOD, GOOD)
+    stub.reference = 0.6  # its own is 0.5
+    with pytest.raises(BelowThreshold, match=r"succeeds in 50.0% of episodes, less than 0\.9 times the 60\.0% of one"):
+        looped(tmp_path, rounds=2)
+    assert [one["reference"] for one in rounds_of(tmp_path)] == [0.6, 0.6]
+    stub.figures = [GOOD, GOOD]
+    looped(tmp_path, min_success=0.8, output_dir=str(tmp_path / "easier"))
+    looped(tmp_path, min_success=0, output_dir=str(tmp_path / "never"))
+    assert stub.references == 3  # it is not trained where nothing depends on it
+
+
+def test_one_that_is_accepted_all_the_same_teaches_a_policy_but_does_not_hold(planted, tmp_path):
+    stub = planted(GOOD, GOOD, qualified=False)
+    with pytest.raises(BelowThreshold, match="holds: the classifier does not qualify: it knows nothing"):
+        looped(tmp_path, rounds=2, reward_model={"accept_unqualified": True})
+    assert stub.calls.count("policy") == 2 and [one["episodes"] for one in rounds_of(tmp_path)] == [12, 17]
+
+
+def test_a_policy_that_is_never_rewarded_is_not_believed():
+    figures = loop.PolicyFigures(0.0, 0, 0, None, 0.0, failed_episodes=50, false_fires=0)
+    assert loop.doubts(loop.LoopSettings(env="Acrobot-v1"), figures) == ["its policy's episodes are never rewarded"]
+    assert "| 0% |  | 0 | 0 | no reward | 0 of 50 |" in loop.markdown([loop.Round(9, "none", figures)])
+
+
+def test_failed_episodes_that_are_rewarded_count_only_if_there_are_enough():
+    settings = loop.LoopSettings(env="Acrobot-v1")
+    few = loop.PolicyFigures(0.9, 100, 1, 0.99, 0.97, failed_episodes=3, false_fires=1)
+    assert loop.doubts(settings, few) == []
+    many = loop.PolicyFigures(0.1, 100, 1, 0.99, 0.97, failed_episodes=20, false_fires=12)
+    [doubt] = loop.doubts(settings, many)
+    assert "12 of 20 failed episodes are rewarded" in doubt
+
+
+@pytest.mark.parametrize("name", ["frames_loop", "frames_loop_cartpole"])
+def test_the_shipped_configurations_are_of_loops(name):
+    settings = validate(loop.LoopSettings, load_file(ROOT / "training_configs" / f"{name}.yaml"), "the file")
+    assert loop.classifier_settings(settings, 1).epochs == settings.train["epochs"]
+    assert loop.policy_settings(settings, 2).hyperparameters == settings.policy["hyperparameters"]

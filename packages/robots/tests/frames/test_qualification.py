@@ -1,0 +1,294 @@
+"""Figures on held-out frames, against their definitions."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from scipy.special import expit
+from scipy.stats import binom, rankdata
+from sklearn.metrics import precision_score
+
+from vlmrm_robots.frames.qualification import (
+    HeldOut,
+    auc_and_loss,
+    choose_threshold,
+    disqualification,
+    episodes_needed,
+    figures,
+    frame_figures,
+    intervals,
+)
+
+
+def drawn(count: int = 400, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    labels = (generator.random(count) < 0.3).astype(float)
+    return generator.normal(2 * labels - 1), labels
+
+
+def test_auc_is_the_share_of_pairs_in_order_and_the_loss_is_cross_entropy():
+    logits, labels = drawn()
+    auc, loss = auc_and_loss(logits, labels)
+    pairs = logits[labels == 1][:, None] - logits[labels == 0][None]
+    assert auc == pytest.approx((pairs > 0).mean() + 0.5 * (pairs == 0).mean())
+    p = expit(logits)
+    assert loss == pytest.approx(-np.mean(labels * np.log(p) + (1 - labels) * np.log(1 - p)))
+
+
+@pytest.mark.parametrize("target", [0.0, 0.01, 0.1, 0.5])
+def test_the_threshold_has_the_highest_recall_of_that_false_positive_rate(target):
+    logits, labels = drawn()
+    threshold = choose_threshold(HeldOut(logits, labels, np.zeros(len(labels))), target, min_precision=0)
+    failures, successes = logits[labels == 0], logits[labels == 1]
+    assert (failures > threshold).mean() <= target
+    lower = successes[successes <= threshold].max()  # with the next lower success above it failures are too many
+    assert (failures >= lower).mean() > target
+    assert logits[logits > threshold].min() in successes  # and any higher loses a success
+
+
+def test_between_classes_far_apart_no_failure_fires():
+    generator = np.random.default_rng(0)
+    labels = np.tile(np.arange(40) >= 22, (24, 1)) & (np.arange(24) < 12)[:, None]
+    held_out = HeldOut((20 * labels - 10 + generator.normal(size=labels.shape)).ravel(), labels.ravel().astype(float),
+                       np.repeat(np.arange(24), 40))  # fmt: skip
+    measured = figures(held_out, choose_threshold(held_out, 0.01))
+    assert (measured["precision"], measured["recall"], measured["false_fires"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("least", [0.5, 0.9, 0.99, 1.0])
+def test_the_threshold_is_the_lowest_with_that_precision(least):
+    generator = np.random.default_rng(1)
+    labels = (np.arange(2000) < 40).astype(float)  # successes are as rare as false positives at 2 %
+    logits = generator.normal(4 * labels)
+    frames = HeldOut(logits, labels, np.zeros(2000))
+    threshold = choose_threshold(frames, 0.1, 0.99, least)
+    assert precision_score(labels, logits > threshold) >= least
+    allowed = choose_threshold(frames, 0.1, 0.99, 0)
+    lower = [cut for cut in logits if allowed <= cut < logits[logits <= threshold].max()][::5]
+    assert all(precision_score(labels, logits > cut) < least for cut in [allowed, *lower] if cut < threshold)
+
+
+def test_without_that_precision_nothing_is_rewarded_that_failures_reach():
+    logits = np.array([0.0, 1.0, 2.0, 3.0])
+    assert choose_threshold(HeldOut(logits, np.array([0, 1, 1, 0]), np.zeros(4)), 0.9, 0.99, 0.9) == 3.0
+
+
+def test_between_classes_the_threshold_is_half_way():
+    assert (
+        choose_threshold(HeldOut(np.array([-3.0, -1.0, 2.0, 5.0]), np.array([0, 0, 1, 1]), np.zeros(4)), 0.01) == 0.5
+    )
+
+
+@pytest.mark.parametrize(("failed", "share", "tolerated"), [(5, 0.5, 0), (30, 0.1, 0), (40, 0.2, 3), (4, 0.5, 0)])
+def test_so_few_failed_episodes_fire_that_their_bound_holds(failed, share, tolerated):
+    generator = np.random.default_rng(0)
+    logits, labels = generator.normal(size=(failed + 1, 20)), np.zeros((failed + 1, 20))
+    logits[-1], labels[-1] = np.linspace(0.5, 4.3, 20), np.arange(20) >= 5
+    frames = HeldOut(logits.ravel(), labels.ravel(), np.repeat(np.arange(failed + 1), 20))
+    threshold = choose_threshold(frames, 0.9, share, min_precision=0)
+    measured = figures(frames, threshold)
+    assert measured["false_fires"] == (logits[:-1].max(axis=1) > threshold).sum() == tolerated
+    # Clopper and Pearson's bound is where so few fires, or fewer, are seen in 5 % of all cases.
+    assert binom.cdf(tolerated, failed, measured["false_fires_high"]) == pytest.approx(0.05)
+    assert (measured["false_fires_high"] <= share) == (failed >= episodes_needed(share))
+    if measured["false_fires_high"] <= share:
+        assert binom.cdf(tolerated + 1, failed, share) > 0.05  # one more would be too many
+    else:
+        reason = disqualification(measured | {"auc_low": 1.0, "recall_low": 1.0}, share)
+        assert reason is not None and f"it fires in 0 of the {failed} held-out episodes that fail" in reason
+
+
+def test_measures_of_four_frames():
+    figures = frame_figures(np.array([-3.0, 1.0, 2.0, -1.0]), np.array([0.0, 0, 1, 1]), threshold=0.0)
+    assert figures["precision"] == figures["recall"] == figures["false_positive_rate"] == 0.5
+    assert figures["auc"] == 0.75
+    assert figures["brier"] == pytest.approx(np.mean((expit([-3.0, 1, 2, -1]) - [0, 0, 1, 1]) ** 2))
+
+
+def test_calibration_error_is_small_where_probabilities_are_true_and_large_where_they_are_not():
+    logits, _ = drawn(20_000)
+    happened = (np.random.default_rng(1).random(len(logits)) < expit(logits)).astype(float)
+    assert frame_figures(logits, happened, 0.0)["calibration_error"] < 0.01
+    assert frame_figures(4 * logits, happened, 0.0)["calibration_error"] > 0.1
+
+
+def test_a_threshold_above_every_frame_leaves_no_precision():
+    figures = frame_figures(np.array([-1.0, 1.0]), np.array([0.0, 1.0]), threshold=2.0)
+    assert np.isnan(figures["precision"]) and figures["recall"] == 0
+
+
+# Whether a classifier qualifies as a reward --------------------------------------------------------------------------
+
+
+def held_out(
+    separation: float, episodes: int = 12, frames: int = 50, share: float = 0.3, spread: float = 0.0, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Logits, labels and episodes; the last `share` of each episode's frames are successes; as many episodes fail.
+
+    Successes are `separation` standard deviations above failures; `spread` is that of the episodes among each other.
+    """
+    generator = np.random.default_rng(seed)
+    succeeding = np.tile(np.arange(frames) >= (1 - share) * frames, episodes).astype(float)
+    labels = np.concatenate([succeeding, np.zeros_like(succeeding)])
+    owners = np.repeat(np.arange(2 * episodes), frames)
+    logits = generator.normal(separation * labels) + spread * generator.normal(size=2 * episodes)[owners]
+    return logits, labels, owners
+
+
+def verdict(logits: np.ndarray, labels: np.ndarray, owners: np.ndarray, target_fpr: float = 0.01) -> str | None:
+    frames = HeldOut(logits, labels, owners)
+    return disqualification(figures(frames, choose_threshold(frames, target_fpr)))
+
+
+def test_classifiers_that_tell_success_apart_qualify():
+    assert verdict(*held_out(8)) is None  # AUC 1, as the demo's
+    assert verdict(*held_out(3.5, spread=0.3)) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_classifier_by_chance_does_not_qualify(seed):
+    reason = verdict(*held_out(0, seed=seed))
+    assert reason is not None and "its AUC is 0.5" in reason.replace("0.4", "0.5") and "above 0.6" in reason
+
+
+def test_a_constant_answer_does_not_qualify():
+    logits, labels, owners = held_out(0)
+    reason = verdict(np.zeros_like(logits), labels, owners)
+    assert reason is not None
+    assert "its AUC is 0.500" in reason and "its recall is 0.000" in reason
+
+
+def test_a_weak_classifier_without_recall_does_not_qualify():
+    """An AUC of 0.64 is above chance; with a failure that looks more like success than any success, recall is 0."""
+    logits, labels, owners = held_out(0.55, episodes=6, frames=100, seed=5)
+    logits[np.flatnonzero(labels == 0)[::60]] = 9.0
+    auc, _ = auc_and_loss(logits, labels)
+    assert auc == pytest.approx(0.64, abs=0.02)
+    reason = verdict(logits, labels, owners)
+    assert reason is not None and "its recall is 0.000" in reason
+
+
+def test_a_classifier_that_is_right_in_some_episodes_only_does_not_qualify():
+    """Frames of one episode are alike: 200 good ones of two episodes say little about the next."""
+    logits, labels, owners = held_out(0, episodes=12)
+    logits[(owners < 2) & (labels == 1)] += 8
+    assert (
+        frame_figures(logits, labels, choose_threshold(HeldOut(logits, labels, owners), 0.01, 0.99))["recall"] > 0.15
+    )
+    reason = verdict(logits, labels, owners)
+    assert reason is not None and "may be as low as 0.0" in reason
+
+
+def test_successes_that_are_rewarded_less_often_than_failures_do_not_qualify():
+    logits, labels, owners = held_out(3)
+    flipped = np.where((labels == 1) & (logits > 3), -9.0, logits)  # the clearest successes are taken for failures
+    threshold = 2.9
+    measured = figures(HeldOut(flipped, labels, owners), threshold)
+    reason = disqualification(measured | {"auc": 0.9, "auc_low": 0.9, "false_positive_rate": 0.2})
+    assert reason is not None and "not above its rate of false positives, 0.2000" in reason
+
+
+@pytest.mark.parametrize(("episodes", "enough"), [(4, False), (5, True)])
+def test_few_episodes_say_too_little(episodes, enough):
+    reason = verdict(*held_out(8, episodes=episodes))
+    assert (reason is None) == enough
+    if reason is not None:
+        assert "4 held-out episodes show a success and 8 a failure" in reason and "at least 5" in reason
+        assert "(raise val_fraction or collect more episodes)" in reason
+
+
+def leaky(clue: str) -> HeldOut:
+    """Frames of which a clue other than success tells: the scenery of an episode, or a clock.
+
+    Those of the scenery are filmed in one room where the task is done almost throughout, and in another where it
+    fails. In those of the clock, failing episodes end before most successes begin.
+    """
+    generator = np.random.default_rng(3)
+    logits, labels, owners = [], [], []
+    for episode in range(24):
+        succeeds = episode % 2 == 0
+        start = 1 if clue == "scenery" else generator.integers(60, 80)
+        steps = np.arange(100 if succeeds or clue == "scenery" else 75)
+        told = np.full(len(steps), 9.0 * succeeds) if clue == "scenery" else (steps - 85) / 5
+        logits.append(told + generator.normal(size=len(steps)) / 10)
+        labels.append((succeeds & (steps >= start)).astype(float))
+        owners.append(np.full(len(steps), episode))
+    return HeldOut(*map(np.concatenate, (logits, labels, owners)))
+
+
+@pytest.mark.parametrize(
+    ("clue", "doubt"),
+    [
+        ("scenery", "within an episode its AUC is 0.* it may know episodes by their looks alone"),
+        ("clock", "at the same step its AUC is 0.* it may go by the time alone"),
+    ],
+)
+def test_a_classifier_that_goes_by_something_else_does_not_qualify(clue, doubt):
+    frames = leaky(clue)
+    measured = figures(frames, choose_threshold(frames, 0.01))
+    reason = disqualification(measured)
+    assert reason is not None and re.search(doubt, reason) and measured["auc_low"] > 0.9
+    # Every other figure of it is a good one.
+    assert disqualification(measured | {"episode_auc_low": 1.0, "step_auc_low": 1.0, "recall_low": 1.0}) is None
+
+
+def test_episodes_that_are_all_success_or_all_failure_tell_nothing_of_frames():
+    logits, labels, owners = held_out(8)
+    labels = (owners < 12).astype(float)
+    reason = verdict(6 * labels + logits / 10, labels, owners)
+    assert reason is not None and "no held-out episode shows both a success and a failure" in reason
+
+
+def test_the_auc_of_episodes_and_of_steps_is_of_those_pairs_alone():
+    logits, labels, owners = held_out(1, episodes=3, frames=12)
+    order = np.random.default_rng(2).permutation(72)  # episodes are interleaved, as nobody should have to sort them
+    order = order[np.argsort(np.tile(np.arange(12), 6)[order], kind="stable")]
+    logits, labels, owners, steps = logits.round(1)[order], labels[order], owners[order], np.repeat(np.arange(12), 6)
+    measured = figures(HeldOut(logits, labels, owners), 0.0)
+    for name, groups in (("episode_auc", owners), ("step_auc", steps)):
+        pairs = (labels[:, None] > labels) & (groups[:, None] == groups)
+        difference = (logits[:, None] - logits)[pairs]
+        assert measured[name] == pytest.approx((difference > 0).mean() + 0.5 * (difference == 0).mean())
+        assert measured[f"{name}_low"] < measured[name] < measured[f"{name}_high"]
+
+
+def test_precision_counts_by_its_lower_bound():
+    """Nine of ten rewards are right, all false ones in two episodes: drawn again, it may be fewer."""
+    logits, labels, owners = held_out(9, episodes=8, frames=50)
+    rewarded_too_early = np.isin(owners, (0, 1)) & (labels == 0) & (np.arange(len(labels)) % 50 > 28)
+    logits[rewarded_too_early] += 20
+    measured = figures(HeldOut(logits, labels, owners), 4.5)
+    assert measured["precision"] > 0.9 > measured["precision_low"]
+    reason = disqualification(measured | {"false_fires_high": 0.0})
+    assert reason is not None and "which is below min_precision, 0.9" in reason
+    assert disqualification(measured | {"false_fires_high": 0.0}, min_precision=0.7) is None
+    assert choose_threshold(HeldOut(logits, labels, owners), 0.2, 0.99) > 9
+
+
+def test_successful_episodes_that_go_without_a_reward_count():
+    logits, labels, owners = held_out(9)
+    logits[(owners >= 5) & (labels == 1)] = 2.0  # seven of twelve; the threshold is above
+    measured = figures(HeldOut(logits, labels, owners), 4.5)
+    reason = disqualification(measured)
+    assert reason is not None and "it sees the success in 5 of the 12 held-out episodes that succeed" in reason
+
+
+def test_bounds_are_those_of_episodes_drawn_again():
+    logits, labels, owners = held_out(1.5, episodes=8, frames=40, spread=1.0)
+    logits = logits.round(1)  # with ties
+    frames = HeldOut(logits, labels, owners)
+    threshold = choose_threshold(frames, 0.05, 0.99)
+    generator, aucs, recalls = np.random.default_rng(9), [], []
+    for _ in range(2000):
+        drawn = np.concatenate([np.flatnonzero(owners == i) for i in generator.integers(16, size=16)])
+        success = labels[drawn] == 1
+        wins = rankdata(logits[drawn])[success].sum() - success.sum() * (success.sum() + 1) / 2  # Mann and Whitney's U
+        aucs.append(wins / (success.sum() * (~success).sum()))
+        recalls.append((logits[drawn] > threshold)[labels[drawn] == 1].mean())
+    bounds = intervals(frames, threshold)
+    assert bounds["auc_low"] == pytest.approx(np.quantile(aucs, 0.025), abs=0.01)
+    assert bounds["recall_low"] == pytest.approx(np.quantile(recalls, 0.025), abs=0.02)
+    assert (bounds["successful_episodes"], bounds["failing_episodes"]) == (8, 16)
+    assert bounds == intervals(frames, threshold)

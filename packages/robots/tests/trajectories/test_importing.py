@@ -1,0 +1,267 @@
+"""Pickled trajectories are imported as they are, and a pickle that asks for anything else than arrays is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import pickletools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vlmrm import cli
+from vlmrm.errors import DataError
+from vlmrm_robots.trajectories import pickles
+from vlmrm_robots.trajectories.importing import LARGE, UNIT, Imported, import_episodes, read_pickled
+from vlmrm_robots.trajectories.pickles import read_dictionary
+from vlmrm_robots.trajectories.sources import episodes_in
+from vlmrm_robots.trajectories.trajectory import Trajectory, open_folder, open_trajectory, trajectory_paths
+
+STORED = np.random.default_rng(0).integers(0, 256, (3, 3, 4, 4), dtype=np.uint8)
+LABELS = np.array([0, 0, 1], dtype=np.float32)
+
+
+def save(path: Path, images: object, labels: object = LABELS, **more: object) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    np.save(path, {"images": images, "labels": labels, **more}, allow_pickle=True)  # ty: ignore[invalid-argument-type]
+    return path
+
+
+def import_trajectories(positive: Path | None, negative: Path | None, *to: Path | str) -> Imported:
+    return import_episodes(episodes_in(positive, negative), *to)  # ty: ignore[invalid-argument-type]
+
+
+@pytest.fixture
+def folders(tmp_path) -> tuple[Path, Path, Path, Path]:
+    return tmp_path / "old+", tmp_path / "old-", tmp_path / "new+", tmp_path / "new-"
+
+
+@pytest.mark.parametrize(
+    ("frames", "kind"),
+    [
+        (STORED, "uint8"),
+        ((STORED / 255).astype(np.float32), UNIT),
+        (STORED.astype(np.float32), LARGE),
+        (np.asfortranarray(STORED / 255), UNIT),
+        ((STORED / 255).astype(">f4"), UNIT),
+    ],
+)
+def test_every_kind_of_number_becomes_the_same_bytes(tmp_path, frames, kind):
+    trajectory, actual = read_pickled(save(tmp_path / "0.npy", {"cam": frames}))
+    assert actual == kind
+    assert (trajectory.images["cam"] == STORED).all() and trajectory.labels.tolist() == [0, 0, 1]
+
+
+def test_a_dark_camera_is_read_as_the_bright_one_of_its_file(tmp_path):
+    dark = np.ones((3, 3, 4, 4), dtype=np.float32)
+    images = {"dark": dark, "bright": STORED.astype(np.float32), "bytes": STORED}
+    trajectory, kind = read_pickled(save(tmp_path / "0.npy", images))
+    assert kind == LARGE
+    assert (trajectory.images["dark"] == 1).all() and (trajectory.images["bytes"] == STORED).all()
+    alone, kind = read_pickled(save(tmp_path / "1.npy", {"dark": dark}))
+    assert kind == UNIT and (alone.images["dark"] == 255).all()
+
+
+def test_folders_are_imported_once_and_sorted_by_their_labels(folders, capsys):
+    save(folders[0] / "000000.npy", {"cam": STORED})
+    save(folders[0] / "000001.npy", {"cam": STORED / 255}, np.zeros(3))
+    save(folders[1] / "000000.npy", {"cam": STORED}, np.array([False, False, False]))
+    save(folders[1] / "000001.npy", {"cam": STORED}, np.array([1, 0, 0]))
+    actual = import_trajectories(*folders, "Toy")
+    assert (len(actual.positive), len(actual.negative), actual.moved, actual.earlier) == (3, 1, 1, 0)
+    assert actual.numbers == {"uint8": 3, UNIT: 1}
+    positive = open_folder(folders[2])
+    assert [file.metadata["success_once"] for file in positive] == ["true", "true", "false"]
+    assert {file.metadata["environment"] for file in positive} == {"Toy"}
+    words = ["--positive", folders[0], "--negative", folders[1], "--positive-dir", folders[2], "--negative-dir"]
+    words += [folders[3], "--environment", "Toy"]
+    cli.app(["frames", "import", *map(str, words)], result_action="return_value", exit_on_error=False)
+    assert "0 positive and 0 negative trajectories" in (output := capsys.readouterr().out)
+    assert "4 were imported before" in output
+    assert len(trajectory_paths(folders[2])) == 3
+
+
+def test_episodes_that_begin_with_success_are_warned_of(folders, caplog):
+    for name, labels in (("a", [1, 1, 1]), ("b", [0, 1, 1])):
+        save(folders[0] / f"{name}.npy", {"cam": STORED}, np.array(labels))
+    import_trajectories(folders[0], None, *folders[2:], "Toy")
+    assert "1 of 2 episodes succeed in every frame (a.npy)" in caplog.text
+
+
+def test_an_episode_that_another_process_imports_meanwhile_is_stored_once(folders):
+    [episode] = episodes_in(save(folders[0] / "0.npy", {"cam": STORED}).parent, None)
+
+    def read_late() -> tuple[Trajectory, str]:
+        assert len(import_episodes([episode], *folders[2:], "Toy").positive) == 1
+        return episode.read()
+
+    late = import_episodes([replace(episode, read=read_late)], *folders[2:], "Toy")
+    assert (late.positive, late.earlier) == ([], 1)
+    assert len(trajectory_paths(folders[2])) == 1
+
+
+def test_what_cannot_be_imported_is_counted_and_named_after_the_rest_was(folders):
+    save(folders[0] / "good.npy", {"cam": STORED})
+    save(folders[0] / "short.npy", {"cam": STORED}, LABELS[:2])
+    (folders[0] / "text.npy").write_text("not numpy")
+    with pytest.raises(DataError, match=r"2 of 3 episodes were not imported \(short.npy, text.npy\)"):
+        import_trajectories(folders[0], None, *folders[2:], "Toy")
+    assert len(open_folder(folders[2])) == 1
+
+
+def test_a_folder_with_nothing_to_import_is_named_before_anything_is_written(folders):
+    save(folders[0] / "good.npy", {"cam": STORED})
+    for absent in (folders[1], folders[1] / "nowhere"):
+        with pytest.raises(DataError, match=rf"there is no \.npy file in {absent}"):
+            import_trajectories(folders[0], absent, folders[2], folders[3], "Toy")
+    with pytest.raises(DataError, match="nothing to import"):
+        import_trajectories(None, None, folders[2], folders[3], "Toy")
+    assert not folders[2].exists()
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        ({}, LABELS, "no images by key"),
+        ([STORED], LABELS, "no images by key"),
+        ({"cam": "text"}, LABELS, "images cam that are no array"),
+        ({"cam": STORED}, [0, 0, 1], "labels that are no array"),
+        ({"cam": STORED.astype(np.float32) * 2}, LABELS, r"values that are outside \[0, 255\]"),
+        ({"cam": np.full((3, 3, 4, 4), np.nan)}, LABELS, r"144 of 144 values"),
+        ({"cam": STORED.astype(np.int64)}, LABELS, "are int64"),
+    ],
+)
+def test_what_is_no_labelled_frame_is_refused(tmp_path, images, labels, message):
+    path = save(tmp_path / "0.npy", images, labels)
+    with pytest.raises(DataError, match=message) as refused:
+        read_pickled(path)
+    assert str(path) in str(refused.value)
+
+
+# Pickles that would do harm ------------------------------------------------------------------------------------------
+
+
+class Harm:
+    """Makes a file where it is unpickled by a reader that runs pickles."""
+
+    def __init__(self, function: object, *arguments: object):
+        self.asked = function, arguments
+
+    def __reduce__(self):
+        return self.asked
+
+
+@pytest.mark.parametrize("position", ["image", "label", "key", "more"])
+def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path, position):
+    victim = tmp_path / "ran"
+    harm = Harm(os.system, f"touch {victim}")
+    path = save(
+        tmp_path / "0.npy",
+        {"cam": harm if position == "image" else STORED},
+        np.array([harm], dtype=object) if position == "label" else LABELS,
+        **({"more": harm} if position == "more" else {"key": {(harm,): 1}} if position == "key" else {}),
+    )
+    with pytest.raises(DataError, match=r"is refused: it asks for posix.system"):
+        read_dictionary(path)
+    assert not victim.exists()
+    np.load(path, allow_pickle=True)
+    assert victim.exists()  # so it was harmful
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        Harm(eval, "1"),
+        Harm(getattr, "x", "upper"),
+        Harm(np.load, "x.npy"),
+        Harm(np.lib.format.open_memmap, "x.npy", "w+", float, (1,)),
+        Harm(np.memmap, "x", "u1", "w+", 0, (1,)),
+        {1},
+        Path("x"),
+        np.datetime64(1, "s"),
+        np.array(["text"]),
+        np.array([{"a": 1}, 2], dtype=object),
+        np.array([(1,)], dtype=[("a", "i4")]),
+    ],
+)
+def test_only_arrays_of_numbers_and_plain_containers_are_read(tmp_path, harm, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"is refused|cannot be read"):
+        read_dictionary(save(tmp_path / "0.npy", {"cam": harm}))
+    assert [path.name for path in tmp_path.iterdir()] == ["0.npy"]
+
+
+def pickled(path: Path, stream: bytes) -> Path:
+    save(path, {})
+    header = path.read_bytes()[:128]
+    path.write_bytes(header + stream)
+    return path
+
+
+def test_streams_that_are_broken_or_huge_are_refused(tmp_path):
+    complete = pickle.dumps({"images": {}, "labels": LABELS}, protocol=4)
+    assert read_dictionary(pickled(tmp_path / "0.npy", complete))["labels"].tolist() == [0, 0, 1]
+    opcode = {code.name: code.code.encode("latin1") for code in pickletools.opcodes}
+    streams = [
+        *(complete[:end] for end in range(0, len(complete), 7)),
+        opcode["EMPTY_DICT"] + opcode["LONG_BINPUT"] + b"\xff" * 4 + b"N.",  # a memo of 4 billion places
+        opcode["BINBYTES8"] + (2**62).to_bytes(8, "little") + b".",
+        opcode["EMPTY_LIST"] + opcode["MEMOIZE"] + opcode["BINGET"] + b"\0" + opcode["APPEND"] + b".",  # in itself
+        complete.replace(b"\x4b\x03", b"\x4b\x7f"),  # another shape than the content's
+    ]
+    for stream in streams:
+        with pytest.raises(DataError, match=r"0\.npy (is refused|cannot be read|holds no dictionary)"):
+            read_dictionary(pickled(tmp_path / "0.npy", stream))
+
+
+def doubled(container: bytes, times: int = 200) -> bytes:
+    """Opcodes of a container of two of another, and so on: a kilobyte, and 2^times values to whoever follows it."""
+    stream = pickle.EMPTY_LIST + pickle.MEMOIZE if container == pickle.LIST else pickle.EMPTY_TUPLE + pickle.MEMOIZE
+    for i in range(times):
+        stream += pickle.MARK + 2 * (pickle.BINGET + bytes([i])) + container + pickle.MEMOIZE
+    return stream
+
+
+VALUE, NUMBER = pickle.BINGET + bytes([200]), pickle.NONE  # the container that `doubled` made last
+TYPE_NAMED_SO = (
+    b"cnumpy.core.multiarray\n_reconstruct\n" + 3 * pickle.NONE + pickle.TUPLE3 + pickle.REDUCE + pickle.MARK
+    + pickle.NONE + pickle.EMPTY_TUPLE + b"cnumpy\ndtype\n" + VALUE + pickle.TUPLE1 + pickle.REDUCE
+    + 2 * pickle.NONE + pickle.TUPLE + pickle.BUILD
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stream", "reason"),
+    [
+        (doubled(pickle.LIST) + pickle.EMPTY_DICT + NUMBER + VALUE + pickle.SETITEM, "more than 1,000 values"),
+        (doubled(pickle.TUPLE) + pickle.EMPTY_DICT + NUMBER + VALUE + pickle.SETITEM, "more than 1,000 values"),
+        (doubled(pickle.TUPLE) + pickle.EMPTY_DICT + VALUE + NUMBER + pickle.SETITEM, "a tuple as a key"),
+        (
+            doubled(pickle.TUPLE) + pickle.EMPTY_DICT + pickle.MARK + VALUE + NUMBER + pickle.SETITEMS,
+            "a tuple as a key",
+        ),
+        (doubled(pickle.TUPLE) + pickle.MARK + VALUE + NUMBER + pickle.DICT, "a tuple as a key"),
+        (doubled(pickle.TUPLE) + pickle.EMPTY_SET + pickle.MARK + VALUE + pickle.ADDITEMS, "a set"),
+        (doubled(pickle.TUPLE) + pickle.MARK + VALUE + pickle.FROZENSET, "a set"),
+        (doubled(pickle.TUPLE) + TYPE_NAMED_SO, "an array of something else than numbers"),
+    ],
+)
+def test_a_small_pickle_of_endlessly_many_values_is_refused(tmp_path, stream, reason, monkeypatch):
+    monkeypatch.setattr(pickles, "MAX_VALUES", 1000)
+    path = pickled(tmp_path / "0.npy", stream + pickle.STOP)
+    with pytest.raises(DataError, match=rf"0\.npy is refused: it holds {reason}"):
+        read_dictionary(path)
+
+
+def test_a_plain_array_is_no_trajectory(tmp_path):
+    np.save(tmp_path / "0.npy", STORED)
+    with pytest.raises(DataError, match="holds an array of uint8, not a dictionary"):
+        read_dictionary(tmp_path / "0.npy")
+
+
+def test_an_imported_file_keeps_several_cameras(tmp_path, folders):
+    save(folders[0] / "0.npy", {"b": STORED, "a": STORED})
+    [path] = import_trajectories(folders[0], None, folders[2], folders[3], "Toy").positive
+    assert open_trajectory(path).keys == ["b", "a"]

@@ -1,0 +1,172 @@
+"""A trajectory file is whole, is read frame by frame, and says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import stat
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from vlmrm.errors import ConfigError, DataError
+from vlmrm.files import write_file
+from vlmrm_robots.trajectories import trajectory
+from vlmrm_robots.trajectories.trajectory import (
+    Trajectory,
+    find_trajectory,
+    holds,
+    open_folder,
+    open_trajectory,
+    to_uint8,
+    to_unit,
+    write_trajectory,
+)
+
+
+def frames(count: int, *, side: int = 4) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, 3, side, side), dtype=np.uint8)
+
+
+def labels(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def test_what_was_written_is_read_frame_by_frame(tmp_path):
+    images = {"wrist": frames(3), "base": frames(3, side=6)}
+    path = write_trajectory(tmp_path / "new", Trajectory(images, labels(0, 0.25, 1), {"environment": "Toy"}))
+    for file in (open_trajectory(path), pickle.loads(pickle.dumps(open_trajectory(path)))):
+        assert file.keys == ["wrist", "base"] and file.shapes["base"] == (3, 6, 6) and len(file) == 3
+        assert file.labels.tolist() == [0, 0.25, 1] and file.labels.dtype == np.float32
+        assert all((file.frame(key, t) == images[key][t]).all() for key in images for t in range(3))
+        assert (file.frames("wrist") == images["wrist"]).all()
+        assert file.metadata["environment"] == "Toy" and file.metadata["successes"] == "1"
+        with pytest.raises(DataError, match="has no images 'top': it has wrist, base"):
+            file.frame("top", 0)
+        with pytest.raises(IndexError):
+            file.frame("wrist", 3)
+
+
+def test_a_file_may_be_read_by_whom_the_umask_lets(tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = write_trajectory(tmp_path, Trajectory({"cam": frames(1)}, labels(1)))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize(
+    ("values", "success_once", "positive"),
+    [((0, 0.49), "false", False), ((0, 0.5), "false", True), ((0, 0), "true", True), ((0, 0), "", False)],
+)
+def test_a_success_or_success_once_makes_it_positive(tmp_path, values, success_once, positive):
+    trajectory = Trajectory({"cam": frames(2)}, labels(*values), {"success_once": success_once})
+    assert trajectory.positive is positive
+    assert open_trajectory(write_trajectory(tmp_path, trajectory)).metadata["success_once"] == success_once
+
+
+def test_a_folder_that_another_process_writes_to_is_known_without_listing_it_again(tmp_path, monkeypatch):
+    def write(unique: str) -> str:
+        return write_trajectory(tmp_path, Trajectory({"cam": frames(1)}, labels(1)), unique).name
+
+    assert write("a") == "000000_a.safetensors"
+    listings, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: (listings.append(folder), listdir(folder))[1])
+    other = trajectory._Names(tmp_path)  # of another process
+    other.refresh()
+    write_file(tmp_path / other.add("b"), (tmp_path / "000000_a.safetensors").read_bytes())
+    listings.clear()
+    assert find_trajectory(tmp_path, "b") == tmp_path / "000001_b.safetensors"
+    assert write("c") == "000002_c.safetensors" and not listings
+    monkeypatch.setattr(
+        trajectory, "trajectory_paths", lambda folder: (listings.append(folder), [*folder.glob("*_*")])[1]
+    )
+    assert not holds(tmp_path, 4) and not listings
+    assert holds(tmp_path, 3)
+    (tmp_path / "000001_b.safetensors").unlink()
+    assert find_trajectory(tmp_path, "b") is None
+    assert holds(tmp_path, 2) and not holds(tmp_path, 3)
+
+
+def test_floats_are_stored_to_the_nearest_byte_and_read_in_the_unit_interval():
+    stored = to_uint8(np.array([0, 0.5, 1]), "these")
+    assert stored.tolist() == [0, 128, 255] and stored.dtype == np.uint8
+    assert to_unit(stored).tolist() == pytest.approx([0, 128 / 255, 1]) and to_unit(stored).dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.array([0.5, 1.5, -1, np.nan]), r"these have 3 of 4 values outside \[0, 1\]"),
+        (np.array([0.0, 255.0]), r"these have 1 of 2 values outside \[0, 1\], from 0 to 255"),
+        (np.array([1, 2]), "these are int64"),
+    ],
+)
+def test_frames_outside_the_unit_interval_are_refused(values, message):
+    with pytest.raises(DataError, match=message):
+        to_uint8(values, "these")
+
+
+GOOD = {"images.cam": frames(2), "labels": labels(0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "message"),
+    [
+        ({"labels": None}, {}, "has no labels, but images.cam"),
+        ({"images.cam": None}, {}, "has no images"),
+        ({"images.cam": frames(3)}, {}, "has 3 frames of 'cam' and 2 labels"),
+        ({"labels": labels(0, 2)}, {}, r"has 1 of 2 labels outside \[0, 1\]"),
+        ({"labels": labels()}, {}, r"has labels of shape \[0\]"),
+        ({"labels": np.array([0, 1])}, {}, "has labels of int64"),
+        ({"images.cam": np.zeros((2, 3, 4, 4), np.float32)}, {}, "has images of F32"),
+        ({"images.cam": np.zeros((2, 4, 4, 3), np.uint8)}, {}, r"images 'cam' of shape \[2, 4, 4, 3\]"),
+        ({}, {"keys": '["wrist"]'}, "says its images are wrist and has cam"),
+        ({}, {"keys": "{"}, "its keys are '{'"),
+        ({}, {"version": "2"}, "of version 2, and this program reads version 1"),
+    ],
+)
+def test_what_is_no_trajectory_is_named(tmp_path, tensors, metadata, message):
+    path = tmp_path / "000000_0badf11e.safetensors"
+    content = {name: value for name, value in (GOOD | tensors).items() if value is not None}
+    save_file(content, path, {"keys": json.dumps(["cam"])} | metadata if "images.cam" in content else {})
+    with pytest.raises(DataError, match=message) as refused:
+        open_trajectory(path)
+    assert str(path) in str(refused.value)
+
+
+def test_corrupted_files_of_a_folder_are_counted_and_named(tmp_path):
+    paths = [write_trajectory(tmp_path, Trajectory({"cam": frames(2)}, labels(0, 1))) for _ in range(4)]
+    paths[1].write_bytes(paths[1].read_bytes()[:-5])
+    paths[3].write_bytes(b"")
+    with pytest.raises(DataError, match="2 of 4 files") as refused:
+        open_folder(tmp_path)
+    assert all(paths[i].name in str(refused.value) for i in (1, 3)) and "is corrupted" in str(refused.value)
+
+
+def test_missing_files_and_empty_folders_are_named(tmp_path):
+    with pytest.raises(DataError, match=r"there is no trajectory .*nowhere"):
+        open_trajectory(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=f"there is no trajectory in {tmp_path}"):
+        open_folder(tmp_path)
+    with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
+        open_folder(tmp_path / "nowhere")
+    write_trajectory(tmp_path / "positive", Trajectory({"cam": frames(1)}, labels(1)))
+    with pytest.raises(DataError, match="but in its folders positive: name one of them"):
+        open_folder(tmp_path)
+
+
+def test_a_trajectory_that_is_none_is_not_written(tmp_path):
+    for images, values in (({"cam": frames(2)}, labels(1)), ({}, labels(1)), ({"cam": frames(1) / 255}, labels(1))):
+        with pytest.raises(DataError):
+            write_trajectory(tmp_path, Trajectory(images, values))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file cannot be written \(File exists\)"):
+        write_trajectory(tmp_path / "file", Trajectory({"cam": frames(1)}, labels(1)))

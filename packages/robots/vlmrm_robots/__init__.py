@@ -1,0 +1,12 @@
+"""Rewards of robots and simulators: labelled frames, classifiers of success, policies, and models of trajectories."""
+
+from __future__ import annotations
+
+from vlmrm.libraries import PACKAGES
+
+__version__ = "0.1.0"
+
+# The extras, and their packages by the names that they are imported by: one that is missing is one sentence.
+FRAMES, FETCH = "vlmrm-robots[frames]", "vlmrm-robots[fetch]"
+PACKAGES[FRAMES] = ("sklearn", "tqdm", "gymnasium", "pygame", "stable_baselines3", "minigrid")
+PACKAGES[FETCH] = ("gymnasium_robotics", "mujoco")

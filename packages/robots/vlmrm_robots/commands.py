@@ -1,0 +1,484 @@
+"""`vlmrm frames VERB`: success rewards from frames. Heavy imports stay inside the verbs, so that help is instant."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+from pydantic import BaseModel, Field
+
+from vlmrm.commands import epilogue, give_examples
+from vlmrm.errors import BelowThreshold, ConfigError
+from vlmrm.libraries import needs
+from vlmrm.logs import say, start_log
+from vlmrm_robots import FRAMES
+from vlmrm_robots.frames.settings import TrainSettings
+
+DATA, MODEL = ("reward", "data_collection"), ("reward", "reward_model")
+BLOCKS = {  # of the YAML file, that hold some of the options
+    "positive_dir": DATA,
+    "negative_dir": DATA,
+    "image_keys": DATA,
+    "image_size": MODEL,
+    "max_positive_trajectories": DATA,
+    "max_negative_trajectories": DATA,
+}
+
+SIMULATORS = ("gymnasium", "pygame")
+POLICIES = (*SIMULATORS, "stable_baselines3")
+
+FOLDERS = "--positive-dir data/positive --negative-dir data/negative"
+EXAMPLES = (
+    f"frames collect --env Acrobot-v1 --episodes 100 {FOLDERS}",
+    f"frames collect --env Acrobot-v1 --episodes 25 --policy random --seed 1 {FOLDERS}",
+    f"frames import --lerobot lerobot/pusht --environment PushT {FOLDERS}",
+    "frames export data/positive data/negative --to rlinf --output rlinf_data",
+    "frames show data/positive data/negative --output sheet.png",
+    'frames pairs data/positive data/negative --output pairs.jsonl --task "Swing the tip above the line."',
+    'frames progress data/positive --model outputs/best --task "Swing the tip above the line." --output done.jsonl',
+    f"frames label episodes --model judge.yaml --above 0.5 {FOLDERS}",
+    f"frames train {FOLDERS} --output-checkpoint reward_model.pt",
+    "frames eval reward_model.pt new_data/positive new_data/negative --output eval.json",
+    "frames rl training_configs/frames_rl.yaml",
+    "frames loop training_configs/frames_loop.yaml",
+    "frames demo",
+)
+
+app = App(
+    name="frames",
+    help_epilogue=epilogue(EXAMPLES[:1]),
+    help="Rewards from frames: collect labelled ones, train a classifier of success, train a policy with it.",
+    default_parameter=Parameter(negative_iterable=()),
+)
+
+
+class CollectOptions(BaseModel):
+    """The options of `vlmrm frames collect`; None is the file's value, or the default that it names."""
+
+    env: str | None = Field(
+        None,
+        description="An id of Gymnasium, module:id if a module registers it, or module:function that returns a "
+        "gymnasium.Env.",
+    )
+    success: str | None = Field(
+        None, description="info.KEY, a threshold such as 'reward >= 1', or module:function. Default: the simulator's."
+    )
+    episodes: int | None = Field(None, description="Episodes to play. Default: 100.")
+    num_envs: int | None = Field(None, description="Environments that are played side by side. Default: 8.")
+    policy: str | None = Field(None, description="scripted, random, or module:function. Default: scripted.")
+    noise: float | None = Field(None, description="Share of the scripted policy's actions at random. Default: 0.3.")
+    max_steps: int | None = Field(None, description="Steps of an episode. Default: 200.")
+    stop_at_success: bool | None = Field(None, description="End an episode at its first success. Default: go on.")
+    seed: int | None = Field(None, description="Processes that share folders need different ones. Default: 0.")
+    positive_dir: Path | None = Field(
+        None, description="Folder of episodes with a success. Default: reward_data/positive."
+    )
+    negative_dir: Path | None = Field(None, description="Folder of the others. Default: reward_data/negative.")
+    image_keys: list[str] | None = Field(None, description="Names of the cameras. Default: base_camera.")
+    image_size: tuple[int, int, int] | None = Field(None, description="C H W of the frames. Default: 3 64 64.")
+    max_positive_trajectories: int | None = Field(None, description="Limit of positive_dir. Default: none.")
+    max_negative_trajectories: int | None = Field(None, description="Limit of negative_dir. Default: none.")
+
+
+@app.command
+@needs(FRAMES, "a simulator", *SIMULATORS)
+def collect(
+    config: Path | None = None,
+    /,
+    *,
+    options: Annotated[CollectOptions | None, Parameter(name="*", consume_multiple=True)] = None,
+) -> None:
+    """Play an environment with a policy, and store each frame with its true success.
+
+    An interrupted collection resumes. Options override the file.
+
+    Args:
+        config: YAML with the options below and a `reward:` block.
+    """
+    from vlmrm.settings import load_file, validate
+    from vlmrm_robots.frames.collecting import collect, summarise
+    from vlmrm_robots.frames.settings import CollectSettings
+
+    content = {} if config is None else load_file(config)
+    for name, value in options.model_dump(exclude_none=True).items() if options else ():
+        _set_nested(content, [*BLOCKS.get(name, ()), name], value)
+    if "env" not in content:
+        raise ConfigError("there is no simulator to collect from: give --env, such as Acrobot-v1, or a file with env.")
+    source = "the command line" if config is None else str(config)
+    say(summarise(collect(validate(CollectSettings, content, source))))
+
+
+def _set_nested(content: dict[str, Any], keys: list[str], value: Any) -> None:
+    *blocks, last = keys
+    for block in blocks:
+        content[block] = content.get(block) or {}  # a block without keys is None in YAML
+        if not isinstance(content[block], dict):
+            raise ConfigError(f"{block} is {content[block]!r}: it is a block of keys.")
+        content = content[block]
+    content[last] = value
+
+
+@app.command(name="import")
+@needs(FRAMES, "importing frames")
+def import_(
+    *,
+    positive: Path | None = None,
+    negative: Path | None = None,
+    episodes: Path | None = None,
+    lerobot: str | None = None,
+    label: str | None = None,
+    positive_dir: Path,
+    negative_dir: Path,
+    environment: str,
+) -> None:
+    """Convert others' episodes to trajectory files; nothing in pickles is run.
+
+    Args:
+        positive: Folder of positive .npy files of RLinf's document.
+        negative: Folder of negative .npy files.
+        episodes: File or folder of RLinf's .pkl and .pt, or of robomimic's and LIBERO's .hdf5.
+        lerobot: LeRobotDataset: a folder, or a repository of the hub.
+        label: Its column that says which frames succeed. Default: next.success, or a next.reward of 0 and 1.
+        positive_dir: Folder of the positive trajectory files to write.
+        negative_dir: Folder of the negative trajectory files to write.
+        environment: Name of the environment that they show.
+    """
+    from vlmrm_robots.trajectories.importing import import_episodes, summarise
+    from vlmrm_robots.trajectories.sources import episodes_in
+
+    found = [] if lerobot and positive is negative is episodes is None else episodes_in(positive, negative, episodes)
+    if lerobot:
+        from vlmrm_robots.trajectories.lerobot import episodes_of
+
+        found += episodes_of(lerobot, label)
+    say(summarise(import_episodes(found, positive_dir, negative_dir, environment)))
+
+
+@app.command
+@needs(FRAMES, "exporting frames")
+def export(
+    *sources: Path,
+    to: Literal["rlinf", "lerobot"],
+    output: Path,
+    image_key: str | None = None,
+    fps: int | None = None,
+    task: str | None = None,
+) -> None:
+    """Write a classifier or trajectories as others read them.
+
+    Args:
+        sources: A checkpoint, or folders of trajectories.
+        to: Whose format.
+        output: A folder; for RLinf's classifiers, and the frames that its main branch trains on, a .pt.
+        image_key: The camera of a .pt. Default: the first.
+        fps: Frames a second that a LeRobotDataset says it has. Default: those of the set it was imported from, or 10.
+        task: Its task. Default: the trajectory's, or the name of its environment.
+    """
+    if not sources:
+        raise ConfigError("there is nothing to export: name a checkpoint, or folders of trajectories.")
+    if sources[0].is_dir() and not (sources[0] / "config.json").exists():
+        say(_export_trajectories(sources, to, output, image_key, fps, task))
+    elif len(sources) > 1:
+        raise ConfigError("a single checkpoint is exported at once: name one.")
+    elif to == "lerobot":
+        from vlmrm_robots.frames.checkpoint import load_classifier
+        from vlmrm_robots.frames.lerobot_classifier import write_lerobot
+
+        say(write_lerobot(load_classifier(sources[0], device="cpu").model, sources[0], output))
+    else:
+        from vlmrm_robots.frames.checkpoint import load_classifier
+        from vlmrm_robots.frames.rlinf_classifier import export_classifier
+
+        say(export_classifier(load_classifier(sources[0], device="cpu").model, sources[0], output))
+
+
+def _export_trajectories(
+    folders: Sequence[Path], to: str, output: Path, image_key: str | None, fps: int | None, task: str | None
+) -> str:
+    from vlmrm_robots.trajectories.trajectory import open_folder
+
+    files = [file for folder in folders for file in open_folder(folder)]
+    if to == "lerobot":
+        from vlmrm_robots.trajectories.lerobot import write_dataset
+
+        return f"{write_dataset(files, output, fps, task)} frames of {len(files)} episodes are in {output}"
+    from vlmrm_robots.trajectories.rlinf import write_document_files, write_payload
+
+    if output.suffix == ".pt":
+        return f"{write_payload(files, output, image_key)} frames are in {output}"
+    return f"{len(write_document_files(files, output))} trajectories are in {output}"
+
+
+@app.command
+@needs(FRAMES, "showing frames")
+def show(
+    *folders: Path,
+    output: Path = Path("frames.png"),
+    image_key: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    columns: int = 12,
+    rows: int = 12,
+    frames: Path | None = None,
+    visualize_positive: Annotated[bool, Parameter(negative="")] = False,
+    vis_output_dir: Path = Path("positive_samples_vis"),
+) -> None:
+    """Draw trajectories as a sheet of frames, successes in green; optionally each frame as a picture.
+
+    Args:
+        folders: Folders of trajectories.
+        output: The sheet, a PNG.
+        image_key: A camera, or several. Default: all of the first trajectory.
+        columns: Frames of a trajectory, from its first to its last.
+        rows: Trajectories of each folder, evenly spread.
+        frames: A folder for every frame as a PNG.
+        visualize_positive: Write every success as a PNG named FOLDER_TRAJECTORY_frameNNN.png.
+        vis_output_dir: Folder of these successes.
+    """
+    from vlmrm_robots.trajectories.pictures import contact_sheet, write_frames
+    from vlmrm_robots.trajectories.trajectory import open_folder
+
+    if not folders:
+        raise ConfigError("there is nothing to show: name folders of trajectories.")
+    files = [open_folder(folder) for folder in folders]
+    keys = image_key or files[0][0].keys
+    trajectories = [file for opened in files for file in opened]
+    say(f"the sheet is {contact_sheet(files, output, keys, columns=columns, rows=rows)}")
+    if frames is not None:
+        say(f"{len(write_frames(trajectories, keys, frames))} frames are in {frames}")
+    if visualize_positive:
+        successes = write_frames(trajectories, keys, vis_output_dir, successes_only=True)
+        say(f"{len(successes)} successes are in {vis_output_dir}")
+
+
+@app.command
+@needs("train", "writing preferences")
+def pairs(
+    *folders: Path,
+    output: Path,
+    task: str | None = None,
+    kinds: Annotated[
+        list[Literal["outcome", "truncation", "rewind", "instruction"]] | None, Parameter(consume_multiple=True)
+    ] = None,
+    frames: int = 8,
+    per_episode: int = 1,
+    image_key: str | None = None,
+    seed: int = 0,
+) -> None:
+    """Write preferences between episodes, for `vlmrm train`: the task is the prompt, frames are the answers.
+
+    Args:
+        folders: Folders of trajectories.
+        output: The new file, .jsonl or .parquet; its pictures go into a folder beside it.
+        task: The instruction of trajectories that do not say theirs.
+        kinds: What an episode up to its success is preferred to: a failure (outcome), its own beginning (truncation),
+            its own frames back again (rewind), the same under another task (instruction). Default: the first three.
+        frames: Frames of an answer, evenly spread; fewer in both answers of a pair where one has fewer.
+        per_episode: Pairs of each kind for each episode with a success.
+        image_key: The camera. Default: the first.
+        seed: Seed of what is drawn.
+    """
+    from vlmrm_robots.trajectories.pairs import write_pairs
+    from vlmrm_robots.trajectories.trajectory import open_folder
+
+    if not folders:
+        raise ConfigError("there is nothing to compare: name folders of trajectories.")
+    files = [file for folder in folders for file in open_folder(folder)]
+    options = {} if kinds is None else {"kinds": kinds}
+    counts = write_pairs(
+        files, output, task=task, frames=frames, per_episode=per_episode, image_key=image_key, seed=seed, **options
+    )
+    of_kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    say(f"wrote {counts.total()} pairs to {output}: {of_kinds}")
+
+
+@app.command
+@needs("train", "scoring episodes")
+def progress(
+    *folders: Path,
+    model: str,
+    output: Path,
+    task: str | None = None,
+    frames: int = 8,
+    image_key: str | None = None,
+) -> None:
+    """Score episodes after each of their frames: do scores rise with time (value-order correlation), and tell success?
+
+    Each episode is scored twice more as a control: with its first frame in place of all, and with its frames shuffled.
+
+    Args:
+        folders: Folders of trajectories.
+        model: A trained reward model, the address of a service, or a YAML file of one reward.
+        output: The new .jsonl file: a line for each episode, with its steps, scores and probabilities of success.
+        task: The instruction of trajectories that do not say theirs.
+        frames: Frames of an episode, evenly spread; of a success, up to the first one.
+        image_key: The camera. Default: the first.
+    """
+    from vlmrm.files import require_new_file
+    from vlmrm_robots.trajectories.progress import open_prefix_scorer, score_episodes, summarise, write_scores
+    from vlmrm_robots.trajectories.trajectory import open_folder
+
+    if not folders:
+        raise ConfigError("there is nothing to score: name folders of trajectories.")
+    require_new_file(output)
+    files = [file for folder in folders for file in open_folder(folder)]
+    scored = score_episodes(open_prefix_scorer(model), files, task=task, frames=frames, image_key=image_key)
+    write_scores(scored, output)
+    say(summarise(scored))
+
+
+@app.command
+@needs("train", "labelling episodes")
+def label(
+    *folders: Path,
+    model: str,
+    above: float,
+    positive_dir: Path,
+    negative_dir: Path,
+    task: str | None = None,
+    image_key: str | None = None,
+) -> None:
+    """Write episodes with the labels of a judge in place of their own; an interrupted labelling goes on.
+
+    Args:
+        folders: Folders of trajectories.
+        model: A trained reward model, the address of a service, or a YAML file of one reward, such as a judge.
+        above: A frame is a success where its score, of that frame alone, is higher.
+        positive_dir: Folder for the episodes with a success.
+        negative_dir: Folder for the others.
+        task: The instruction of trajectories that do not say theirs.
+        image_key: The camera. Default: the first.
+    """
+    from vlmrm_robots.trajectories.labelling import label_episodes, summarise
+    from vlmrm_robots.trajectories.progress import open_prefix_scorer
+    from vlmrm_robots.trajectories.trajectory import open_folder
+
+    if not folders:
+        raise ConfigError("there is nothing to label: name folders of trajectories.")
+    files = [file for folder in folders for file in open_folder(folder)]
+    options = {"judge": model, "above": above, "task": task, "image_key": image_key}
+    say(summarise(label_episodes(open_prefix_scorer(model), files, positive_dir, negative_dir, **options)))
+
+
+@app.command
+@needs(FRAMES, "training on frames")
+def train(*, settings: Annotated[TrainSettings, Parameter(name="*", consume_multiple=True)]) -> None:
+    """Train a classifier of success on labelled frames, and keep its best epoch on held-out episodes.
+
+    Exits with 6 if the held-out episodes do not show that it tells successes from failures; the checkpoint is kept.
+    """
+    from vlmrm_robots.frames.training import summarise, train_classifier
+
+    start_log("frames_train")
+    trained = train_classifier(settings)
+    if os.environ.get("RANK", "0") == "0":
+        say(summarise(trained))
+    if not trained.config.qualified:
+        raise BelowThreshold(
+            f"{trained.path} does not qualify as a reward: {trained.config.unqualified_because}: train it on more "
+            "episodes or for longer."
+        )
+
+
+@app.command(name="eval")
+@needs(FRAMES, "measuring on frames")
+def eval_(
+    checkpoint: Path,
+    /,
+    *folders: Path,
+    threshold: float | None = None,
+    max_false_fires: float = 0.5,
+    min_precision: float = 0.9,
+    image_size: tuple[int, int, int] | None = None,
+    output: Path | None = None,
+    output_checkpoint: Path | None = None,
+) -> None:
+    """Measure a classifier on new episodes, by frame and by episode. Exits with 6 if they do not qualify it.
+
+    Args:
+        checkpoint: A classifier of vlmrm, RLinf or LeRobot.
+        folders: Folders of trajectories; those of its training are left out.
+        threshold: Of a success, a probability. Default: the checkpoint's.
+        max_false_fires: Share of failed episodes with a frame above it: 95 % sure not to be exceeded.
+        min_precision: Share of the frames above it that are successes: 95 % sure not to be less.
+        image_size: C H W, for RLinf's files, which do not tell it.
+        output: A JSON file for the figures.
+        output_checkpoint: A file for the classifier with these figures and this threshold; may be the checkpoint.
+    """
+    from vlmrm_robots.frames.checkpoint import load_classifier
+    from vlmrm_robots.frames.evaluation import evaluate, record, write_evaluation
+
+    if not folders:
+        raise ConfigError("there is nothing to measure on: name folders of trajectories.")
+    for name, share in (("threshold", threshold), ("max_false_fires", max_false_fires)):
+        if share is not None and not 0 < share < 1:
+            raise ConfigError(f"{name} is {share}: it is a share between 0 and 1.")
+    if not 0 <= min_precision <= 1:
+        raise ConfigError(f"min_precision is {min_precision}: it is a share from 0 to 1.")
+    loaded = load_classifier(checkpoint, image_size=image_size)
+    evaluation = evaluate(loaded, folders, threshold, max_false_fires, min_precision)
+    if output is not None:
+        write_evaluation(evaluation, output)
+    if output_checkpoint is not None:
+        record(evaluation, loaded, output_checkpoint)
+    say(str(evaluation))
+    if not evaluation.qualified:
+        raise BelowThreshold(f"{checkpoint} does not qualify as a reward on these episodes: {evaluation.reason}.")
+
+
+@app.command
+@needs(FRAMES, "training a policy", *POLICIES)
+def rl(config: Path, /) -> None:
+    """Train policies with the true success, with a classifier's reward or with both, and compare what they learned.
+
+    Args:
+        config: YAML such as training_configs/frames_rl.yaml. Runs that its output_dir has finished are not repeated.
+    """
+    from vlmrm.settings import load_file, validate
+    from vlmrm_robots.policies.comparison import markdown, write_comparison
+    from vlmrm_robots.policies.settings import RLSettings
+    from vlmrm_robots.policies.training import train_policies
+
+    settings = validate(RLSettings, load_file(config), str(config))
+    start_log("frames_rl")
+    say(markdown(write_comparison(train_policies(settings), settings)))
+    say(f"the figure is {settings.output_dir / 'comparison.png'}")
+
+
+@app.command
+@needs(FRAMES, "training a policy", *POLICIES)
+def loop(config: Path, /) -> None:
+    """Train a classifier and a policy in rounds, until the policy's own episodes bear the classifier out.
+
+    Exits with 6 if no round holds; an interrupted loop goes on.
+
+    Args:
+        config: YAML such as training_configs/frames_loop.yaml.
+    """
+    from vlmrm.settings import load_file, validate
+    from vlmrm_robots.policies.loop import run_loop
+    from vlmrm_robots.policies.settings import LoopSettings
+
+    settings = validate(LoopSettings, load_file(config), str(config))
+    start_log("frames_loop")
+    last = run_loop(settings)[-1]
+    if last.reason:
+        raise BelowThreshold(f"no round of {settings.output_dir} holds: {last.reason}.")
+
+
+@app.command
+@needs(FRAMES, "training a policy", *POLICIES)
+def demo(*, output: Path = Path("outputs/frames_demo"), seed: int = 0) -> None:
+    """Collect frames of Acrobot, train a classifier on them and PPO with its reward, in a few minutes.
+
+    Args:
+        output: Folder of the frames, the classifier, the policy and summary.json; an interrupted demo resumes there.
+        seed: Seed of every part.
+    """
+    from vlmrm_robots.policies.demo import run_demo
+
+    run_demo(output, seed)
+
+
+give_examples(app, EXAMPLES, "frames ")

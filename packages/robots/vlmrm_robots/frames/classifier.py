@@ -1,0 +1,333 @@
+"""Classifiers of single frames: is the task done in this picture?
+
+    frames of a camera -> backbone -> learned spatial pooling -> Linear, LayerNorm, Tanh  (one such encoder a camera)
+    their concatenation -> Linear, Dropout, LayerNorm, ReLU, Linear -> logit
+    or, with average pooling: frames -> backbone -> mean, whose concatenation -> Linear, ReLU, Dropout, Linear -> logit
+
+The norms of the backbone are GroupNorm, or BatchNorm with frozen pretrained statistics: a frame's score never depends
+on the frames beside it. Parameters have the names of RLinf's checkpoints, so that those load.
+Learned spatial pooling: SERL (Luo et al. 2024), after Levine et al. 2016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.ops import FrozenBatchNorm2d
+from torchvision.transforms.functional import to_pil_image
+
+from vlmrm.conversation import Image, Message
+from vlmrm.errors import ConfigError
+from vlmrm.modeling.published_weights import load_exactly, resnet_weights
+from vlmrm.settings import validate
+from vlmrm_robots.frames.settings import QUESTION, Architecture, Crop, Pooling, Size
+
+STRIDE = 32  # pixels to a cell of the backbone's feature map
+DROPOUT = 0.1
+LAYERS = {
+    "resnet10": (BasicBlock, [1, 1, 1, 1]),
+    "resnet18": (BasicBlock, [2, 2, 2, 2]),
+    "resnet34": (BasicBlock, [3, 4, 6, 3]),
+    "resnet50": (Bottleneck, [3, 4, 6, 3]),
+    "resnet101": (Bottleneck, [3, 4, 23, 3]),
+    "resnet152": (Bottleneck, [3, 8, 36, 3]),
+}
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+ANSWERS = ("Yes.", "No.")
+FEATURES = "encoded."  # among the inputs of a classifier: what `encode` returned; no camera's name has a dot
+
+
+class ClassifierConfig(BaseModel):
+    """Everything that `build_classifier` needs, and the provenance and figures of a trained classifier."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), ser_json_inf_nan="constants")
+
+    architecture: Architecture = "resnet10"
+    image_keys: tuple[str, ...] = Field(min_length=1, max_length=64)  # the cameras, in the order of the head's inputs
+    image_size: Size
+    crop: Crop = Field(default_factory=dict)  # the part of a camera's frame that was scaled to that size
+    hidden_dim: int = Field(256, ge=1)  # width of each encoder's output and of the head
+    num_spatial_blocks: int = Field(8, ge=1)  # learned maps that pool each channel
+    pooling: Pooling = "spatial"  # learned, of the feature map or of its mean; "average" is that mean, no map learned
+    max_pool: Literal["centred", "same"] = "centred"  # padded all around, or right and below, as LeRobot's resnet10
+    use_pretrain: bool = False  # the encoder began from pretrained weights,
+    freeze_encoder: bool = False  # and kept them
+    normalisation: Literal["unit", "imagenet"] = "unit"  # pixels in [0, 1], or standardised as torchvision does
+    reward_model: str | None = None  # the checkpoint of the architecture reward_model
+    prompt: str = QUESTION  # its question
+    threshold: float = Field(0.5, ge=0, le=1)  # on the probability, above which a frame is a success
+    data_fingerprint: str | None = None
+    episodes: tuple[str, ...] = ()  # short digests of those that it was trained on or chosen by
+    environment: str | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)  # on the validation frames
+    qualified: bool | None = None  # the metrics qualify it as a reward; None if nobody has measured it
+    unqualified_because: str | None = None
+    version: Literal[1] = 1
+
+    @field_validator("image_keys")
+    @classmethod
+    def _check_keys(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(keys)) != len(keys):
+            raise ValueError("a camera is named twice")
+        if unusable := [key for key in keys if not key or "." in key]:  # a key of nn.ModuleDict has no dot
+            raise ValueError(f"{unusable[0]!r} is no name of a camera: it needs letters and no dot")
+        if taken := [key for key in keys if hasattr(nn.ModuleDict(), key)]:
+            raise ValueError(f"{taken[0]!r} is no name of a camera: torch uses it itself")
+        return keys
+
+    @field_validator("image_size")
+    @classmethod
+    def _check_size(cls, size: Size) -> Size:
+        if size[0] not in (1, 3) or min(size) < 1:
+            raise ValueError(f"{list(size)} is no [C,H,W] with 1 or 3 channels")
+        return size
+
+
+def classifier_config(**values: object) -> ClassifierConfig:
+    """Return a config of these values; ConfigError names the first invalid one."""
+    return validate(ClassifierConfig, values, "the classifier")
+
+
+def build_classifier(config: ClassifierConfig) -> FrameClassifier:
+    """Return the classifier that `config` describes, with random weights."""
+    if config.architecture == "reward_model":
+        return PromptedClassifier(config)
+    if config.freeze_encoder and not config.use_pretrain:
+        raise ConfigError("freeze_encoder without pretrained weights keeps random ones: give pretrained weights.")
+    if config.normalisation == "imagenet" and config.image_size[0] != 3:
+        raise ConfigError(f"images of {config.image_size[0]} channel have no ImageNet normalisation: use resnet10.")
+    return ResNetClassifier(config)
+
+
+class FrameClassifier(nn.Module):
+    """Frames to logits: `encode`, which is constant with a frozen encoder, then `decide`."""
+
+    def __init__(self, config: ClassifierConfig):
+        super().__init__()
+        self.spec = config  # HF takes a `config` for its own
+
+    def forward(self, images: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits [B] of float images [B,C,H,W] in [0, 1] by camera, or of their `FEATURES`."""
+        return self.decide(images[FEATURES] if FEATURES in images else self.encode(images))
+
+    def encode(self, images: Mapping[str, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def decide(self, encoded: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def features(self, encoded: Tensor) -> Tensor:
+        """Return what the encoder saw, without where: [B, cameras, D]."""
+        raise NotImplementedError
+
+    @property
+    def head(self) -> nn.Linear:
+        """The layer of the logits."""
+        raise NotImplementedError
+
+    @property
+    def feature_width(self) -> int:
+        """D of `features`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def add_bias(self, logit: float) -> None:
+        """Add a constant to every logit from now on."""
+        self.head.bias.add_(logit)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def checked_images(self, images: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the frames of each camera, in the config's order; ConfigError for a missing one or another size."""
+        for key in self.spec.image_keys:
+            if key not in images:
+                raise ConfigError(
+                    f"the classifier looks at {list(self.spec.image_keys)}, and the images are {list(images)}."
+                )
+            size = list(images[key].shape[1:])
+            if size != list(self.spec.image_size):
+                raise ConfigError(
+                    f"the classifier is for frames {list(self.spec.image_size)}, and those of {key} are {size}."
+                )
+        return [images[key] for key in self.spec.image_keys]
+
+
+def model_input(frames: Tensor, device: torch.device) -> Tensor:
+    """Return uint8 frames as a model takes them: float32 in [0, 1], on its device."""
+    return frames.to(device, non_blocking=True).float() / 255
+
+
+class ResNetClassifier(FrameClassifier):
+    """A ResNet for each camera and a head over them; `encode` returns feature maps [B, cameras, channels, h, w]."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, config: ClassifierConfig):
+        super().__init__(config)
+        self.encoders = nn.ModuleDict({key: Encoder(config) for key in config.image_keys})
+        hidden = config.hidden_dim
+        first = nn.Linear(sum(encoder.width for encoder in self._encoders()), hidden)
+        if config.pooling == "average":
+            between = [nn.ReLU(), nn.Dropout(DROPOUT)]
+        else:
+            between = [nn.Dropout(DROPOUT), nn.LayerNorm(hidden), nn.ReLU()]
+        self.classifier = nn.Sequential(first, *between, nn.Linear(hidden, 1))
+        mean, std = (IMAGENET_MEAN, IMAGENET_STD) if config.normalisation == "imagenet" else (0.0, 1.0)
+        # No part of a checkpoint, so real even where the weights are on the meta device until they are loaded.
+        for name, values in (("mean", mean), ("std", std)):
+            self.register_buffer(name, torch.tensor(values, device="cpu").reshape(-1, 1, 1), persistent=False)
+        if config.freeze_encoder:
+            for encoder in self._encoders():
+                encoder.resnet_backbone.requires_grad_(False)
+
+    def encode(self, images: Mapping[str, Tensor]) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.spec.freeze_encoder):
+            maps = [
+                encoder.resnet_backbone((frames.to(self.mean.dtype) - self.mean) / self.std)
+                for encoder, frames in zip(self._encoders(), self.checked_images(images), strict=True)
+            ]
+        return torch.stack(maps, dim=1)
+
+    def decide(self, encoded: Tensor) -> Tensor:
+        features = [encoder.pool(encoded[:, i]) for i, encoder in enumerate(self._encoders())]
+        return self.classifier(torch.cat(features, dim=-1)).squeeze(-1)
+
+    def features(self, encoded: Tensor) -> Tensor:
+        return encoded.mean((3, 4))
+
+    @property
+    def feature_width(self) -> int:
+        return self._encoders()[0].resnet_backbone.channels
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.classifier[-1]  # ty: ignore[invalid-explicit-return]
+
+    def load_encoder(self, path: Path) -> None:
+        """Load pretrained weights (see `resnet_weights`) into every camera's backbone."""
+        for encoder in self._encoders():
+            load_exactly(encoder.resnet_backbone, resnet_weights(path), str(path))
+
+    def _encoders(self) -> list[Encoder]:
+        return [encoder for encoder in self.encoders.values() if isinstance(encoder, Encoder)]
+
+
+class Encoder(nn.Module):
+    """One camera's frames to features [B, width]."""
+
+    def __init__(self, config: ClassifierConfig):
+        super().__init__()
+        self.resnet_backbone = Backbone(config)
+        channels = self.resnet_backbone.channels
+        height, width = (-(-side // STRIDE) for side in config.image_size[1:])
+        self.pooling = config.pooling
+        self.width = channels if config.pooling == "average" else config.hidden_dim
+        if config.pooling == "average":
+            return
+        self.pooling_layer = SpatialLearnedEmbeddings(
+            channels, *((1, 1) if config.pooling == "mean" else (height, width)), config.num_spatial_blocks
+        )
+        self.dropout = nn.Dropout(DROPOUT)
+        self.mlp = nn.Sequential(
+            nn.Linear(channels * config.num_spatial_blocks, config.hidden_dim),
+            nn.LayerNorm(config.hidden_dim),
+            nn.Tanh(),
+        )
+
+    def pool(self, feature_map: Tensor) -> Tensor:
+        if self.pooling == "average":
+            return feature_map.mean((2, 3))
+        if self.pooling == "mean":
+            feature_map = feature_map.mean((2, 3), keepdim=True)
+        return self.mlp(self.dropout(self.pooling_layer(feature_map)))
+
+
+class Backbone(ResNet):
+    """A ResNet without its head: frames [B,C,H,W] to a feature map [B, channels, H / 32, W / 32]."""
+
+    def __init__(self, config: ClassifierConfig):
+        block, layers = LAYERS[config.architecture]
+        norm: Any = partial(nn.GroupNorm, 4 if config.architecture == "resnet10" else 32)
+        if config.architecture != "resnet10" and config.use_pretrain:
+            norm = FrozenBatchNorm2d  # batch statistics would make a frame's score depend on its batch
+        super().__init__(block, layers, norm_layer=norm)
+        self.channels = 512 * block.expansion
+        del self.fc, self.avgpool
+        if config.max_pool == "same":
+            self.maxpool = nn.Sequential(nn.ConstantPad2d((0, 1, 0, 1), float("-inf")), nn.MaxPool2d(3, 2))
+        if config.image_size[0] != 3:
+            self.conv1 = nn.Conv2d(config.image_size[0], 64, 7, stride=2, padding=3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        return self.layer4(self.layer3(self.layer2(self.layer1(x))))
+
+
+class SpatialLearnedEmbeddings(nn.Module):
+    """Σ over positions of feature[c] · kernel[c, position, f]: [B,C,h,w] to [B, C·F], F learned maps a channel."""
+
+    def __init__(self, channels: int, height: int, width: int, features: int):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(channels, height, width, features) / (height * width) ** 0.5)
+
+    def forward(self, feature_map: Tensor) -> Tensor:
+        return torch.einsum("bchw,chwf->bcf", feature_map, self.kernel).flatten(1)
+
+
+class PromptedClassifier(FrameClassifier):
+    """A reward model of vlmrm that is asked whether the task is done: its margin [B, 1], scaled and shifted.
+
+    Only differences of its scores have a meaning, so both answers are scored after one prompt, and their margin is the
+    Bradley-Terry logit: P(done) = σ(weight · (score("Yes.") - score("No.")) + bias). Training fits weight and bias
+    alone; the checkpoint holds the path of the reward model and not its weights.
+    """
+
+    def __init__(self, config: ClassifierConfig):
+        from vlmrm.scoring import load_scorer
+
+        super().__init__(config)
+        if config.reward_model is None:
+            raise ConfigError("the architecture reward_model needs the path of one: give reward_model.")
+        if not config.freeze_encoder:
+            raise ConfigError("the reward model of a classifier is not trained by frames: it needs freeze_encoder.")
+        self.scorer = load_scorer(config.reward_model)
+        self.classifier = nn.Linear(1, 1)
+        nn.init.ones_(self.classifier.weight)
+        nn.init.zeros_(self.classifier.bias)
+
+    def encode(self, images: Mapping[str, Tensor]) -> Tensor:
+        groups = [(self._question(moment), ANSWERS) for moment in zip(*self.checked_images(images), strict=True)]
+        scores = torch.tensor(self.scorer.score_groups(groups), dtype=torch.float32)
+        return (scores[:, :1] - scores[:, 1:]).to(self.device)
+
+    def decide(self, encoded: Tensor) -> Tensor:
+        return self.classifier(encoded.to(self.classifier.weight.dtype)).squeeze(-1)
+
+    def features(self, encoded: Tensor) -> Tensor:
+        return encoded[:, None].float()
+
+    @property
+    def feature_width(self) -> int:
+        return 1
+
+    @property
+    def head(self) -> nn.Linear:
+        return self.classifier
+
+    def _question(self, frames: tuple[Tensor, ...]) -> Message:
+        pictures = (Image(to_pil_image(frame.float().cpu())) for frame in frames)
+        return Message.of("user", *pictures, self.spec.prompt)

@@ -1,0 +1,246 @@
+"""Environments as vectors: frames of their cameras, and the true success of every state.
+
+Policies observe the environment's state; `info` has `images`, uint8 [C,H,W] by camera, and `success`, both of the
+observed state. Simulators with a success of their own say it after a reset too; a declared one is of steps alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.envs.registration import load_env_creator
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+from vlmrm.errors import ConfigError, DataError, VlmrmError, first_line
+from vlmrm.imported import imported_module
+from vlmrm.libraries import needs
+from vlmrm.settings import did_you_mean
+from vlmrm_robots import FETCH, FRAMES
+from vlmrm_robots.frames.collector import LABELS
+from vlmrm_robots.frames.images import cameras, check_one_size, fitted_images, images_of
+from vlmrm_robots.frames.settings import IMAGE_KEY, IMAGE_SIZE, RENDER, Crop
+from vlmrm_robots.frames.simulators import SIMULATORS, Simulator
+from vlmrm_robots.frames.success import FORMS, DeclaredSuccess
+
+PACKAGES = {"MiniGrid": ("minigrid", FRAMES), "Fetch": ("gymnasium_robotics", FETCH)}  # and the extra
+
+
+def make_environments(
+    name: str,
+    count: int,
+    *,
+    seed: int,
+    image_size: Sequence[int] = IMAGE_SIZE,
+    keys: Sequence[str] = (IMAGE_KEY,),
+    crop: Crop | None = None,
+    success: str | None = None,
+    env_options: Mapping[str, Any] | None = None,
+    flat: bool = False,
+    stop_at_success: bool = True,
+    max_steps: int | None = None,
+    action_repeat: int = 1,
+    autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
+) -> VectorEnv:
+    """Return `count` environments; environment i is first reset with `seed` + i. See `EnvironmentSettings`.
+
+    Args:
+        image_size: [C,H,W] to which frames are scaled, with one channel for grey.
+        keys: the cameras. The only one of an environment whose observations have no images is its drawing, and so is
+            `render` beside others. If empty, nothing is shown.
+        crop: the part of a camera's frame that is shown; the metadata say it.
+        success: as declared in settings. Default: the simulator's own.
+        flat: makes one vector of observations with several parts, without images.
+        stop_at_success: False continues episodes until `max_steps`, so that more of their frames show the task done,
+            where the simulator has a success of its own; others may not be stepped after their end.
+        action_repeat: steps for each action, which end early at a success; the states between are not shown.
+    """
+    simulator = SIMULATORS.get(name, Simulator())
+    maker = environment_maker(name)
+    if success is None and simulator.success is None:
+        raise ConfigError(f"{name} has no success of its own: declare one with success, as {FORMS}.")
+    if len(image_size) != 3 or image_size[0] not in (1, 3) or min(image_size) < 1:
+        raise ConfigError(f"image_size is {list(image_size)}: it is [C,H,W], with 1 or 3 channels.")
+    _, height, width = image_size
+    if len(keys) > 1 and name in SIMULATORS:
+        raise ConfigError(
+            f"{name} has one camera, and {len(keys)} image keys were given ({', '.join(keys)}): give one."
+        )
+    if count < 1:
+        raise ConfigError(f"{count} environments cannot be made: one is the least.")
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame without a display
+    os.environ.setdefault("MUJOCO_GL", "egl")
+    options = simulator.options(height, width) | dict(env_options or {})
+
+    def make(number: int) -> gym.Env:
+        env = _made(name, maker, max_steps, options)
+        env = env if success is None else DeclaredSuccess(env, success)
+        env = LabelledEnv(
+            simulator.prepare(env, height, width),
+            _declared if success is not None or simulator.success is None else simulator.success,
+            stop_at_success=stop_at_success,
+            past_end=success is None,
+            action_repeat=action_repeat,
+            keys=keys,
+            size=image_size,
+            crop=crop,
+            seed=seed + number,
+        )
+        return _flattened(env, name) if flat else env
+
+    env = SyncVectorEnv([partial(make, number) for number in range(count)], autoreset_mode=autoreset_mode)
+    env.metadata = {**env.metadata, "crop": crop or {}}
+    return env
+
+
+def environment_maker(name: str) -> Callable[..., gym.Env]:
+    """Return the function that makes an environment of this name."""
+    module, _, last = name.rpartition(":")
+    names = list(gym.registry)
+    if module:
+        imported = imported_module(module, f"env {name}")
+        if callable(getattr(imported, last, None)):
+            return getattr(imported, last)
+        names = [*gym.registry, *(key for key, value in vars(imported).items() if callable(value))]
+    for prefix, (package, extra) in PACKAGES.items():
+        if name.startswith(prefix):
+            with needs(extra, name):
+                gym.register_envs(import_module(package))
+    package = name.partition("/")[0].replace("ALE", "ale_py")
+    if "/" in name and package.isidentifier() and last not in gym.registry and find_spec(package):
+        import_module(package)  # most packages have the name of their ids' namespace
+    if last not in gym.registry:
+        otherwise = ": give an id of Gymnasium, module:id of one that a module registers, or module:function."
+        raise ConfigError(f"there is no simulator {name!r}{did_you_mean(last, names, otherwise)}")
+    point = gym.registry[last].entry_point
+    try:
+        made_by = load_env_creator(point) if isinstance(point, str) else point
+    except Exception as error:  # whatever its modules raise, such as Gymnasium's for a package that is missing
+        raise ConfigError(f"{name} cannot be made: {type(error).__name__}: {first_line(error)}") from error
+    modes = getattr(made_by, "metadata", {}).get("render_modes", ["rgb_array"])  # a function does not say
+    return partial(gym.make, last, **({"render_mode": "rgb_array"} if "rgb_array" in modes else {}))
+
+
+def _made(name: str, maker: Callable[..., gym.Env], max_steps: int | None, options: Mapping[str, Any]) -> gym.Env:
+    registered = isinstance(maker, partial)
+    steps = {"max_episode_steps": max_steps} if registered and max_steps is not None else {}
+    try:
+        env = maker(**steps, **options)
+    except Exception as error:  # whatever an environment's own code raises
+        raise ConfigError(f"{name} cannot be made: {type(error).__name__}: {first_line(error)}") from error
+    if isinstance(env, VectorEnv):
+        raise ConfigError(
+            f"{name} returns a vector of environments, whose episodes cannot be seeded one by one: return one "
+            "gymnasium.Env, or wrap the vector in RewardDataCollector in a loop of your own."
+        )
+    if not isinstance(env, gym.Env):
+        raise ConfigError(f"{name} returns {type(env).__name__}: it has to return a gymnasium.Env.")
+    return env if registered or max_steps is None else gym.wrappers.TimeLimit(env, max_steps)
+
+
+def _flattened(env: gym.Env, name: str) -> gym.Env:
+    parts: list[gym.Space] = [env.observation_space]
+    for space in parts:
+        if isinstance(space, gym.spaces.Dict):
+            parts += space.values()
+        elif space.dtype == np.uint8 and len(space.shape or ()) > 1:
+            raise ConfigError(
+                f"the observations of {name} have images, and observe is state: observe images, or choose env_options "
+                "of observations without them."
+            )
+    return gym.wrappers.FlattenObservation(env) if len(parts) > 1 else env
+
+
+def _declared(env: gym.Env) -> bool | None:
+    return env.get_wrapper_attr("success")
+
+
+class LabelledEnv(gym.Wrapper):
+    """Adds to `info` the true `success` of each state, if it is known, and frames uint8 [C,H,W] by camera.
+
+    Args:
+        success: whether the task is done in the present state; None if nobody knows.
+        stop_at_success: end the episode at a success; otherwise it goes on,
+        past_end: even if the simulator would end it there.
+        action_repeat: steps for each action, fewer if one leads to a success or ends the episode.
+        keys: the cameras; see `make_environments`.
+        size: [C,H,W] of the frames.
+        crop: the part of a camera's frame that is shown.
+        seed: of the first reset, unless it has one; later ones continue the random numbers.
+    """
+
+    def __init__(
+        self,
+        env: gym.Env,
+        success: Callable[[gym.Env], bool | None],
+        *,
+        stop_at_success: bool,
+        past_end: bool = True,
+        action_repeat: int = 1,
+        keys: Sequence[str] = (),
+        size: Sequence[int] = IMAGE_SIZE,
+        crop: Crop | None = None,
+        seed: int | None = None,
+    ):
+        super().__init__(env)
+        self._success, self._stop, self._past_end, self._repeat = success, stop_at_success, past_end, action_repeat
+        self._keys, self._size, self._crop, self._seed = list(keys), size, crop, seed
+        self._shown: dict[str, tuple[int, ...]] = {}  # the sizes of the episode's frames before they are fitted
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        first, self._seed = self._seed, None
+        observation, info = self.env.reset(seed=first if seed is None else seed, options=options)
+        self._shown.clear()
+        return observation, self._labelled(observation, info, self._success(self.env))
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        total = 0.0
+        for _ in range(self._repeat):
+            try:
+                observation, reward, terminated, truncated, info = self.env.step(action)
+            except VlmrmError:
+                raise
+            except Exception as error:  # whatever an environment's own code raises
+                raise ConfigError(
+                    f"{self.env} raises {type(error).__name__} in a step ({first_line(error)}): look at it "
+                    f"and at its actions, such as {action!s:.60}."
+                ) from error
+            success = self._success(self.env)
+            if success:
+                terminated = self._stop or (bool(terminated) and not self._past_end)
+            total += float(reward)
+            if success or terminated or truncated:
+                break
+        return observation, total, bool(terminated), truncated, self._labelled(observation, info, success)
+
+    def _labelled(self, observation: Any, info: dict[str, Any], success: bool | None) -> dict[str, Any]:
+        info = {name: value for name, value in info.items() if name not in LABELS}
+        images = {"images": self._images(observation)} if self._keys else {}
+        return {**info, **images} | ({} if success is None else {"success": success})
+
+    def _images(self, observation: Any) -> dict[str, np.ndarray]:
+        drawn = RENDER if RENDER in self._keys else self._keys[0]
+        info: dict[str, Any] = {}
+        if drawn == RENDER or (len(self._keys) == 1 and not cameras(observation)):
+            try:
+                picture: Any = self.env.render()
+            except NotImplementedError:
+                picture = None
+            if not hasattr(picture, "shape"):
+                raise ConfigError(f"{self.env} shows no images, nor draws one: make it with render_mode='rgb_array'.")
+            info = {"images": {drawn: picture[None]}}
+        try:
+            images = images_of(0, self._keys, observation, info, 1)
+        except DataError as error:
+            raise DataError(f"{str(error).rstrip('.')}, of which {RENDER!r} is the environment's drawing.") from error
+        for key, frames in images.items():
+            if len(frames) != 1:
+                raise DataError(f"{self.env} shows {len(frames)} frames of {key!r} at once: show the last alone.")
+        check_one_size(str(self.env), images, self._shown)
+        return {key: frames[0] for key, frames in fitted_images(images, self._size, self._crop).items()}

@@ -1,0 +1,132 @@
+"""`vlmrm frames eval`: a classifier's figures on episodes that it has not seen, and whether they qualify it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isnan
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.special import logit
+from torch import Tensor
+from tqdm import tqdm
+
+from vlmrm.errors import ConfigError, DataError
+from vlmrm.files import write_json
+from vlmrm_robots.frames.card import check_card, write_card
+from vlmrm_robots.frames.checkpoint import LoadedClassifier, save_classifier
+from vlmrm_robots.frames.classifier import FEATURES, FrameClassifier, model_input
+from vlmrm_robots.frames.dataset import FrameIndex, Inputs, index_folders, outline_of
+from vlmrm_robots.frames.qualification import (
+    MAX_FALSE_FIRES,
+    MIN_PRECISION,
+    HeldOut,
+    disqualification,
+    figures,
+    in_words,
+)
+
+BATCH = 128
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures of a classifier above `threshold`, a probability; `reason` is None if they qualify it."""
+
+    path: Path
+    threshold: float
+    metrics: dict[str, float]
+    reason: str | None
+    summary: str  # of the episodes, in words
+
+    @property
+    def qualified(self) -> bool:
+        return self.reason is None
+
+    def __str__(self) -> str:
+        return f"{self.summary}\n{in_words(self.metrics, self.threshold)}"
+
+
+def evaluate(
+    loaded: LoadedClassifier,
+    folders: Sequence[Path],
+    threshold: float | None = None,
+    max_false_fires: float = MAX_FALSE_FIRES,
+    min_precision: float = MIN_PRECISION,
+) -> Evaluation:
+    """Measure a classifier on the episodes of folders, but for those that it was trained on or chosen by.
+
+    Args:
+        threshold: of a success. Default: the checkpoint's.
+        max_false_fires: the share of failed episodes with a frame above it that qualifies, with 95 % confidence.
+        min_precision: the share of frames above it that have to be successes, with 95 % confidence.
+
+    Raises:
+        DataError: if a folder is missing, episodes are broken or of other cameras or sizes, or none is new.
+    """
+    config = loaded.config
+    index, summary = index_folders(folders, config.image_keys, config.image_size)
+    if index.crop != config.crop:
+        raise DataError(
+            f"{loaded.path} was trained on {config.crop or 'whole frames'}, and these frames have the crop "
+            f"{index.crop}: measure it on frames of its own."
+        )
+    known = set(config.episodes)
+    new = [file for file in index.files if outline_of(file, config.image_keys) not in known]
+    if not new:
+        raise DataError(
+            f"{loaded.path} was trained on or chosen by all {len(index.files)} episodes ({summary}): measure it on "
+            "others."
+        )
+    if left_out := len(index.files) - len(new):
+        summary += f"; {left_out} episodes of its training are left out"
+        index = FrameIndex(new, config.image_keys)
+    batches = encoded(loaded.model, index.images, range(len(index)))
+    logits = np.concatenate([loaded.model.decide(batch).double().cpu().numpy() for batch in batches])
+    if not np.isfinite(logits).all():
+        raise DataError(f"{loaded.path} scores {np.count_nonzero(~np.isfinite(logits))} frames with no finite number.")
+    threshold = config.threshold if threshold is None else threshold
+    held_out = HeldOut(logits, index.labels, index.owners)
+    metrics = figures(held_out, float(logit(threshold)))
+    metrics |= {"validation_frames": len(logits), "validation_successes": int(index.labels.sum())}
+    reason = disqualification(metrics, max_false_fires, min_precision)
+    return Evaluation(loaded.path, threshold, metrics, reason, summary)
+
+
+@torch.inference_mode()
+def encoded(
+    model: FrameClassifier, read: Callable[[Sequence[int]], Inputs], numbers: Sequence[int]
+) -> Iterator[Tensor]:
+    """Yield the encoder's outputs for frames in order; `read` returns their uint8 images or `FEATURES`."""
+    for start in tqdm(range(0, len(numbers), BATCH), desc="scoring frames", unit="batch", disable=None):
+        inputs = read(numbers[start : start + BATCH])
+        if FEATURES in inputs:
+            yield inputs[FEATURES].to(model.device)
+        else:
+            images = {key: model_input(frames, model.device) for key, frames in inputs.items()}
+            yield model.encode(images)
+
+
+def write_evaluation(evaluation: Evaluation, output: Path) -> None:
+    """Write the figures and the verdict as JSON; null where nothing was counted."""
+    metrics = {name: None if isnan(value) else value for name, value in evaluation.metrics.items()}
+    content = {"classifier": str(evaluation.path), "threshold": evaluation.threshold, "metrics": metrics}
+    write_json(output, content | {"qualified": evaluation.qualified, "unqualified_because": evaluation.reason})
+
+
+def record(evaluation: Evaluation, loaded: LoadedClassifier, output: Path) -> None:
+    """Write the classifier with these figures, threshold and verdict in place of its own, and its card."""
+    if output.exists() and (output != loaded.path or not loaded.described):
+        raise ConfigError(f"{output} exists: name a new file, or the checkpoint itself if vlmrm wrote it.")
+    update = {
+        "threshold": evaluation.threshold,
+        "metrics": evaluation.metrics,
+        "qualified": evaluation.qualified,
+        "unqualified_because": evaluation.reason,
+    }
+    config = loaded.config.model_copy(update=update)
+    check_card(output)
+    save_classifier(output, loaded.model, config, loaded.reference)
+    write_card(output, config)

@@ -1,0 +1,1 @@
+"""Rewards of trajectories: published models, and a judge."""

@@ -1,0 +1,77 @@
+"""Published models of trajectories as rewards: the shared part of TOPReward and Robometer.
+
+Each shows the model the frames as images, and reads a number at one place of the text. It is a scorer like that of a
+a model trained here, with another head and another rendering of the same conversation: the task, and frames as the
+answer. The prefixes of an episode share its frames in one forward.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from accelerate import Accelerator, PartialState
+
+from vlmrm.conversation import Conversation, Image, Message, Text
+from vlmrm.errors import ConfigError, RowError
+from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
+from vlmrm.rewards.judges.judge import spaced
+from vlmrm.scoring.scorer import LocalScorer
+from vlmrm_robots.rewards.trajectories import frames_in, frames_of_samples
+
+
+class TrajectoryModel(PointwiseRewardModel):
+    """The common part: frames of samples, at most `max_frames` of each, and prefixes; a subclass opens `scorer`."""
+
+    required_fields = ("prompt",)
+    text_prompts = True
+    message_responses = True
+    scorer: LocalScorer
+    most_frames: ClassVar[int]  # the published default of `max_frames`
+
+    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+        super().__init__(config, accelerator)
+        self.max_frames = config.extra_kwargs.get("max_frames", self.most_frames)
+        if not isinstance(self.max_frames, int) or isinstance(self.max_frames, bool) or self.max_frames < 1:
+            raise ConfigError(f"reward {config.name}: max_frames is {self.max_frames!r}: write a number above 0.")
+        self.lock = threading.Lock()
+
+    def __call__(  # ty: ignore[incompatible-method-override]
+        self,
+        prompt: list[str],
+        image: list[Any] | None = None,
+        video: list[Any] | None = None,
+        response: list[Any] | None = None,
+    ) -> RewardModelOutput:
+        rewards, failures = [math.nan] * len(prompt), {}
+        conversations: dict[int, Conversation] = {}
+        for index, frames in enumerate(frames_of_samples(len(prompt), image, video, response, lambda frame: frame)):
+            if isinstance(frames, RowError):
+                failures[index] = frames.reason
+            else:
+                shown = map(Image, spaced(frames, self.max_frames))
+                turns = Message.of("user", prompt[index]), Message.of("assistant", *shown)
+                conversations[index] = Conversation(turns)
+        with self.lock:
+            scores = self.scorer.score_each(list(conversations.values()))
+        for index, score in zip(conversations, scores, strict=True):
+            if isinstance(score, RowError):
+                failures[index] = score.reason
+            else:
+                rewards[index] = score
+        return RewardModelOutput(rewards, failures=failures)
+
+    def score_prefixes(self, task: str, frames: Sequence[Any]) -> list[float]:
+        """Return the reward after each of `frames`, [T], from one forward, as `LocalScorer.score_prefixes` does."""
+        with self.lock:
+            return self.scorer.score_prefixes(task, frames)
+
+
+def task_and_frames(conversation: Conversation) -> tuple[str, Sequence[Any]]:
+    """Return the task of an episode, a prompt of one text, and the frames that are its answer."""
+    prompt = conversation.prompt
+    if len(prompt) != 1 or prompt[0].role != "user" or not all(isinstance(part, Text) for part in prompt[0].content):
+        raise RowError("its prompt is no single text, and this reward reads the task as one")
+    return prompt[0].text, frames_in(conversation.answer.content)

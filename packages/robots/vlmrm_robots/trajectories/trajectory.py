@@ -1,0 +1,369 @@
+"""Trajectories: the frames of an episode with a success label for each, and the safetensors files that hold them.
+
+A file has `images.KEY` uint8 [T,C,H,W] for each camera, `labels` float32 [T], and metadata about their origin. Files
+are written atomically.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from vlmrm.errors import DataError
+from vlmrm.files import make_folder, plain_write_errors, write_file
+
+VERSION = "1"
+SUFFIX = ".safetensors"
+IMAGES = "images."
+BYTES = ("uint8", "U8")  # NumPy's name, and that of safetensors
+SUCCESS = 0.5  # labels from here on are successes
+
+
+@dataclass
+class Trajectory:
+    """Frames uint8 [T,C,H,W] by camera, and the label float32 [T] in [0, 1] of each.
+
+    `metadata` has `environment`, `seed`, and `success_once` ("true" if the environment reported a success, whether or
+    not a frame shows it); writing adds `keys`, `frames`, `successes` and `version`.
+    """
+
+    images: dict[str, np.ndarray]
+    labels: np.ndarray
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def positive(self) -> bool:
+        """True if a frame is a success, or the environment reported one."""
+        return bool((self.labels >= SUCCESS).any()) or self.metadata.get("success_once") == "true"
+
+
+def digest(images: Mapping[str, np.ndarray], labels: np.ndarray, context: Iterable[str] = ()) -> str:
+    """Return a hash of frames, labels and texts about them, 16 hex digits."""
+    hashed = sha256(json.dumps([*context]).encode())
+    for name, values in (*images.items(), ("", labels)):
+        hashed.update(json.dumps([name, values.shape]).encode())
+        hashed.update(np.ascontiguousarray(values).data)
+    return hashed.hexdigest()[:16]
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def write_trajectory(folder: Path, trajectory: Trajectory, unique: str | None = None) -> Path:
+    """Write `folder/{number}_{unique}.safetensors`, safely beside other processes; `unique` is random by default."""
+    folder = Path(folder)
+    shapes = {key: frames.shape for key, frames in trajectory.images.items()}
+    types = [str(frames.dtype) for frames in trajectory.images.values()]
+    _validate(shapes, types, trajectory.labels, f"the trajectory for {folder}")
+    labels = np.ascontiguousarray(trajectory.labels, dtype=np.float32)
+    tensors = {IMAGES + key: np.ascontiguousarray(frames) for key, frames in trajectory.images.items()}
+    metadata = trajectory.metadata | {
+        "keys": json.dumps(list(trajectory.images)),
+        "frames": str(len(labels)),
+        "successes": str(int((labels >= SUCCESS).sum())),
+        "version": VERSION,
+    }
+    make_folder(folder)
+    path = folder / _names_in(folder).add(unique or uuid4().hex[:16])
+    # Without fsync: a file that a power cut truncates is refused by its reader, and can be collected again.
+    write_file(path, save({**tensors, "labels": labels}, metadata), durable=False)
+    return path
+
+
+def trajectory_paths(folder: Path) -> list[Path]:
+    """Return the trajectory files of a folder by name; none if there is no such folder."""
+    return sorted(Path(folder).glob(f"*{SUFFIX}"))
+
+
+def find_trajectory(folder: Path, unique: str) -> Path | None:
+    """Return the file that `write_trajectory` wrote under this `unique` name; None also if there is no such folder."""
+    name = _names_in(folder).by_unique.get(unique) if folder.is_dir() else None
+    return folder / name if name is not None and (folder / name).exists() else None
+
+
+def holds(folder: Path, count: int) -> bool:
+    """Return whether a folder has `count` trajectories or more, without listing it as long as fewer were written."""
+    return len(_names_in(folder).names) >= count and len(trajectory_paths(folder)) >= count
+
+
+WRITTEN = ".written"  # the names of a folder's files, a line each, in the order in which they were written
+
+
+@dataclass
+class _Names:
+    """The names of a folder's trajectories: listed once by a process, then read from the end of `WRITTEN`.
+
+    Listing at each write would make a folder's n-th file cost n. A name is noted before its file is written, so that
+    no process misses one; a file may therefore be missing.
+    """
+
+    folder: Path
+    names: set[str] = field(default_factory=set)
+    by_unique: dict[str, str] = field(default_factory=dict)
+    number: int = 0  # of the next file
+    read: int = 0  # bytes of WRITTEN
+    listed: bool = False
+
+    def refresh(self) -> None:
+        try:
+            with open(self.folder / WRITTEN, "rb") as file:
+                file.seek(self.read)
+                lines = file.read()
+        except FileNotFoundError:
+            lines = b""
+        whole = lines[: lines.rfind(b"\n") + 1]  # another process may be writing the last
+        self._note(whole.decode(errors="replace").split("\n"))
+        if not self.listed:  # what is there prevails over what was once written
+            self._note(os.listdir(self.folder))
+            self.listed = True
+        self.read += len(whole)
+
+    def _note(self, names: Iterable[str]) -> None:
+        for name in (name for name in names if name.endswith(SUFFIX)):
+            self.names.add(name)
+            digits, _, unique = name.removesuffix(SUFFIX).partition("_")
+            if digits.isdecimal():
+                self.by_unique[unique] = name
+                self.number = max(self.number, int(digits) + 1)
+
+    def add(self, unique: str) -> str:
+        name = f"{self.number:06d}_{unique}{SUFFIX}"
+        with plain_write_errors(self.folder / WRITTEN), open(self.folder / WRITTEN, "ab") as file:
+            file.write(f"{name}\n".encode())
+        return name
+
+
+_names: dict[tuple[Path, int], _Names] = {}
+
+
+def _names_in(folder: Path) -> _Names:
+    # By its inode too: a folder that was deleted and made anew is another one.
+    names = _names.setdefault((folder.absolute(), folder.stat().st_ino), _Names(folder))
+    names.refresh()
+    return names
+
+
+@contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Hold an exclusive lock on `folder`, which the operating system releases even if the process is killed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# Validation ----------------------------------------------------------------------------------------------------------
+
+
+def _validate(shapes: Mapping[str, tuple[int, ...]], types: Iterable[str], labels: np.ndarray, subject: str) -> None:
+    """Raise DataError, a sentence about `subject`, unless its parts make a trajectory."""
+    if not shapes:
+        raise DataError(f"{subject} has no images.")
+    if labels.ndim != 1 or len(labels) == 0:
+        raise DataError(
+            f"{subject} has labels of shape {list(labels.shape)}: one for each of at least one frame is needed."
+        )
+    for key, shape in shapes.items():
+        if not key or not key.isprintable():
+            raise DataError(f"{subject} has images named {key!r}: name them by letters that can be printed.")
+        if len(shape) != 4 or shape[1] not in (1, 3):
+            raise DataError(
+                f"{subject} has images {key!r} of shape {list(shape)}: they are [T,C,H,W] with 1 or 3 channels."
+            )
+        if shape[0] != len(labels):
+            raise DataError(
+                f"{subject} has {shape[0]} frames of {key!r} and {len(labels)} labels: each frame needs one."
+            )
+    wrong = [name for name in types if name not in BYTES]
+    if wrong:
+        raise DataError(f"{subject} has images of {listed(wrong)}: frames of a trajectory are uint8.")
+    if not np.issubdtype(labels.dtype, np.floating):
+        raise DataError(f"{subject} has labels of {labels.dtype}: they are float32.")
+    outside = int((~((labels >= 0) & (labels <= 1))).sum())  # counts NaN too
+    if outside:
+        raise DataError(f"{subject} has {outside} of {len(labels)} labels outside [0, 1].")
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return the first five names in a line, and the number of the remaining ones."""
+    names = list(dict.fromkeys(names))
+    return ", ".join(map(str, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "nothing"
+
+
+# Reading -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TrajectoryFile:
+    """An open trajectory file: `labels` float32 [T] in memory, frames on disk until they are read; can be pickled."""
+
+    path: Path
+    keys: list[str]  # the cameras
+    labels: np.ndarray
+    metadata: dict[str, str]
+    shapes: dict[str, tuple[int, int, int]]  # [C,H,W] by camera
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def successes(self) -> np.ndarray:
+        """The frames that are successes, bool [T]."""
+        return self.labels >= SUCCESS
+
+    def frame(self, key: str, i: int) -> np.ndarray:
+        """Read frame `i` of a camera, uint8 [C,H,W], and nothing else of the file."""
+        self._check_key(key)
+        if not 0 <= i < len(self):
+            raise IndexError(f"{self.path} has frames 0 to {len(self) - 1}, not {i}")
+        return self._slices[key][i : i + 1][0]
+
+    def frames(self, key: str) -> np.ndarray:
+        """Read all frames of a camera, uint8 [T,C,H,W]."""
+        self._check_key(key)
+        return self._slices[key][:]
+
+    def _check_key(self, key: str) -> None:
+        if key not in self.shapes:
+            raise DataError(f"{self.path} has no images {key!r}: it has {listed(self.keys)}.")
+
+    @cached_property
+    def _slices(self) -> dict[str, Any]:
+        file = _open_file(self.path)
+        return {key: file.get_slice(IMAGES + key) for key in self.keys}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Memory maps cannot be sent to DataLoader workers, which open the file themselves.
+        return {name: value for name, value in self.__dict__.items() if name != "_slices"}
+
+
+def open_trajectory(path: Path) -> TrajectoryFile:
+    """Open and validate a trajectory file; its frames stay on disk."""
+    path = Path(path)
+    file = _open_file(path)
+    try:
+        names = list(file.keys())
+        metadata = dict(file.metadata() or {})
+        if "labels" not in names:
+            raise DataError(f"{path} has no labels, but {listed(names)}: it is no trajectory.")
+        labels = file.get_tensor("labels")
+        images = {name.removeprefix(IMAGES): file.get_slice(name) for name in names if name.startswith(IMAGES)}
+        shapes = {key: tuple(values.get_shape()) for key, values in images.items()}
+        types = [values.get_dtype() for values in images.values()]
+    except (SafetensorError, ValueError, TypeError, AttributeError) as error:  # the last two of types NumPy lacks
+        raise _corrupted(path, error) from error
+    keys = _read_keys(path, metadata, list(shapes))
+    if set(keys) != set(shapes):
+        raise DataError(f"{path} says its images are {listed(keys)} and has {listed(shapes)}: delete it.")
+    _validate(shapes, types, labels, str(path))
+    return TrajectoryFile(path, keys, labels.astype(np.float32), metadata, {key: shapes[key][1:] for key in keys})
+
+
+def _read_keys(path: Path, metadata: Mapping[str, str], default: list[str]) -> list[str]:
+    """Return the cameras in the order in which they were written: safetensors sorts its names."""
+    version = metadata.get("version", VERSION)
+    if version != VERSION:
+        raise DataError(f"{path} is a trajectory of version {version}, and this program reads version {VERSION}.")
+    try:
+        keys = json.loads(metadata["keys"]) if "keys" in metadata else default
+    except ValueError:
+        keys = None
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise _corrupted(path, f"its keys are {metadata['keys']!r}")
+    return keys
+
+
+def _open_file(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="np")
+    except FileNotFoundError as error:
+        raise DataError(f"there is no trajectory {path}.") from error
+    except (SafetensorError, OSError) as error:
+        raise _corrupted(path, error) from error
+
+
+def _corrupted(path: Path, reason: object) -> DataError:
+    return DataError(f"{path} is corrupted ({reason}): delete it, or collect it anew.")
+
+
+def open_folder(folder: Path) -> list[TrajectoryFile]:
+    """Open every trajectory of a folder."""
+    paths = trajectory_paths(folder)
+    if not paths:
+        raise DataError(_explain_empty(Path(folder)))
+    opened: list[TrajectoryFile] = []
+    errors: dict[str, DataError] = {}
+    for path in paths:
+        try:
+            opened.append(open_trajectory(path))
+        except DataError as error:
+            errors[path.name] = error
+    if errors:
+        first = next(iter(errors.values()))
+        raise DataError(
+            f"{len(errors)} of {len(paths)} files in {folder} cannot be used ({listed(errors)}), the first because "
+            f"{first}"
+        )
+    return opened
+
+
+def _explain_empty(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"there is no folder {folder}: check the path."
+    inside = [sub.name for sub in sorted(folder.iterdir()) if trajectory_paths(sub)]
+    if inside:
+        return f"there is no trajectory in {folder}, but in its folders {listed(inside)}: name one of them."
+    return f"there is no trajectory in {folder}: collect or import some (`vlmrm frames collect --help`)."
+
+
+def check_images(folder: Path, files: Sequence[TrajectoryFile], keys: Sequence[str], size: Sequence[int]) -> None:
+    """Raise DataError if trajectories of a folder lack one of the cameras `keys`, or their frames are not `size`."""
+    for key in keys:
+        lacking = [file for file in files if key not in file.keys]
+        if lacking:
+            raise DataError(
+                f"{len(lacking)} of {len(files)} trajectories in {folder} have no images {key}, such as "
+                f"{lacking[0].path.name}, which has {listed(lacking[0].keys)}: name another image key."
+            )
+        resized = [file for file in files if list(file.shapes[key]) != list(size)]
+        if resized:
+            raise DataError(
+                f"{len(resized)} of {len(files)} trajectories in {folder} have images {key} of another size than "
+                f"{list(size)}, such as {resized[0].path.name}, whose are {list(resized[0].shapes[key])}: name their "
+                "size in image_size, or collect in one size."
+            )
+
+
+def to_uint8(frames: np.ndarray, subject: str) -> np.ndarray:
+    """Return frames as they are stored, uint8; floats in [0, 1] are scaled by 255 and rounded."""
+    if frames.dtype == np.uint8:
+        return frames
+    if not np.issubdtype(frames.dtype, np.floating):
+        raise DataError(f"{subject} are {frames.dtype}: frames are uint8, or floats from 0 to 1.")
+    outside = int((~((frames >= 0) & (frames <= 1))).sum())  # counts NaN too
+    if outside:
+        raise DataError(
+            f"{subject} have {outside} of {frames.size} values outside [0, 1], from {np.min(frames):g} to "
+            f"{np.max(frames):g}: give uint8, or floats from 0 to 1."
+        )
+    return np.rint(frames * 255).astype(np.uint8)
+
+
+def to_unit(frames: np.ndarray) -> np.ndarray:
+    """Return uint8 frames as float32 in [0, 1], of the same shape."""
+    return frames.astype(np.float32) / np.float32(255)

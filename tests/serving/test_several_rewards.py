@@ -1,0 +1,54 @@
+"""Several rewards of one request."""
+
+from __future__ import annotations
+
+from services import fake, in_loop, rewards, running
+from test_fetch import png
+
+
+@in_loop
+async def test_the_failure_of_one_reward_is_not_that_of_the_others():
+    given = fake("one", "fake_reward.Characters"), fake("two"), fake("raises", "fake_reward.Leaky", options=LEAKY)
+    async with running(*given) as (_, client):
+        answer = await rewards(client, "raise", "aaa", models=["one", "raises"])
+        alone = (await rewards(client, "raise", "aaa", model="one")).json()
+        one = answer.json()["rewards"]["one"]
+        assert (answer.status_code, list(answer.json()["errors"])) == (200, ["raises"])
+        assert {**one, "timing_ms": {}} == {**alone, "timing_ms": {}}
+        assert answer.json()["errors"]["raises"]["type"] == "RewardFailed"
+        assert "/" not in answer.json()["errors"]["raises"]["message"]
+        both = (await rewards(client, "aa", "b", models=["two", "one"], transform="rank")).json()
+        assert [[it["raw"] for it in both["rewards"][name]["data"]] for name in ("two", "one")] == [[2, 1], [0.2, 0.1]]
+        assert both["errors"] == {}
+        all_failed = await rewards(client, "raise", models=["raises"])
+        assert all_failed.status_code == 500
+        for models, status in ((["one", "none"], 404), (["one", "one"], 422), ([], 422)):
+            assert (await rewards(client, "a", models=models)).status_code == status, models
+        assert (await rewards(client, "a", models=["one"], model="two")).status_code == 422
+
+
+LEAKY = {"api_key": "s3cret", "folder": "/srv/weights"}
+
+
+@in_loop
+async def test_a_token_opens_all_of_several_rewards_or_none():
+    async with running(fake("one", token="first"), fake("two", token="second")) as (_, client):
+        client.headers = {"Authorization": "Bearer first"}
+        assert (await rewards(client, "a", models=["one"])).status_code == 200
+        assert (await rewards(client, "a", models=["one", "two"])).status_code == 401
+
+
+@in_loop
+async def test_several_rewards_fetch_an_image_once(monkeypatch):
+    fetched = []
+
+    async def fetch(self, remote, budget):
+        fetched.append(remote)
+        return {"bytes": png()}
+
+    monkeypatch.setattr("vlmrm.serving.fetch.Fetcher.image", fetch)
+    sizes = [fake(name, "fake_reward.ImageBytes") for name in ("one", "two")]
+    item = {"prompt": "a", "image": "http://pictures.test/a.png"}
+    async with running(*sizes, allowed_hosts=["pictures.test"]) as (_, client):
+        answer = (await client.post("/v1/rewards", json={"models": ["one", "two"], "items": [item]})).json()
+    assert [it["data"][0]["raw"] for it in answer["rewards"].values()] == [len(png())] * 2 and len(fetched) == 1

@@ -1,0 +1,92 @@
+"""Plugins: layouts, losses, metrics, interventions, rewards and protocols of a user, without a fork.
+
+A plugin is a Python file, or a module, that adds to the declared tables when it is imported:
+
+    from vlmrm.measures.metrics import Metric, register, share_of
+
+    register(Metric("sure", "share of pairs with a margin above 1", lambda pairs: share_of(pairs.margins > 1)))
+
+`--plugin FILE` beside any verb names one, or the key `plugin` of a configuration; an installed package names its own
+under the entry point `vlmrm.plugins`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from vlmrm.errors import ConfigError, VlmrmError, first_line
+from vlmrm.imported import imported_module
+
+ENTRY_POINTS = "vlmrm.plugins"
+VARIABLE = "VLMRM_PLUGINS"  # tells the processes that this one starts
+FLAG = "--plugin"
+
+
+def load_plugins(names: Sequence[str] = ()) -> None:
+    """Import the plugins of installed packages, of the parent process, and of `names`: files or modules, each once."""
+    inherited = os.environ.get(VARIABLE, "").split(os.pathsep)
+    files = [str(Path(name).resolve()) if name.endswith(".py") else name for name in names]
+    wanted = [name for name in dict.fromkeys([*inherited, *files]) if name]
+    for name in (*(entry.value for entry in entry_points(group=ENTRY_POINTS)), *wanted):
+        try:
+            _import_file(Path(name)) if name.endswith(".py") else imported_module(name, FLAG)
+        except Exception as error:
+            raise ConfigError(_failure(name, error)) from error
+    if wanted:
+        os.environ[VARIABLE] = os.pathsep.join(wanted)
+
+
+def without_plugins(words: Sequence[str]) -> list[str]:
+    """Load the plugins that a command line names, and return its other words."""
+    rest: list[str] = []
+    names: list[str] = []
+    for word in words:
+        if rest[-1:] == [FLAG]:
+            rest.pop()
+            names.append(word)
+        elif word.startswith(f"{FLAG}="):
+            names.append(word.partition("=")[2])
+        else:
+            rest.append(word)
+    if FLAG in rest:
+        raise ConfigError(f"{FLAG} needs a file or a module: write {FLAG} my_plugin.py.")
+    load_plugins(names)
+    return rest
+
+
+def _import_file(path: Path) -> None:
+    name = path.stem if path.stem.isidentifier() else ""
+    found = importlib.util.find_spec(name) if name else None
+    if not name or (found is not None and found.origin != str(path)):  # another module's name
+        name = re.sub(r"\W", "_", str(path))
+    if name in sys.modules:
+        return
+    if not path.is_file():
+        raise ConfigError(f"there is no plugin {path}: check the path.")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses and pickles look
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def _failure(name: str, error: Exception) -> str:
+    """Return what went wrong in one sentence, with the first line that is neither vlmrm's nor the importer's."""
+    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        lines = [(error.filename or name, error.lineno)]
+    ours = (str(Path(__file__).parent), "<frozen", str(Path(importlib.util.__file__).parent))
+    place = next((f" at {file}:{line}" for file, line in lines if not file.startswith(ours)), "")
+    if not place and isinstance(error, VlmrmError):
+        return str(error)
+    return f"the plugin {name} fails{place}: {type(error).__name__}: {first_line(error).rstrip('.')}."

@@ -1,0 +1,303 @@
+"""A training step: the forwards of a batch, the loss over their scores, its gradient, and the figures of the log.
+
+One loss compares the scores of a part. Where these come from several forwards (GradCache: Gao et al. 2021,
+https://huggingface.co/papers/2101.06983, §3.2), all scores are computed first, without a graph, then the gradient of
+the loss by each of them. With it each forward runs again, alone with its backward pass. The gradient is that of the
+whole part, the memory that of one forward.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+
+from vlmrm.batching import ComparisonCollator, Part, to_device
+from vlmrm.errors import ConfigError, TrainingError
+from vlmrm.modeling.experts import Routers, balance_loss, find_routers
+from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.losses import PreferenceLoss
+
+Inputs = Mapping[str, Any]
+Score = Callable[[Inputs], torch.Tensor]  # of a forward [N]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward and backward: the model's keywords, the loss of its scores, and the weight of its pairs."""
+
+    inputs: Inputs
+    loss: Callable[[torch.Tensor], torch.Tensor]
+    weight: torch.Tensor
+    random_state: RandomState | None = None  # to draw the dropout of an earlier forward again
+
+
+class TrainingStep:
+    """Runs every forward and backward of a batch, and adds up the figures for the log.
+
+    Args:
+        model: without adapters and wrappers around it.
+        autocast: HF's context of a forward.
+        prepare: moves the inputs of a forward to the device.
+        collator: makes the batches, and empty parts for ranks that have fewer forwards than others.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: RewardTrainingArguments,
+        accelerator: Accelerator,
+        *,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        prepare: Callable[[Inputs], Inputs],
+        collator: ComparisonCollator,
+    ):
+        self.args, self.accelerator = args, accelerator
+        self.autocast, self.prepare, self.collator = autocast, prepare, collator
+        self.figures = StepFigures()
+        self.last_inputs: Inputs | None = None  # of the last forward, to score again before a save
+        self._loss_function = PreferenceLoss(
+            args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient, args.pair_loss
+        )
+        self._routers = Routers(find_routers(model))
+        if args.router_aux_loss_coef and not self._routers.routers:
+            raise ConfigError(
+                f"router_aux_loss_coef is for mixtures of experts, and {type(model.model).__name__} has no routers: "
+                "remove it."
+            )
+
+    def __call__(self, model: nn.Module, parts: Sequence[Part], totals: torch.Tensor, number: int) -> torch.Tensor:
+        """Return this rank's share of the step's loss; its gradient is reduced over ranks with the last forward.
+
+        Args:
+            totals: the summed weights [2] of the step's preference and irrelevant pairs, over all ranks.
+            number: of the step, for errors.
+        """
+        # Each forward waits for all ranks, so ranks with fewer run empty ones.
+        ahead, behind = self.missing(parts)  # forwards ahead of the passes, without a graph, and the passes' own
+        empty = [self.collator.empty_part() for _ in range(max(ahead, behind))]
+        loss, score = partial(self._loss, totals=totals, number=number), partial(self._score, model)
+        every = [*parts, *empty[:behind]]
+        passes = [each for part in every for each in passes_of(part, loss, score, self.args.device)]
+        for part in empty[:ahead]:
+            score(part["inputs"][0])
+        losses = [self._run(model, each, totals, last=each is passes[-1]) for each in passes]
+        self.last_inputs = passes[-1].inputs
+        return torch.stack(losses).sum()
+
+    def _run(self, model: nn.Module, each: Pass, totals: torch.Tensor, last: bool) -> torch.Tensor:
+        """Run one forward and its backward, and return its loss."""
+        state, inputs = each.random_state, self.prepare(each.inputs)
+        with self._reducing(model, last), state.again() if state else nullcontext():
+            with self.autocast():
+                with self._routers.watching(inputs) as decisions:
+                    scores = model(**inputs).logits.squeeze(-1)
+                loss = each.loss(scores)
+                if coefficient := self.args.router_aux_loss_coef:
+                    # A mean over the step's forwards, each with the weight of its pairs.
+                    total = totals.sum().clamp_min(torch.finfo(torch.float32).tiny)
+                    balance = coefficient * each.weight.to(total.device) / total * balance_loss(decisions)
+                    self.figures.sums["loss_router"] += balance.item()
+                    loss = loss + balance
+            # Each rank's loss is its share of the step's mean, to be summed, but DDP averages gradients over ranks.
+            loss = loss * self.accelerator.num_processes
+            # DeepSpeed would divide by the number of accumulated batches, over which the totals are sums already.
+            is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+            self.accelerator.backward(loss, **({"scale_wrt_gas": False} if is_deepspeed else {}))
+        return loss.detach()
+
+    @torch.no_grad()
+    def _score(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
+        with self.autocast():
+            return model(**self.prepare(inputs)).logits.squeeze(-1)
+
+    def _loss(self, scores: torch.Tensor, part: Part, totals: torch.Tensor, number: int) -> torch.Tensor:
+        """Return the loss of a part's scores, checked and added to the log's figures."""
+        part = {**part, "pairs": to_device(part["pairs"], scores.device)}
+        terms = self._loss_function(scores, part["pairs"], totals)
+        loss = torch.stack(list(terms.values())).sum()
+        value = self.figures.add(scores.detach(), part, terms, loss)
+        if not math.isfinite(value):
+            raise not_finite(f"the loss is {value} at step {number}", self.args)
+        return loss
+
+    def missing(self, parts: Sequence[Part]) -> tuple[int, int]:
+        """Return how many more forwards another rank has: without a graph, and with a backward pass.
+
+        The token budget may split its batch otherwise.
+        """
+        counts = [len(part["inputs"]) for part in parts]
+        own = torch.tensor([[sum(count for count in counts if count > 1), sum(counts)]], device=self.args.device)
+        if self.args.world_size == 1 or self.collator.max_tokens_per_batch is None:
+            return 0, 0
+        ahead, behind = (self.accelerator.gather(own).amax(0) - own[0]).tolist()
+        return ahead, behind
+
+    @contextmanager
+    def _reducing(self, model: nn.Module, last: bool) -> Generator[None]:
+        """Delay the reduction of gradients, and DeepSpeed's step, until the last forward."""
+        if last or not self.accelerator.sync_gradients:
+            yield
+            return
+        self.accelerator.sync_gradients = False
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        try:
+            with nullcontext() if is_deepspeed else self.accelerator.no_sync(model):
+                yield
+        finally:
+            self.accelerator.sync_gradients = True
+
+
+def passes_of(part: Part, loss: Callable[..., torch.Tensor], score: Score, device: torch.device) -> list[Pass]:
+    """Return the passes of a part: their losses add up to `loss(scores, part=part)`, and so do the gradients.
+
+    `score`, the forward on `device` without a graph, is called for each forward of a part that has several.
+    """
+
+    def in_order(scores: torch.Tensor) -> torch.Tensor:
+        return loss(scores[part["order"].to(scores.device)], part=part)
+
+    weight = part["pairs"]["weight"].sum() / len(part["inputs"])
+    if len(part["inputs"]) == 1:
+        return [Pass(part["inputs"][0], in_order, weight)]
+    states, pieces = [], []
+    for inputs in part["inputs"]:
+        states.append(RandomState.now(device))
+        pieces.append(score(inputs))
+    scores = torch.cat(pieces).requires_grad_()
+    value = in_order(scores)
+    [gradient] = torch.autograd.grad(value, scores)
+    shares = gradient.split([len(piece) for piece in pieces])
+    of_piece = value.detach() / len(pieces)
+    return [
+        Pass(inputs, partial(with_gradient, gradient=share, value=of_piece), weight, state)
+        for inputs, share, state in zip(part["inputs"], shares, states, strict=True)
+    ]
+
+
+def with_gradient(scores: torch.Tensor, gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return `value`, with this gradient [N] by the scores [N]."""
+    # The product's derivative by each score is the gradient; a constant brings its value to `value`.
+    product = (scores * gradient).sum()
+    return product + (value - product).detach()
+
+
+def not_finite(finding: str, args: RewardTrainingArguments) -> TrainingError:
+    return TrainingError(
+        f"{finding}: lower learning_rate or max_grad_norm and continue with --resume_from_checkpoint auto, from the "
+        f"last checkpoint in {args.output_dir} or from the beginning."
+    )
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of torch's generators, of the CPU and of `device` if that is another."""
+
+    device: torch.device
+    on_cpu: torch.Tensor
+    on_device: torch.Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        return cls(device, torch.get_rng_state(), on_device)
+
+    @contextmanager
+    def again(self) -> Generator[None]:
+        """Draw from this state inside, and afterwards go on as if nothing had been drawn."""
+        devices = [] if self.on_device is None else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
+            torch.set_rng_state(self.on_cpu)
+            if self.on_device is not None:
+                torch.get_device_module(self.device).set_rng_state(self.on_device, self.device)
+            yield
+
+
+# Names are TRL's where TRL has one.
+SUMMED = (
+    *("pairs", "correct", "margin", "rewards", "reward", "irrelevant_pairs", "irrelevant_margin"),
+    *("loss_preference", "loss_irrelevant", "loss_center", "loss_router", "dropped_rows"),
+)
+
+
+class StepFigures:
+    """Figures of the training log: sums over steps on each rank, which `flush` turns into means over all ranks."""
+
+    def __init__(self) -> None:
+        self.flushed = 0, 0  # right pairs and pairs of the last line
+        self._reset()
+
+    def _reset(self) -> None:
+        self.sums: dict[str, float] = dict.fromkeys(SUMMED, 0.0)
+        self.lowest, self.highest = math.inf, -math.inf
+        self.steps = self.tokens = self.pairs = 0
+        self.waited = 0.0  # seconds spent waiting for batches
+        self.since = time.perf_counter()
+
+    def start_step(self, tokens: int, pairs: int) -> None:
+        """Count one optimizer step over all ranks."""
+        self.steps += 1
+        self.tokens += tokens
+        self.pairs += pairs
+
+    def add(self, scores: torch.Tensor, part: Part, terms: Mapping[str, torch.Tensor], loss: torch.Tensor) -> float:
+        """Add the scores[B] of one part of a batch and the terms of its loss; return the loss."""
+        scores, pairs = scores.float(), part["pairs"]
+        difference = scores[pairs["chosen"]] - scores[pairs["rejected"]]
+        irrelevant = pairs["irrelevant"]
+        judged = ~(irrelevant | pairs["tie"] | pairs["outvoted"])
+        own = torch.arange(len(scores), device=scores.device) < part["rows"]["branches"].sum()
+        sums = {
+            "pairs": judged.sum(),
+            "rewards": own.sum(),
+            "irrelevant_pairs": irrelevant.sum(),
+            "correct": (judged & (difference > 0)).sum(),
+            "margin": torch.where(judged, difference, 0).sum(),
+            "reward": torch.where(own, scores, 0).sum(),  # without those of irrelevant queries
+            "irrelevant_margin": torch.where(irrelevant, difference, 0).sum(),
+            **{f"loss_{name}": term for name, term in terms.items()},
+        }
+        extremes = [torch.where(own, scores, math.inf).min(), torch.where(own, scores, -math.inf).max()]
+        # One transfer from the device for all of them: here the host waits for what the pass has computed.
+        values = torch.stack([value.detach().float() for value in (*sums.values(), *extremes, loss)]).tolist()
+        for name, value in zip(sums, values, strict=False):
+            self.sums[name] += value
+        *_, lowest, highest, value = values
+        self.lowest, self.highest = min(self.lowest, lowest), max(self.highest, highest)
+        return value
+
+    def flush(self, accelerator) -> dict[str, float]:
+        """Return means over the steps since the last call and over all ranks. Every rank must call it."""
+        seconds = max(time.perf_counter() - self.since, 1e-9)
+        local = torch.tensor(list(self.sums.values()), device=accelerator.device)
+        total = dict(zip(SUMMED, accelerator.reduce(local, "sum").tolist(), strict=True))
+        extremes = accelerator.gather(torch.tensor([self.lowest, self.highest], device=accelerator.device)).view(-1, 2)
+        figures = {
+            "accuracy": total["correct"] / max(total["pairs"], 1),
+            "margin": total["margin"] / max(total["pairs"], 1),
+            "mean_reward": total["reward"] / max(total["rewards"], 1),
+            "min_reward": extremes[:, 0].min().item(),
+            "max_reward": extremes[:, 1].max().item(),
+            "tokens_per_second": self.tokens / seconds,
+            "pairs_per_second": self.pairs / seconds,
+            "data_wait": self.waited / seconds,
+            "dropped_rows": total["dropped_rows"],
+        }
+        # Each rank has its share of a step's mean loss, so the shares add up.
+        if total["irrelevant_pairs"] or total["loss_center"] or total["loss_router"]:
+            parts = [name for name in SUMMED if name.startswith("loss_") and (total[name] or name != "loss_router")]
+            figures |= {name: total[name] / max(self.steps, 1) for name in parts}
+        if total["irrelevant_pairs"]:
+            figures["irrelevant_margin"] = total["irrelevant_margin"] / total["irrelevant_pairs"]
+        self.flushed = int(total["correct"]), int(total["pairs"])
+        self._reset()
+        return figures
