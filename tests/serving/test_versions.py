@@ -515,7 +515,7 @@ async def test_a_remote_scorer_may_demand_a_revision_of_weights_that_are_updated
         double_scores(folder)
         async with AsyncRemoteScorer(url, revision=revision) as scorer:
             client = scorer.server.client
-            client.timeout = 600.0
+            client.timeout = 120.0
             for path in ("sleep", "wake"):
                 assert (await client.post(f"/v1/rewards/vlm_reward/{path}", headers=ADMIN)).status_code == 200
             assert await scorer.score([question]) == pytest.approx(before, abs=1e-6)
