@@ -191,7 +191,7 @@ def plain_write_errors(path: Path, key: str | None = None) -> Generator[None]:
 
 
 def _way_out(error: OSError, path: Path) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in FULL:
         return "free some space, or choose another path"
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
         return "choose a path where you may write"

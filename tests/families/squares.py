@@ -13,6 +13,14 @@ from .tiny import MULTIPLIERS, ROPE, YARN, Tiny
 SQUARE = {"height": 28, "width": 28}
 GEMMA_TURN = "<start_of_turn>{role}\n{content}<end_of_turn>\n"
 
+MEDIA_TOKENS = {
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
 TWICE = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}  # half share keys
 
 
@@ -26,14 +34,7 @@ def gemma4(text: dict[str, Any], vision: dict[str, Any], **config: Any) -> Tiny:
             t.Gemma4VideoProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
             template,
         ),
-        tokens={
-            "image_token": "<|image|>",
-            "boi_token": "<|image>",
-            "eoi_token": "<image|>",
-            "audio_token": "<|audio|>",
-            "boa_token": "<|audio>",
-            "eoa_token": "<audio|>",
-        },
+        tokens=MEDIA_TOKENS,
         image="<|image|>",
         video="<|video|>",
         turn=GEMMA_TURN,
@@ -263,14 +264,7 @@ SQUARES = [
             t.Gemma4UnifiedVideoProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
             template,
         ),
-        tokens={
-            "image_token": "<|image|>",
-            "boi_token": "<|image>",
-            "eoi_token": "<image|>",
-            "audio_token": "<|audio|>",
-            "boa_token": "<|audio>",
-            "eoa_token": "<audio|>",
-        },
+        tokens=MEDIA_TOKENS,
         image="<|image|>",
         video="<|video|>",
         turn=GEMMA_TURN,

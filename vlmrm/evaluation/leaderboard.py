@@ -20,7 +20,7 @@ import vlmrm
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.public import BENCHMARKS, benchmark
 from vlmrm.evaluation.results import digest
-from vlmrm.evaluation.schema import ResultsFile, Row, load_results
+from vlmrm.evaluation.schema import ResultsFile, Row, details_path, load_results
 from vlmrm.files import make_folder, require_own_file, write_file
 from vlmrm.measures.differences import compare
 from vlmrm.measures.pairs import read_pairs
@@ -165,18 +165,13 @@ def leaderboard(sources: Sequence[str | Path], *, best_only: bool = False) -> Le
 def _files(source: Path) -> list[Path]:
     """Return the .json of each result behind a path; the table of a suite stands for the folder of that name."""
     if not source.is_dir():
-        if _beside(source).is_file() or not source.with_suffix("").is_dir():
-            return [_beside(source)]
+        if details_path(source).is_file() or not source.with_suffix("").is_dir():
+            return [details_path(source)]
         source = source.with_suffix("")
-    found = [beside for path in sorted(source.glob("*.scores.parquet")) if (beside := _beside(path)).is_file()]
+    found = [beside for path in sorted(source.glob("*.scores.parquet")) if (beside := details_path(path)).is_file()]
     if not found:
         raise ConfigError(f"{source} holds no results: name the folder of a suite, or an output_file.")
     return found
-
-
-def _beside(path: Path) -> Path:
-    pairs = path.name.endswith(".scores.parquet")  # a name may have dots of its own
-    return path.with_name(f"{path.name.removesuffix('.scores.parquet')}.json") if pairs else path.with_suffix(".json")
 
 
 def _add(results: ResultsFile, file: Path, sets: dict[str, DataSet], notes: list[str], best_only: bool) -> None:

@@ -158,6 +158,13 @@ class ResultsFile(TypedDict):
 _READER = TypeAdapter(ResultsFile)
 
 
+def details_path(path: Path) -> Path:
+    """Return the .json of results by any of their files: table, details or scored pairs."""
+    if path.name.endswith(".scores.parquet"):  # a name may have dots of its own
+        return path.with_name(f"{path.name.removesuffix('.scores.parquet')}.json")
+    return path.with_suffix(".json")
+
+
 def load_results(path: str | Path) -> ResultsFile:
     """Return the results of a sweep, checked against this file's types.
 

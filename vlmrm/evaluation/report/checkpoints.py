@@ -15,7 +15,7 @@ import pandas as pd
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.choosing import MEAN, Criterion, split_metric
-from vlmrm.evaluation.schema import Best, ResultsFile, load_results
+from vlmrm.evaluation.schema import Best, ResultsFile, details_path, load_results
 from vlmrm.measures.analysis import GROUP, analyse, figures
 from vlmrm.measures.audit import Finding, audit
 from vlmrm.measures.pairs import COLUMNS, margins_of, not_finite, read_pairs
@@ -181,8 +181,7 @@ class Choice:
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:
     """Return the results (.json) beside the paths that have them; frames, and pairs without a sweep, have none."""
     pairs = [scores_path(Path(source)) for source in sources if not isinstance(source, pd.DataFrame)]
-    beside = [path.with_name(path.name.removesuffix(".parquet").removesuffix(".scores") + ".json") for path in pairs]
-    return [load_results(path) for path in beside if path.is_file()]
+    return [load_results(path) for path in map(details_path, pairs) if path.is_file()]
 
 
 def without_figures(sweeps: Sequence[ResultsFile]) -> list[str]:
