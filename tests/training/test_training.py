@@ -351,7 +351,8 @@ def test_a_checkpoint_is_scored_by_the_input_of_its_training(train_here, tmp_pat
     assert asked.keys() == INPUT_KEYS.keys()
     for key in INPUT_KEYS:
         others = LocalScorer(replace(loaded, info=loaded.info | {key: None})).score_each(talks)
-        assert others != pytest.approx(scores, abs=1e-6), f"{key} changes no score"
+        changed = [isinstance(it, Exception) or abs(it - score) > 1e-6 for it, score in zip(others, scores, strict=True)]
+        assert any(changed), f"{key} changes no score"
 
 
 def test_a_key_of_the_data_is_kept_or_changes_no_score():
