@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from services import Gate, fake, in_loop, queued, rewards, running
 
-from vlmrm.serving.turns import LANE, TurnScheduler
+from vlmrm.serving.event_loop import LANE, TurnScheduler
 
 BODY = json.dumps({"items": [{"prompt": "a cat"}]}).encode()
 

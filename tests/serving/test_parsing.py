@@ -13,12 +13,11 @@ from services import fake, in_loop, running
 from vlmrm.errors import RowError
 from vlmrm.formats.rollouts import read_openrlhf_query
 from vlmrm.formats.texts import JSON_VALUES, read_text
-from vlmrm.serving import strict_json, threads
-from vlmrm.serving.context import RequestContext, begin_request
+from vlmrm.serving import event_loop, strict_json
 from vlmrm.serving.errors import InvalidRequest
+from vlmrm.serving.event_loop import RequestContext, begin_request, in_thread
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.strict_json import LARGE_BYTES, parse
-from vlmrm.serving.threads import in_thread
 
 PADDING = " " * LARGE_BYTES
 DATA = "data:image/png;base64," + "A" * LARGE_BYTES
@@ -144,7 +143,7 @@ async def test_two_threads_compute_beside_the_event_loop_and_one_client_has_one_
     flood = [asyncio.create_task(ask("flood", number)) for number in range(8)]
     await asyncio.sleep(0)
     await asyncio.gather(*flood, *(asyncio.create_task(ask(client, 0)) for client in ("b", "c")))
-    assert max(map(len, most)) <= threads.THREADS
+    assert max(map(len, most)) <= event_loop.THREADS
     assert all(sum(name.startswith("flood") for name in names) <= 1 for names in most)
     assert [name for name in order if name.startswith("flood")] == [f"flood{number}" for number in range(8)]
     assert max(map(order.index, ("b0", "c0"))) <= 4  # of ten, and not behind all of the flood

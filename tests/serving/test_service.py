@@ -12,8 +12,8 @@ from services import Gate, eventually, fake, in_loop, queued, rewards, running, 
 from vlmrm.conversation import Outcome
 from vlmrm.serving.backend import Job, Overloaded, QueueAway
 from vlmrm.serving.gateway import Gateway
-from vlmrm.serving.revision import revision_of
 from vlmrm.serving.service import NotServing, Service
+from vlmrm.serving.worker_spec import revision_of
 
 
 @in_loop

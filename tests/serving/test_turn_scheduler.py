@@ -6,7 +6,7 @@ import asyncio
 
 from services import in_loop
 
-from vlmrm.serving.turns import TurnScheduler
+from vlmrm.serving.event_loop import TurnScheduler
 
 
 @in_loop

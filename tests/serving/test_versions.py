@@ -21,8 +21,8 @@ from vlmrm.errors import RewardError
 from vlmrm.modeling import write_complete
 from vlmrm.scoring.remote import AsyncRemoteScorer
 from vlmrm.serving.backend import QueueAway
-from vlmrm.serving.revision import DIGITS
 from vlmrm.serving.worker_process import WorkerDied
+from vlmrm.serving.worker_spec import DIGITS
 
 ADMIN = {"Authorization": "Bearer operator"}
 

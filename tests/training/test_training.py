@@ -351,7 +351,9 @@ def test_a_checkpoint_is_scored_by_the_input_of_its_training(train_here, tmp_pat
     assert asked.keys() == INPUT_KEYS.keys()
     for key in INPUT_KEYS:
         others = LocalScorer(replace(loaded, info=loaded.info | {key: None})).score_each(talks)
-        changed = [isinstance(it, Exception) or abs(it - score) > 1e-6 for it, score in zip(others, scores, strict=True)]
+        changed = [
+            isinstance(it, Exception) or abs(it - score) > 1e-6 for it, score in zip(others, scores, strict=True)
+        ]
         assert any(changed), f"{key} changes no score"
 
 

@@ -13,14 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlmrm.errors import VlmrmError
 from vlmrm.serving.backend import QueueAway
-from vlmrm.serving.context import RequestContext, begin_request, current_request
 from vlmrm.serving.errors import InvalidRequest, SlowBody, TimedOut, response_to
-from vlmrm.serving.revision import DIGITS
+from vlmrm.serving.event_loop import LANE, RequestContext, TurnScheduler, begin_request, current_request
 from vlmrm.serving.service import TooLarge
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.telemetry import Metrics
 from vlmrm.serving.tokens import client_of
-from vlmrm.serving.turns import LANE, TurnScheduler
+from vlmrm.serving.worker_spec import DIGITS
 
 REVISION_HEADER = b"x-vlmrm-revision"  # in a request the one that it demands, in an answer those that computed it
 METHODS = ("POST", "PUT", "PATCH", "DELETE")  # that have a body

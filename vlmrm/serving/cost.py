@@ -13,8 +13,8 @@ from vlmrm.data.media import video_pixels
 from vlmrm.errors import MediaError
 from vlmrm.formats.openai import OPTIONS as VIDEO_OPTIONS
 from vlmrm.formats.wire import Item
+from vlmrm.serving.event_loop import picture_size
 from vlmrm.serving.media import view_npy
-from vlmrm.serving.threads import picture_size
 
 VIDEO_COLUMNS = ("video", "condition_videos")
 PATCH_PIXELS = 28 * 28  # of a token of an image

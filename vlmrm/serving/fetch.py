@@ -19,8 +19,8 @@ from typing import Any
 import httpx2 as httpx
 
 from vlmrm.errors import ConfigError, MediaError
+from vlmrm.serving.event_loop import in_thread, picture_size
 from vlmrm.serving.settings import Limits
-from vlmrm.serving.threads import in_thread, picture_size
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -18,16 +18,14 @@ from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import EXPIRED, NOT_SERVED, QueueAway, State, Status
-from vlmrm.serving.context import current_request
 from vlmrm.serving.errors import Forbidden, InvalidRequest, RewardFailed, TimedOut
+from vlmrm.serving.event_loop import TurnScheduler, computed, current_request, in_thread
 from vlmrm.serving.fetch import FetchBudget, Fetcher, fetch_images
 from vlmrm.serving.media import MediaResolver
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings
 from vlmrm.serving.strict_json import count_text, too_much_text
-from vlmrm.serving.threads import computed, in_thread
 from vlmrm.serving.tokens import is_allowed, require_token, token_of
-from vlmrm.serving.turns import TurnScheduler
 
 RETRY_S = 0.02  # between two tries to put a job into a full queue
 

@@ -26,9 +26,9 @@ from vlmrm.data.media import decode_data_uri
 from vlmrm.errors import ConfigError, MediaError
 from vlmrm.formats.wire import Item
 from vlmrm.rewards.samples import MEDIA
+from vlmrm.serving.event_loop import picture_size
 from vlmrm.serving.fetch import Fetcher, RemoteImage
 from vlmrm.serving.settings import Limits
-from vlmrm.serving.threads import picture_size
 from vlmrm.settings import nearest_file
 
 

@@ -26,7 +26,7 @@ from vlmrm.serving.backend import (
     Status,
     has_errors,
 )
-from vlmrm.serving.loops import repeat
+from vlmrm.serving.event_loop import repeat
 from vlmrm.serving.redis_connection import RedisConnection
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.worker.channel import pack, unpack

@@ -1,4 +1,4 @@
-"""One worker of a reward: the loop that keeps its process running and feeds it from the queue."""
+"""One worker of a reward: its loading, and the loop that keeps its process running and feeds it from the queue."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from anyio.to_thread import run_sync
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import NOT_SERVED, Backend, Job
-from vlmrm.serving.candidate import Candidate
 from vlmrm.serving.fair_queue import RecentPrefixes, tokens_of
-from vlmrm.serving.revision import digest
 from vlmrm.serving.telemetry import Metrics, trace_batch
 from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess
-from vlmrm.serving.worker_spec import WorkerSpec
+from vlmrm.serving.worker_spec import WorkerSpec, digest, revision_of, weights_on_disk
 
 if TYPE_CHECKING:
     from vlmrm.serving.decoding import Decoder
@@ -34,6 +34,44 @@ BACKOFF_S = (0.5, 60.0)  # before another process is started: the first time, at
 QUIET_S = 0.01  # without a further job, after which those that came together are begun
 GATHERING_S = 0.1  # for which a batch waits for further jobs, at most
 RECENT = 8  # batches; while one of them had several jobs, the next waits for further jobs
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A worker that has loaded its reward, and does not serve yet."""
+
+    spec: WorkerSpec
+    worker: WorkerProcess
+    revision: str
+
+    @classmethod
+    async def load(cls, spec: WorkerSpec) -> Candidate:
+        """Return a worker of `spec`; raises as `WorkerProcess.start`."""
+        worker = None
+        files = partial(weights_on_disk, spec.options, spec.weights)
+        try:
+            before = await run_sync(files, abandon_on_cancel=True)
+            worker = await _worker_class(spec).start(spec)
+            content = (spec.path, spec.options, spec.weights, worker.info)
+            revision = await run_sync(partial(revision_of, *content), abandon_on_cancel=True)
+            if await run_sync(files, abandon_on_cancel=True) != before:  # which of both it has, nobody could say
+                raise WorkerDied("cannot load its reward: its weights were written meanwhile")
+        except BaseException as error:
+            if worker is not None:
+                await worker.stop()
+            if isinstance(error, OSError):
+                reason = f"cannot load its reward: its weights cannot be read ({error.strerror})"
+                raise WorkerDied(reason) from error
+            raise
+        return cls(spec, worker, revision)
+
+
+def _worker_class(spec: WorkerSpec) -> type[WorkerProcess]:
+    if spec.ray is None:
+        return WorkerProcess
+    from vlmrm.serving.ray_worker import RayWorker
+
+    return RayWorker
 
 
 class Replica:

@@ -14,16 +14,14 @@ from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.libraries import needs
 from vlmrm.serving.backend import Backend, Job, QueueAway, State, Status
-from vlmrm.serving.context import current_request
 from vlmrm.serving.cost import VIDEO_COLUMNS, children, count_pixels, count_prefixes, estimate_tokens
 from vlmrm.serving.decoding import Decoder
+from vlmrm.serving.event_loop import computed, current_request, in_thread, repeat
 from vlmrm.serving.health import WorkerHealth, WorkerRegistry
-from vlmrm.serving.loops import repeat
 from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.telemetry import REQUEST_ID, Metrics, current_trace
-from vlmrm.serving.threads import computed, in_thread
 from vlmrm.serving.versions import Versions
 from vlmrm.serving.worker_spec import is_trained, worker_specs
 

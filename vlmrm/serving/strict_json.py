@@ -15,8 +15,8 @@ from pydantic import BaseModel, FailFast, ValidationError
 from pydantic_core import from_json
 
 from vlmrm.serving.errors import STATUS, InvalidRequest
+from vlmrm.serving.event_loop import in_thread
 from vlmrm.serving.settings import Limits
-from vlmrm.serving.threads import in_thread
 from vlmrm.settings import describe_errors
 
 ESCAPED, FEW_ESCAPES = re.compile(rb"\\.", re.DOTALL), 10_000

@@ -27,9 +27,8 @@ from vlmrm.conversation import Outcome
 from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import Backend, QueueAway
-from vlmrm.serving.candidate import Candidate
 from vlmrm.serving.health import WorkerHealth
-from vlmrm.serving.replica import Replica
+from vlmrm.serving.replica import Candidate, Replica
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.worker_process import RewardRaised, WorkerDied
 from vlmrm.serving.worker_spec import is_trained, worker_specs

@@ -19,10 +19,8 @@ from vlmrm.serving.worker_spec import WorkerSpec
 
 T = TypeVar("T")
 WORKER = Path(__file__).parent / "worker"
-SERVICE_VARIABLES = (  # secrets of the environment that workers do not get
-    *("VLMRM_TOKEN", "VLMRM_ADMIN_TOKEN"),
-    *("VLMRM_REDIS_PASSWORD", "VLMRM_REDIS_URL"),
-)
+# Secrets of the environment that workers do not get.
+SERVICE_VARIABLES = ("VLMRM_TOKEN", "VLMRM_ADMIN_TOKEN", "VLMRM_REDIS_PASSWORD", "VLMRM_REDIS_URL")
 ENDING_S = 5.0  # to end by itself before it is killed
 
 

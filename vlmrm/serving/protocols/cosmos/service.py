@@ -11,12 +11,12 @@ from vlmrm.errors import MediaError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import State, Status
 from vlmrm.serving.errors import InvalidRequest
+from vlmrm.serving.event_loop import in_thread
 from vlmrm.serving.gateway import Gateway
 from vlmrm.serving.protocols.cosmos.payload import MediaBatch, Metadata, read_media
 from vlmrm.serving.service import NotServing
 from vlmrm.serving.settings import RewardSettings
 from vlmrm.serving.strict_json import parse_as
-from vlmrm.serving.threads import in_thread
 from vlmrm.serving.worker.channel import redact_paths
 
 COLUMN = {"image": "image", "video": "video", "latent": "video"}  # what rewards see of each kind
