@@ -9,8 +9,8 @@ import pytest
 from pictures import picture
 from PIL import Image, ImageEnhance
 
-from vlmrm.data import lookalikes as module
-from vlmrm.data.lookalikes import RADIUS, near_pairs, perceptual_hash
+from vlmrm.data import duplicates as module
+from vlmrm.data.duplicates import RADIUS, near_pairs, perceptual_hash
 
 
 def as_jpeg(image: Image.Image, quality: int) -> Image.Image:

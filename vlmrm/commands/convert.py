@@ -86,7 +86,7 @@ def split(
     import numpy as np
 
     from vlmrm.data.canonical import write_comparisons
-    from vlmrm.data.splitting import split_rows
+    from vlmrm.data.duplicates import split_rows
 
     if not 0 < fraction < 1:
         raise ConfigError(f"--fraction is {fraction}: it is a share of the prompts, above 0 and below 1.")

@@ -12,24 +12,20 @@ from __future__ import annotations
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from datasets import Dataset
 
-from vlmrm.conversation import Comparison, Image, Medium, Messages, Video, media_of, text_of
+from vlmrm.conversation import Comparison, Medium, Messages, text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import iterate_comparisons, load_comparisons
-from vlmrm.data.lookalikes import RADIUS, near_pairs, perceptual_hash
-from vlmrm.data.media import media_key, open_image
-from vlmrm.errors import MediaError, RowError
+from vlmrm.data.duplicates import Look, Looks, images_of, near_pairs
+from vlmrm.errors import RowError
 
 KINDS = ("prompt", "answer", "image")
 MAX_LISTED = 20  # rows that are named; all are counted
-CHUNK = 1000  # rows whose images are hashed together
 KIND_NAMES = {"prompt": "a prompt", "answer": "an answer", "image": "an image"}
 
 
@@ -97,18 +93,11 @@ class Leakage:
         }
 
 
-class Looks(NamedTuple):
-    """A digest of an image's pixels, and its perceptual hash; None for an image of one grey and for a video."""
-
-    digest: str
-    hash: int | None
-
-
 class Piece(NamedTuple):
     """A text with its images: a prompt, an answer, or an image alone."""
 
     text: str
-    images: tuple[Looks, ...]
+    images: tuple[Look, ...]
 
 
 class RowPieces(NamedTuple):
@@ -123,7 +112,7 @@ def leakage(train: Iterable[Comparison | RowError], evaluation: Iterable[Compari
 
     Rows come as `load_comparisons` reads them; one that cannot be read, or whose image cannot, is in `unreadable`.
     """
-    looks: dict[str, Looks | MediaError] = {}
+    looks = Looks()
     unreadable: list[tuple[str, str]] = []
     trained = list(_rows(train, looks, unreadable))
     of_training = len(unreadable)
@@ -211,102 +200,46 @@ def _near_firsts(evaluated: Iterable[Piece], trained: Iterable[Piece]) -> dict[i
 
 
 def _first(piece: Piece) -> int | str | None:
-    return _near_key(piece.images[0]) if piece.images else None
+    if not piece.images:
+        return None
+    return piece.images[0].digest if piece.images[0].hash is None else piece.images[0].hash
 
 
-def _near_key(looks: Looks) -> int | str:
-    return looks.digest if looks.hash is None else looks.hash
-
-
-def _all_near(images: tuple[Looks, ...], candidates: tuple[Looks, ...]) -> bool:
-    return len(images) == len(candidates) and all(map(_is_near, images, candidates))
-
-
-def _is_near(a: Looks, b: Looks) -> bool:
-    if a.hash is None or b.hash is None:
-        return a.digest == b.digest
-    return (a.hash ^ b.hash).bit_count() <= RADIUS
+def _all_near(images: tuple[Look, ...], candidates: tuple[Look, ...]) -> bool:
+    return len(images) == len(candidates) and all(map(Look.is_near, images, candidates))
 
 
 def _rows(
-    comparisons: Iterable[Comparison | RowError],
-    looks: dict[str, Looks | MediaError],
-    unreadable: list[tuple[str, str]],
+    comparisons: Iterable[Comparison | RowError], looks: Looks, unreadable: list[tuple[str, str]]
 ) -> Iterator[RowPieces]:
-    """Yield the pieces of each row, and add its images to `looks`, by media key."""
-    remaining = iter(comparisons)
-    with ThreadPoolExecutor() as pool:  # Pillow decodes and resizes outside the interpreter's lock
-        while chunk := list(islice(remaining, CHUNK)):
-            new = {key: part for comparison in chunk for key, part in _unseen(comparison, looks).items()}
-            looks.update(zip(new, pool.map(_looks, new.values()), strict=True))
-            for comparison in chunk:
-                try:
-                    yield _row(comparison, looks)
-                except RowError as error:
-                    unreadable.append(
-                        (comparison.id if isinstance(comparison, Comparison) else str(error.row_id), error.reason)
-                    )
+    """Yield the pieces of each row; one that cannot be read goes to `unreadable`."""
+    for comparison in looks.through(comparisons, _images):
+        try:
+            if isinstance(comparison, RowError):
+                raise comparison
+            yield _row(comparison, looks)
+        except RowError as error:
+            name = comparison.id if isinstance(comparison, Comparison) else str(error.row_id)
+            unreadable.append((name, error.reason))
 
 
-def _unseen(comparison: Comparison | RowError, looks: Mapping[str, Looks | MediaError]) -> dict[str, Medium]:
-    """Return the media of a row that are not in `looks` yet, by key."""
-    if isinstance(comparison, RowError):
-        return {}
-    try:
-        keyed = {
-            _key(part): part for messages in (comparison.prompt, *comparison.answers) for part in _media(messages)
-        }
-    except MediaError:  # no reference at all: `_row` reports it
-        return {}
-    return {key: part for key, part in keyed.items() if key not in looks}
+def _images(comparison: Comparison | RowError) -> Iterator[Medium]:
+    if isinstance(comparison, Comparison):
+        for messages in (comparison.prompt, *comparison.answers):
+            yield from images_of(messages)
 
 
-def _row(comparison: Comparison | RowError, looks: Mapping[str, Looks | MediaError]) -> RowPieces:
-    if isinstance(comparison, RowError):
-        raise comparison
-    prompts, answers, images = set(), set(), set()
-    for answer in comparison.answers:
-        prompts.add(_piece((*comparison.prompt, *answer[:-1]), looks))
-        answers.add(_piece(answer[-1:], looks))
-    for piece in prompts | answers:
-        images |= {Piece("", (image,)) for image in piece.images}
+def _row(comparison: Comparison, looks: Looks) -> RowPieces:
+    def piece(messages: Messages) -> Piece:
+        return Piece(text_of(messages), tuple(looks.of(it, comparison.id) for it in images_of(messages)))
+
+    prompts = {piece((*comparison.prompt, *answer[:-1])) for answer in comparison.answers}
+    answers = {piece(answer[-1:]) for answer in comparison.answers}
+    images = {Piece("", (image,)) for it in prompts | answers for image in it.images}
     pieces = dict(zip(KINDS, (prompts, answers, images), strict=True))
     return RowPieces(
         comparison.id, {kind: {p for p in of_kind if p.text.strip() or p.images} for kind, of_kind in pieces.items()}
     )
-
-
-def _piece(messages: Messages, looks: Mapping[str, Looks | MediaError]) -> Piece:
-    images = []
-    for part in _media(messages):
-        look = looks[_key(part)]
-        if isinstance(look, MediaError):
-            raise look
-        images.append(look)
-    return Piece(text_of(messages), tuple(images))
-
-
-def _media(messages: Messages) -> Iterator[Medium]:
-    """Return the images, each frame of a list of frames as one, and the video files."""
-    for medium in media_of(messages):
-        if isinstance(medium.reference, tuple):
-            yield from map(Image, medium.reference)
-        else:
-            yield medium
-
-
-def _key(medium: Medium) -> str:
-    return f"{medium.kind}:{media_key(medium.reference)}"
-
-
-def _looks(medium: Medium) -> Looks | MediaError:
-    try:
-        if isinstance(medium, Video):
-            return Looks(media_key(medium.reference), None)
-        image = open_image(medium.reference)
-    except MediaError as error:
-        return error
-    return Looks(media_key(image), perceptual_hash(image))
 
 
 def open_rows(paths: Sequence[str], arguments: DataArguments, split: str = "train") -> Iterator[Comparison | RowError]:

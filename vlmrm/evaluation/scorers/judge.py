@@ -26,7 +26,7 @@ from vlmrm.evaluation.scorers.conversations import Compared, ConversationScorer,
 from vlmrm.evaluation.scorers.spec import FORMS, Spec
 from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, read_settings
-from vlmrm.rewards.judges.judge import FENCED, fence, frame_parts, image_part, text_part
+from vlmrm.rewards.judges.judge import FENCED, check_complete, fence, frame_parts, image_part, text_part
 from vlmrm.rewards.judges.replies import Question, Reply, json_objects, read_score, without_thinking
 from vlmrm.settings import did_you_mean
 
@@ -34,7 +34,6 @@ logger = logging.getLogger("vlmrm")
 
 MODES = ("pairwise", "pointwise")
 FIXED = ("api_base_url", "api_key", "vlm_model")  # settings that the specification gives, or must not hold
-CUT_OFF = ("length", "content_filter")
 BEST = 10
 CREDITS = {"a": 1.0, "b": 0.0, "tie": 0.5}
 
@@ -248,11 +247,7 @@ def _read_score(text: str) -> float | None:
 def _read(reply: Reply | RewardError, read: Any, max_tokens: int) -> float:
     if isinstance(reply, RewardError):
         raise reply
-    begins = f"it begins {reply.text[:200]!r}" if reply.text.strip() else "it is empty"
-    if reply.finish_reason in CUT_OFF:
-        raise RewardError(
-            f"the reply was cut off ({reply.finish_reason}): raise max_tokens above {max_tokens}; {begins}"
-        )
+    begins = check_complete(reply, max_tokens)
     value = read(without_thinking(reply.text))
     if value is None:
         raise RewardError(f"the reply has no verdict in the form that was asked for; {begins}")

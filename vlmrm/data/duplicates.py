@@ -1,0 +1,196 @@
+"""Duplicates: images that look alike, exactly or nearly, and the split that keeps rows of such images together.
+
+Re-encoded, resized or lightly retouched images are near; crops, mirror images and other colours are not looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import PIL.Image
+
+from vlmrm.conversation import Comparison, Image, Medium, Messages, Video, media_of
+from vlmrm.data.comparisons import is_held_out_key, split_key
+from vlmrm.data.media import media_key, open_image
+from vlmrm.errors import DataError, MediaError
+
+RADIUS = 4  # bits of a perceptual hash that may differ between images that look alike
+HASH_SIDE = 8  # waves in each direction: a hash has 64 bits
+SHRUNK_SIDE = 32  # pixels of the image that is hashed
+DIGITS = 3  # to which waves are rounded: an image of one grey must have none
+CANDIDATES = 1 << 22  # pairs of hashes compared at a time
+CHUNK = 1000  # rows whose images are opened together
+
+Row = TypeVar("Row")
+
+
+class Look(NamedTuple):
+    """A digest of an image's pixels, and its perceptual hash; None for an image of one grey and for a video."""
+
+    digest: str
+    hash: int | None
+
+    def is_near(self, other: Look) -> bool:
+        if self.hash is None or other.hash is None:
+            return self.digest == other.digest
+        return (self.hash ^ other.hash).bit_count() <= RADIUS
+
+
+class Looks:
+    """What media look like, each opened once."""
+
+    def __init__(self):
+        self._known: dict[str, Look | MediaError] = {}
+
+    def through(self, rows: Iterable[Row], media: Callable[[Row], Iterable[Medium]]) -> Iterator[Row]:
+        """Yield the rows as their media have been looked at."""
+        remaining = iter(rows)
+        with ThreadPoolExecutor() as pool:  # Pillow decodes and resizes outside the interpreter's lock
+            while chunk := list(islice(remaining, CHUNK)):
+                new = {key: it for row in chunk for key, it in _keyed(media(row)) if key not in self._known}
+                self._known.update(zip(new, pool.map(_look, new.values()), strict=True))
+                yield from chunk
+
+    def of(self, medium: Medium, row_id: str) -> Look:
+        """Return the look of a medium of a row that was yielded; raises MediaError where it cannot be opened."""
+        look = self._known[_key(medium)]
+        if isinstance(look, MediaError):
+            raise type(look)(look.reason, row_id)
+        return look
+
+
+def images_of(messages: Messages) -> Iterator[Medium]:
+    """Yield the images, each frame of a list of frames as one, and the video files."""
+    for medium in media_of(messages):
+        yield from map(Image, medium.reference) if isinstance(medium.reference, tuple) else [medium]
+
+
+def _key(medium: Medium) -> str:
+    return f"{medium.kind}:{media_key(medium.reference)}"
+
+
+def _keyed(media: Iterable[Medium]) -> Iterator[tuple[str, Medium]]:
+    for medium in media:
+        with suppress(MediaError):  # no reference at all: `of` raises it again
+            yield _key(medium), medium
+
+
+def _look(medium: Medium) -> Look | MediaError:
+    try:
+        if isinstance(medium, Video):
+            return Look(media_key(medium.reference), None)
+        image = open_image(medium.reference)
+    except MediaError as error:
+        return error
+    return Look(media_key(image), perceptual_hash(image))
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which rows are held out, and how they came to be: `moved` would be in the other part but for their images."""
+
+    held_out: np.ndarray  # bool [rows]
+    prompts: int
+    held_out_prompts: int
+    moved: int
+
+
+def split_rows(rows: Iterable[tuple[Comparison, str]], fraction: float, seed: int) -> Split:
+    """Split comparisons, each with the folder of its file, by prompt.
+
+    The side is that of `eval_fraction`. Prompts whose rows have images that look alike are on one side, that of the
+    prompt among them which comes first in the order of its key. Videos are not compared.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    def images(row: Comparison) -> list[Medium]:
+        messages = (*row.prompt, *(message for answer in row.answers for message in answer))
+        return [medium for medium in images_of(messages) if isinstance(medium, Image)]
+
+    looks, keys = Looks(), []
+    prompts: dict[str, int] = {}  # their numbers
+    first: dict[str | int, int] = {}  # by the digest and by the hash of an image, the first prompt that shows it
+    alike: list[tuple[int, int]] = []
+    for row, folder in looks.through(rows, lambda it: images(it[0])):
+        keys.append(key := "\0".join(split_key(row, folder)))
+        prompt = prompts.setdefault(key, len(prompts))
+        found = [it for medium in images(row) for it in looks.of(medium, row.id) if it is not None]
+        alike += [(first.setdefault(it, prompt), prompt) for it in found]
+    hashes = np.array(sorted(it for it in first if isinstance(it, int)), dtype=np.uint64)
+    alike += [(first[int(hashes[i])], first[int(hashes[j])]) for i, j in near_pairs(hashes, hashes)]
+    edges = np.array(alike, dtype=int).reshape(-1, 2)
+    graph = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(len(prompts),) * 2)
+    count, groups = connected_components(graph, directed=False)
+    leaders: dict[int, str] = {}
+    for key in sorted(prompts):
+        leaders.setdefault(groups[prompts[key]], key)
+    sides = {key: is_held_out_key(leaders[groups[number]], fraction, seed) for key, number in prompts.items()}
+    held_out = np.array([sides[key] for key in keys], dtype=bool)
+    if held_out.all() or not held_out.any():
+        side = "training" if held_out.all() else "evaluation"
+        raise DataError(
+            f"fraction {fraction} leaves no rows for {side}: {len(keys)} rows have {len(sides)} prompts, and {count} "
+            "where those of images that look alike are kept together; choose another fraction or seed"
+        )
+    moved = sum(sides[key] != is_held_out_key(key, fraction, seed) for key in keys)
+    return Split(held_out, len(sides), sum(sides.values()), moved)
+
+
+def perceptual_hash(image: PIL.Image.Image) -> int | None:
+    """Return 64 bits: which of the 8x8 slowest waves of the grey image, at 32x32, are stronger than their median.
+
+    None for an image of one grey, which has no structure to compare.
+    """
+    from scipy.fft import dctn
+
+    grey = np.asarray(
+        image.convert("L").resize((SHRUNK_SIDE, SHRUNK_SIDE), PIL.Image.Resampling.LANCZOS), dtype=np.float64
+    )
+    waves = dctn(grey, norm="ortho")[:HASH_SIDE, :HASH_SIDE].round(DIGITS)
+    if not waves.flat[1:].any():
+        return None
+    return int.from_bytes(np.packbits(waves > np.median(waves)).tobytes(), "big")
+
+
+def near_pairs(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return the (i, j) where left[i] and right[j], uint64, differ in at most `RADIUS` bits: [P, 2], in order.
+
+    The bits are cut into RADIUS + 1 bands. Two such hashes agree in all bits of at least one band, so only hashes that
+    do are compared.
+    """
+    bounds = np.linspace(0, 64, RADIUS + 2).round().astype(np.uint64)
+    parts = [np.zeros((0, 2), dtype=np.int64)]
+    for low, high in pairwise(bounds):
+        mask = np.uint64((1 << int(high - low)) - 1)
+        parts += _near_within(left, right, (left >> low) & mask, (right >> low) & mask)
+    return np.unique(np.concatenate(parts), axis=0)
+
+
+def _near_within(
+    left: np.ndarray, right: np.ndarray, left_band: np.ndarray, right_band: np.ndarray
+) -> list[np.ndarray]:
+    """Return the pairs of one band's buckets that are near, part by part."""
+    order = np.argsort(right_band, kind="stable")
+    sorted_band = right_band[order]
+    first = np.searchsorted(sorted_band, left_band, side="left")
+    counts = np.searchsorted(sorted_band, left_band, side="right") - first
+    ends = np.cumsum(counts)
+    parts, start = [], 0
+    while start < len(left):
+        done = ends[start - 1] if start else 0
+        stop = max(int(np.searchsorted(ends, done + CANDIDATES, side="right")), start + 1)
+        counted = counts[start:stop]
+        i = np.repeat(np.arange(start, stop), counted)
+        within = np.arange(counted.sum()) - np.repeat(np.cumsum(counted) - counted, counted)
+        j = order[np.repeat(first[start:stop], counted) + within]
+        near = np.bitwise_count(left[i] ^ right[j]) <= RADIUS
+        parts.append(np.stack([i[near], j[near]], axis=1))
+        start = stop
+    return parts
