@@ -90,11 +90,6 @@ def verify_complete(folder: str | Path, every_byte: bool = True, hashed: bool = 
         raise CheckpointError(f"there is no checkpoint folder {folder}: check the path.")
     try:
         manifest = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-        if any(isinstance(file, int) for file in manifest["files"].values()):
-            raise CheckpointError(
-                f"{folder / COMPLETE} was written by an earlier version, without digests: use another checkpoint, or "
-                "remove it to open the model unverified."
-            )
         listed = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {COMPLETE}: saving it was interrupted, so use an older one.") from None
@@ -340,7 +335,7 @@ def file_names(path: str | Path, revision: str | None = None) -> list[str]:
     return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
 
 
-def hub_snapshot(path: str | Path, revision: str | None = None, **patterns: list[str]) -> Path:
+def hub_snapshot(path: str | Path, revision: str | None = None, **patterns: Any) -> Path:
     """Return the folder of a hub checkpoint, fetched as `patterns` say; without a network, of what was fetched."""
     try:
         return Path(snapshot_download(str(path), revision=revision, local_files_only=not hub_answers(), **patterns))
