@@ -90,11 +90,6 @@ def verify_complete(folder: str | Path, every_byte: bool = True, hashed: bool = 
         raise CheckpointError(f"there is no checkpoint folder {folder}: check the path.")
     try:
         manifest = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-        if any(isinstance(file, int) for file in manifest["files"].values()):
-            raise CheckpointError(
-                f"{folder / COMPLETE} was written by an earlier version, without digests: use another checkpoint, or "
-                "remove it to open the model unverified."
-            )
         listed = {name: (file["bytes"], file["sha256"]) for name, file in manifest["files"].items()}
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {COMPLETE}: saving it was interrupted, so use an older one.") from None

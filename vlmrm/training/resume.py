@@ -53,8 +53,6 @@ DERIVED = {
     "rows_per_batch": "per_device_train_batch_size x processes",
     "separate_rates": "the learning rates that are set beside learning_rate",
 }
-# What checkpoints were trained with that are older than these settings.
-BEFORE = {"lora_vit": False, "lora_merger": False, "separate_rates": []}
 # How gloo says that a neighbour's process has ended.
 LOST_RANK = re.compile(r"gloo/.*(closed by peer|reset by peer|Broken pipe|Connection refused|[Tt]imed out)", re.DOTALL)
 # Files are compared by content: they may have moved.
@@ -112,7 +110,7 @@ def training_settings(
         **asdict(model_args),
         **asdict(data_args),
         **args.to_dict(),
-        # The one that the model has, as checkpoints from before the key had no default say it too.
+        # The one that the model has, whether or not the key is written.
         "head": model_args.head or (config or {}).get("reward_head") or "linear",
         "rows_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
         # Whether the last rows of an epoch fill a batch decides whether they are read.
@@ -146,7 +144,6 @@ def check_settings(checkpoint: Path, settings: dict[str, Any]) -> list[str]:
         raise CheckpointError(
             f"{checkpoint} has no {SETTINGS}, which says how it was trained: train from it as model_name_or_path."
         )
-    before = BEFORE | before
     merged = ", after vlmrm merge" if is_adapter(checkpoint) else ""
     instead = f"or start a new run from the checkpoint{merged}, as model_name_or_path, into another output_dir"
     for key, content in CONTENT.items():
