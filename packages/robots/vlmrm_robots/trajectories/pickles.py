@@ -1,8 +1,8 @@
 """Read pickled dictionaries of arrays and tensors without running anything in them.
 
-A few names of numpy and torch stand for records of the stored values, every other name is refused, and arrays are made
-from the records' bytes. A kilobyte can hold nested containers that expand to 2^200 values, or a thousand references to
-one array, so values are counted, and the bytes of arrays, as often as they occur.
+A few names of numpy and torch stand for what is stored, and every other name is refused. A kilobyte can hold nested
+containers that expand to 2^200 values, or a thousand references to one array, so values are counted, and the bytes of
+arrays, as often as they occur.
 """
 
 from __future__ import annotations
@@ -11,40 +11,21 @@ import math
 import pickle
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
+from numpy.lib.stride_tricks import as_strided
 
 from vlmrm.errors import DataError, first_line
 from vlmrm.unpickling import PLAIN, PlainKeyUnpickler, load_torch
 
-# Not a set: the name of a pickled type may be any object, and must not be hashed.
 NUMBERS = ("f2", "f4", "f8", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "b1")
-MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
+OBJECTS = "O8"  # of the array of no axes in which np.save wraps a dictionary
 MAX_VALUES = 1_000_000  # outside arrays, each counted as often as it occurs
 REPEATS = 16  # times the bytes of a file: those of its arrays, each counted as often as it occurs
-
-
-@dataclass
-class Budget:
-    """What a file of some bytes may still hold."""
-
-    bytes: int
-    values: int
-
-    @classmethod
-    def of(cls, path: Path) -> Budget:
-        return cls(REPEATS * path.stat().st_size, MAX_VALUES)
-
-    def spend(self, count: int) -> None:
-        """Take the bytes of an array; UnpicklingError if there are not as many."""
-        self.bytes -= count
-        if self.bytes < 0:
-            raise pickle.UnpicklingError(f"its arrays have more than {REPEATS} times as many bytes as it has")
 
 
 def read_dictionary(path: Path) -> dict[Any, Any]:
@@ -56,7 +37,8 @@ def read_dictionary(path: Path) -> dict[Any, Any]:
         shape, _, dtype = read_header(file)
         if shape != () or dtype.kind != "O":
             raise DataError(f"{path} holds an array of {dtype}, not a dictionary of images and labels.")
-        return _dictionary(path, plain(_ArrayUnpickler(file).load(), Budget.of(path)))
+        reader = _ArrayUnpickler(file, path)
+        return _dictionary(path, reader.plain(reader.load()))
 
 
 def read_pickle(path: Path) -> tuple[dict[Any, Any], Callable[[Any], Any]]:
@@ -65,12 +47,12 @@ def read_pickle(path: Path) -> tuple[dict[Any, Any], Callable[[Any], Any]]:
     What is never made plain may be of any kind, if only its names are those of arrays and tensors.
     """
     with _plain_errors(path, "pickle.dump writes"), path.open("rb") as file:
-        stored = _dictionary(path, _ArrayUnpickler(file).load())
-    budget = Budget.of(path)
+        reader = _ArrayUnpickler(file, path)
+        stored = _dictionary(path, reader.load())
 
     def made_plain(value: Any) -> Any:
         with _plain_errors(path, "pickle.dump writes"):
-            return plain(value, budget)
+            return reader.plain(value)
 
     return stored, made_plain
 
@@ -93,124 +75,105 @@ def _dictionary(path: Path, stored: Any) -> dict[Any, Any]:
     return stored
 
 
-def plain(stored: Any, budget: Budget) -> Any:
-    """Return plain containers with arrays in place of records, which are taken from `budget`."""
-    budget.values -= 1
-    if budget.values < 0:
-        raise pickle.UnpicklingError(f"it holds more than {MAX_VALUES:,} values outside its arrays")
-    if isinstance(stored, _Record):
-        return stored.value(budget)
-    if isinstance(stored, dict):
-        return {key: plain(value, budget) for key, value in stored.items()}
-    if isinstance(stored, (list, tuple)):
-        return type(stored)(plain(value, budget) for value in stored)
-    if isinstance(stored, PLAIN):
-        return stored
-    raise pickle.UnpicklingError(f"it holds a {type(stored).__name__}, which is neither an array nor a plain value")
-
-
-class _TypeRecord:
+class _Type:
     """A pickled numpy type."""
 
-    def __init__(self, name: str, *flags: object):
+    def __init__(self, name: Any, *flags: object):
         self.name, self.order = name, "|"
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.order = state[1]
 
-    @staticmethod
-    def of_numbers(kind: object) -> np.dtype[Any]:
-        """Return the type that a record stands for, one of numbers."""
-        if not isinstance(kind, _TypeRecord) or kind.name not in NUMBERS or kind.order not in ("<", ">", "|", "="):
+    def of_numbers(self) -> np.dtype[Any]:
+        if self.name not in NUMBERS or self.order not in ("<", ">", "|", "="):
             raise pickle.UnpicklingError("it holds an array of something else than numbers")
-        return np.dtype(kind.order + kind.name)
+        return np.dtype(self.order + self.name)
 
 
-class _Record:
-    """What a pickle asks to be made of some arguments and a state."""
+class _Array:
+    """A pickled numpy array, whose content its state brings."""
 
-    def __init__(self, *arguments: Any):
-        self.arguments = arguments
-        self.state: tuple[Any, ...] = ()
+    content: Any = None
+
+    def __init__(self, *arguments: object):
+        pass
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.state = state
-
-    def value(self, budget: Budget) -> Any:
-        raise NotImplementedError
-
-
-class _ArrayRecord(_Record):
-    def value(self, budget: Budget) -> Any:
-        _, shape, kind, fortran, content = self.state
-        if isinstance(kind, _TypeRecord) and kind.name == "O8":  # np.save wraps a dictionary in an array of no axes
-            if shape != () or len(content) != 1:
-                raise pickle.UnpicklingError("it holds an array of objects")
-            return plain(content[0], budget)
-        dtype = _TypeRecord.of_numbers(kind)
+        _, shape, kind, fortran, content = state
+        if kind.name == OBJECTS:
+            [self.content] = content
+            return
         if not all(type(side) is int and side >= 0 for side in shape):
             raise pickle.UnpicklingError("it holds an array without a shape")
+        dtype = kind.of_numbers()
         if type(content) is not bytes or len(content) != math.prod(shape) * dtype.itemsize:
             raise pickle.UnpicklingError("it holds an array whose shape is not that of its content")
-        budget.spend(len(content))
-        return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
+        self.content = np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
-class _ScalarRecord(_Record):
-    def value(self, budget: Budget) -> Any:
-        kind, content = self.arguments
-        return np.frombuffer(content, _TypeRecord.of_numbers(kind), count=1)[0].item()
+def _scalar(kind: _Type, content: bytes) -> Any:
+    return np.frombuffer(content, kind.of_numbers(), count=1)[0].item()
 
 
-class _StorageRecord(_Record):
-    """The numbers of tensors, as torch.save writes them, which are read once."""
-
-    numbers: Any = None
-
-    def value(self, budget: Budget) -> Any:
-        if self.numbers is None:
-            [content] = self.arguments
-            budget.spend(len(content))
-            self.numbers = load_torch(BytesIO(content), len(content))
-        return self.numbers
-
-
-class _TensorRecord(_Record):
-    """A torch tensor; its value is an array."""
-
-    def value(self, budget: Budget) -> Any:
-        import torch
-
-        storage, offset, shape, stride, *_ = self.arguments
-        if not isinstance(storage, _StorageRecord) or not all(type(n) is int and n >= 0 for n in (*shape, *stride)):
-            raise pickle.UnpicklingError("it holds a tensor without numbers or a shape")
-        numbers = torch.tensor([], dtype=(held := storage.value(budget)).dtype).set_(held)
-        last = offset + sum((side - 1) * step for side, step in zip(shape, stride, strict=True))
-        # Neither beyond its numbers, nor one of them repeated without end.
-        if not 0 <= offset <= last < len(numbers) or math.prod(shape) > len(numbers):
-            raise pickle.UnpicklingError("it holds a tensor whose shape is not that of its content")
-        budget.spend(math.prod(shape) * numbers.element_size())
-        return numbers.as_strided(shape, stride, offset).numpy()
-
-
-def _no_hooks() -> None:
-    """Stand for the empty OrderedDict of a tensor's hooks."""
+def _tensor(storage: np.ndarray, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object) -> Any:
+    if not all(type(n) is int and n >= 0 for n in (offset, *shape, *stride)):
+        raise pickle.UnpicklingError("it holds a tensor without a shape")
+    last = offset + sum((side - 1) * step for side, step in zip(shape, stride, strict=True))
+    # Neither beyond its numbers, nor one of them repeated without end.
+    if not offset <= last < len(storage) or math.prod(shape) > len(storage):
+        raise pickle.UnpicklingError("it holds a tensor whose shape is not that of its content")
+    return as_strided(storage[offset:], shape, [step * storage.itemsize for step in stride], writeable=False)
 
 
 class _ArrayUnpickler(PlainKeyUnpickler):
-    """Makes records, and refuses every name but those of numpy's arrays and torch's tensors."""
+    """Refuses every name but those of numpy's arrays and torch's tensors, and more bytes than a file may hold."""
 
-    names: ClassVar[dict[tuple[str, str], Any]] = {
-        **{(module, "_reconstruct"): _ArrayRecord for module in MODULES},
-        **{(module, "scalar"): _ScalarRecord for module in MODULES},
-        ("numpy", "dtype"): _TypeRecord,
-        ("numpy", "ndarray"): "ndarray",  # only passed to _reconstruct; a text cannot be called or changed
-        ("torch._utils", "_rebuild_tensor_v2"): _TensorRecord,
-        ("torch.storage", "_load_from_bytes"): _StorageRecord,
-        ("collections", "OrderedDict"): _no_hooks,
-    }
+    def __init__(self, file: BinaryIO, path: Path):
+        super().__init__(file)
+        self.bytes, self.values = REPEATS * path.stat().st_size, MAX_VALUES
+        self.names = {
+            **{(f"numpy.{core}.multiarray", "_reconstruct"): _Array for core in ("core", "_core")},
+            **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
+            ("numpy", "dtype"): _Type,
+            ("numpy", "ndarray"): "ndarray",  # only passed to _reconstruct; a text cannot be called or changed
+            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+            ("torch.storage", "_load_from_bytes"): self._storage,
+            ("collections", "OrderedDict"): lambda: None,  # a tensor's hooks, of which there are none
+        }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.names:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a dictionary of arrays does not need")
         return self.names[module, name]
+
+    def _storage(self, content: bytes) -> np.ndarray:
+        import torch
+
+        self._spend(len(content))
+        numbers = load_torch(BytesIO(content), len(content))
+        return torch.tensor([], dtype=numbers.dtype).set_(numbers).numpy()
+
+    def _spend(self, count: int) -> None:
+        self.bytes -= count
+        if self.bytes < 0:
+            raise pickle.UnpicklingError(f"its arrays have more than {REPEATS} times as many bytes as it has")
+
+    def plain(self, stored: Any) -> Any:
+        """Return plain containers and arrays of what was read; UnpicklingError for more of them than are allowed."""
+        self.values -= 1
+        if self.values < 0:
+            raise pickle.UnpicklingError(f"it holds more than {MAX_VALUES:,} values outside its arrays")
+        if isinstance(stored, _Array):
+            return self.plain(stored.content)
+        if isinstance(stored, np.ndarray):
+            self._spend(stored.nbytes)
+            return stored
+        if isinstance(stored, dict):
+            return {key: self.plain(value) for key, value in stored.items()}
+        if isinstance(stored, (list, tuple)):
+            return type(stored)(map(self.plain, stored))
+        if isinstance(stored, PLAIN):
+            return stored
+        raise pickle.UnpicklingError(
+            f"it holds a {type(stored).__name__}, which is neither an array nor a plain value"
+        )
