@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode, VectorEnv
 from PIL import Image
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from benchmarks import harness
 from benchmarks.harness import Row, row
@@ -36,12 +35,12 @@ from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.scoring.protocol import prefixes_of
 from vlmrm.settings import validate
 from vlmrm_robots.frames.checkpoint import save_classifier
-from vlmrm_robots.frames.classifier import build_classifier, classifier_config, model_input
+from vlmrm_robots.frames.classifier import FrameClassifier, classifier_config, model_input
 from vlmrm_robots.frames.collecting import collect
 from vlmrm_robots.frames.dataset import FrameIndex, Inputs
 from vlmrm_robots.frames.frame_reward import FrameReward
 from vlmrm_robots.frames.settings import CollectSettings, RewardModelSettings, TrainSettings
-from vlmrm_robots.frames.training import FrameTrainer, initial_classifier, training_arguments
+from vlmrm_robots.frames.training import FrameTrainer, initial_classifier
 from vlmrm_robots.trajectories.trajectory import Trajectory, find_trajectory, holds, open_folder, write_trajectory
 
 COLLECT = 150.0  # frames a second
@@ -113,23 +112,20 @@ def training(rounds: int, episodes: int) -> Row:
             output_checkpoint=folder / "model",
             epochs=EPOCHS,
             use_cpu=True,
-            report_to=(),
         )
-        trainings = count()
 
         def trainer() -> FrameTrainer:
-            args = training_arguments(settings.model_copy(update={"output_checkpoint": folder / str(next(trainings))}))
-            args.eval_strategy, args.save_strategy = IntervalStrategy.NO, SaveStrategy.NO
-            return FrameTrainer(initial_classifier(settings), args, settings, index, numbers, numbers, {})
+            return FrameTrainer(initial_classifier(settings), settings, index, numbers, numbers, folder)
 
         def train() -> Callable[[], object]:
-            return trainer().train
+            made = trainer()
+            return lambda: [made.train_epoch(epoch) for epoch in range(settings.epochs)]
 
         def bare() -> Callable[[], object]:
             made = trainer()
             in_memory = [
-                {key: model_input(it, made.args.device) if key == KEY else it for key, it in batch.items()}
-                for batch in made.get_train_dataloader()
+                {key: model_input(it, made.device) if key == KEY else it for key, it in batch.items()}
+                for batch in made.loader(made.order(0), settings.batch_size)
             ]
             return lambda: train_bare(made, in_memory, settings.epochs)
 
@@ -140,7 +136,7 @@ def training(rounds: int, episodes: int) -> Row:
 
 def train_bare(trainer: FrameTrainer, batches: Sequence[Inputs], epochs: int) -> None:
     """Take the steps of a training on batches that the model takes as they are."""
-    model, optimizer = trainer.classifier.train(), trainer.optimizer
+    model, optimizer = trainer.model.train(), trainer.optimizer
     for _ in range(epochs):
         for batch in batches:
             loss = F.binary_cross_entropy_with_logits(
@@ -156,7 +152,7 @@ def scoring(rounds: int) -> Row:
     torch.manual_seed(0)
     config = classifier_config(image_keys=(KEY,), image_size=(3, 64, 64))
     with tempfile.TemporaryDirectory() as name:
-        save_classifier(Path(name) / "model", build_classifier(config), config)
+        save_classifier(Path(name) / "model", FrameClassifier(config), config)
         settings = RewardModelSettings(checkpoint_path=Path(name) / "model", device="cpu")
         env = FrameReward(Still(ENVIRONMENTS, (3, 64, 64)), settings)
     model = env.scorer.model

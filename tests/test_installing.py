@@ -159,7 +159,7 @@ def test_robots_import_with_their_own_packages(extras, storeys):
         *ROBOTS_PROJECT["dependencies"],
         *(line for it in extras for line in ROBOTS_PROJECT["optional-dependencies"][it]),
     ]
-    heavy = r"trajectories\.(hdf5|pairs|progress|pictures|labelling|success)"  # h5py, or the extra train
+    heavy = r"trajectories\.(hdf5|pictures|reward_models)"  # h5py, or the extra train
     modules = [
         name for name in modules_in(ROBOTS, "vlmrm_robots") if name.split(".")[1:2] and name.split(".")[1] in storeys
     ]
@@ -369,7 +369,7 @@ def test_the_pins_are_names_and_versions_and_within_the_bounds():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert not [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line)]
     pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
-    elsewhere = ("docs", "tensorboard", "trackio", "flash", "qlora", "fetch")  # not in the development environment
+    elsewhere = ("docs", "tensorboard", "trackio", "flash", "qlora")  # not in the development environment
     for project in (PROJECT, ROBOTS_PROJECT):
         lines = [*project["dependencies"]]
         lines += [

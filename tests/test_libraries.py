@@ -24,7 +24,6 @@ from vlmrm.libraries import RELIED_ON, relies_on
 
 ROOT = Path(__file__).resolve().parents[1]
 USERS = (
-    "vlmrm_robots.policies.environments",
     "vlmrm.modeling.reward_model",
     "vlmrm.rendering",
     "vlmrm.serving.server",

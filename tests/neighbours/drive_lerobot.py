@@ -20,11 +20,10 @@ from vlmrm_robots.frames.classifier import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     FrameClassifier,
-    build_classifier,
     classifier_config,
     model_input,
 )
-from vlmrm_robots.frames.lerobot_classifier import write_lerobot
+from vlmrm_robots.frames.foreign_classifiers import write_lerobot
 from vlmrm_robots.trajectories.importing import import_episodes
 from vlmrm_robots.trajectories.lerobot import episodes_of, write_dataset
 from vlmrm_robots.trajectories.trajectory import Trajectory, TrajectoryFile, open_folder, write_trajectory
@@ -141,7 +140,7 @@ def progress(case: Case) -> str:
 def resnet18(checkpoint: Path, normalisation: str) -> Path:
     """A classifier with random weights, whose cameras share the encoder as LeRobot's do."""
     torch.manual_seed(0)
-    model = build_classifier(
+    model = FrameClassifier(
         classifier_config(
             architecture="resnet18",
             image_keys=tuple(SIZES),

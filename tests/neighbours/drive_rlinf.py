@@ -10,8 +10,8 @@ from checks import Case, main
 from omegaconf import OmegaConf
 from rlinf.models.embodiment.reward import get_reward_model_class
 
-from vlmrm_robots.frames.classifier import build_classifier, classifier_config, model_input
-from vlmrm_robots.frames.rlinf_classifier import export_classifier
+from vlmrm_robots.frames.classifier import FrameClassifier, classifier_config, model_input
+from vlmrm_robots.frames.foreign_classifiers import export_classifier
 
 SIDE = 64
 
@@ -19,7 +19,7 @@ SIDE = 64
 def actor(case: Case) -> str:
     """As the worker does: the class of the registry, its strict load, and rewards of the environment's main images."""
     torch.manual_seed(0)
-    model = build_classifier(
+    model = FrameClassifier(
         classifier_config(
             architecture="resnet18",
             image_keys=("main_images",),

@@ -22,7 +22,7 @@ PROJECTS = {
 }
 SOURCES = tomllib.loads((HERE / "uv.toml").read_text(encoding="utf-8"))["dependency-metadata"]
 ENDS = ("3.11", "3.14")
-# Without DeepSpeed and flash-attn, which are built where they are installed; fetch's MuJoCo has wheels up to 3.13.
+# Without DeepSpeed and flash-attn, which are built where they are installed.
 EXTRAS = {
     "vlmrm[train]": ENDS,
     "vlmrm[serve]": ENDS,
@@ -30,7 +30,6 @@ EXTRAS = {
     "vlmrm[ray]": ENDS,
     "vlmrm[latents]": ENDS,
     "vlmrm-robots[frames]": ENDS,
-    "vlmrm-robots[fetch]": ("3.11",),
 }
 
 

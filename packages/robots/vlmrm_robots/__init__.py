@@ -6,7 +6,6 @@ from vlmrm.libraries import PACKAGES
 
 __version__ = "0.1.0"
 
-# The extras, and their packages by the names that they are imported by: one that is missing is one sentence.
-FRAMES, FETCH = "vlmrm-robots[frames]", "vlmrm-robots[fetch]"
+# The extra, and its packages by the names that they are imported by: one that is missing is one sentence.
+FRAMES = "vlmrm-robots[frames]"
 PACKAGES[FRAMES] = ("sklearn", "tqdm", "gymnasium", "pygame", "stable_baselines3", "minigrid")
-PACKAGES[FETCH] = ("gymnasium_robotics", "mujoco")

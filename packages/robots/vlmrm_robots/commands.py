@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from pydantic import BaseModel, Field
@@ -17,15 +16,12 @@ from vlmrm.logs import say, start_log
 from vlmrm_robots import FRAMES
 from vlmrm_robots.frames.settings import TrainSettings
 
-DATA, MODEL = ("reward", "data_collection"), ("reward", "reward_model")
-BLOCKS = {  # of the YAML file, that hold some of the options
-    "positive_dir": DATA,
-    "negative_dir": DATA,
-    "image_keys": DATA,
-    "image_size": MODEL,
-    "max_positive_trajectories": DATA,
-    "max_negative_trajectories": DATA,
-}
+if TYPE_CHECKING:
+    from vlmrm_robots.trajectories.trajectory import TrajectoryFile
+
+COLLECTED = ("positive_dir", "negative_dir", "image_keys", "max_positive_trajectories", "max_negative_trajectories")
+# The blocks of the YAML file that hold some of the options.
+BLOCKS = {**dict.fromkeys(COLLECTED, ("reward", "data_collection")), "image_size": ("reward", "reward_model")}
 
 SIMULATORS = ("gymnasium", "pygame")
 POLICIES = (*SIMULATORS, "stable_baselines3")
@@ -55,32 +51,30 @@ app = App(
 )
 
 
+def _option(description: str) -> Any:
+    return Field(None, description=description)
+
+
 class CollectOptions(BaseModel):
     """The options of `vlmrm frames collect`; None is the file's value, or the default that it names."""
 
-    env: str | None = Field(
-        None,
-        description="An id of Gymnasium, module:id if a module registers it, or module:function that returns a "
-        "gymnasium.Env.",
+    env: str | None = _option(
+        "An id of Gymnasium, module:id if a module registers it, or module:function that makes one."
     )
-    success: str | None = Field(
-        None, description="info.KEY, a threshold such as 'reward >= 1', or module:function. Default: the simulator's."
-    )
-    episodes: int | None = Field(None, description="Episodes to play. Default: 100.")
-    num_envs: int | None = Field(None, description="Environments that are played side by side. Default: 8.")
-    policy: str | None = Field(None, description="scripted, random, or module:function. Default: scripted.")
-    noise: float | None = Field(None, description="Share of the scripted policy's actions at random. Default: 0.3.")
-    max_steps: int | None = Field(None, description="Steps of an episode. Default: 200.")
-    stop_at_success: bool | None = Field(None, description="End an episode at its first success. Default: go on.")
-    seed: int | None = Field(None, description="Processes that share folders need different ones. Default: 0.")
-    positive_dir: Path | None = Field(
-        None, description="Folder of episodes with a success. Default: reward_data/positive."
-    )
-    negative_dir: Path | None = Field(None, description="Folder of the others. Default: reward_data/negative.")
-    image_keys: list[str] | None = Field(None, description="Names of the cameras. Default: base_camera.")
-    image_size: tuple[int, int, int] | None = Field(None, description="C H W of the frames. Default: 3 64 64.")
-    max_positive_trajectories: int | None = Field(None, description="Limit of positive_dir. Default: none.")
-    max_negative_trajectories: int | None = Field(None, description="Limit of negative_dir. Default: none.")
+    success: str | None = _option("info.KEY, a threshold such as 'reward >= 1', or module:function.")
+    episodes: int | None = _option("Episodes to play. Default: 100.")
+    num_envs: int | None = _option("Environments that are played side by side. Default: 8.")
+    policy: str | None = _option("scripted, random, or module:function. Default: scripted.")
+    noise: float | None = _option("Share of the scripted policy's actions at random. Default: 0.3.")
+    max_steps: int | None = _option("Steps of an episode. Default: 200.")
+    stop_at_success: bool | None = _option("End an episode at its first success. Default: go on.")
+    seed: int | None = _option("Processes that share folders need different ones. Default: 0.")
+    positive_dir: Path | None = _option("Folder of episodes with a success. Default: reward_data/positive.")
+    negative_dir: Path | None = _option("Folder of the others. Default: reward_data/negative.")
+    image_keys: list[str] | None = _option("Names of the cameras. Default: base_camera.")
+    image_size: tuple[int, int, int] | None = _option("C H W of the frames. Default: 3 64 64.")
+    max_positive_trajectories: int | None = _option("Limit of positive_dir. Default: none.")
+    max_negative_trajectories: int | None = _option("Limit of negative_dir. Default: none.")
 
 
 @app.command
@@ -104,21 +98,25 @@ def collect(
 
     content = {} if config is None else load_file(config)
     for name, value in options.model_dump(exclude_none=True).items() if options else ():
-        _set_nested(content, [*BLOCKS.get(name, ()), name], value)
+        block = content
+        for key in BLOCKS.get(name, ()):
+            block[key] = block.get(key) or {}  # a block without keys is None in YAML
+            if not isinstance(block[key], dict):
+                raise ConfigError(f"{key} is {block[key]!r}: it is a block of keys.")
+            block = block[key]
+        block[name] = value
     if "env" not in content:
         raise ConfigError("there is no simulator to collect from: give --env, such as Acrobot-v1, or a file with env.")
     source = "the command line" if config is None else str(config)
     say(summarise(collect(validate(CollectSettings, content, source))))
 
 
-def _set_nested(content: dict[str, Any], keys: list[str], value: Any) -> None:
-    *blocks, last = keys
-    for block in blocks:
-        content[block] = content.get(block) or {}  # a block without keys is None in YAML
-        if not isinstance(content[block], dict):
-            raise ConfigError(f"{block} is {content[block]!r}: it is a block of keys.")
-        content = content[block]
-    content[last] = value
+def _opened(folders: Sequence[Path], purpose: str) -> list[TrajectoryFile]:
+    from vlmrm_robots.trajectories.trajectory import open_folder
+
+    if not folders:
+        raise ConfigError(f"there is nothing to {purpose}: name folders of trajectories.")
+    return [file for folder in folders for file in open_folder(folder)]
 
 
 @app.command(name="import")
@@ -146,8 +144,7 @@ def import_(
         negative_dir: Folder of the negative trajectory files to write.
         environment: Name of the environment that they show.
     """
-    from vlmrm_robots.trajectories.importing import import_episodes, summarise
-    from vlmrm_robots.trajectories.sources import episodes_in
+    from vlmrm_robots.trajectories.importing import episodes_in, import_episodes, summarise
 
     found = [] if lerobot and positive is negative is episodes is None else episodes_in(positive, negative, episodes)
     if lerobot:
@@ -180,36 +177,24 @@ def export(
     if not sources:
         raise ConfigError("there is nothing to export: name a checkpoint, or folders of trajectories.")
     if sources[0].is_dir() and not (sources[0] / "config.json").exists():
-        say(_export_trajectories(sources, to, output, image_key, fps, task))
+        from vlmrm_robots.trajectories.lerobot import write_dataset
+        from vlmrm_robots.trajectories.rlinf import write_document_files, write_payload
+
+        files = _opened(sources, "export")
+        if to == "lerobot":
+            say(f"{write_dataset(files, output, fps, task)} frames of {len(files)} episodes are in {output}")
+        elif output.suffix == ".pt":
+            say(f"{write_payload(files, output, image_key)} frames are in {output}")
+        else:
+            say(f"{len(write_document_files(files, output))} trajectories are in {output}")
     elif len(sources) > 1:
         raise ConfigError("a single checkpoint is exported at once: name one.")
-    elif to == "lerobot":
-        from vlmrm_robots.frames.checkpoint import load_classifier
-        from vlmrm_robots.frames.lerobot_classifier import write_lerobot
-
-        say(write_lerobot(load_classifier(sources[0], device="cpu").model, sources[0], output))
     else:
         from vlmrm_robots.frames.checkpoint import load_classifier
-        from vlmrm_robots.frames.rlinf_classifier import export_classifier
+        from vlmrm_robots.frames.foreign_classifiers import export_classifier, write_lerobot
 
-        say(export_classifier(load_classifier(sources[0], device="cpu").model, sources[0], output))
-
-
-def _export_trajectories(
-    folders: Sequence[Path], to: str, output: Path, image_key: str | None, fps: int | None, task: str | None
-) -> str:
-    from vlmrm_robots.trajectories.trajectory import open_folder
-
-    files = [file for folder in folders for file in open_folder(folder)]
-    if to == "lerobot":
-        from vlmrm_robots.trajectories.lerobot import write_dataset
-
-        return f"{write_dataset(files, output, fps, task)} frames of {len(files)} episodes are in {output}"
-    from vlmrm_robots.trajectories.rlinf import write_document_files, write_payload
-
-    if output.suffix == ".pt":
-        return f"{write_payload(files, output, image_key)} frames are in {output}"
-    return f"{len(write_document_files(files, output))} trajectories are in {output}"
+        write = write_lerobot if to == "lerobot" else export_classifier
+        say(write(load_classifier(sources[0], device="cpu").model, sources[0], output))
 
 
 @app.command
@@ -237,13 +222,10 @@ def show(
         vis_output_dir: Folder of these successes.
     """
     from vlmrm_robots.trajectories.pictures import contact_sheet, write_frames
-    from vlmrm_robots.trajectories.trajectory import open_folder
 
-    if not folders:
-        raise ConfigError("there is nothing to show: name folders of trajectories.")
-    files = [open_folder(folder) for folder in folders]
-    keys = image_key or files[0][0].keys
-    trajectories = [file for opened in files for file in opened]
+    trajectories = _opened(folders, "show")
+    files = [_opened([folder], "show") for folder in folders]
+    keys = image_key or trajectories[0].keys
     say(f"the sheet is {contact_sheet(files, output, keys, columns=columns, rows=rows)}")
     if frames is not None:
         say(f"{len(write_frames(trajectories, keys, frames))} frames are in {frames}")
@@ -279,16 +261,10 @@ def pairs(
         image_key: The camera. Default: the first.
         seed: Seed of what is drawn.
     """
-    from vlmrm_robots.trajectories.pairs import write_pairs
-    from vlmrm_robots.trajectories.trajectory import open_folder
+    from vlmrm_robots.trajectories.reward_models import write_pairs
 
-    if not folders:
-        raise ConfigError("there is nothing to compare: name folders of trajectories.")
-    files = [file for folder in folders for file in open_folder(folder)]
-    options = {} if kinds is None else {"kinds": kinds}
-    counts = write_pairs(
-        files, output, task=task, frames=frames, per_episode=per_episode, image_key=image_key, seed=seed, **options
-    )
+    options: Any = {"task": task, "frames": frames, "per_episode": per_episode, "image_key": image_key, "seed": seed}
+    counts = write_pairs(_opened(folders, "compare"), output, **options, **({} if kinds is None else {"kinds": kinds}))
     of_kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     say(f"wrote {counts.total()} pairs to {output}: {of_kinds}")
 
@@ -296,12 +272,7 @@ def pairs(
 @app.command
 @needs("train", "scoring episodes")
 def progress(
-    *folders: Path,
-    model: str,
-    output: Path,
-    task: str | None = None,
-    frames: int = 8,
-    image_key: str | None = None,
+    *folders: Path, model: str, output: Path, task: str | None = None, frames: int = 8, image_key: str | None = None
 ) -> None:
     """Score episodes after each of their frames: do scores rise with time (value-order correlation), and tell success?
 
@@ -316,13 +287,10 @@ def progress(
         image_key: The camera. Default: the first.
     """
     from vlmrm.files import require_new_file
-    from vlmrm_robots.trajectories.progress import open_prefix_scorer, score_episodes, summarise, write_scores
-    from vlmrm_robots.trajectories.trajectory import open_folder
+    from vlmrm_robots.trajectories.reward_models import open_prefix_scorer, score_episodes, summarise, write_scores
 
-    if not folders:
-        raise ConfigError("there is nothing to score: name folders of trajectories.")
+    files = _opened(folders, "score")
     require_new_file(output)
-    files = [file for folder in folders for file in open_folder(folder)]
     scored = score_episodes(open_prefix_scorer(model), files, task=task, frames=frames, image_key=image_key)
     write_scores(scored, output)
     say(summarise(scored))
@@ -350,15 +318,11 @@ def label(
         task: The instruction of trajectories that do not say theirs.
         image_key: The camera. Default: the first.
     """
-    from vlmrm_robots.trajectories.labelling import label_episodes, summarise
-    from vlmrm_robots.trajectories.progress import open_prefix_scorer
-    from vlmrm_robots.trajectories.trajectory import open_folder
+    from vlmrm_robots.trajectories.reward_models import label_episodes, open_prefix_scorer
 
-    if not folders:
-        raise ConfigError("there is nothing to label: name folders of trajectories.")
-    files = [file for folder in folders for file in open_folder(folder)]
+    files = _opened(folders, "label")
     options = {"judge": model, "above": above, "task": task, "image_key": image_key}
-    say(summarise(label_episodes(open_prefix_scorer(model), files, positive_dir, negative_dir, **options)))
+    say(label_episodes(open_prefix_scorer(model), files, positive_dir, negative_dir, **options))
 
 
 @app.command
@@ -372,12 +336,11 @@ def train(*, settings: Annotated[TrainSettings, Parameter(name="*", consume_mult
 
     start_log("frames_train")
     trained = train_classifier(settings)
-    if os.environ.get("RANK", "0") == "0":
-        say(summarise(trained))
+    say(summarise(trained))
     if not trained.config.qualified:
+        why = trained.config.unqualified_because
         raise BelowThreshold(
-            f"{trained.path} does not qualify as a reward: {trained.config.unqualified_because}: train it on more "
-            "episodes or for longer."
+            f"{trained.path} does not qualify as a reward: {why}: train it on more episodes or longer."
         )
 
 
@@ -436,8 +399,8 @@ def rl(config: Path, /) -> None:
         config: YAML such as training_configs/frames_rl.yaml. Runs that its output_dir has finished are not repeated.
     """
     from vlmrm.settings import load_file, validate
+    from vlmrm_robots.frames.settings import RLSettings
     from vlmrm_robots.policies.comparison import markdown, write_comparison
-    from vlmrm_robots.policies.settings import RLSettings
     from vlmrm_robots.policies.training import train_policies
 
     settings = validate(RLSettings, load_file(config), str(config))
@@ -457,8 +420,8 @@ def loop(config: Path, /) -> None:
         config: YAML such as training_configs/frames_loop.yaml.
     """
     from vlmrm.settings import load_file, validate
+    from vlmrm_robots.frames.settings import LoopSettings
     from vlmrm_robots.policies.loop import run_loop
-    from vlmrm_robots.policies.settings import LoopSettings
 
     settings = validate(LoopSettings, load_file(config), str(config))
     start_log("frames_loop")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmrm_robots.frames.classifier import build_classifier, classifier_config
+from vlmrm_robots.frames.classifier import FrameClassifier, classifier_config
 from vlmrm_robots.frames.settings import TrainSettings
 from vlmrm_robots.trajectories.trajectory import Trajectory, write_trajectory
 
@@ -56,4 +56,4 @@ def small_config(**changes):
 
 def small_classifier(seed: int = 0, **changes):
     torch.manual_seed(seed)
-    return build_classifier(small_config(**changes)).eval()
+    return FrameClassifier(small_config(**changes)).eval()

@@ -19,11 +19,10 @@ from vlmrm_robots.frames.collector import RewardDataCollector
 from vlmrm_robots.frames.environments import make_environments
 from vlmrm_robots.frames.evaluation import evaluate
 from vlmrm_robots.frames.frame_reward import FrameReward, FrameScorer
-from vlmrm_robots.frames.settings import CollectSettings, RewardModelSettings
+from vlmrm_robots.frames.settings import CollectSettings, LoopSettings, RewardModelSettings
 from vlmrm_robots.frames.training import train_classifier
 from vlmrm_robots.policies.environments import TrueSuccess
 from vlmrm_robots.policies.loop import policy_settings, run_loop
-from vlmrm_robots.policies.settings import LoopSettings
 from vlmrm_robots.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 
 ROOM = '''
@@ -187,11 +186,11 @@ def test_a_policy_of_states_observes_one_vector_and_no_images(monkeypatch):
         ("lamp_room:Room", {"policy": "scripted"}, "lamp_room:Room has no scripted policy: give policy random"),
         ("lamp_room:Room", {"policy": "scriptd"}, "lamp_room:Room has no scripted policy"),
         ("FrozenLake-v1", {"policy": "scriptd"}, "there is no policy scriptd"),
-        ("lamp_room:vector", {}, "returns a vector of environments.* wrap the vector in RewardDataCollector"),
-        ("lamp_room:wrong", {}, "returns int: it has to return a gymnasium.Env"),
+        ("lamp_room:vector", {}, "returns SyncVectorEnv.* wrap a vector of them in RewardDataCollector"),
+        ("lamp_room:wrong", {}, "returns int: it has to return one gymnasium.Env"),
         ("lamp_room:Room", {"image_keys": ["topp"]}, "shows no image 'topp': it shows top, side.*'render' is"),
         ("lamp_room:Room", {"image_keys": ["render"]}, "make it with render_mode='rgb_array'"),
-        ("lamp_room:Room", {"policy": "lamp_room:three"}, r"three returns actions of shape \[3\]: .* are \[2\]"),
+        ("lamp_room:Room", {"policy": "lamp_room:three"}, r"three returns actions of shape \[3\], .* are \[2\]"),
         ("lamp_room:Room", BURST, r"Room.* raises RuntimeError in a step \(the lamp burst\)"),
         ("lamp_room:Room", CUT, r"shows 'top' as \[3, 20, 48\] after \[3, 24, 48\]: an episode has frames"),
         ("lamp_room:Room", {"crop": {"top": [0, 0, 90, 9]}}, "not within the images 'top', 48 wide and 24 high"),
@@ -242,7 +241,7 @@ def test_two_cameras_and_a_crop_go_from_collection_to_reward(caplog):
     with pytest.raises(DataError, match=r"was trained on \{.*, and these frames have the crop \{\}"):
         evaluate(load_classifier(trained.path), [Path("whole/positive")])
     collect(settings("lamp_room:Room", "data", episodes=22, seed=9, **options))
-    with pytest.raises(DataError, match=r"has the crop .* a classifier looks at frames of one crop"):
+    with pytest.raises(DataError, match=r"has the crop .* a classifier looks at frames of one"):
         train_classifier(training_settings(Path("data"), image_key=("top", "side"), image_size=(3, 16, 16)))
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from PIL import Image
 from played import Played
 from squares import small_config
 
 from vlmrm_robots.frames.frame_reward import FrameReward
 from vlmrm_robots.frames.settings import RewardModelSettings
-from vlmrm_robots.policies.audit import Counts, RewardAudit, suspect_sheet
-from vlmrm_robots.policies.environments import TrueSuccess
+from vlmrm_robots.policies.environments import Counts, RewardAudit, TrueSuccess
 
 
 class Told(Played):
@@ -33,12 +31,11 @@ class Brightness:
     """A fake classifier: its probability is the frame's brightness."""
 
     config = small_config(image_size=(3, 2, 2), threshold=0.5)
-    reference, path = None, "the brightness"
+    path = "the brightness"
 
-    def scores(self, images):
-        """The brightness of the first pixel; blue ones are novel."""
-        frames = images["base_camera"]
-        return frames[:, 0, 0, 0] / 255, 2.0 * (frames[:, [2], 0, 0] > frames[:, [0], 0, 0])
+    def probabilities(self, images):
+        """The brightness of the first pixel."""
+        return images["base_camera"][:, 0, 0, 0] / 255
 
 
 def told(*episodes: tuple[list[int], list[bool]]) -> SyncVectorEnv:
@@ -46,9 +43,9 @@ def told(*episodes: tuple[list[int], list[bool]]) -> SyncVectorEnv:
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-def audit_of(*episodes, steps: int, limit: int = 48, **settings) -> RewardAudit:
+def audit_of(*episodes, steps: int, **settings) -> RewardAudit:
     env = FrameReward(TrueSuccess(told(*episodes)), RewardModelSettings(**settings), Brightness())
-    audit = RewardAudit(env, limit)
+    audit = RewardAudit(env)
     audit.reset()
     for _ in range(steps):
         audit.step(np.zeros(len(episodes), dtype=np.int64))
@@ -101,32 +98,3 @@ def test_counts_add_up_and_have_a_share_where_there_are_rewards():
     total = Counts(10, 1, 3, 2, 0) + Counts(5, 1, 1, 1, 1)
     assert total == Counts(15, 2, 4, 3, 1) and total.false_positive_share == 0.75
     assert Counts(10).false_positive_share is None
-
-
-def test_suspects_are_the_worst_frame_without_success_of_each_episode_the_worst_first():
-    [worst, second, *remaining] = audit_of(FOOLED, MISSED, steps=4).suspects()
-    assert [suspect.frame[0, 0, 0] for suspect in (worst, second)] == [200, 200]
-    assert (worst.rewarded, worst.probability) == (True, 200 / 255) and {worst.step, second.step} == {2, 8}
-    assert [(suspect.rewarded, suspect.frame[0, 0, 0]) for suspect in remaining] == [(False, 20), (False, 10)]
-
-
-def test_the_last_frame_of_an_episode_is_a_suspect_too_and_only_the_worst_are_kept():
-    endings = [([0, brightness], [False, False]) for brightness in (10, 250, 240, 60)]
-    suspects = audit_of(*endings, steps=20, limit=3).suspects()
-    assert [suspect.frame[0, 0, 0] for suspect in suspects] == [250] * 3
-
-
-def test_the_sheet_shows_each_suspect_in_red_where_it_was_rewarded(tmp_path):
-    suspects = audit_of(FOOLED, MISSED, steps=3).suspects()
-    sheet = Image.open(suspect_sheet(suspects, tmp_path / "audit.png"))
-    assert sheet.width == 2 * 102
-    red, grey = sheet.getpixel((0, 60)), sheet.getpixel((103, 60))
-    assert red[0] > 2 * red[1] and grey[0] == grey[1] == grey[2]
-    assert sheet.getpixel((50, 60)) == (200, 200, 200)
-
-
-@pytest.mark.parametrize("count", [1, 13])
-def test_sheets_of_any_number_of_suspects(tmp_path, count):
-    suspects = audit_of(*[FOOLED] * count, steps=3).suspects()
-    sheet = Image.open(suspect_sheet(suspects, tmp_path / "audit.png"))
-    assert sheet.size == (min(count, 12) * 102, -(-count // 12) * 114)

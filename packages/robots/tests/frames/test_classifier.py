@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from squares import SIDE, small_classifier, small_config
 
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm_robots.frames.classifier import SpatialLearnedEmbeddings, build_classifier, classifier_config
+from vlmrm_robots.frames.classifier import FrameClassifier, SpatialLearnedEmbeddings, classifier_config
 
 
 def frames(count: int, seed: int = 0) -> torch.Tensor:
@@ -19,7 +19,7 @@ def frames(count: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize(("pooling", "count"), [("spatial", 6_551_081 - 513_000), ("mean", 6_538_793 - 513_000)])
 def test_resnet10_has_the_parameters_of_the_document_without_the_dead_ones(pooling, count):
-    model = build_classifier(classifier_config(image_keys=("base_camera",), image_size=(3, 64, 64), pooling=pooling))
+    model = FrameClassifier(classifier_config(image_keys=("base_camera",), image_size=(3, 64, 64), pooling=pooling))
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
@@ -90,12 +90,11 @@ def test_grey_frames_have_one_channel():
         ({"image_size": (4, 32, 32)}, r"\[4, 32, 32\]"),
         ({"hidden_dim": 0}, "hidden_dim"),
         ({"freeze_encoder": True}, "keeps random ones"),
-        ({"architecture": "reward_model", "freeze_encoder": True}, "needs the path"),
     ],
 )
 def test_configs_that_cannot_be_are_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
-        build_classifier(small_config(**changes))
+        FrameClassifier(small_config(**changes))
 
 
 # Pretrained encoders -------------------------------------------------------------------------------------------------

@@ -13,16 +13,13 @@ from torch.utils.data import DataLoader
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm_robots.frames.dataset import (
-    BalancedSampler,
-    FrameDataset,
+    FrameBatches,
     class_weights,
-    first_of,
     index_frames,
     split,
 )
 from vlmrm_robots.trajectories.trajectory import (
     Trajectory,
-    TrajectoryFile,
     open_trajectory,
     trajectory_paths,
     write_trajectory,
@@ -72,35 +69,6 @@ def test_the_split_is_by_trajectory_and_by_seed(tmp_path):
     assert np.array_equal(again[0], training) and np.array_equal(again[1], validation)
     splits = {tuple(np.unique(index.owners[split(index, 0.2, seed)[1]])) for seed in range(8)}
     assert len(splits) > 4
-
-
-def test_frames_are_read_before_training_only_where_episodes_begin_alike(tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    for count in (1, 2, 3):
-        write_trajectory(tmp_path / "positive", square_trajectory(rng, count))
-    (tmp_path / "negative").mkdir()
-    read = []
-    frame = TrajectoryFile.frame
-    monkeypatch.setattr(
-        TrajectoryFile, "frame", lambda file, key, i: read.append(file.path.name) or frame(file, key, i)
-    )
-    index_of(tmp_path)
-    assert len(read) == 3
-    [first, *_] = trajectory_paths(tmp_path / "positive")
-    shutil.copy(first, tmp_path / "positive" / f"1{first.name}")
-    _, summary = index_of(tmp_path)
-    assert "1 trajectories repeat others" in summary and read.count(first.name) == 1 + 10
-
-
-def test_an_episode_that_was_cut_off_is_no_second_one(tmp_path):
-    """A killed collector has stored the beginning of an episode that another process of its seed stored whole."""
-    write_squares(tmp_path, positive=3, negative=3)
-    whole = open_trajectory(trajectory_paths(tmp_path / "negative")[1])
-    start = Trajectory({"base_camera": whole.frames("base_camera")[:6]}, whole.labels[:6], whole.metadata)
-    cut = write_trajectory(tmp_path / "negative", start)
-    index, summary = index_of(tmp_path)
-    assert cut not in [file.path for file in index.files] and whole.path in [file.path for file in index.files]
-    assert f"1 trajectories repeat others frame for frame and are left out ({cut.name})" in summary
 
 
 def test_twins_are_never_on_both_sides_and_are_named(tmp_path):
@@ -154,26 +122,13 @@ def test_a_loader_has_every_frame_with_its_label_in_the_order_of_its_sampler(tmp
     index, _ = index_of(write_squares(tmp_path))
     numbers = np.arange(3, 40)
     order = np.random.default_rng(0).permutation(len(numbers))
-    data = FrameDataset(index.images, index.labels, numbers)
-    loader = DataLoader(data, 16, sampler=order.tolist(), num_workers=workers, collate_fn=first_of)
+    loader = DataLoader(FrameBatches(index.images, index.labels, numbers[order], 16), None, num_workers=workers)
     for _ in range(2):
         batches = list(loader)
         assert [len(batch["labels"]) for batch in batches] == [16, 16, 5]
         pictures, labels = (torch.cat([batch[name] for batch in batches]) for name in ("base_camera", "labels"))
         assert torch.equal(pictures, index.images(numbers[order])["base_camera"])
         assert np.array_equal(labels, index.labels[numbers[order]])
-
-
-def test_balanced_sampling_draws_rare_successes_as_often_as_failures_anew_in_each_epoch(tmp_path):
-    index, _ = index_of(write_squares(tmp_path, positive=20, negative=20, successes=1))
-    sampler = BalancedSampler(index.labels, seed=0)
-    first = list(sampler)
-    assert len(first) == len(index)
-    assert index.labels[first].mean() == pytest.approx(0.5, abs=0.1)  # they are 1 in 20
-    assert list(sampler) == first  # a resumed epoch is the same
-    sampler.set_epoch(1)
-    assert list(sampler) != first
-    assert list(BalancedSampler(index.labels, seed=1)) not in (first, list(sampler))  # as epochs of a seed do not meet
 
 
 def test_class_weights_make_classes_equal():

@@ -91,7 +91,7 @@ def random(model):
 def test_planted_classifiers_without_use_do_not_qualify(plant, classifier, tmp_path):
     loaded = load_classifier(classifier, device="cpu")
     plant(loaded.model)
-    save_classifier(tmp_path / "planted", loaded.model, loaded.config, loaded.reference)
+    save_classifier(tmp_path / "planted", loaded.model, loaded.config)
     with pytest.raises(BelowThreshold, match="does not qualify as a reward on these episodes"):
         evaluated(tmp_path / "planted", *new_squares(tmp_path), "--output-checkpoint", tmp_path / "planted")
     with pytest.raises(CheckpointError, match="does not qualify as a reward"):

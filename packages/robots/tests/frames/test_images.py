@@ -61,14 +61,6 @@ def test_info_comes_before_the_observation_and_several_cameras_are_told_apart():
     ).all()
 
 
-def test_an_alpha_is_dropped_by_name_once(caplog):
-    with caplog.at_level("INFO", logger="vlmrm"):
-        for _ in range(3):
-            shown({"pixels": {"seen through": LAYOUTS["RGBA"]}}, "seen through")
-    [record] = caplog.records
-    assert record.message == "the images 'seen through' have an alpha, opaque everywhere, which is left out"
-
-
 @pytest.mark.parametrize(
     ("observation", "message"),
     [

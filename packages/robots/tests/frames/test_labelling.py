@@ -26,7 +26,7 @@ class Brightest:
 @pytest.fixture
 def judge(monkeypatch):
     judge = Brightest()
-    monkeypatch.setattr("vlmrm_robots.trajectories.progress.open_prefix_scorer", lambda model: judge)
+    monkeypatch.setattr("vlmrm_robots.trajectories.reward_models.open_prefix_scorer", lambda model: judge)
     return judge
 
 

@@ -11,10 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow
 import pytest
 import torch
-from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 from squares import small_classifier, square_trajectory
 from torch import Tensor, nn
@@ -23,7 +21,7 @@ from transformers import ResNetConfig, ResNetModel
 from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm_robots.frames.checkpoint import load_classifier, save_classifier
-from vlmrm_robots.frames.lerobot_classifier import write_lerobot
+from vlmrm_robots.frames.foreign_classifiers import write_lerobot
 from vlmrm_robots.trajectories.importing import import_episodes
 from vlmrm_robots.trajectories.lerobot import episodes_of, write_dataset
 from vlmrm_robots.trajectories.trajectory import TrajectoryFile, open_folder, write_trajectory
@@ -204,21 +202,6 @@ def test_a_dataset_keeps_its_task_and_its_frames_a_second(tmp_path, monkeypatch)
 def test_cameras_that_would_have_one_name_are_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="its folder has cameras of one name"):
         imported(FakeDataset(10, {"a.b": (4, 4), "a_b": (4, 4)}), tmp_path, monkeypatch)
-
-
-def test_a_set_that_claims_more_episodes_than_it_has_is_not_opened(tmp_path, monkeypatch):
-    (tmp_path / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
-    table = pyarrow.table({"episode_index": [0, 1]})
-    parquet.write_table(table, tmp_path / "meta" / "episodes" / "chunk-000" / "file-000.parquet")
-    monkeypatch.setattr(
-        "vlmrm_robots.trajectories.lerobot._library", lambda: lambda *_, **__: FakeDataset(10, {"a": (4, 4)})
-    )
-    for claimed in (2, 10**9):
-        (tmp_path / "meta" / "info.json").write_text(json.dumps({"total_episodes": claimed}))
-        if claimed == 2:
-            assert len(episodes_of(str(tmp_path))) == 1
-    with pytest.raises(DataError, match="claims 1,000,000,000 episodes and describes 2"):
-        episodes_of(str(tmp_path))
 
 
 def test_what_lerobot_refuses_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from vlmrm_robots.commands import app
 from vlmrm_robots.frames.checkpoint import save_classifier
 from vlmrm_robots.frames.dataset import index_frames, outline_of
 from vlmrm_robots.policies import loop
-from vlmrm_robots.policies.audit import Counts
+from vlmrm_robots.policies.environments import Counts
 from vlmrm_robots.policies.training import episodes_folder
 from vlmrm_robots.trajectories.trajectory import trajectory_paths, write_trajectory
 
@@ -226,14 +226,10 @@ def test_a_loop_that_never_holds_says_so(planted, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"train": {"epoch": 4}}, "epoch"),
         ({"train": {"positive_dir": "x"}}, "train has positive_dir, which the loop itself decides"),
         ({"policy": {"env": "x", "seeds": [1]}}, "policy has env, seeds"),
-        ({"policy": {"total_step": 4}}, "total_step"),
         ({"policy": {"hyperparameters": {"n_step": 64}}}, "unknown hyperparameter n_step: did you mean n_steps?"),
         ({"policy": {"hyperparameters": {"mood": 1}}}, "unknown hyperparameter mood: ppo and sac of .* have none"),
-        ({"round": 4}, "round"),
-        ({"min_precision": 1.0}, "min_precision"),
     ],
 )
 def test_settings_are_checked_before_anything_runs(planted, tmp_path, changes, words):

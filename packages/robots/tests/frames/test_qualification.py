@@ -12,13 +12,10 @@ from sklearn.metrics import precision_score
 
 from vlmrm_robots.frames.qualification import (
     HeldOut,
-    auc_and_loss,
     choose_threshold,
     disqualification,
     episodes_needed,
     figures,
-    frame_figures,
-    intervals,
 )
 
 
@@ -30,11 +27,11 @@ def drawn(count: int = 400, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 def test_auc_is_the_share_of_pairs_in_order_and_the_loss_is_cross_entropy():
     logits, labels = drawn()
-    auc, loss = auc_and_loss(logits, labels)
+    measured = figures(HeldOut(logits, labels, np.arange(len(labels)) // 40), 0.0)
     pairs = logits[labels == 1][:, None] - logits[labels == 0][None]
-    assert auc == pytest.approx((pairs > 0).mean() + 0.5 * (pairs == 0).mean())
+    assert measured["auc"] == pytest.approx((pairs > 0).mean() + 0.5 * (pairs == 0).mean())
     p = expit(logits)
-    assert loss == pytest.approx(-np.mean(labels * np.log(p) + (1 - labels) * np.log(1 - p)))
+    assert measured["loss"] == pytest.approx(-np.mean(labels * np.log(p) + (1 - labels) * np.log(1 - p)))
 
 
 @pytest.mark.parametrize("target", [0.0, 0.01, 0.1, 0.5])
@@ -101,22 +98,14 @@ def test_so_few_failed_episodes_fire_that_their_bound_holds(failed, share, toler
 
 
 def test_measures_of_four_frames():
-    figures = frame_figures(np.array([-3.0, 1.0, 2.0, -1.0]), np.array([0.0, 0, 1, 1]), threshold=0.0)
-    assert figures["precision"] == figures["recall"] == figures["false_positive_rate"] == 0.5
-    assert figures["auc"] == 0.75
-    assert figures["brier"] == pytest.approx(np.mean((expit([-3.0, 1, 2, -1]) - [0, 0, 1, 1]) ** 2))
-
-
-def test_calibration_error_is_small_where_probabilities_are_true_and_large_where_they_are_not():
-    logits, _ = drawn(20_000)
-    happened = (np.random.default_rng(1).random(len(logits)) < expit(logits)).astype(float)
-    assert frame_figures(logits, happened, 0.0)["calibration_error"] < 0.01
-    assert frame_figures(4 * logits, happened, 0.0)["calibration_error"] > 0.1
+    measured = figures(HeldOut(np.array([-3.0, 1.0, 2.0, -1.0]), np.array([0.0, 0, 1, 1]), np.arange(4)), 0.0)
+    assert measured["precision"] == measured["recall"] == measured["false_positive_rate"] == 0.5
+    assert measured["auc"] == 0.75
 
 
 def test_a_threshold_above_every_frame_leaves_no_precision():
-    figures = frame_figures(np.array([-1.0, 1.0]), np.array([0.0, 1.0]), threshold=2.0)
-    assert np.isnan(figures["precision"]) and figures["recall"] == 0
+    measured = figures(HeldOut(np.array([-1.0, 1.0]), np.array([0.0, 1.0]), np.arange(2)), 2.0)
+    assert np.isnan(measured["precision"]) and measured["recall"] == 0
 
 
 # Whether a classifier qualifies as a reward --------------------------------------------------------------------------
@@ -164,8 +153,7 @@ def test_a_weak_classifier_without_recall_does_not_qualify():
     """An AUC of 0.64 is above chance; with a failure that looks more like success than any success, recall is 0."""
     logits, labels, owners = held_out(0.55, episodes=6, frames=100, seed=5)
     logits[np.flatnonzero(labels == 0)[::60]] = 9.0
-    auc, _ = auc_and_loss(logits, labels)
-    assert auc == pytest.approx(0.64, abs=0.02)
+    assert figures(HeldOut(logits, labels, owners), 0.0)["auc"] == pytest.approx(0.64, abs=0.02)
     reason = verdict(logits, labels, owners)
     assert reason is not None and "its recall is 0.000" in reason
 
@@ -174,9 +162,8 @@ def test_a_classifier_that_is_right_in_some_episodes_only_does_not_qualify():
     """Frames of one episode are alike: 200 good ones of two episodes say little about the next."""
     logits, labels, owners = held_out(0, episodes=12)
     logits[(owners < 2) & (labels == 1)] += 8
-    assert (
-        frame_figures(logits, labels, choose_threshold(HeldOut(logits, labels, owners), 0.01, 0.99))["recall"] > 0.15
-    )
+    frames = HeldOut(logits, labels, owners)
+    assert figures(frames, choose_threshold(frames, 0.01, 0.99))["recall"] > 0.15
     reason = verdict(logits, labels, owners)
     assert reason is not None and "may be as low as 0.0" in reason
 
@@ -287,8 +274,8 @@ def test_bounds_are_those_of_episodes_drawn_again():
         wins = rankdata(logits[drawn])[success].sum() - success.sum() * (success.sum() + 1) / 2  # Mann and Whitney's U
         aucs.append(wins / (success.sum() * (~success).sum()))
         recalls.append((logits[drawn] > threshold)[labels[drawn] == 1].mean())
-    bounds = intervals(frames, threshold)
+    bounds = figures(frames, threshold)
     assert bounds["auc_low"] == pytest.approx(np.quantile(aucs, 0.025), abs=0.01)
     assert bounds["recall_low"] == pytest.approx(np.quantile(recalls, 0.025), abs=0.02)
     assert (bounds["successful_episodes"], bounds["failing_episodes"]) == (8, 16)
-    assert bounds == intervals(frames, threshold)
+    assert bounds == figures(frames, threshold)

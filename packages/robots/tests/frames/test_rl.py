@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import yaml
 from squares import small_classifier
 from stable_baselines3 import PPO, SAC
@@ -17,15 +18,15 @@ from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.settings import load_file, validate
 from vlmrm_robots.frames.checkpoint import save_classifier
-from vlmrm_robots.policies.audit import Counts
+from vlmrm_robots.frames.settings import RLSettings
 from vlmrm_robots.policies.comparison import evaluations, markdown, summarise, write_comparison
-from vlmrm_robots.policies.settings import RLSettings
+from vlmrm_robots.policies.environments import Counts
 from vlmrm_robots.policies.training import Point, PolicyRun, Trial, success_rate, train_policies, untrained_policy
 from vlmrm_robots.trajectories.trajectory import open_folder
 
 COLUMNS = [
     "source", "seed", "steps", "true_success_rate", "training_steps", "true_successes", "rewarded", "false_positives",
-    "missed", "novel", "paid", "unearned", "false_positive_share", "unearned_share",
+    "missed", "paid", "unearned", "false_positive_share", "unearned_share",
 ]  # fmt: skip
 
 
@@ -91,9 +92,8 @@ def test_ppo_with_each_source_of_reward_writes_the_comparison(tmp_path, checkpoi
     summary = json.loads((tmp_path / "rl" / "comparison.json").read_text())
     assert list(summary["sources"]) == sources
     assert (tmp_path / "rl" / "comparison.md").read_text() == markdown(summary)
-    for name in ("comparison.png", "comparison.svg", "learned-seed1/audit.png", "both-seed0/policy.zip"):
+    for name in ("comparison.png", "comparison.svg", "both-seed0/policy.zip"):
         assert (tmp_path / "rl" / name).stat().st_size > 0
-    assert not (tmp_path / "rl" / "success-seed0" / "audit.png").exists()
 
 
 def test_a_classifier_that_does_not_qualify_is_named_under_the_comparison(tmp_path, checkpoint):
@@ -127,8 +127,12 @@ def test_equal_seeds_train_equally_and_others_do_not(tmp_path, checkpoint):
         return run
 
     first, again, different = trained("a", 0), trained("b", 0), trained("c", 1)
-    assert (first.points, first.suspects) == (again.points, again.suspects)
-    assert (first.points, first.suspects) != (different.points, different.suspects)
+
+    def weights(run: PolicyRun) -> torch.Tensor:
+        return PPO.load(run.folder / "policy.zip", device="cpu").policy.state_dict()["action_net.weight"]
+
+    assert first.points == again.points and torch.equal(weights(first), weights(again))
+    assert not torch.equal(weights(first), weights(different))
 
 
 def test_evaluations_change_nothing_in_the_training(tmp_path, checkpoint):
@@ -136,7 +140,7 @@ def test_evaluations_change_nothing_in_the_training(tmp_path, checkpoint):
         train_policies(settings(tmp_path / str(every), checkpoint, evaluate_every=every))[0] for every in (32, 128)
     )
     assert len(often.points) == 5 and len(seldom.points) == 2
-    assert (often.suspects, often.counts) == (seldom.suspects, seldom.counts)
+    assert often.counts == seldom.counts
     assert often.points[-1].true_success_rate == seldom.points[-1].true_success_rate
 
 
@@ -233,18 +237,12 @@ def test_a_file_s_numbers_and_words_are_those_of_every_other_configuration(tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"enviroment": "x"}, "the test: unknown key enviroment"),
         ({"reward_model": {"reward_typ": "binary"}}, "did you mean reward_type"),
-        ({"reward_model": {"reward_type": "binry"}}, "reward_model.reward_type"),
         ({"sources": ["success", "success"]}, "which names one twice"),
-        ({"sources": ["true"]}, "sources"),
         ({"sources": ["both"]}, "env_reward_weight is 0: give it a weight"),
         ({"reward_model": {"reward_weight": 0}}, "reward_weight is 0, which takes the learned reward away"),
         ({"reward_model": {"end_at_success": True}}, "last max_steps, also with a success: leave end_at_success out"),
-        ({"seeds": []}, "seeds"),
         ({"seeds": [-1]}, "a seed is at least 0"),
-        ({"algorithm": "dqn"}, "algorithm"),
-        ({"total_steps": 0}, "total_steps"),
         ({"sources": ["learned"], "reward": {}}, "use_reward_model is false: set it to true"),
     ],
 )
@@ -303,7 +301,7 @@ def test_a_shipped_configuration_trains_what_it_says_by_the_learned_reward(name,
 def runs(folder: Path) -> list[PolicyRun]:
     def run(source, seed, rates, counts):
         points = [Point(10 * i, rate, count) for i, (rate, count) in enumerate(zip(rates, counts, strict=True))]
-        return PolicyRun(source, seed, 0.1, points, [], folder)
+        return PolicyRun(source, seed, 0.1, points, folder)
 
     none = Counts()
     return [
@@ -322,7 +320,7 @@ def test_the_summary_is_of_all_seeds(tmp_path):
     assert (learned["lowest"], learned["highest"], learned["steps"]) == (0.5, 0.7, 10)
     assert learned["true_success_rate"] == pytest.approx(0.6)
     assert learned["learned_rewards"] == {
-        "training_steps": 20, "true_successes": 6, "rewarded": 8, "false_positives": 3, "missed": 1, "novel": 0,
+        "training_steps": 20, "true_successes": 6, "rewarded": 8, "false_positives": 3, "missed": 1,
         "paid": 8.0, "unearned": 3.0, "false_positive_share": 0.375, "unearned_share": 0.375,
     }  # fmt: skip
     assert summary["sources"]["success"]["learned_rewards"] is None

@@ -14,10 +14,9 @@ from torchvision.models import resnet18
 
 from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm_robots.frames.checkpoint import load_classifier, save_classifier
-from vlmrm_robots.frames.rlinf_classifier import export_classifier
-from vlmrm_robots.trajectories.importing import import_episodes
+from vlmrm_robots.frames.foreign_classifiers import export_classifier
+from vlmrm_robots.trajectories.importing import episodes_in, import_episodes
 from vlmrm_robots.trajectories.rlinf import read_episode, read_payload, write_document_files, write_payload
-from vlmrm_robots.trajectories.sources import episodes_in
 from vlmrm_robots.trajectories.trajectory import open_folder, write_trajectory
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)

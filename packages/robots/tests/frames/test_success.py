@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from vlmrm.errors import ConfigError
-from vlmrm_robots.frames.success import success_test
+from vlmrm_robots.frames.environments import success_test
 
 STEP = (
     {"agent": np.array([0.5, 2.0]), "door": {"angle": 1.2}},

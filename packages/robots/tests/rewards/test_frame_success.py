@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
 from vlmrm.rewards import RewardSet
 from vlmrm_robots.frames.checkpoint import read_config, save_classifier
-from vlmrm_robots.frames.classifier import build_classifier, classifier_config
+from vlmrm_robots.frames.classifier import FrameClassifier, classifier_config
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def checkpoint(tmp_path):
 def saved(folder, **changes):
     torch.manual_seed(0)
     config = classifier_config(image_size=(3, 32, 48), hidden_dim=16, num_spatial_blocks=2, **changes)
-    save_classifier(folder / "model.safetensors", build_classifier(config), config)
+    save_classifier(folder / "model.safetensors", FrameClassifier(config), config)
     return folder / "model.safetensors"
 
 
@@ -39,7 +39,7 @@ def pictures(*sizes) -> list[Image.Image]:
 def test_it_is_the_classifiers_probability_or_its_verdict(checkpoint, tmp_path):
     images = pictures(*[(32, 48)] * 5)
     found = reward_set(checkpoint, reward_type="continuous")(prompt=[""] * len(images), image=images).rewards["done"]
-    model = build_classifier(read_config(checkpoint))
+    model = FrameClassifier(read_config(checkpoint))
     model.load_state_dict(load_file(checkpoint))
     frames = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255 for image in images])
     with torch.no_grad():

@@ -9,7 +9,7 @@ from judge_server import completion
 from PIL import Image
 
 from vlmrm.rewards import RewardArguments, RewardSet
-from vlmrm_robots.trajectories.progress import RewardOfPrefixes
+from vlmrm_robots.trajectories.reward_models import RewardOfPrefixes
 
 
 @pytest.fixture

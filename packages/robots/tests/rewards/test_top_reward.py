@@ -15,7 +15,7 @@ from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
 from vlmrm.modeling.tiny import make_tiny
 from vlmrm.rewards import RewardSet
-from vlmrm_robots.trajectories.progress import open_prefix_scorer
+from vlmrm_robots.trajectories.reward_models import open_prefix_scorer
 
 ANSWERS = ["number", "digit"]  # with a space before them single tokens of the tiny tokenizer
 OPENING = ["The", "What"]  # without one

@@ -10,8 +10,7 @@ from PIL import Image
 
 from vlmrm import cli, load_scorer
 from vlmrm.errors import ConfigError, DataError
-from vlmrm_robots.trajectories.pairs import KINDS, write_pairs
-from vlmrm_robots.trajectories.progress import Scored, value_order
+from vlmrm_robots.trajectories.reward_models import KINDS, Scored, value_order, write_pairs
 from vlmrm_robots.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 
 SIDE, FRAMES = 56, 6

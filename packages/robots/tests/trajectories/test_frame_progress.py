@@ -15,7 +15,7 @@ from squares import small_classifier, small_config, write_squares
 from vlmrm import cli
 from vlmrm.errors import ConfigError, RowError
 from vlmrm_robots.frames.checkpoint import save_classifier
-from vlmrm_robots.trajectories.progress import Scored, gain, open_prefix_scorer, score_episodes, summarise, value_order
+from vlmrm_robots.trajectories.reward_models import Scored, open_prefix_scorer, score_episodes, summarise, value_order
 from vlmrm_robots.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 
 
@@ -96,14 +96,14 @@ def test_a_scorer_that_counts_frames_is_told_from_one_that_sees(brightening, kin
     said = summarise(scored)
     assert len(successes) == 10 and {len(episode.scores) for episode in scored} == {8}
     if kind == "sees the last frame":
-        assert value_order(successes).value > 0.98 and gain(successes, "repeated").low > 0.5
-        assert gain(successes, "shuffled").low > 0.3 and "warning" not in said
+        assert value_order(successes).value > 0.98 and value_order(successes, less="repeated").low > 0.5
+        assert value_order(successes, less="shuffled").low > 0.3 and "warning" not in said
         assert "AUC of success by the last score, of 10 successes and 10 failures: 1.00" in said
     elif kind == "sees nothing":
         assert value_order(successes).value == 0 and said.count("warning") == 2 and "0.50" in said
     else:  # whatever it is shown, each frame more scores higher
         assert value_order(successes).value == value_order(successes, "repeated").value == pytest.approx(1)
-        assert gain(successes, "repeated").value == pytest.approx(0, abs=1e-9)
+        assert value_order(successes, less="repeated").value == pytest.approx(0, abs=1e-9)
         assert said.count("warning: it is not shown to be more than that of their first frame repeated") == 1
 
 
@@ -122,7 +122,7 @@ def test_first_frames_that_tell_the_outcome_are_warned_of(brightening):
 
 def test_probabilities_of_success_are_those_of_other_episodes(brightening, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        "vlmrm_robots.trajectories.progress.open_prefix_scorer", lambda model: Planted(PLANTED["counts and sees"])
+        "vlmrm_robots.trajectories.reward_models.open_prefix_scorer", lambda model: Planted(PLANTED["counts and sees"])
     )
     words = ["frames", "progress", tmp_path / "bright", "--model", "any", "--output", tmp_path / "out.jsonl"]
     cli.app([*map(str, words)], exit_on_error=False, result_action="return_value")

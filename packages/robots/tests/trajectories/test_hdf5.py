@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from vlmrm.errors import ConfigError, DataError
-from vlmrm_robots.trajectories.importing import import_episodes
-from vlmrm_robots.trajectories.sources import episodes_in
+from vlmrm_robots.trajectories.importing import episodes_in, import_episodes
 from vlmrm_robots.trajectories.trajectory import open_folder
 
 PICTURES = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8)

@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 from vlmrm.errors import CheckpointError, DataError
 from vlmrm.modeling.published_weights import read_weights
 from vlmrm_robots.trajectories import hdf5
-from vlmrm_robots.trajectories.importing import import_episodes, read_pickled
+from vlmrm_robots.trajectories.importing import episodes_in, import_episodes, read_pickled
 from vlmrm_robots.trajectories.pickles import REPEATS
 from vlmrm_robots.trajectories.rlinf import read_episode, read_payload
-from vlmrm_robots.trajectories.sources import episodes_in
 from vlmrm_robots.trajectories.trajectory import open_folder, open_trajectory, trajectory_paths
 
 h5py = pytest.importorskip("h5py")

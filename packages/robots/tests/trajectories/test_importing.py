@@ -14,10 +14,16 @@ import pytest
 from vlmrm import cli
 from vlmrm.errors import DataError
 from vlmrm_robots.trajectories import pickles
-from vlmrm_robots.trajectories.importing import LARGE, UNIT, Imported, import_episodes, read_pickled
+from vlmrm_robots.trajectories.importing import Imported, episodes_in, import_episodes, read_pickled
 from vlmrm_robots.trajectories.pickles import read_dictionary
-from vlmrm_robots.trajectories.sources import episodes_in
-from vlmrm_robots.trajectories.trajectory import Trajectory, open_folder, open_trajectory, trajectory_paths
+from vlmrm_robots.trajectories.trajectory import (
+    LARGE,
+    UNIT,
+    Trajectory,
+    open_folder,
+    open_trajectory,
+    trajectory_paths,
+)
 
 STORED = np.random.default_rng(0).integers(0, 256, (3, 3, 4, 4), dtype=np.uint8)
 LABELS = np.array([0, 0, 1], dtype=np.float32)

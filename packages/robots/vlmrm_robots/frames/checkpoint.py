@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,19 +20,11 @@ from vlmrm.errors import CheckpointError, ConfigError, first_line
 from vlmrm.files import make_folder, write_file
 from vlmrm.libraries import parse_device
 from vlmrm.modeling.published_weights import is_torch_file, load_exactly, plain_weights, read_weights
-from vlmrm_robots.frames.classifier import (
-    LAYERS,
-    ClassifierConfig,
-    FrameClassifier,
-    build_classifier,
-    classifier_config,
-)
-from vlmrm_robots.frames.drift import Reference
-from vlmrm_robots.frames.lerobot_classifier import read_lerobot
-from vlmrm_robots.frames.rlinf_classifier import from_resnet_reward_model, is_resnet_reward_model
+from vlmrm_robots.frames.classifier import ClassifierConfig, FrameClassifier, classifier_config
+from vlmrm_robots.frames.foreign_classifiers import from_resnet_reward_model, is_resnet_reward_model, read_lerobot
 
 KERNEL = re.compile(r"encoders\.([^.]+)\.pooling_layer\.kernel$")
-REFERENCE = "reference."  # before the names of a `Reference`'s tensors
+REFERENCE = "reference."  # before the names of tensors of earlier versions, which say nothing of the model
 UNUSED = re.compile(r"encoders\.[^.]+\.resnet_backbone\.fc\.")  # torchvision's head, which RLinf's files hold
 
 
@@ -46,18 +36,12 @@ class LoadedClassifier:
     config: ClassifierConfig
     described: bool
     path: Path
-    reference: Reference | None  # of the frames that it knows
 
 
-def save_classifier(
-    path: Path | str, model: FrameClassifier, config: ClassifierConfig, reference: Reference | None = None
-) -> None:
+def save_classifier(path: Path | str, model: FrameClassifier, config: ClassifierConfig) -> None:
     """Write weights and config atomically as safetensors, whatever the suffix; ConfigError if that is impossible."""
     path = Path(path)
-    weights = dict(model.state_dict())
-    if reference is not None:
-        weights |= {REFERENCE + name: value for name, value in vars(reference).items()}
-    weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    weights = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     make_folder(path.parent)
     write_file(path, save(weights, {"config": config.model_dump_json()}))
 
@@ -78,6 +62,7 @@ def load_classifier(
     described = not path.is_dir() and not is_torch_file(path) and not is_resnet_reward_model(weights)
     if described:
         config = read_config(path)
+        weights = {name: value for name, value in weights.items() if not name.startswith(REFERENCE)}
     elif path.is_dir():
         config, weights = read_lerobot(path)
     elif is_resnet_reward_model(weights):
@@ -86,26 +71,14 @@ def load_classifier(
         weights = {name: value for name, value in plain_weights(path, weights).items() if not UNUSED.match(name)}
         config = _infer_config(path, weights, image_size)
     # On the meta device, a config takes no memory for sizes that it merely claims before they are the weights'.
-    on_meta = torch.device("meta") if config.architecture in LAYERS else nullcontext()
     try:
-        with torch.random.fork_rng(devices=[]), on_meta:
-            model = build_classifier(config)
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = FrameClassifier(config)
     except RuntimeError as error:
         raise CheckpointError(f"{path} has a config of impossible sizes ({first_line(error)}).") from error
-    kept = {name: value for name, value in weights.items() if described and name.startswith(REFERENCE)}
-    load_exactly(model, {name: value for name, value in weights.items() if name not in kept}, str(path))
+    load_exactly(model, weights, str(path))
     model = model.to(parse_device(device)).to(memory_format=torch.channels_last)  # faster convolutions
-    reference = _reference(path, kept, model) if kept else None
-    return LoadedClassifier(model.eval().requires_grad_(False), config, described, path, reference)
-
-
-def _reference(path: Path, weights: Mapping[str, Tensor], model: FrameClassifier) -> Reference:
-    stored = {name.removeprefix(REFERENCE): list(value.shape) for name, value in weights.items()}
-    cameras, width = len(model.spec.image_keys), model.feature_width
-    shapes = {"mean": [cameras, width], "whitening": [cameras, width, width], "limit": [], "doubt": []}
-    if stored != shapes:
-        raise CheckpointError(f"{path} has a reference of {stored} for a classifier of {shapes}: train it again.")
-    return Reference(**{name: weights[REFERENCE + name].float() for name in shapes}).to(model.device)
+    return LoadedClassifier(model.eval().requires_grad_(False), config, described, path)
 
 
 def read_config(path: Path | str) -> ClassifierConfig:
@@ -123,12 +96,14 @@ def read_config(path: Path | str) -> ClassifierConfig:
         raise CheckpointError(f"{path} has a config that this version cannot read ({first_line(error)}).") from error
 
 
-def _infer_config(path: Path, weights: Mapping[str, Any], image_size: Sequence[int] | None) -> ClassifierConfig:
+def _infer_config(path: Path, weights: Mapping[str, Tensor], image_size: Sequence[int] | None) -> ClassifierConfig:
     keys = [match[1] for name in weights if (match := KERNEL.match(name))]
-    if not keys:
-        raise CheckpointError(f"{path} has no encoders.*.pooling_layer.kernel: it is no frame classifier.")
-    kernel = _tensor_of(path, weights, f"encoders.{keys[0]}.pooling_layer.kernel", 4)
-    width = _tensor_of(path, weights, f"encoders.{keys[0]}.mlp.0.weight", 2)
+    names = [f"encoders.{key}.{layer}" for key in keys[:1] for layer in ("pooling_layer.kernel", "mlp.0.weight")]
+    sides = [weights[name].dim() for name in names if name in weights]
+    if sides != [4, 2]:
+        lacking = " and ".join(names) or "encoders.*.pooling_layer.kernel"
+        raise CheckpointError(f"{path} has no {lacking}: it is no frame classifier.")
+    kernel, width = (weights[name] for name in names)
     if image_size is None:
         raise ConfigError(f"{path} does not say the size of its images: give image_size, [C,H,W].")
     spatial = kernel.shape[1:3] != (1, 1)
@@ -145,11 +120,3 @@ def _infer_config(path: Path, weights: Mapping[str, Any], image_size: Sequence[i
         )
     except ConfigError as error:
         raise CheckpointError(f"{path} is no classifier that can be built: {error}") from error
-
-
-def _tensor_of(path: Path, weights: Mapping[str, Tensor], name: str, sides: int) -> Tensor:
-    if name not in weights:
-        raise CheckpointError(f"{path} has no {name}: it is no frame classifier.")
-    if weights[name].dim() != sides:
-        raise CheckpointError(f"{path}: {name} is {list(weights[name].shape)}, and should have {sides} sides.")
-    return weights[name]

@@ -1,12 +1,7 @@
-"""Classifiers of single frames: is the task done in this picture?
+"""Classifiers of success in frames: a ResNet for each camera with a small head; frames to the logit of a success.
 
-    frames of a camera -> backbone -> learned spatial pooling -> Linear, LayerNorm, Tanh  (one such encoder a camera)
-    their concatenation -> Linear, Dropout, LayerNorm, ReLU, Linear -> logit
-    or, with average pooling: frames -> backbone -> mean, whose concatenation -> Linear, ReLU, Dropout, Linear -> logit
-
-The norms of the backbone are GroupNorm, or BatchNorm with frozen pretrained statistics: a frame's score never depends
-on the frames beside it. Parameters have the names of RLinf's checkpoints, so that those load.
-Learned spatial pooling: SERL (Luo et al. 2024), after Levine et al. 2016.
+Weights have the names of RLinf's `BinaryRewardClassifier`, and the backbones those of torchvision's ResNets, so that
+those load. Learned spatial pooling: SERL (Luo et al. 2024), after Levine et al. 2016.
 """
 
 from __future__ import annotations
@@ -21,13 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
-from torchvision.transforms.functional import to_pil_image
 
-from vlmrm.conversation import Image, Message
 from vlmrm.errors import ConfigError
 from vlmrm.modeling.published_weights import load_exactly, resnet_weights
 from vlmrm.settings import validate
-from vlmrm_robots.frames.settings import QUESTION, Architecture, Crop, Pooling, Size
+from vlmrm_robots.frames.settings import Architecture, Crop, Pooling, Size
 
 STRIDE = 32  # pixels to a cell of the backbone's feature map
 DROPOUT = 0.1
@@ -41,14 +34,14 @@ LAYERS = {
 }
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-ANSWERS = ("Yes.", "No.")
 FEATURES = "encoded."  # among the inputs of a classifier: what `encode` returned; no camera's name has a dot
 
 
 class ClassifierConfig(BaseModel):
-    """Everything that `build_classifier` needs, and the provenance and figures of a trained classifier."""
+    """Everything that makes a `FrameClassifier`, and the provenance and figures of a trained one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), ser_json_inf_nan="constants")
+    # Not "forbid": files of earlier versions say reward_model and prompt.
+    model_config = ConfigDict(extra="ignore", frozen=True, protected_namespaces=(), ser_json_inf_nan="constants")
 
     architecture: Architecture = "resnet10"
     image_keys: tuple[str, ...] = Field(min_length=1, max_length=64)  # the cameras, in the order of the head's inputs
@@ -61,8 +54,6 @@ class ClassifierConfig(BaseModel):
     use_pretrain: bool = False  # the encoder began from pretrained weights,
     freeze_encoder: bool = False  # and kept them
     normalisation: Literal["unit", "imagenet"] = "unit"  # pixels in [0, 1], or standardised as torchvision does
-    reward_model: str | None = None  # the checkpoint of the architecture reward_model
-    prompt: str = QUESTION  # its question
     threshold: float = Field(0.5, ge=0, le=1)  # on the probability, above which a frame is a success
     data_fingerprint: str | None = None
     episodes: tuple[str, ...] = ()  # short digests of those that it was trained on or chosen by
@@ -96,88 +87,25 @@ def classifier_config(**values: object) -> ClassifierConfig:
     return validate(ClassifierConfig, values, "the classifier")
 
 
-def build_classifier(config: ClassifierConfig) -> FrameClassifier:
-    """Return the classifier that `config` describes, with random weights."""
-    if config.architecture == "reward_model":
-        return PromptedClassifier(config)
-    if config.freeze_encoder and not config.use_pretrain:
-        raise ConfigError("freeze_encoder without pretrained weights keeps random ones: give pretrained weights.")
-    if config.normalisation == "imagenet" and config.image_size[0] != 3:
-        raise ConfigError(f"images of {config.image_size[0]} channel have no ImageNet normalisation: use resnet10.")
-    return ResNetClassifier(config)
-
-
-class FrameClassifier(nn.Module):
-    """Frames to logits: `encode`, which is constant with a frozen encoder, then `decide`."""
-
-    def __init__(self, config: ClassifierConfig):
-        super().__init__()
-        self.spec = config  # HF takes a `config` for its own
-
-    def forward(self, images: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits [B] of float images [B,C,H,W] in [0, 1] by camera, or of their `FEATURES`."""
-        return self.decide(images[FEATURES] if FEATURES in images else self.encode(images))
-
-    def encode(self, images: Mapping[str, Tensor]) -> Tensor:
-        raise NotImplementedError
-
-    def decide(self, encoded: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def features(self, encoded: Tensor) -> Tensor:
-        """Return what the encoder saw, without where: [B, cameras, D]."""
-        raise NotImplementedError
-
-    @property
-    def head(self) -> nn.Linear:
-        """The layer of the logits."""
-        raise NotImplementedError
-
-    @property
-    def feature_width(self) -> int:
-        """D of `features`."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def add_bias(self, logit: float) -> None:
-        """Add a constant to every logit from now on."""
-        self.head.bias.add_(logit)
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
-    def trainable(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.parameters() if parameter.requires_grad]
-
-    def checked_images(self, images: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the frames of each camera, in the config's order; ConfigError for a missing one or another size."""
-        for key in self.spec.image_keys:
-            if key not in images:
-                raise ConfigError(
-                    f"the classifier looks at {list(self.spec.image_keys)}, and the images are {list(images)}."
-                )
-            size = list(images[key].shape[1:])
-            if size != list(self.spec.image_size):
-                raise ConfigError(
-                    f"the classifier is for frames {list(self.spec.image_size)}, and those of {key} are {size}."
-                )
-        return [images[key] for key in self.spec.image_keys]
-
-
 def model_input(frames: Tensor, device: torch.device) -> Tensor:
     """Return uint8 frames as a model takes them: float32 in [0, 1], on its device."""
     return frames.to(device, non_blocking=True).float() / 255
 
 
-class ResNetClassifier(FrameClassifier):
-    """A ResNet for each camera and a head over them; `encode` returns feature maps [B, cameras, channels, h, w]."""
+class FrameClassifier(nn.Module):
+    """A ResNet for each camera and a head over them, with random weights; ConfigError if a config cannot be."""
 
     mean: Tensor
     std: Tensor
 
     def __init__(self, config: ClassifierConfig):
-        super().__init__(config)
+        super().__init__()
+        if config.freeze_encoder and not config.use_pretrain:
+            raise ConfigError("freeze_encoder without pretrained weights keeps random ones: give pretrained weights.")
+        if config.normalisation == "imagenet" and config.image_size[0] != 3:
+            channels = config.image_size[0]
+            raise ConfigError(f"images of {channels} channel have no ImageNet normalisation: use resnet10.")
+        self.spec = config
         self.encoders = nn.ModuleDict({key: Encoder(config) for key in config.image_keys})
         hidden = config.hidden_dim
         first = nn.Linear(sum(encoder.width for encoder in self._encoders()), hidden)
@@ -194,28 +122,42 @@ class ResNetClassifier(FrameClassifier):
             for encoder in self._encoders():
                 encoder.resnet_backbone.requires_grad_(False)
 
+    def forward(self, images: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits [B] of float images [B,C,H,W] in [0, 1] by camera, or of their `FEATURES`."""
+        return self.decide(images[FEATURES] if FEATURES in images else self.encode(images))
+
     def encode(self, images: Mapping[str, Tensor]) -> Tensor:
+        """Return the feature maps [B, cameras, channels, h, w], which are constant with a frozen encoder."""
+        maps = []
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.spec.freeze_encoder):
-            maps = [
-                encoder.resnet_backbone((frames.to(self.mean.dtype) - self.mean) / self.std)
-                for encoder, frames in zip(self._encoders(), self.checked_images(images), strict=True)
-            ]
+            for key, encoder in zip(self.spec.image_keys, self._encoders(), strict=True):
+                if key not in images:
+                    raise ConfigError(
+                        f"the classifier looks at {list(self.spec.image_keys)}, and the images are {list(images)}."
+                    )
+                size = list(images[key].shape[1:])
+                if size != list(self.spec.image_size):
+                    raise ConfigError(
+                        f"the classifier is for frames {list(self.spec.image_size)}, and those of {key} are {size}."
+                    )
+                maps.append(encoder.resnet_backbone((images[key].to(self.mean.dtype) - self.mean) / self.std))
         return torch.stack(maps, dim=1)
 
     def decide(self, encoded: Tensor) -> Tensor:
         features = [encoder.pool(encoded[:, i]) for i, encoder in enumerate(self._encoders())]
         return self.classifier(torch.cat(features, dim=-1)).squeeze(-1)
 
-    def features(self, encoded: Tensor) -> Tensor:
-        return encoded.mean((3, 4))
-
-    @property
-    def feature_width(self) -> int:
-        return self._encoders()[0].resnet_backbone.channels
-
     @property
     def head(self) -> nn.Linear:
+        """The layer of the logits."""
         return self.classifier[-1]  # ty: ignore[invalid-explicit-return]
+
+    @property
+    def device(self) -> torch.device:
+        return self.mean.device
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def load_encoder(self, path: Path) -> None:
         """Load pretrained weights (see `resnet_weights`) into every camera's backbone."""
@@ -286,48 +228,3 @@ class SpatialLearnedEmbeddings(nn.Module):
 
     def forward(self, feature_map: Tensor) -> Tensor:
         return torch.einsum("bchw,chwf->bcf", feature_map, self.kernel).flatten(1)
-
-
-class PromptedClassifier(FrameClassifier):
-    """A reward model of vlmrm that is asked whether the task is done: its margin [B, 1], scaled and shifted.
-
-    Only differences of its scores have a meaning, so both answers are scored after one prompt, and their margin is the
-    Bradley-Terry logit: P(done) = σ(weight · (score("Yes.") - score("No.")) + bias). Training fits weight and bias
-    alone; the checkpoint holds the path of the reward model and not its weights.
-    """
-
-    def __init__(self, config: ClassifierConfig):
-        from vlmrm.scoring import load_scorer
-
-        super().__init__(config)
-        if config.reward_model is None:
-            raise ConfigError("the architecture reward_model needs the path of one: give reward_model.")
-        if not config.freeze_encoder:
-            raise ConfigError("the reward model of a classifier is not trained by frames: it needs freeze_encoder.")
-        self.scorer = load_scorer(config.reward_model)
-        self.classifier = nn.Linear(1, 1)
-        nn.init.ones_(self.classifier.weight)
-        nn.init.zeros_(self.classifier.bias)
-
-    def encode(self, images: Mapping[str, Tensor]) -> Tensor:
-        groups = [(self._question(moment), ANSWERS) for moment in zip(*self.checked_images(images), strict=True)]
-        scores = torch.tensor(self.scorer.score_groups(groups), dtype=torch.float32)
-        return (scores[:, :1] - scores[:, 1:]).to(self.device)
-
-    def decide(self, encoded: Tensor) -> Tensor:
-        return self.classifier(encoded.to(self.classifier.weight.dtype)).squeeze(-1)
-
-    def features(self, encoded: Tensor) -> Tensor:
-        return encoded[:, None].float()
-
-    @property
-    def feature_width(self) -> int:
-        return 1
-
-    @property
-    def head(self) -> nn.Linear:
-        return self.classifier
-
-    def _question(self, frames: tuple[Tensor, ...]) -> Message:
-        pictures = (Image(to_pil_image(frame.float().cpu())) for frame in frames)
-        return Message.of("user", *pictures, self.spec.prompt)

@@ -41,7 +41,6 @@ class Collected:
     successes: int
     seconds: float
     earlier: int  # episodes of an earlier collection
-    twins: int  # episodes that another process of the same seed stored meanwhile
     full: bool  # both folders have reached their limits
 
 
@@ -81,8 +80,8 @@ def collect(settings: CollectSettings) -> Collected:
             _play(collector, settings, policy, seeds, bar)
     seconds = time.perf_counter() - started
     written = [open_trajectory(path) for paths in collector.written.values() for path in paths]
-    failures_are_wanted = settings.policy == "random" and settings.success is None
-    if written and not failures_are_wanted and not trajectory_paths(data.positive_dir):
+    failures_wanted = settings.policy == "random" and settings.success is None
+    if written and not failures_wanted and not trajectory_paths(data.positive_dir):
         logger.warning("no episode has a success so far: raise max_steps, choose another policy, or check success")
     return Collected(
         collector.written[True],
@@ -91,7 +90,6 @@ def collect(settings: CollectSettings) -> Collected:
         successes=sum(int(file.successes.sum()) for file in written),
         seconds=seconds,
         earlier=settings.episodes - len(seeds),
-        twins=collector.twins,
         full=collector.full,
     )
 
@@ -118,10 +116,8 @@ def _missing_seeds(settings: CollectSettings) -> list[int]:
                 continue
             labelled = file.metadata.get("declared_success", declared["declared_success"])
             if labelled != declared["declared_success"]:
-                raise ConfigError(
-                    f"success is {declared['declared_success']}, and {file.path} was labelled by {labelled}: name "
-                    "another folder, or the success of before."
-                )
+                before = f"{file.path} was labelled by {labelled}"
+                raise ConfigError(f"success is {declared['declared_success']}, and {before}: name another folder.")
             complete = file.metadata.get("ended") == "true"
             if complete and file.metadata.get("played", declared["played"]) == declared["played"]:
                 stored.add(file.metadata.get("seed"))
@@ -177,9 +173,9 @@ def _actions(settings: CollectSettings, policy: Policy | None, observations: Any
     actions = np.array(policy(observations))
     expected = [env.num_envs, *(space.shape or ())]
     if list(actions.shape) != expected:
+        shape = f"{list(actions.shape)}, and those of {settings.env} are {expected}"
         raise ConfigError(
-            f"policy {settings.policy} returns actions of shape {list(actions.shape)}: those of {settings.env} for "
-            f"{env.num_envs} observations are {expected}."
+            f"policy {settings.policy} returns actions of shape {shape}: return one of each observation."
         )
     return actions
 
@@ -216,11 +212,6 @@ def summarise(collected: Collected) -> str:
     )
     if collected.earlier:
         text += f"; {collected.earlier} episodes were collected before, and another --seed plays others"
-    if collected.twins:
-        text += (
-            f"; {collected.twins} episodes were stored meanwhile by another process with this --seed, and are "
-            "left out: give processes that share folders different ones"
-        )
     if collected.full:
         text += "; both folders hold as many as they may"
     return text

@@ -1,8 +1,4 @@
-"""Collects labelled frames while anything steps a vector environment: a policy in training, a script, a person.
-
-Each environment has a buffer of its own, and each frame in it is beside the label of the state that it shows. The last
-frame of an episode is the episode's own, whichever autoreset mode starts the next.
-"""
+"""Collects labelled frames while anything steps a vector environment: a policy in training, a script, a person."""
 
 from __future__ import annotations
 
@@ -10,9 +6,9 @@ import atexit
 import json
 import logging
 import signal
+import sys
 import threading
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,14 +20,7 @@ from vlmrm.errors import ConfigError, DataError, Preempted
 from vlmrm.files import make_folder
 from vlmrm_robots.frames.images import as_array, check_one_size, fitted_images, images_of, value_of
 from vlmrm_robots.frames.settings import Crop
-from vlmrm_robots.trajectories.trajectory import (
-    Trajectory,
-    digest,
-    find_trajectory,
-    holds,
-    locked,
-    write_trajectory,
-)
+from vlmrm_robots.trajectories.trajectory import Trajectory, digest, find_trajectory, holds, locked, write_trajectory
 
 logger = logging.getLogger("vlmrm")
 
@@ -45,12 +34,11 @@ LabelledFrame = tuple[dict[str, np.ndarray], float]  # one state's frames uint8 
 
 @dataclass
 class _Episode:
-    """The frames of one environment since its last reset; `number` counts its episodes since it was seeded."""
+    """The frames of one environment since its last reset."""
 
-    number: int
+    number: int  # of its episodes since it was seeded
     seed: int | None = None  # of the environment's last reset with one
     frames: list[LabelledFrame] = field(default_factory=list)
-    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the cameras' frames, before they are fitted
     success_once: bool = False
     discarded: bool = False
 
@@ -61,20 +49,16 @@ class RewardDataCollector(VectorWrapper):
     The wrapped environment shows images in `info` or in its observation (see `frames.images`), uint8 or floats in
     [0, 1], and says in `info` whether the state is a `success`. One that takes k steps at once returns images
     [k,C,H,W] and labels [k]; with terminations [N,k] an episode may end within them. A reset's frame is kept if it has
-    a label. An episode is positive if a frame of it is a success, or if `info` has `success_once`.
+    a label. An episode is positive if a frame of it is a success, or if `info` has `success_once`. Its last frame is
+    its own, whichever autoreset mode starts the next.
 
-    Trajectories of other processes count against the limits too. An episode that another process with the same seed
-    has stored is left out, counted in `twins` and warned of. An unfinished episode that shows a success is written
+    Trajectories of other processes count against the limits too. An unfinished episode that shows a success is written
     when the collector is closed, when the program ends, and at SIGTERM, unless the program handles that itself; one
     without is dropped, for it might still have succeeded. The metadata of trajectories say whether they have `ended`.
 
     Args:
         env: any vector environment with an `autoreset_mode` in its metadata.
-        positive_dir: folder of the positive trajectories.
-        negative_dir: folder of the negative ones.
-        image_keys: the cameras to keep.
-        max_positive_trajectories: the most trajectories in that folder; None is no limit.
-        max_negative_trajectories: the same of the other folder.
+        max_positive_trajectories: the most in the folder of positive trajectories; None is no limit.
         collect_data: False makes the wrapper transparent.
         environment: name of the environment in the trajectories. Default: its registered name.
         metadata: what else the trajectories say.
@@ -103,7 +87,6 @@ class RewardDataCollector(VectorWrapper):
         if Path(positive_dir).resolve() == Path(negative_dir).resolve():
             raise ConfigError(f"positive_dir and negative_dir are both {positive_dir}: name two folders.")
         self.written: dict[bool, list[Path]] = {True: [], False: []}  # by whether they are positive
-        self.twins = 0
         self._folders = {True: Path(positive_dir), False: Path(negative_dir)}
         self._limits = {True: max_positive_trajectories, False: max_negative_trajectories}
         self._full: set[bool] = set()
@@ -113,6 +96,7 @@ class RewardDataCollector(VectorWrapper):
         self._shown: Crop = env.metadata.get("crop", {})  # what the environment itself has cropped
         if self._shown and self._crop:
             raise ConfigError("crop is given, and the environment crops its frames itself: leave one out.")
+        self._sizes: dict[str, tuple[int, ...]] = {}  # of the cameras' frames, before they are fitted
         self._notes = dict(metadata or {})
         self._name = environment or (type(env.unwrapped).__name__ if env.spec is None else env.spec.id)
         self._mode = autoreset_mode(env)
@@ -122,9 +106,11 @@ class RewardDataCollector(VectorWrapper):
             for positive, folder in self._folders.items():
                 make_folder(folder)
                 self._has_room(positive)
-            # A policy's training may end anywhere, without close().
+            # A policy's training may end anywhere, without close(): at SIGTERM too, unless somebody else handles it.
             atexit.register(self.flush)
-            sigterm.install()
+            on_main_thread = threading.current_thread() is threading.main_thread()
+            if on_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit(Preempted.exit_code))
 
     @property
     def full(self) -> bool:
@@ -149,7 +135,17 @@ class RewardDataCollector(VectorWrapper):
         if self._collect:
             ended = np.logical_or(as_array(terminations), as_array(truncations))
             for i in range(self.num_envs):
-                self._after_step(i, ended[i], observation_of(i, observation), info)
+                shown = observation_of(i, observation)
+                if self._starting[i]:  # next-step mode: this step was a reset
+                    self._starting[i] = False
+                    self._add_reset(i, shown, info)
+                elif self._mode is AutoresetMode.SAME_STEP and np.any(ended[i]):  # the next episode's first is shown
+                    self._add_step(i, *final_state(i, info), ended=False)
+                    self._finish(i)
+                    self._add_reset(i, shown, info)
+                else:
+                    self._add_step(i, shown, info, ended[i])
+                    self._starting[i] = self._mode is AutoresetMode.NEXT_STEP and np.atleast_1d(ended[i])[-1]
         return observation, rewards, terminations, truncations, info
 
     def close(self, **kwargs: Any) -> None:
@@ -160,9 +156,8 @@ class RewardDataCollector(VectorWrapper):
 
     def flush(self) -> None:
         """Write the unfinished episodes that show a success, and drop the others; later frames start new ones."""
-        with sigterm.held_back():
-            for i in range(self.num_envs):
-                self._finish(i, ended=False)
+        for i in range(self.num_envs):
+            self._finish(i, ended=False)
 
     def discard(self, i: int) -> None:
         """Drop the whole unfinished episode of environment `i`, with the frames that are yet to come."""
@@ -171,35 +166,22 @@ class RewardDataCollector(VectorWrapper):
 
     # One environment -------------------------------------------------------------------------------------------------
 
-    def _after_step(self, i: int, ended: Any, observation: Any, info: Mapping[str, Any]) -> None:
-        if self._starting[i]:  # next-step mode: this step was a reset
-            self._starting[i] = False
-            self._add_reset(i, observation, info)
-        elif self._mode is AutoresetMode.SAME_STEP and np.any(ended):  # the observation is the next episode's first
-            self._add_step(i, *final_state(i, info), ended=False)
-            self._finish(i)
-            self._add_reset(i, observation, info)
-        else:
-            self._add_step(i, observation, info, ended)
-            self._starting[i] = self._mode is AutoresetMode.NEXT_STEP and np.atleast_1d(ended)[-1]
-
     def _add_reset(self, i: int, observation: Any, info: Mapping[str, Any]) -> None:
-        for frame in self._labelled(i, observation, info):
-            self._append(i, frame)
+        self._append(i, self._labelled(i, observation, info))
 
     def _add_step(self, i: int, observation: Any, info: Mapping[str, Any], ended: Any) -> None:
         """Buffer the frames of a step, and write the buffer after each that ended an episode."""
         frames = self._labelled(i, observation, info)
         if not frames:
             raise DataError(f"environment {i} does not say whether its state is a success: info has no {LABELS[0]!r}.")
-        self._episodes[i].success_once |= _success_once(i, info, self.num_envs)
+        for block in (info, info.get("episode", {})):
+            once = value_of(i, "success_once", block, self.num_envs)
+            self._episodes[i].success_once |= once is not None and bool(np.any(once))
         ends = np.array([*[False] * (len(frames) - 1), ended]) if np.ndim(ended) == 0 else ended
         if len(ends) != len(frames):
-            raise DataError(
-                f"environment {i} showed {len(frames)} states, and says of {len(ends)} whether they are last."
-            )
+            raise DataError(f"environment {i} showed {len(frames)} states, and says of {len(ends)} if they are last.")
         for frame, end in zip(frames, ends, strict=True):
-            self._append(i, frame)
+            self._append(i, [frame])
             if end:
                 self._finish(i)
 
@@ -211,24 +193,21 @@ class RewardDataCollector(VectorWrapper):
         images = images_of(i, self._keys, observation, info, self.num_envs)
         for key, frames in images.items():
             if len(frames) != len(labels):
-                raise DataError(
-                    f"environment {i} showed {len(frames)} frames of {key!r} with {len(labels)} labels: each frame "
-                    "needs the label of the state that it shows."
-                )
-        check_one_size(f"environment {i}", images, self._episodes[i].sizes)
+                counts = f"{len(frames)} frames of {key!r} with {len(labels)} labels"
+                raise DataError(f"environment {i} showed {counts}: each frame needs that of the state that it shows.")
+        check_one_size(f"environment {i}", images, self._sizes)
         images = fitted_images(images, self._size, self._crop)
         return [({key: images[key][t] for key in self._keys}, float(labels[t])) for t in range(len(labels))]
 
-    def _append(self, i: int, frame: LabelledFrame) -> None:
+    def _append(self, i: int, frames: list[LabelledFrame]) -> None:
         if not self._episodes[i].discarded:
-            self._episodes[i].frames.append(frame)
+            self._episodes[i].frames += frames
 
     def _finish(self, i: int, ended: bool = True) -> None:
         episode = self._episodes[i]
-        with sigterm.held_back():
-            if episode.frames:
-                self._write(episode, ended)
-            self._episodes[i] = _Episode(episode.number + bool(episode.frames), episode.seed)
+        if episode.frames:
+            self._write(episode, ended)
+        self._episodes[i] = _Episode(episode.number + bool(episode.frames), episode.seed)
 
     def _write(self, episode: _Episode, ended: bool) -> None:
         metadata = {
@@ -246,19 +225,15 @@ class RewardDataCollector(VectorWrapper):
         positive = trajectory.positive
         if not (ended or positive):
             return
+        # Only a seed makes another process play the same episode: without one, equal frames are a coincidence.
+        unique = None if episode.seed is None else digest(images, trajectory.labels, metadata.values())
         folder = self._folders[positive]
         with locked(folder):  # another process may fill the folder, or store the same episode
-            if self._has_room(positive):
-                # Only a seed makes another process play the same episode: without one, equal frames are a coincidence.
-                unique = None if episode.seed is None else digest(images, trajectory.labels, metadata.values())
-                stored = find_trajectory(folder, unique) if unique else None
-                if stored is None:
-                    self.written[positive].append(write_trajectory(folder, trajectory, unique))
-                else:
-                    self.twins += 1
-                    if self.twins == 1:
-                        logger.warning(DUPLICATE, stored, episode.seed)
-            self._has_room(positive)  # logs that the folder is full
+            if unique and (stored := find_trajectory(folder, unique)):
+                logger.warning(DUPLICATE, stored, episode.seed)
+            elif self._has_room(positive):
+                self.written[positive].append(write_trajectory(folder, trajectory, unique))
+                self._has_room(positive)  # logs that the folder is full
 
     def _has_room(self, positive: bool) -> bool:
         """Return whether a folder is below its limit, whoever wrote into it; a full one stays full."""
@@ -275,10 +250,8 @@ def autoreset_mode(env: VectorEnv) -> AutoresetMode:
         return AutoresetMode(env.metadata["autoreset_mode"])
     except (KeyError, ValueError) as error:
         modes = ", ".join(mode.value for mode in AutoresetMode)
-        raise ConfigError(
-            f"{type(env.unwrapped).__name__} does not say how it starts a new episode, so its last "
-            f"frames are unknown: set metadata['autoreset_mode'] to one of {modes}."
-        ) from error
+        said = f"{type(env.unwrapped).__name__} does not say how it starts a new episode"
+        raise ConfigError(f"{said}: set metadata['autoreset_mode'] to one of {modes}.") from error
 
 
 def reset_mask(count: int, options: Mapping[str, Any] | None) -> np.ndarray:
@@ -310,44 +283,3 @@ def _labels_of(i: int, info: Mapping[str, Any], count: int) -> np.ndarray | None
                 raise DataError(f"environment {i} says {name} {value}: it is true, false, or from 0 to 1.")
             return labels
     return None
-
-
-def _success_once(i: int, info: Mapping[str, Any], count: int) -> bool:
-    values = (value_of(i, "success_once", block, count) for block in (info, info.get("episode", {})))
-    return any(value is not None and bool(np.any(value)) for value in values)
-
-
-class Sigterm:
-    """Turns SIGTERM into an ordinary exit, after the write under way, so that unfinished episodes are flushed.
-
-    Changes nothing if the program, or a library, handles the signal itself.
-    """
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._pending = False
-
-    def install(self) -> None:
-        on_main_thread = threading.current_thread() is threading.main_thread()
-        if on_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._handle)
-
-    @contextmanager
-    def held_back(self) -> Generator[None]:
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._pending and not self._depth:
-                self._pending = False
-                raise SystemExit(Preempted.exit_code)
-
-    def _handle(self, *_: Any) -> None:
-        if self._depth:
-            self._pending = True
-        else:
-            raise SystemExit(Preempted.exit_code)
-
-
-sigterm = Sigterm()

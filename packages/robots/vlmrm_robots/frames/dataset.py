@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm_robots.frames.settings import Crop
@@ -47,13 +47,17 @@ class FrameIndex:
     @property
     def crop(self) -> Crop:
         """The part of each camera's frames that was kept; DataError if files differ in it."""
-        crops = [_crop_of(file, self.keys) for file in self.files]
-        for file, crop in zip(self.files, crops, strict=True):
+        crops: list[Crop] = []
+        for file in self.files:
+            try:
+                stored = json.loads(file.metadata.get("crop", "{}")).items()
+                crop = {key: (x0, y0, x1, y1) for key, (x0, y0, x1, y1) in stored if key in self.keys}
+            except (ValueError, TypeError, AttributeError):
+                raise DataError(f"{file.path} has the crop {file.metadata['crop']!r}: collect it anew.") from None
+            crops.append(crop)
             if crop != crops[0]:
-                raise DataError(
-                    f"{file.path} has the crop {crop} and {self.files[0].path} {crops[0]}: a classifier looks at "
-                    "frames of one crop."
-                )
+                other = f"{self.files[0].path} {crops[0]}"
+                raise DataError(f"{file.path} has the crop {crop} and {other}: a classifier looks at frames of one.")
         return crops[0]
 
     def images(self, numbers: Sequence[int]) -> dict[str, Tensor]:
@@ -67,19 +71,11 @@ class FrameIndex:
 
     def summary(self, numbers: np.ndarray) -> str:
         """Return the counts of some frames in words."""
-        return _count(len(np.unique(self.owners[numbers])), len(numbers), self.labels[numbers].sum())
+        return _count(len(np.unique(self.owners[numbers])), self.labels[numbers])
 
 
-def _crop_of(file: TrajectoryFile, keys: Sequence[str]) -> Crop:
-    try:
-        crop = json.loads(file.metadata.get("crop", "{}"))
-        return {key: (left, top, right, bottom) for key, (left, top, right, bottom) in crop.items() if key in keys}
-    except (ValueError, TypeError, AttributeError):
-        raise DataError(f"{file.path} has the crop {file.metadata['crop']!r}: collect it anew.") from None
-
-
-def _count(trajectories: int, frames: int, successes: float) -> str:
-    return f"{trajectories} trajectories, {frames} frames, {successes:.0f} of them successes"
+def _count(trajectories: int, labels: np.ndarray) -> str:
+    return f"{trajectories} trajectories, {len(labels)} frames, {labels.sum():.0f} of them successes"
 
 
 def index_frames(
@@ -100,49 +96,29 @@ def index_folders(folders: Sequence[Path], keys: Sequence[str], image_size: Sequ
     opened = {Path(folder): open_folder(folder) for folder in folders}
     for folder, files in opened.items():
         check_images(folder, files, keys, image_size)
-    distinct, duplicates = _separate_duplicates([file for files in opened.values() for file in files], keys)
+    every = [file for files in opened.values() for file in files]
     summary = "; ".join(
-        f"{folder}: {_count(len(files), sum(map(len, files)), sum(file.successes.sum() for file in files))}"
+        f"{folder}: {_count(len(files), np.concatenate([file.successes for file in files]))}"
         for folder, files in opened.items()
     )
-    if duplicates:
-        names = listed(file.path.name for file in duplicates)
-        summary += f"; {len(duplicates)} trajectories repeat others frame for frame and are left out ({names})"
-    return FrameIndex(distinct, keys), summary
+    if repeats := _repeats(every, keys):
+        names, left_out = listed(file.path.name for file in repeats), {file.path for file in repeats}
+        summary += f"; {len(repeats)} trajectories repeat others frame for frame and are left out ({names})"
+        every = [file for file in every if file.path not in left_out]
+    return FrameIndex(every, keys), summary
 
 
-def _separate_duplicates(
-    files: Sequence[TrajectoryFile], keys: Sequence[str]
-) -> tuple[list[TrajectoryFile], list[TrajectoryFile]]:
-    """Return the distinct files, and those with which another begins: copies, and episodes that were cut off.
-
-    These would leak held-out frames into the training.
-    """
-
-    @cache
-    def look(number: int, step: int) -> str:
-        return digest({key: files[number].frame(key, step) for key in keys}, files[number].labels[step : step + 1])
-
-    def begins_with(number: int, start: int) -> bool:
-        """Return whether the first frames and labels of one file are all those of another."""
-        count = len(files[start])
-        if not np.array_equal(files[number].labels[:count], files[start].labels):
-            return False
-        return all(look(number, step) == look(start, step) for step in reversed(range(count)))
-
-    # Only files that begin alike need to be read further, the longest first.
-    beginnings: dict[str, list[int]] = {}
-    for number in range(len(files)):
-        beginnings.setdefault(look(number, 0), []).append(number)
-    distinct: set[int] = set()
-    for alike in beginnings.values():
-        kept: list[int] = []
-        for number in sorted(alike, key=lambda number: -len(files[number])):
-            if not any(begins_with(other, number) for other in kept):
-                kept.append(number)
-        distinct.update(kept)
-    numbers = range(len(files))
-    return [files[n] for n in numbers if n in distinct], [files[n] for n in numbers if n not in distinct]
+def _repeats(files: Sequence[TrajectoryFile], keys: Sequence[str]) -> list[TrajectoryFile]:
+    """Return the files that repeat an earlier one, which would leak held-out frames into the training."""
+    outlines = [outline_of(file, keys) for file in files]
+    counts, seen, repeats = Counter(outlines), set(), []
+    for file, outline in zip(files, outlines, strict=True):
+        if counts[outline] > 1:  # only these need to be read further
+            whole = digest({key: file.frames(key) for key in keys}, file.labels)
+            if whole in seen:
+                repeats.append(file)
+            seen.add(whole)
+    return repeats
 
 
 def outline_of(file: TrajectoryFile, keys: Sequence[str]) -> str:
@@ -179,49 +155,21 @@ def split(index: FrameIndex, fraction: float, seed: int) -> tuple[np.ndarray, np
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
-class FrameDataset(Dataset):
-    """The frames `numbers`, read a batch at a time by `read`, which returns the model's inputs for numbers of frames.
+class FrameBatches(Dataset):
+    """Batches of frames by their numbers, each read at once by `read`, which returns the model's inputs for them."""
 
-    Items are whole batches for HF's trainer, so that frames are stacked once: `first_of` is the collator.
-    """
-
-    def __init__(self, read: Callable[[Sequence[int]], Inputs], labels: np.ndarray, numbers: np.ndarray):
-        self.read = read
-        self.numbers = numbers
-        self.labels = labels[numbers]
-
-    def __getitems__(self, index: list[int]) -> list[Inputs]:
-        return [{**self.read(self.numbers[index].tolist()), "labels": torch.from_numpy(self.labels[index])}]
+    def __init__(
+        self, read: Callable[[Sequence[int]], Inputs], labels: np.ndarray, numbers: np.ndarray, batch_size: int
+    ):
+        self.read, self.labels = read, labels
+        self.batches = [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]
 
     def __getitem__(self, index: int) -> Inputs:
-        return self.__getitems__([index])[0]
+        numbers = self.batches[index]
+        return {**self.read(numbers.tolist()), "labels": torch.from_numpy(self.labels[numbers])}
 
     def __len__(self) -> int:
-        return len(self.numbers)
-
-
-def first_of(batches: list[Inputs]) -> Inputs:
-    """Return the one batch of `FrameDataset`."""
-    return batches[0]
-
-
-class BalancedSampler(Sampler[int]):
-    """Draws as many frames as there are, successes as often as failures, with replacement, anew in each epoch."""
-
-    def __init__(self, labels: np.ndarray, seed: int):
-        weights = class_weights(labels)[labels.astype(int)]
-        self._shares = weights / weights.sum()
-        self._seed, self._epoch = seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        generator = np.random.default_rng((self._seed, self._epoch))
-        return iter(generator.choice(len(self), len(self), p=self._shares).tolist())
-
-    def __len__(self) -> int:
-        return len(self._shares)
+        return len(self.batches)
 
 
 def class_weights(labels: np.ndarray) -> np.ndarray:

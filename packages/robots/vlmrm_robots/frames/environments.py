@@ -6,7 +6,9 @@ observed state. Simulators with a success of their own say it after a reset too;
 
 from __future__ import annotations
 
+import operator
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -19,17 +21,22 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from vlmrm.errors import ConfigError, DataError, VlmrmError, first_line
-from vlmrm.imported import imported_module
+from vlmrm.imported import imported_function, imported_module
 from vlmrm.libraries import needs
 from vlmrm.settings import did_you_mean
-from vlmrm_robots import FETCH, FRAMES
+from vlmrm_robots import FRAMES
 from vlmrm_robots.frames.collector import LABELS
-from vlmrm_robots.frames.images import cameras, check_one_size, fitted_images, images_of
+from vlmrm_robots.frames.images import as_array, cameras, check_one_size, fitted_images, images_of
 from vlmrm_robots.frames.settings import IMAGE_KEY, IMAGE_SIZE, RENDER, Crop
 from vlmrm_robots.frames.simulators import SIMULATORS, Simulator
-from vlmrm_robots.frames.success import FORMS, DeclaredSuccess
+from vlmrm_robots.trajectories.trajectory import listed
 
-PACKAGES = {"MiniGrid": ("minigrid", FRAMES), "Fetch": ("gymnasium_robotics", FETCH)}  # and the extra
+FORMS = "info.KEY, terminated, reward >= NUMBER, info.KEY > NUMBER, observation.KEY < NUMBER or module:function"
+TESTS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt}
+FUNCTION = r"[\w.]+:\w+"
+DECLARATION = re.compile(
+    r"(?P<what>reward|terminated|info|observation)(\.(?P<path>[^\s<>=]+))?(\s*(?P<sign>>=|<=|==|>|<)\s*(?P<number>\S+))?"
+)
 
 
 def make_environments(
@@ -67,25 +74,21 @@ def make_environments(
         raise ConfigError(f"{name} has no success of its own: declare one with success, as {FORMS}.")
     if len(image_size) != 3 or image_size[0] not in (1, 3) or min(image_size) < 1:
         raise ConfigError(f"image_size is {list(image_size)}: it is [C,H,W], with 1 or 3 channels.")
-    _, height, width = image_size
     if len(keys) > 1 and name in SIMULATORS:
         raise ConfigError(
             f"{name} has one camera, and {len(keys)} image keys were given ({', '.join(keys)}): give one."
         )
-    if count < 1:
-        raise ConfigError(f"{count} environments cannot be made: one is the least.")
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame without a display
     os.environ.setdefault("MUJOCO_GL", "egl")
-    options = simulator.options(height, width) | dict(env_options or {})
+    options = {**simulator.options, **(env_options or {})}
 
     def make(number: int) -> gym.Env:
         env = _made(name, maker, max_steps, options)
         env = env if success is None else DeclaredSuccess(env, success)
         env = LabelledEnv(
-            simulator.prepare(env, height, width),
-            _declared if success is not None or simulator.success is None else simulator.success,
+            simulator.prepare(env, max(image_size[1:])),
+            simulator.success if success is None else None,
             stop_at_success=stop_at_success,
-            past_end=success is None,
             action_repeat=action_repeat,
             keys=keys,
             size=image_size,
@@ -108,10 +111,9 @@ def environment_maker(name: str) -> Callable[..., gym.Env]:
         if callable(getattr(imported, last, None)):
             return getattr(imported, last)
         names = [*gym.registry, *(key for key, value in vars(imported).items() if callable(value))]
-    for prefix, (package, extra) in PACKAGES.items():
-        if name.startswith(prefix):
-            with needs(extra, name):
-                gym.register_envs(import_module(package))
+    if name.startswith("MiniGrid"):
+        with needs(FRAMES, name):
+            import_module("minigrid")  # which registers its environments
     package = name.partition("/")[0].replace("ALE", "ale_py")
     if "/" in name and package.isidentifier() and last not in gym.registry and find_spec(package):
         import_module(package)  # most packages have the name of their ids' namespace
@@ -134,13 +136,11 @@ def _made(name: str, maker: Callable[..., gym.Env], max_steps: int | None, optio
         env = maker(**steps, **options)
     except Exception as error:  # whatever an environment's own code raises
         raise ConfigError(f"{name} cannot be made: {type(error).__name__}: {first_line(error)}") from error
-    if isinstance(env, VectorEnv):
-        raise ConfigError(
-            f"{name} returns a vector of environments, whose episodes cannot be seeded one by one: return one "
-            "gymnasium.Env, or wrap the vector in RewardDataCollector in a loop of your own."
-        )
     if not isinstance(env, gym.Env):
-        raise ConfigError(f"{name} returns {type(env).__name__}: it has to return a gymnasium.Env.")
+        raise ConfigError(
+            f"{name} returns {type(env).__name__}: it has to return one gymnasium.Env; wrap a vector of them in "
+            "RewardDataCollector in a loop of your own."
+        )
     return env if registered or max_steps is None else gym.wrappers.TimeLimit(env, max_steps)
 
 
@@ -150,38 +150,27 @@ def _flattened(env: gym.Env, name: str) -> gym.Env:
         if isinstance(space, gym.spaces.Dict):
             parts += space.values()
         elif space.dtype == np.uint8 and len(space.shape or ()) > 1:
-            raise ConfigError(
-                f"the observations of {name} have images, and observe is state: observe images, or choose env_options "
-                "of observations without them."
-            )
+            raise ConfigError(f"the observations of {name} have images, and observe is state: observe images.")
     return gym.wrappers.FlattenObservation(env) if len(parts) > 1 else env
-
-
-def _declared(env: gym.Env) -> bool | None:
-    return env.get_wrapper_attr("success")
 
 
 class LabelledEnv(gym.Wrapper):
     """Adds to `info` the true `success` of each state, if it is known, and frames uint8 [C,H,W] by camera.
 
     Args:
-        success: whether the task is done in the present state; None if nobody knows.
-        stop_at_success: end the episode at a success; otherwise it goes on,
-        past_end: even if the simulator would end it there.
+        success: whether the task is done in the present state; None leaves it to the `DeclaredSuccess` within, whose
+            episodes end where the environment ends them.
+        stop_at_success: end the episode at a success; otherwise it goes on, even if the simulator would end it there.
         action_repeat: steps for each action, fewer if one leads to a success or ends the episode.
-        keys: the cameras; see `make_environments`.
-        size: [C,H,W] of the frames.
-        crop: the part of a camera's frame that is shown.
         seed: of the first reset, unless it has one; later ones continue the random numbers.
     """
 
     def __init__(
         self,
         env: gym.Env,
-        success: Callable[[gym.Env], bool | None],
+        success: Callable[[gym.Env], bool | None] | None,
         *,
         stop_at_success: bool,
-        past_end: bool = True,
         action_repeat: int = 1,
         keys: Sequence[str] = (),
         size: Sequence[int] = IMAGE_SIZE,
@@ -189,14 +178,14 @@ class LabelledEnv(gym.Wrapper):
         seed: int | None = None,
     ):
         super().__init__(env)
-        self._success, self._stop, self._past_end, self._repeat = success, stop_at_success, past_end, action_repeat
+        self._success, self._past_end = success or _declared, success is not None
+        self._stop, self._repeat = stop_at_success, action_repeat
         self._keys, self._size, self._crop, self._seed = list(keys), size, crop, seed
-        self._shown: dict[str, tuple[int, ...]] = {}  # the sizes of the episode's frames before they are fitted
+        self._shown: dict[str, tuple[int, ...]] = {}  # the sizes of its frames before they are fitted
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         first, self._seed = self._seed, None
         observation, info = self.env.reset(seed=first if seed is None else seed, options=options)
-        self._shown.clear()
         return observation, self._labelled(observation, info, self._success(self.env))
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -207,10 +196,8 @@ class LabelledEnv(gym.Wrapper):
             except VlmrmError:
                 raise
             except Exception as error:  # whatever an environment's own code raises
-                raise ConfigError(
-                    f"{self.env} raises {type(error).__name__} in a step ({first_line(error)}): look at it "
-                    f"and at its actions, such as {action!s:.60}."
-                ) from error
+                said = f"{type(error).__name__} in a step ({first_line(error)})"
+                raise ConfigError(f"{self.env} raises {said}: look at its actions, such as {action!s:.60}.") from error
             success = self._success(self.env)
             if success:
                 terminated = self._stop or (bool(terminated) and not self._past_end)
@@ -244,3 +231,73 @@ class LabelledEnv(gym.Wrapper):
                 raise DataError(f"{self.env} shows {len(frames)} frames of {key!r} at once: show the last alone.")
         check_one_size(str(self.env), images, self._shown)
         return {key: frames[0] for key, frames in fitted_images(images, self._size, self._crop).items()}
+
+
+def _declared(env: gym.Env) -> bool | None:
+    return env.get_wrapper_attr("success")
+
+
+# Declared successes --------------------------------------------------------------------------------------------------
+
+
+class DeclaredSuccess(gym.Wrapper):
+    """Keeps in `success` whether the last step led to a success, as declared; None after a reset."""
+
+    def __init__(self, env: gym.Env, declaration: str):
+        super().__init__(env)
+        self.success: bool | None = None
+        self._test = success_test(declaration)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.success = None
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        result = self.env.step(action)
+        self.success = self._test(*result)
+        return result
+
+
+def success_test(declaration: str) -> Callable[[Any, Any, Any, Any, Any], bool]:
+    """Return the function (observation, reward, terminated, truncated, info) -> bool of a declaration."""
+    match = DECLARATION.fullmatch(declaration.strip())
+    if re.fullmatch(FUNCTION, declaration):
+        function = imported_function(*declaration.rsplit(":", 1), f"success {declaration}")
+        return lambda *step: bool(function(*step))
+    what, path, sign, text = match.group("what", "path", "sign", "number") if match else ("", None, None, None)
+    try:
+        number = None if text is None else float(text)
+    except ValueError:
+        what = ""
+    keyed = what == "observation" or (path is not None) == (what == "info")
+    if not what or not keyed or (sign is None and what in ("reward", "observation")):
+        raise ConfigError(f"success is {declaration!r}: write {FORMS}.")
+
+    def test(observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> bool:
+        values = {"observation": observation, "reward": reward, "terminated": terminated, "info": info}
+        value = as_array(_at(values[what], path, declaration))
+        if value.size != 1:
+            raise ConfigError(f"success is {declaration!r}, and that is {list(value.shape)} values: name one of them.")
+        return bool(value.item()) if sign is None or number is None else bool(TESTS[sign](value.item(), number))
+
+    return test
+
+
+def _at(value: Any, path: str | None, declaration: str) -> Any:
+    """Return the value at a dotted path of keys and, in arrays, of positions; keys may have dots themselves."""
+    while path:
+        if isinstance(value, Mapping):
+            key = path if path in value else next((k for k in value if path.startswith(f"{k}.")), None)
+            if key is None:
+                has = f": choose from {listed(value)}." if value else ": it has no keys at all."
+                raise ConfigError(
+                    f"success is {declaration!r}, and there is no {path}{did_you_mean(path, value, has)}"
+                )
+            value, path = value[key], path[len(key) + 1 :]
+        else:
+            first, _, path = path.partition(".")
+            if not (first.isdecimal() and int(first) < (len(value) if np.ndim(value) else 0)):
+                shape = list(np.shape(value))
+                raise ConfigError(f"success is {declaration!r}, and {first} is no position in an array of {shape}.")
+            value = value[int(first)]
+    return value

@@ -15,9 +15,8 @@ from tqdm import tqdm
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.files import write_json
-from vlmrm_robots.frames.card import check_card, write_card
 from vlmrm_robots.frames.checkpoint import LoadedClassifier, save_classifier
-from vlmrm_robots.frames.classifier import FEATURES, FrameClassifier, model_input
+from vlmrm_robots.frames.classifier import FrameClassifier, model_input
 from vlmrm_robots.frames.dataset import FrameIndex, Inputs, index_folders, outline_of
 from vlmrm_robots.frames.qualification import (
     MAX_FALSE_FIRES,
@@ -62,51 +61,38 @@ def evaluate(
         threshold: of a success. Default: the checkpoint's.
         max_false_fires: the share of failed episodes with a frame above it that qualifies, with 95 % confidence.
         min_precision: the share of frames above it that have to be successes, with 95 % confidence.
-
-    Raises:
-        DataError: if a folder is missing, episodes are broken or of other cameras or sizes, or none is new.
     """
-    config = loaded.config
+    config, path = loaded.config, loaded.path
     index, summary = index_folders(folders, config.image_keys, config.image_size)
     if index.crop != config.crop:
-        raise DataError(
-            f"{loaded.path} was trained on {config.crop or 'whole frames'}, and these frames have the crop "
-            f"{index.crop}: measure it on frames of its own."
-        )
+        crops = f"{config.crop or 'whole frames'}, and these frames have the crop {index.crop}"
+        raise DataError(f"{path} was trained on {crops}: measure it on frames of its own.")
     known = set(config.episodes)
     new = [file for file in index.files if outline_of(file, config.image_keys) not in known]
     if not new:
-        raise DataError(
-            f"{loaded.path} was trained on or chosen by all {len(index.files)} episodes ({summary}): measure it on "
-            "others."
-        )
+        count = len(index.files)
+        raise DataError(f"{path} was trained on or chosen by all {count} episodes ({summary}): measure it on others.")
     if left_out := len(index.files) - len(new):
         summary += f"; {left_out} episodes of its training are left out"
         index = FrameIndex(new, config.image_keys)
     batches = encoded(loaded.model, index.images, range(len(index)))
     logits = np.concatenate([loaded.model.decide(batch).double().cpu().numpy() for batch in batches])
     if not np.isfinite(logits).all():
-        raise DataError(f"{loaded.path} scores {np.count_nonzero(~np.isfinite(logits))} frames with no finite number.")
+        raise DataError(f"{path} scores {np.count_nonzero(~np.isfinite(logits))} frames with no finite number.")
     threshold = config.threshold if threshold is None else threshold
-    held_out = HeldOut(logits, index.labels, index.owners)
-    metrics = figures(held_out, float(logit(threshold)))
+    metrics = figures(HeldOut(logits, index.labels, index.owners), float(logit(threshold)))
     metrics |= {"validation_frames": len(logits), "validation_successes": int(index.labels.sum())}
-    reason = disqualification(metrics, max_false_fires, min_precision)
-    return Evaluation(loaded.path, threshold, metrics, reason, summary)
+    return Evaluation(path, threshold, metrics, disqualification(metrics, max_false_fires, min_precision), summary)
 
 
 @torch.inference_mode()
 def encoded(
     model: FrameClassifier, read: Callable[[Sequence[int]], Inputs], numbers: Sequence[int]
 ) -> Iterator[Tensor]:
-    """Yield the encoder's outputs for frames in order; `read` returns their uint8 images or `FEATURES`."""
-    for start in tqdm(range(0, len(numbers), BATCH), desc="scoring frames", unit="batch", disable=None):
+    """Yield the encoder's outputs for frames in order; `read` returns their uint8 images."""
+    for start in tqdm(range(0, len(numbers), BATCH), desc="encoding frames", unit="batch", disable=None):
         inputs = read(numbers[start : start + BATCH])
-        if FEATURES in inputs:
-            yield inputs[FEATURES].to(model.device)
-        else:
-            images = {key: model_input(frames, model.device) for key, frames in inputs.items()}
-            yield model.encode(images)
+        yield model.encode({key: model_input(frames, model.device) for key, frames in inputs.items()})
 
 
 def write_evaluation(evaluation: Evaluation, output: Path) -> None:
@@ -117,16 +103,9 @@ def write_evaluation(evaluation: Evaluation, output: Path) -> None:
 
 
 def record(evaluation: Evaluation, loaded: LoadedClassifier, output: Path) -> None:
-    """Write the classifier with these figures, threshold and verdict in place of its own, and its card."""
+    """Write the classifier with these figures, threshold and verdict in place of its own."""
     if output.exists() and (output != loaded.path or not loaded.described):
         raise ConfigError(f"{output} exists: name a new file, or the checkpoint itself if vlmrm wrote it.")
-    update = {
-        "threshold": evaluation.threshold,
-        "metrics": evaluation.metrics,
-        "qualified": evaluation.qualified,
-        "unqualified_because": evaluation.reason,
-    }
-    config = loaded.config.model_copy(update=update)
-    check_card(output)
-    save_classifier(output, loaded.model, config, loaded.reference)
-    write_card(output, config)
+    update = {"threshold": evaluation.threshold, "metrics": evaluation.metrics, "qualified": evaluation.qualified}
+    config = loaded.config.model_copy(update={**update, "unqualified_because": evaluation.reason})
+    save_classifier(output, loaded.model, config)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,8 +11,6 @@ from PIL import Image
 from vlmrm.errors import DataError
 from vlmrm_robots.frames.settings import Crop
 from vlmrm_robots.trajectories.trajectory import listed, to_uint8
-
-logger = logging.getLogger("vlmrm")
 
 UNNAMED = ""  # the camera of an observation that has one image and no name for it
 
@@ -55,29 +51,22 @@ def images_of(
     `observation` is that environment's own, `info` of all `count`; `info["images"]` comes before the observation. An
     image without a name is that of the only key.
     """
-    shown = cameras(observation) | _in_info(i, info, count)
+    images = info.get("images", {})
+    if not isinstance(images, Mapping):
+        images = {UNNAMED: images}
+    names = [name for name in images if not (name.startswith("_") and name[1:] in images)]
+    values = {name: value_of(i, name, images, count) for name in names}
+    shown = cameras(observation) | {name: value for name, value in values.items() if value is not None}
     if len(keys) == 1 and UNNAMED in shown:
         shown.setdefault(keys[0], shown[UNNAMED])
     missing = [key for key in keys if key not in shown]
     if missing:
         parts = list(observation) if isinstance(observation, Mapping) else [f"numbers {list(np.shape(observation))}"]
         has = f"it shows {listed(name or 'one without a name' for name in shown)}"
-        raise DataError(
-            f"environment {i} shows no image {missing[0]!r}: "
-            + (has if shown else f"its observation has {listed(parts)}, and info no images")
-            + "; check image_keys."
-        )
+        has = has if shown else f"its observation has {listed(parts)}, and info no images"
+        raise DataError(f"environment {i} shows no image {missing[0]!r}: {has}; check image_keys.")
     # A copy: the environment may draw into them again.
     return {key: np.array(as_frames(shown[key], f"the images {key!r} of environment {i}")) for key in keys}
-
-
-def _in_info(i: int, info: Mapping[str, Any], count: int) -> dict[str, Any]:
-    images = info.get("images", {})
-    if not isinstance(images, Mapping):
-        images = {UNNAMED: images}
-    names = [name for name in images if not (name.startswith("_") and name[1:] in images)]
-    values = {name: value_of(i, name, images, count) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def value_of(i: int, name: str, info: Mapping[str, Any], count: int) -> Any:
@@ -86,9 +75,7 @@ def value_of(i: int, name: str, info: Mapping[str, Any], count: int) -> Any:
         return None
     values, present = info[name], info.get(f"_{name}")
     if len(values) != count:
-        raise DataError(
-            f"info[{name!r}] has {len(values)} values for {count} environments: give one for each of them."
-        )
+        raise DataError(f"info[{name!r}] has {len(values)} values for {count} environments: give one for each.")
     return values[i] if present is None or present[i] else None
 
 
@@ -104,32 +91,19 @@ def as_frames(values: Any, subject: str) -> np.ndarray:
     """
     frames = as_array(values)
     shape = list(frames.shape)
-    if frames.ndim == 2:
-        frames = frames[None]
-    if frames.ndim == 3:
-        frames = frames[None]
+    frames = frames[None] if frames.ndim == 2 else frames
+    frames = frames[None] if frames.ndim == 3 else frames
     last = frames.ndim == 4 and frames.shape[1] not in (1, 3) and frames.shape[-1] in (1, 3, 4)
     frames = frames.transpose(0, 3, 1, 2) if last else frames
     if frames.ndim != 4 or not (last or frames.shape[1] in (1, 3)):
-        raise DataError(
-            f"{subject} are of shape {shape}: they are [H,W], [C,H,W] or [H,W,C] with 1 or 3 channels or an alpha; of "
-            "a stack of frames show the last alone."
-        )
+        forms = "[H,W], [C,H,W] or [H,W,C] with 1 or 3 channels or an alpha"
+        raise DataError(f"{subject} are of shape {shape}: they are {forms}; of a stack of frames show the last alone.")
     frames = to_uint8(frames, subject)
     if frames.shape[1] == 4:
         if (frames[:, 3] != 255).any():
-            raise DataError(
-                f"{subject} have a fourth channel that is no opaque alpha: draw transparent pictures on a background, "
-                "and show the last of stacked frames alone."
-            )
-        _say_alpha(subject.partition(" of environment")[0])
+            raise DataError(f"{subject} have a fourth channel that is no opaque alpha: show three.")
         frames = frames[:, :3]
     return frames
-
-
-@cache
-def _say_alpha(subject: str) -> None:
-    logger.info("%s have an alpha, opaque everywhere, which is left out", subject)
 
 
 def fitted(frames: np.ndarray, size: Sequence[int] | None, crop: Sequence[float] | None, subject: str) -> np.ndarray:
@@ -154,14 +128,12 @@ def fitted(frames: np.ndarray, size: Sequence[int] | None, crop: Sequence[float]
 
 
 def check_one_size(shown: str, images: Mapping[str, np.ndarray], sizes: dict[str, tuple[int, ...]]) -> None:
-    """Raise DataError where a camera's frames differ in size from those before in an episode, which `sizes` keeps."""
+    """Raise DataError where a camera's frames differ in size from those before, which `sizes` keeps."""
     for key, frames in images.items():
         first = sizes.setdefault(key, frames.shape[1:])
         if frames.shape[1:] != first:
-            raise DataError(
-                f"{shown} shows {key!r} as {list(frames.shape[1:])} after {list(first)}: an episode has frames of one "
-                "size."
-            )
+            sizes_shown = f"{list(frames.shape[1:])} after {list(first)}"
+            raise DataError(f"{shown} shows {key!r} as {sizes_shown}: an episode has frames of one size.")
 
 
 def fitted_images(

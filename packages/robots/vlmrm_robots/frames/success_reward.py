@@ -15,7 +15,7 @@ from vlmrm.settings import validate
 from vlmrm_robots.frames.frame_reward import FrameScorer
 from vlmrm_robots.frames.images import as_frames, fitted
 from vlmrm_robots.frames.settings import RewardModelSettings
-from vlmrm_robots.rewards.trajectories import frames_of_samples
+from vlmrm_robots.rewards.trajectory_model import frames_of_samples
 
 
 class FrameSuccess(PointwiseRewardModel):
@@ -47,10 +47,8 @@ class FrameSuccess(PointwiseRewardModel):
         self.binary = settings.reward_type == "binary"
         cameras = self.scorer.config.image_keys
         if len(cameras) != 1:
-            raise ConfigError(
-                f"reward {config.name}: {settings.checkpoint_path} looks at {', '.join(cameras)} at once, and a "
-                "sample has the pictures of one: train one with a single image key."
-            )
+            several = f"{settings.checkpoint_path} looks at {', '.join(cameras)} at once"
+            raise ConfigError(f"reward {config.name}: {several}, and a sample has the pictures of one: train for one.")
         self.model = self.scorer.model if self.dtype == "auto" else self.scorer.model.to(self.dtype)
 
     # Without **kwargs, so that no other columns are gathered from other ranks.

@@ -1,10 +1,10 @@
-"""`vlmrm frames train`: a classifier of success from labelled frames, by HF's trainer.
+"""`vlmrm frames train`: a classifier of success from labelled frames.
 
 After each epoch the validation frames are scored; if they are scored better than before, a threshold is chosen on them
 and the checkpoint is written. With π the share of successes, the loss is that of logit - log(π / (1 - π)) (logit
 adjustment, Menon et al. 2021), so that σ(logit) is the probability of a success in the data however it is balanced.
 
-An unfinished training has its checkpoints in the folder `OUTPUT_CHECKPOINT.training`; started again, it goes on there.
+An unfinished training has its last epoch in the folder `OUTPUT_CHECKPOINT.training`; started again, it goes on there.
 """
 
 from __future__ import annotations
@@ -12,83 +12,49 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate import PartialState
 from scipy.special import expit
-from torch import Tensor, nn
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import (
-    EvalPrediction,
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
 
 from vlmrm.data.comparisons import data_fingerprint
-from vlmrm.errors import ConfigError, Interrupted, Preempted, TrainingError, first_line
-from vlmrm.files import make_folder, write_json
-from vlmrm.modeling.manifest import read_json_of
-from vlmrm.training.callbacks import PreemptionCallback
-from vlmrm.training.checks import check_gpus
-from vlmrm.training.folder import output_lock
-from vlmrm.training.progress import Bar, FiguresCallback
-from vlmrm.training.resume import any_rank, checkpoint_to_resume, from_first_rank, plain_rank_errors
-from vlmrm.training.saving import CompleteCheckpoints
-from vlmrm_robots.frames.card import check_card, write_card
-from vlmrm_robots.frames.checkpoint import LoadedClassifier, load_classifier, read_config, save_classifier
-from vlmrm_robots.frames.classifier import (
-    FEATURES,
-    FrameClassifier,
-    ResNetClassifier,
-    build_classifier,
-    classifier_config,
-    model_input,
-)
+from vlmrm.errors import ConfigError, TrainingError
+from vlmrm.files import exclusive_lock, make_folder, write_file
+from vlmrm.libraries import parse_device
+from vlmrm_robots.frames.checkpoint import LoadedClassifier, load_classifier, save_classifier
+from vlmrm_robots.frames.classifier import FEATURES, FrameClassifier, classifier_config, model_input
 from vlmrm_robots.frames.dataset import (
-    BalancedSampler,
-    FrameDataset,
+    FrameBatches,
     FrameIndex,
     Inputs,
     class_weights,
-    first_of,
     index_frames,
     outline_of,
     split,
 )
-from vlmrm_robots.frames.drift import Reference
-from vlmrm_robots.frames.evaluation import encoded
-from vlmrm_robots.frames.qualification import (
-    HeldOut,
-    auc_and_loss,
-    choose_threshold,
-    disqualification,
-    figures,
-    in_words,
-)
+from vlmrm_robots.frames.evaluation import BATCH, encoded
+from vlmrm_robots.frames.qualification import HeldOut, choose_threshold, disqualification, figures, in_words, loss_of
 from vlmrm_robots.frames.settings import TrainSettings
 from vlmrm_robots.trajectories.pictures import write_frames
 
 logger = logging.getLogger("vlmrm")
 
-EVALUATION_BATCH = 128
-ENCODING_BATCH = 64
-REFERENCE_FRAMES = 4096
 DIGITS = 3  # of a validation score: smaller differences are no improvement
 SHIFT = 1 / 16  # of a side, at most; 4 pixels of 64, as in DrQ (Kostrikov et al. 2021)
 COLOUR = 0.2  # brightness and contrast change by at most this factor
-SETTINGS = "settings.json"
+STATE = "state.pt"
 # Settings with which an unfinished training may go on.
-FREE = {"output_checkpoint", "epochs", "patience", "num_workers", "report_to", "use_cpu", "vis_output_dir"}
+FREE = {"output_checkpoint", "epochs", "patience", "num_workers", "use_cpu", "vis_output_dir"}
 FREE |= {"visualize_positive", "target_fpr", "max_false_fires", "min_precision"}
 
 
@@ -107,24 +73,18 @@ def train_classifier(settings: TrainSettings) -> TrainedClassifier:
     training, validation = split(index, settings.val_fraction, settings.seed)
     if settings.output_checkpoint.is_dir():
         raise ConfigError(f"output_checkpoint {settings.output_checkpoint} is a folder: name a file.")
-    check_card(settings.output_checkpoint)
     make_folder(settings.output_checkpoint.parent)
-    args = training_arguments(settings)
-    if args.process_index == 0:
-        logger.info("%s", summary)
-        logger.info("training: %s; validation: %s", index.summary(training), index.summary(validation))
-        if settings.visualize_positive:
-            write_frames(index.files, settings.image_key, settings.vis_output_dir, successes_only=True)
+    logger.info("%s", summary)
+    logger.info("training: %s; validation: %s", index.summary(training), index.summary(validation))
+    if settings.visualize_positive:
+        write_frames(index.files, settings.image_key, settings.vis_output_dir, successes_only=True)
+    folder = Path(f"{settings.output_checkpoint}.training")
+    refusal = f"another training is writing into {folder}: wait for its end, or choose another output_checkpoint."
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices), output_lock(args), plain_rank_errors():
-        resume_from = checkpoint_to_resume(args)
+    with torch.random.fork_rng(devices), exclusive_lock(folder / ".lock", refusal, without=lambda: None):
         begun_with = json.loads(settings.model_dump_json(exclude=FREE))
-        begun_with["data"] = from_first_rank(
-            lambda: data_fingerprint([str(settings.positive_dir), str(settings.negative_dir)])
-        )
-        if resume_from is not None:
-            check_resumed(resume_from, begun_with)
-        set_seed(settings.seed)
+        begun_with["data"] = data_fingerprint([str(settings.positive_dir), str(settings.negative_dir)])
+        torch.manual_seed(settings.seed)
         model = initial_classifier(settings)
         origin = {
             "data_fingerprint": begun_with["data"],
@@ -133,89 +93,13 @@ def train_classifier(settings: TrainSettings) -> TrainedClassifier:
             "crop": index.crop,
         }
         model.spec = model.spec.model_copy(update=origin)
-        trainer = FrameTrainer(model, args, settings, index, training, validation, begun_with)
-        fit(trainer, resume_from)
-        if args.process_index == 0:
-            add_reference(settings.output_checkpoint, trainer)
-            write_card(settings.output_checkpoint, read_config(settings.output_checkpoint))
-            shutil.rmtree(str(args.output_dir), ignore_errors=True)
-        PartialState().wait_for_everyone()
+        trainer = FrameTrainer(model, settings, index, training, validation, folder)
+        trainer.resume(begun_with)
+        trainer.fit(begun_with)
+        shutil.rmtree(folder, ignore_errors=True)
     # The model in memory is the last epoch's.
-    loaded = load_classifier(settings.output_checkpoint, device=str(args.device))
+    loaded = load_classifier(settings.output_checkpoint, device=str(trainer.device))
     return TrainedClassifier(**vars(loaded), epochs=trainer.epochs)
-
-
-def training_arguments(settings: TrainSettings) -> TrainingArguments:
-    """Return HF's arguments for these settings."""
-    epochly: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}
-    try:
-        args = TrainingArguments(
-            output_dir=f"{settings.output_checkpoint}.training",
-            num_train_epochs=settings.epochs,
-            per_device_train_batch_size=settings.batch_size,
-            per_device_eval_batch_size=EVALUATION_BATCH,
-            learning_rate=settings.lr,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.0,
-            seed=settings.seed,
-            bf16=settings.bf16,
-            use_cpu=settings.use_cpu or not torch.accelerator.is_available(),
-            dataloader_num_workers=settings.num_workers,
-            dataloader_persistent_workers=settings.num_workers > 0,
-            remove_unused_columns=False,
-            label_names=["labels"],
-            report_to=list(settings.report_to) or "none",
-            save_total_limit=1,
-            logging_nan_inf_filter=False,
-            disable_tqdm=False,
-            resume_from_checkpoint="auto",
-            ddp_find_unused_parameters=False,
-            **epochly,
-        )
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise ConfigError(f"the training cannot be started: {first_line(error).rstrip('.')}.") from error
-    check_gpus(args.n_gpu)
-    return args
-
-
-def check_resumed(checkpoint: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse to go on from a checkpoint that was trained with other settings or data; ConfigError names the first."""
-    before = read_json_of(checkpoint, SETTINGS) or {}
-    for name, value in settings.items():
-        if before.get(name) != value:
-            raise ConfigError(
-                f"{checkpoint.parent} holds an unfinished training with {name} {before.get(name)}, which is now "
-                f"{value}: leave it as it was, or delete that folder to begin anew."
-            )
-
-
-def fit(trainer: FrameTrainer, resume_from: Path | None) -> None:
-    """Train until patience or the epochs end; each best epoch is written at once."""
-    folder = trainer.args.output_dir
-    try:
-        trainer.train(None if resume_from is None else str(resume_from))
-    except KeyboardInterrupt as error:
-        raise Interrupted(f"interrupted: the same command goes on from the last whole epoch in {folder}.") from error
-    if trainer.preemption.stopped_at is not None:
-        raise Preempted(f"stopped by SIGTERM after saving into {folder}: the same command goes on from there.")
-
-
-def add_reference(path: Path, trainer: FrameTrainer) -> None:
-    """Write into a checkpoint what the frames that it knows look like to its head."""
-    loaded = load_classifier(path, device=str(trainer.args.device))
-    features: list[Tensor] = []
-    logits: list[Tensor] = []  # of the held-out frames, which come last
-    for frames in trainer.frames:
-        batches = list(encoded(loaded.model, frames.read, evenly(frames.numbers, REFERENCE_FRAMES)))
-        features.append(torch.cat([loaded.model.features(batch).cpu() for batch in batches]))
-        logits = [loaded.model.decide(batch).cpu() for batch in batches]
-    reference = Reference.fit(*features, expit(torch.cat(logits).double().numpy()))
-    save_classifier(path, loaded.model, loaded.config, reference)
-
-
-def evenly(numbers: np.ndarray, count: int) -> list[int]:
-    """Return at most `count` of the numbers, evenly spread."""
-    return numbers[np.linspace(0, len(numbers) - 1, min(count, len(numbers))).astype(int)].tolist()
 
 
 def summarise(trained: TrainedClassifier) -> str:
@@ -229,26 +113,26 @@ def summarise(trained: TrainedClassifier) -> str:
 
 def initial_classifier(settings: TrainSettings) -> FrameClassifier:
     """Return the classifier before its first step, with the pretrained encoder that settings name."""
-    torchvision = settings.backbone not in ("resnet10", "reward_model")
-    shared = {"image_size", "hidden_dim", "num_spatial_blocks", "pooling", "reward_model", "prompt"}
+    shared = {"image_size", "hidden_dim", "num_spatial_blocks", "pooling"}
     config = classifier_config(
         architecture=settings.backbone,
         image_keys=settings.image_key,
         use_pretrain=settings.pretrained_encoder_path is not None,
         freeze_encoder=settings.frozen,
-        normalisation="imagenet" if torchvision else "unit",
+        normalisation="unit" if settings.backbone == "resnet10" else "imagenet",
         **settings.model_dump(include=shared),
     )
-    model = build_classifier(config)
-    if settings.pretrained_encoder_path is not None and isinstance(model, ResNetClassifier):
+    model = FrameClassifier(config)
+    if settings.pretrained_encoder_path is not None:
         model.load_encoder(settings.pretrained_encoder_path)
     return model.to(memory_format=torch.channels_last)
 
 
-class FrameTrainer(CompleteCheckpoints):
+class FrameTrainer:
     """Trains a frame classifier on the frames `training` of an index, and keeps the epoch best on `validation`.
 
     Attributes:
+        epochs: the (AUC, loss) on the validation frames of each epoch so far.
         offset: log-odds of the training's successes, negated: added to a logit before the loss.
         weights: of a failure and of a success in the loss.
     """
@@ -256,92 +140,130 @@ class FrameTrainer(CompleteCheckpoints):
     def __init__(
         self,
         model: FrameClassifier,
-        args: TrainingArguments,
         settings: TrainSettings,
         index: FrameIndex,
         training: np.ndarray,
         validation: np.ndarray,
-        begun_with: Mapping[str, Any],
+        folder: Path,
     ):
-        self.settings = settings
+        self.settings, self.index, self.folder = settings, index, folder
+        self.training, self.validation = training, validation
+        self.epochs: list[tuple[float, float]] = []
+        self.device = parse_device("cpu" if settings.use_cpu else None)
         labels = index.labels[training]
         # A classifier that begins at the prior spends no steps on learning it; the offset removes it from the loss.
         share = float(labels.mean())
         prior = float(np.log(share / (1 - share)))
-        model.add_bias(prior)
+        with torch.no_grad():
+            model.head.bias.add_(prior)
         self.offset = 0.0 if settings.balance == "none" else -prior
-        self.weights = torch.tensor(class_weights(labels) if settings.balance == "weights" else [1.0, 1.0]).float()
-        # A frozen encoder's features are constants, unless augmentation changes the frames.
-        read = index.images
-        if settings.frozen and not settings.augment:
-            read = cached_features(model.to(args.device), index, Path(str(args.output_dir)) / "features.npy", args)
-        self.episodes = index.owners[validation]
-        self.frames = (FrameDataset(read, index.labels, training), FrameDataset(read, index.labels, validation))
-        self.preemption = PreemptionCallback()
-        self.save_extras = lambda folder: write_json(folder / SETTINGS, dict(begun_with))
-        super().__init__(
-            model=model,
-            args=args,
-            data_collator=first_of,
-            train_dataset=self.frames[0],
-            eval_dataset=self.frames[1],
-            compute_metrics=self._measure,
-            callbacks=[self.preemption, Patience(settings.patience), FiguresCallback()],
-        )
-        self.classifier = model  # without DDP around it
-        self.remove_callback(PrinterCallback)
-        if self.pop_callback(ProgressCallback) is not None and sys.stderr.isatty():
-            self.add_callback(Bar())
+        self.balance = class_weights(labels)
+        self.weights = torch.tensor(self.balance if settings.balance == "weights" else [1.0, 1.0]).float()
+        self.weights = self.weights.to(self.device)
+        self.model = model.to(self.device)
         self.optimizer = torch.optim.Adam(model.trainable(), settings.lr)
+        # A frozen encoder's features are constants, unless augmentation changes the frames.
+        cached = settings.frozen and not settings.augment
+        self.read = cached_features(model, index, folder / "features.npy") if cached else index.images
 
-    @property
-    def epochs(self) -> list[tuple[float, float]]:
-        """The (AUC, loss) on the validation frames of each epoch."""
-        return [(entry["eval_auc"], entry["eval_loss"]) for entry in self.state.log_history if "eval_auc" in entry]
+    def resume(self, begun_with: Mapping[str, Any]) -> None:
+        """Read the last epoch of an unfinished training; ConfigError if that had other settings or data."""
+        if not (self.folder / STATE).is_file():
+            return
+        stored = torch.load(self.folder / STATE, map_location=self.device, weights_only=True)
+        for name, value in begun_with.items():
+            if (before := stored["begun_with"].get(name)) != value:
+                values = f"{name} {before}, which is now {value}"
+                raise ConfigError(
+                    f"{self.folder} holds an unfinished training with {values}: delete it to begin anew."
+                )
+        self.model.load_state_dict(stored["model"])
+        self.optimizer.load_state_dict(stored["optimizer"])
+        self.epochs = [(auc, loss) for auc, loss in stored["epochs"]]
+        logger.info("going on after epoch %d in %s", len(self.epochs), self.folder)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+    def fit(self, begun_with: Mapping[str, Any]) -> None:
+        """Train until patience or the epochs end; each best epoch is written at once."""
+        settings = self.settings
+        while len(self.epochs) < settings.epochs:
+            if (scores := self._scores()) and len(scores) - 1 - int(np.argmax(scores)) >= settings.patience:
+                break
+            trained = self.train_epoch(len(self.epochs))
+            logits, labels = self._validate(), self.index.labels[self.validation]
+            if not np.isfinite(logits).all():
+                raise TrainingError(f"weights are not finite: lower lr, which is {settings.lr}.")
+            before = self._scores()
+            self.epochs.append(auc_and_loss(logits, labels))
+            if self._scores()[-1] > max(before, default=-np.inf):
+                self._save_best(HeldOut(logits, labels, self.index.owners[self.validation]))
+            content = {"begun_with": begun_with, "epochs": self.epochs, "model": self.model.state_dict()}
+            buffer = BytesIO()
+            torch.save({**content, "optimizer": self.optimizer.state_dict()}, buffer)
+            write_file(self.folder / STATE, buffer.getvalue())
+            said = "epoch %d of %d: training loss %.4f, AUC %.4f, loss %.4f"
+            logger.info(said, len(self.epochs), settings.epochs, trained, *self.epochs[-1])
+
+    def _scores(self) -> list[float]:
+        """Return the validation score of each epoch; the highest is the best."""
+        if self.settings.select_by == "loss":
+            return [-round(loss, DIGITS) for _, loss in self.epochs]
+        return [round(auc, DIGITS) - 1e-6 * round(loss, DIGITS) for auc, loss in self.epochs]  # an AUC soon reaches 1
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the numbers of the training's frames in the order of an epoch."""
+        generator, count = np.random.default_rng((self.settings.seed, epoch)), len(self.training)
         if self.settings.balance != "sampling":
-            return super()._get_train_sampler(train_dataset)
-        return BalancedSampler(self.frames[0].labels, self.settings.seed)
+            return generator.permutation(self.training)
+        shares = self.balance[self.index.labels[self.training].astype(int)]  # successes as often, with replacement
+        return generator.choice(self.training, count, p=shares / shares.sum())
 
-    def compute_loss(
-        self, model: Any, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        labels = inputs["labels"]
-        logits = model(self._model_inputs(model, inputs)).float()
-        adjusted = logits + self.offset if model.training else logits
-        weights = self.weights.to(logits.device)[labels.long()] if model.training else None
-        loss = F.binary_cross_entropy_with_logits(adjusted, labels, weights)
-        if model.training and not torch.isfinite(loss):
-            raise TrainingError(f"the loss is {loss.item()}: lower lr, which is {self.settings.lr}.")
-        return (loss, {"logits": logits}) if return_outputs else loss
+    def loader(self, numbers: np.ndarray, batch_size: int) -> DataLoader:
+        batches = FrameBatches(self.read, self.index.labels, numbers, batch_size)
+        return DataLoader(batches, batch_size=None, num_workers=self.settings.num_workers)
 
-    def _model_inputs(self, model: nn.Module, inputs: Inputs) -> Inputs:
-        if FEATURES in inputs:
-            return {FEATURES: inputs[FEATURES]}
-        images = {key: model_input(frames, frames.device) for key, frames in inputs.items() if key != "labels"}
-        if self.settings.augment and model.training:
-            images = {key: augment(frames) for key, frames in images.items()}
-        return images
+    def train_epoch(self, epoch: int) -> float:
+        """Train for an epoch; return the mean loss of its steps."""
+        settings, losses = self.settings, []
+        own = np.random.SeedSequence([settings.seed, epoch]).generate_state(1)
+        torch.manual_seed(int(own[0]))  # so that a training that goes on is as one that was never interrupted
+        self.model.train()
+        batches = self.loader(self.order(epoch), settings.batch_size)
+        for batch in tqdm(batches, f"epoch {epoch + 1}", unit="batch", disable=None):
+            labels = batch["labels"].to(self.device)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.bf16):
+                logits = self.model(self._inputs(batch, settings.augment)).float() + self.offset
+            loss = F.binary_cross_entropy_with_logits(logits, labels, self.weights[labels.long()])
+            if not torch.isfinite(loss):
+                raise TrainingError(f"the loss is {loss.item()}: lower lr, which is {settings.lr}.")
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        return float(np.mean(losses))
 
-    def _measure(self, scored: EvalPrediction) -> dict[str, float]:
-        """Return the figures of an epoch, and write the checkpoint of the best one so far."""
-        logits, labels = (np.asarray(values, dtype=np.float64) for values in (scored.predictions, scored.label_ids))
-        auc, loss = auc_and_loss(logits, labels)
-        by_loss = -round(loss, DIGITS)
-        # The AUC soon reaches 1, where the loss decides.
-        score = round(auc, DIGITS) + 1e-6 * by_loss if self.settings.select_by == "auc" else by_loss
-        if score > max(scores(self.state.log_history), default=-np.inf) and self.is_world_process_zero():
-            self._save_best(HeldOut(logits, labels, self.episodes))
-        return {"auc": auc, "loss": loss, "score": score}
+    @torch.inference_mode()
+    def _validate(self) -> np.ndarray:
+        """Return the logits of the validation frames."""
+        self.model.eval()
+        scored: list[Tensor] = []
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.bf16):
+            for batch in self.loader(self.validation, BATCH):
+                scored.append(self.model(self._inputs(batch, False)).double().cpu())
+        return torch.cat(scored).numpy()
+
+    def _inputs(self, batch: Inputs, augmented: bool) -> Inputs:
+        if FEATURES in batch:
+            return {FEATURES: batch[FEATURES].to(self.device)}
+        images = {key: model_input(frames, self.device) for key, frames in batch.items() if key != "labels"}
+        return {key: augment(frames) for key, frames in images.items()} if augmented else images
 
     def _save_best(self, held_out: HeldOut) -> None:
-        settings, config = self.settings, self.classifier.spec
+        settings = self.settings
         threshold = choose_threshold(held_out, settings.target_fpr, settings.max_false_fires, settings.min_precision)
         metrics = figures(held_out, threshold)
         reason = disqualification(metrics, settings.max_false_fires, settings.min_precision)
         metrics |= {
-            "epoch": len(self.epochs) + 1,
+            "epoch": len(self.epochs),
             "validation_frames": len(held_out.labels),
             "validation_successes": int(held_out.labels.sum()),
         }
@@ -351,58 +273,26 @@ class FrameTrainer(CompleteCheckpoints):
             "qualified": reason is None,
             "unqualified_because": reason,
         }
-        save_classifier(settings.output_checkpoint, self.classifier, config.model_copy(update=update))
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        weights = self.classifier.state_dict() if state_dict is None else state_dict
-        super()._save(output_dir, {name: value.contiguous() for name, value in weights.items()})  # not channels last
-
-    def _check_finite(self) -> None:
-        finite = all(bool(weight.detach().isfinite().all()) for weight in self.classifier.trainable())
-        if any_rank(not finite, self.args.device):
-            raise TrainingError(f"weights are not finite: lower lr, which is {self.settings.lr}.")
+        save_classifier(settings.output_checkpoint, self.model, self.model.spec.model_copy(update=update))
 
 
-def scores(history: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return the validation score of each epoch; the highest is the best."""
-    return [entry["eval_score"] for entry in history if "eval_score" in entry]
+def auc_and_loss(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """Return the area under the ROC curve and the mean binary cross-entropy of logits[N] for labels[N] of 0 and 1."""
+    return float(roc_auc_score(labels, logits)), loss_of(logits, labels)
 
 
-class Patience(TrainerCallback):
-    """Stops after `epochs` without a better validation score; a resumed training counts those before it."""
-
-    def __init__(self, epochs: int):
-        self.epochs = epochs
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        seen = scores(state.log_history)
-        if len(seen) - 1 - int(np.argmax(seen)) >= self.epochs:
-            control.should_training_stop = True
-
-
-def cached_features(model: FrameClassifier, index: FrameIndex, file: Path, args: TrainingArguments) -> Any:
-    """Return a reader of the encoder's output for frames, which the first process computes once into `file`."""
-    with args.main_process_first(local=False, desc="encoding frames"):
-        if args.process_index == 0:
-            encode(model.eval(), index, file)
-    features = np.load(file, mmap_mode="r")
-    return lambda numbers: {FEATURES: torch.from_numpy(features[np.asarray(numbers)])}
-
-
-@torch.inference_mode()
-def encode(model: FrameClassifier, index: FrameIndex, file: Path) -> None:
-    """Write the encoder's output for every frame of an index, float32 [N,...], as an .npy file."""
+def cached_features(model: FrameClassifier, index: FrameIndex, file: Path) -> Callable[[Sequence[int]], Inputs]:
+    """Return a reader of the encoder's output for frames, which is computed once into `file`, float32 [N,...]."""
     make_folder(file.parent)
     features: Any = None
-    for start in tqdm(range(0, len(index), ENCODING_BATCH), desc="encoding frames", unit="batch", disable=None):
-        numbers = range(start, min(start + ENCODING_BATCH, len(index)))
-        images = {key: model_input(frames, model.device) for key, frames in index.images(numbers).items()}
-        encoded = model.encode(images).float().cpu()
+    start = 0
+    for batch in encoded(model.eval(), index.images, range(len(index))):
         if features is None:
-            shape = (len(index), *encoded.shape[1:])
+            shape = (len(index), *batch.shape[1:])
             features = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=shape)
-        features[start : numbers.stop] = encoded.numpy()
-    features.flush()
+        features[start : start + len(batch)] = batch.float().cpu().numpy()
+        start += len(batch)
+    return lambda numbers: {FEATURES: torch.from_numpy(features[np.asarray(numbers)])}
 
 
 def augment(frames: Tensor) -> Tensor:

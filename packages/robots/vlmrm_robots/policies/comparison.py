@@ -14,8 +14,8 @@ import pandas as pd
 
 from vlmrm.files import write_file, write_json
 from vlmrm.measures.plots import MUTED, SERIES, drawing, save
-from vlmrm_robots.policies.audit import Counts
-from vlmrm_robots.policies.settings import RLSettings
+from vlmrm_robots.frames.settings import RLSettings
+from vlmrm_robots.policies.environments import Counts
 from vlmrm_robots.policies.training import PolicyRun
 
 NAMES = {"success": "true success", "learned": "learned reward", "both": "both"}
@@ -35,17 +35,15 @@ def write_comparison(runs: Sequence[PolicyRun], settings: RLSettings) -> dict[st
 
 def evaluations(runs: Sequence[PolicyRun]) -> pd.DataFrame:
     """Return a row for each evaluation; the counts since the one before are empty without a classifier."""
-    rows = []
-    for run in runs:
-        for point in run.points:
-            counts = point.counts.figures()
-            if run.source == "success":
-                counts = dict.fromkeys(counts)
-            row = {"source": run.source, "seed": run.seed, "steps": point.steps}
-            rows.append({**row, "true_success_rate": point.true_success_rate, **counts})
+    names = Counts().figures()
+    rows = [
+        {"source": run.source, "seed": run.seed, "steps": point.steps, "true_success_rate": point.true_success_rate}
+        | (dict.fromkeys(names) if run.source == "success" else point.counts.figures())
+        for run in runs
+        for point in run.points
+    ]
     shares = ("paid", "unearned", "false_positive_share", "unearned_share")
-    types = dict.fromkeys(Counts().figures(), "Int64") | dict.fromkeys(shares, "float64")
-    return pd.DataFrame(rows).astype(types)
+    return pd.DataFrame(rows).astype(dict.fromkeys(names, "Int64") | dict.fromkeys(shares, "float64"))
 
 
 def summarise(runs: Sequence[PolicyRun], settings: RLSettings) -> dict[str, Any]:
@@ -82,13 +80,10 @@ def markdown(summary: dict[str, Any]) -> str:
     ]
     for source, figures in summary["sources"].items():
         rate = f"{figures['true_success_rate']:.1%} | {figures['lowest']:.1%} to {figures['highest']:.1%}"
-        rewards = figures["learned_rewards"]
-        if rewards is None:
-            counts = "| | |"
-        else:
-            share = rewards["false_positive_share"]
+        counts = "| | |"
+        if rewards := figures["learned_rewards"]:
+            share, unearned = rewards["false_positive_share"], rewards["unearned_share"]
             false = f"{rewards['false_positives']:,}" + ("" if share is None else f" ({share:.2%})")
-            unearned = rewards["unearned_share"]
             unearned = "none" if unearned is None else f"{unearned:.2%}"
             counts = f"{rewards['rewarded']:,} | {false} | {rewards['missed']:,} | {unearned}"
         lines.append(f"| {NAMES[source]} | {rate} | {counts} |")
@@ -101,32 +96,26 @@ def _draw(table: pd.DataFrame, summary: dict[str, Any], folder: Path) -> None:
     """Draw the true success rate above, the share of rewards without a success below: means over the seeds."""
     from matplotlib.figure import Figure
 
-    learned = [source for source in summary["sources"] if source != "success"]
+    sources = sorted(summary["sources"], key=list(NAMES).index)
+    learned = [source for source in sources if source != "success"]
+    shown = {"true_success_rate": sources, **({"false_positive_share": learned} if learned else {})}
     with drawing():
         figure = Figure(figsize=(6.0, 5.2 if learned else 3.2), layout="constrained")
-        heights = [2, 1] if learned else [1]
-        panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        for source in sorted(summary["sources"], key=list(NAMES).index):
-            _draw_band(panels[0], table, source, "true_success_rate")
+        heights = [2, 1][: len(shown)]
+        panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (column, drawn) in zip(panels, shown.items(), strict=True):
+            for source in drawn:  # a line of the mean, and a band from the lowest to the highest
+                values = table[table["source"] == source].groupby("steps")[column].agg(["mean", "min", "max"])
+                line = {"color": SERIES[list(NAMES).index(source)], "linestyle": DASHES[source]}
+                axes.plot(values.index, values["mean"], label=NAMES[source], marker="o", markersize=3, **line)
+                axes.fill_between(values.index, values["min"], values["max"], color=line["color"], alpha=0.15, lw=0)
         panels[0].axhline(summary["random_success_rate"], color=MUTED, linestyle=":", label="random actions")
-        panels[0].set(
-            ylim=(-0.03, 1.03), ylabel="true success rate", title=f"{summary['env']}: what each reward taught"
-        )
-        figure.legend(loc="outside lower center", ncols=2)
-        for source in learned:
-            _draw_band(panels[1], table, source, "false_positive_share")
+        title = f"{summary['env']}: what each reward taught"
+        panels[0].set(ylim=(-0.03, 1.03), ylabel="true success rate", title=title)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
         if learned:
             panels[1].set(ylabel="rewards without\nsuccess, share")
             panels[1].set_ylim(bottom=0)
         panels[-1].set_xlabel("steps of training")
         panels[-1].xaxis.set_major_formatter("{x:,.0f}")
         save(figure, folder, "comparison")
-
-
-def _draw_band(axes: Any, table: pd.DataFrame, source: str, column: str) -> None:
-    """Draw the mean over the seeds, and a band from the lowest to the highest."""
-    values = table[table["source"] == source].groupby("steps")[column].agg(["mean", "min", "max"])
-    colour = SERIES[list(NAMES).index(source)]
-    line = {"color": colour, "linestyle": DASHES[source], "marker": "o", "markersize": 3}
-    axes.plot(values.index, values["mean"], label=NAMES[source], **line)
-    axes.fill_between(values.index, values["min"], values["max"], color=colour, alpha=0.15, linewidth=0)

@@ -15,10 +15,9 @@ from vlmrm.logs import say
 from vlmrm.settings import load_file, validate
 from vlmrm_robots.frames.checkpoint import read_config
 from vlmrm_robots.frames.collecting import collect, summarise
-from vlmrm_robots.frames.settings import CollectSettings, TrainSettings
+from vlmrm_robots.frames.settings import CollectSettings, RLSettings, TrainSettings
 from vlmrm_robots.frames.training import train_classifier
 from vlmrm_robots.policies.comparison import write_comparison
-from vlmrm_robots.policies.settings import RLSettings
 from vlmrm_robots.policies.training import train_policies
 
 CONFIG = Path(__file__).parents[1] / "demo_configs" / "frames_rl.yaml"
@@ -37,7 +36,6 @@ successes went without a reward.
 
   success over steps    {folder}/rl/comparison.png
   each evaluation       {folder}/rl/comparison.csv
-  most doubtful frames  {audit}
   these numbers         {folder}/summary.json
 
 It took {wall_seconds:.0f} s. One seed says little: `python -m benchmarks.frames_rl` runs three.
@@ -55,11 +53,8 @@ def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
     write_comparison([run], settings)
     metrics, counts = read_config(checkpoint).metrics, run.counts.figures()
     summary = {
-        "auc": metrics["auc"],
-        "validation_frames": int(metrics["validation_frames"]),
-        "validation_successes": int(metrics["validation_successes"]),
-        "precision": metrics["precision"],
-        "recall": metrics["recall"],
+        **{name: metrics[name] for name in ("auc", "precision", "recall")},
+        **{name: int(metrics[name]) for name in ("validation_frames", "validation_successes")},
         "random_success_rate": run.random_success_rate,
         "true_success_rate": run.final,
         **{name: counts[name] for name in ("rewarded", "false_positives", "false_positive_share", "missed")},
@@ -67,8 +62,7 @@ def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
     }
     write_json(output / "summary.json", summary)
     share = "none" if run.counts.false_positive_share is None else f"{run.counts.false_positive_share:.1%}"
-    audit, episodes = run.folder / "audit.png", settings.evaluation_episodes
-    say(REPORT.format(**summary, share=share, folder=output, audit=audit, episodes=episodes))
+    say(REPORT.format(**summary, share=share, folder=output, episodes=settings.evaluation_episodes))
     return summary
 
 

@@ -1,8 +1,9 @@
-"""Environments as a policy in training takes them: rewarded by the true success, and in Stable-Baselines3's form."""
+"""Environments as a policy in training takes them: rewarded, audited, and in Stable-Baselines3's form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import gymnasium as gym
@@ -10,9 +11,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv, VectorWrapper
 from stable_baselines3.common.vec_env import VecEnv
 
-from vlmrm.libraries import relies_on
-
-relies_on(VecEnv, "_get_indices")
+from vlmrm_robots.frames.frame_reward import FrameReward
 
 
 class TrueSuccess(VectorWrapper):
@@ -30,6 +29,69 @@ class TrueSuccess(VectorWrapper):
         # Wrappers read info by Gymnasium's convention: `_name` masks the environments that have a value.
         info = {**info, "true_success": success, "_true_success": np.ones(self.num_envs, dtype=bool)}
         return observation, success.astype(np.float64), terminations, truncations, info
+
+
+@dataclass
+class Counts:
+    """Steps of training, and how many of them were rewarded or led to a true success."""
+
+    training_steps: int = 0
+    true_successes: int = 0
+    rewarded: int = 0
+    false_positives: int = 0  # rewarded without a success
+    missed: int = 0  # successes without a reward
+    paid: float = 0.0  # sum of the learned rewards
+    unearned: float = 0.0  # of it, in steps without a success
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def false_positive_share(self) -> float | None:
+        """Share of the rewards; None without any."""
+        return self.false_positives / self.rewarded if self.rewarded else None
+
+    @property
+    def unearned_share(self) -> float | None:
+        """Share of the sum of rewards: continuous ones pay below the threshold too. None without any."""
+        return self.unearned / self.paid if self.paid else None
+
+    def figures(self) -> dict[str, float | None]:
+        """Return the counts and their shares by name, as tables and summaries have them."""
+        shares = {"false_positive_share": self.false_positive_share, "unearned_share": self.unearned_share}
+        return {**asdict(self), **shares}
+
+
+class RewardAudit(VectorWrapper):
+    """Counts each learned reward against the true success of its state, and leaves the rewards as they are.
+
+    A binary reward counts if it is not 0, a continuous one above the classifier's threshold.
+    """
+
+    def __init__(self, env: FrameReward):
+        super().__init__(env)
+        self._threshold = 0.0 if env.settings.reward_type == "binary" else env.scorer.config.threshold
+        self._recent = Counts()
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        *result, info = self.env.step(actions)
+        success, paid = info["true_success"], info["frame_reward"]
+        rewarded = paid > self._threshold
+        self._recent += Counts(
+            training_steps=self.num_envs,
+            true_successes=int(success.sum()),
+            rewarded=int(rewarded.sum()),
+            false_positives=int((rewarded & ~success).sum()),
+            missed=int((~rewarded & success).sum()),
+            paid=float(paid.sum()),
+            unearned=float(paid[~success].sum()),
+        )
+        return *result, info
+
+    def counts(self) -> Counts:
+        """Return the counts since the last call."""
+        recent, self._recent = self._recent, Counts()
+        return recent
 
 
 class StableBaselinesEnv(VecEnv):
@@ -71,7 +133,7 @@ class StableBaselinesEnv(VecEnv):
     # Methods that VecEnv requires for its wrappers; those of single environments have no meaning here.
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        return [getattr(self.env, attr_name)] * len(list(self._get_indices(indices)))
+        return [getattr(self.env, attr_name)] * self.num_envs
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
         raise NotImplementedError("a vector environment is configured before its training")
@@ -80,4 +142,4 @@ class StableBaselinesEnv(VecEnv):
         raise NotImplementedError("a vector environment has no methods of single environments")
 
     def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: Any = None) -> list[bool]:
-        return [False] * len(list(self._get_indices(indices)))
+        return [False] * self.num_envs

@@ -27,15 +27,17 @@ from vlmrm_robots.frames.checkpoint import load_classifier, read_config
 from vlmrm_robots.frames.collecting import collect, summarise
 from vlmrm_robots.frames.evaluation import evaluate
 from vlmrm_robots.frames.qualification import episodes_needed, upper_bound
-from vlmrm_robots.frames.settings import CollectSettings, EnvironmentSettings, TrainSettings
+from vlmrm_robots.frames.settings import CollectSettings, EnvironmentSettings, LoopSettings, RLSettings, TrainSettings
 from vlmrm_robots.frames.training import train_classifier
-from vlmrm_robots.policies.settings import LoopSettings, RLSettings
-from vlmrm_robots.policies.training import PolicyRun, check_hyperparameters, episodes_folder, train_policies
+from vlmrm_robots.policies.training import check_hyperparameters, episodes_folder, train_policies
 from vlmrm_robots.trajectories.trajectory import trajectory_paths
 
-OWN = {"positive_dir", "negative_dir", "output_checkpoint", "image_key", "image_size", "seed", "max_false_fires"}
-OWN |= {"min_precision"}
-OWN_POLICY = {"env", "env_options", "success", "sources", "seeds", "reward", "output_dir", "episodes_dir"}
+# What the loop decides itself of the blocks `train` and `policy`.
+OWN = {
+    "train": {"positive_dir", "negative_dir", "output_checkpoint", "image_key", "image_size", "seed"},
+    "policy": {"env", "env_options", "success", "sources", "seeds", "reward", "output_dir", "episodes_dir"},
+}
+OWN["train"] |= {"max_false_fires", "min_precision"}
 LABELS = ("positive", "negative")
 CHECKPOINT = "reward_model.safetensors"
 SETTINGS = "settings.json"
@@ -67,7 +69,7 @@ class Round:
 
 def run_loop(settings: LoopSettings) -> list[Round]:
     """Run rounds until one holds, and write loop.json and loop.md; an interrupted loop goes on where it was."""
-    for name, own in (("train", OWN), ("policy", OWN_POLICY)):
+    for name, own in OWN.items():
         if taken := sorted(own & set(getattr(settings, name))):
             raise ConfigError(f"{name} has {', '.join(taken)}, which the loop itself decides: leave it out.")
     # So that a typo is found at once.
@@ -75,9 +77,14 @@ def run_loop(settings: LoopSettings) -> list[Round]:
     check_hyperparameters(policy_settings(settings, 1))
     make_folder(settings.output_dir)
     _keep_settings(settings)
-    say(summarise(collect(_collect_settings(settings, settings.demonstrator, settings.episodes, 2 * settings.seed))))
-    if settings.random_episodes:
-        say(summarise(collect(_collect_settings(settings, "random", settings.random_episodes, 2 * settings.seed + 1))))
+    first = (settings.demonstrator, settings.episodes), ("random", settings.random_episodes)
+    for number, (policy, episodes) in enumerate(first):
+        if episodes:
+            reward: dict[str, Any] = {"collect_data": True, **_frames(settings)}
+            reward["data_collection"] |= {f"{label}_dir": _data(settings, 1, label) for label in LABELS}
+            content = {**_environment(settings), "policy": policy, "episodes": episodes, "reward": reward}
+            content |= {"seed": 2 * settings.seed + number, "max_steps": settings.max_steps}
+            say(summarise(collect(validate(CollectSettings, content, "frames loop"))))
     rounds: list[Round] = []
     for number in range(1, settings.rounds + 1):
         if rounds:
@@ -104,10 +111,8 @@ def _keep_settings(settings: LoopSettings) -> None:
     before = json.loads(file.read_text(encoding="utf-8"))
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
-            raise ConfigError(
-                f"{settings.output_dir} holds a loop with {name} {before.get(name)}, which is now {now.get(name)}: "
-                "leave it as it was, or choose another output_dir."
-            )
+            values = f"{name} {before.get(name)}, which is now {now.get(name)}"
+            raise ConfigError(f"{settings.output_dir} holds a loop with {values}: choose another output_dir.")
 
 
 def _round(settings: LoopSettings, number: int) -> Round:
@@ -127,7 +132,17 @@ def _round(settings: LoopSettings, number: int) -> Round:
     if reasons and not policy.reward.reward_model.accept_unqualified:
         return Round(len(config.episodes), reasons[0])
     [run] = train_policies(policy)
-    figures = _figures(settings, run, number)
+    folders = [folder for label in LABELS if trajectory_paths(folder := _episodes(settings, number, label))]
+    measured = evaluate(load_classifier(checkpoint), folders).metrics
+    figures = PolicyFigures(
+        run.final,
+        run.counts.rewarded,
+        run.counts.false_positives,
+        None if isnan(measured["precision"]) else measured["precision"],
+        measured["precision_low"],
+        int(measured["failed_episodes"]),
+        int(measured["false_fires"]),
+    )
     reasons += doubts(settings, figures)
     reference = None
     if not reasons and settings.min_success:  # otherwise nothing depends on it
@@ -139,20 +154,6 @@ def _round(settings: LoopSettings, number: int) -> Round:
                 f"{reference:.1%} of one with the true success as its reward"
             )
     return Round(len(config.episodes), ", and ".join(reasons) or None, figures, reference)
-
-
-def _figures(settings: LoopSettings, run: PolicyRun, number: int) -> PolicyFigures:
-    folders = [folder for label in LABELS if trajectory_paths(folder := _episodes(settings, number, label))]
-    figures = evaluate(load_classifier(_folder(settings, number) / CHECKPOINT), folders).metrics
-    return PolicyFigures(
-        run.final,
-        run.counts.rewarded,
-        run.counts.false_positives,
-        None if isnan(figures["precision"]) else figures["precision"],
-        figures["precision_low"],
-        int(figures["failed_episodes"]),
-        int(figures["false_fires"]),
-    )
 
 
 def doubts(settings: LoopSettings, figures: PolicyFigures) -> list[str]:
@@ -186,28 +187,15 @@ def _gather(settings: LoopSettings, number: int) -> None:
         make_folder(partial / label)
         for folder in (_data(settings, number - 1, label), _episodes(settings, number - 1, label)):
             for path in trajectory_paths(folder):
-                _link(path, partial / label / path.name)
+                try:
+                    os.link(path, partial / label / path.name)
+                except OSError:  # the file system has no links
+                    shutil.copyfile(path, partial / label / path.name)
     partial.rename(data)
-
-
-def _link(path: Path, other: Path) -> None:
-    """Give a file, which is never changed, another name; copy it where the file system has no links."""
-    try:
-        os.link(path, other)
-    except OSError:
-        shutil.copyfile(path, other)
 
 
 def _environment(settings: LoopSettings) -> dict[str, Any]:
     return settings.model_dump(include=set(EnvironmentSettings.model_fields))
-
-
-def _collect_settings(settings: LoopSettings, policy: str, episodes: int, seed: int) -> CollectSettings:
-    reward: dict[str, Any] = _frames(settings)
-    reward["collect_data"] = True
-    reward["data_collection"] |= {f"{label}_dir": _data(settings, 1, label) for label in LABELS}
-    content = {**_environment(settings), "policy": policy, "episodes": episodes, "seed": seed, "reward": reward}
-    return validate(CollectSettings, {**content, "max_steps": settings.max_steps}, "frames loop")
 
 
 def classifier_settings(settings: LoopSettings, number: int) -> TrainSettings:
@@ -226,18 +214,13 @@ def classifier_settings(settings: LoopSettings, number: int) -> TrainSettings:
 
 def policy_settings(settings: LoopSettings, number: int) -> RLSettings:
     """Return how the policy of a round is trained, with its classifier's reward alone."""
-    checkpoint = classifier_settings(settings, number).output_checkpoint
-    own = {
-        **_environment(settings),
-        "sources": ["learned"],
-        "seeds": [settings.seed],
-        "output_dir": _folder(settings, number) / "rl",
-        "episodes_dir": _folder(settings, number) / "episodes",
-        "reward": {
-            "use_reward_model": True,
-            "reward_model": {**settings.reward_model, "checkpoint_path": checkpoint},
-        },
-    }
+    folder, own = (
+        _folder(settings, number),
+        {**_environment(settings), "sources": ["learned"], "seeds": [settings.seed]},
+    )
+    own |= {"output_dir": folder / "rl", "episodes_dir": folder / "episodes"}
+    model = {**settings.reward_model, "checkpoint_path": folder / CHECKPOINT}
+    own["reward"] = {"use_reward_model": True, "reward_model": model}
     return validate(RLSettings, {**settings.policy, **own}, "frames loop: policy")
 
 

@@ -35,14 +35,12 @@ from vlmrm_robots.frames.collecting import episode_seed
 from vlmrm_robots.frames.collector import RewardDataCollector
 from vlmrm_robots.frames.environments import make_environments
 from vlmrm_robots.frames.frame_reward import FrameReward, FrameScorer
-from vlmrm_robots.frames.settings import FrameRewardSettings, RewardModelSettings
-from vlmrm_robots.policies.audit import Counts, RewardAudit, Suspect, suspect_sheet
-from vlmrm_robots.policies.environments import StableBaselinesEnv, TrueSuccess
-from vlmrm_robots.policies.settings import RewardSource, RLSettings
+from vlmrm_robots.frames.settings import FrameRewardSettings, RewardModelSettings, RewardSource, RLSettings
+from vlmrm_robots.policies.environments import Counts, RewardAudit, StableBaselinesEnv, TrueSuccess
 
 logger = logging.getLogger("vlmrm")
 
-VERSION = 4  # of the training and its measurement; other runs are not mixed with these
+VERSION = 5  # of the training and its measurement; other runs are not mixed with these
 ALGORITHMS: dict[str, Callable[..., BaseAlgorithm]] = {"ppo": PPO, "sac": SAC}
 FRAMES = 4  # that a policy sees at once: one shows no velocities
 MIN_SIDE = 36  # pixels that the convolutions of Stable-Baselines3 need
@@ -63,13 +61,12 @@ class Point:
 
 @dataclass(frozen=True)
 class PolicyRun:
-    """One policy's training: its evaluations in order, and the suspect frames of its audit, the worst first."""
+    """One policy's training, with its evaluations in order."""
 
     source: RewardSource
     seed: int
     random_success_rate: float  # of random actions, on the same episodes
     points: list[Point]
-    suspects: list[dict[str, float | int | bool]]
     folder: Path
     unqualified_because: str | None = None  # of its classifier, which was used all the same
 
@@ -88,9 +85,9 @@ def train_policies(settings: RLSettings) -> list[PolicyRun]:
     """Train a policy with each source and seed, or read its finished run. Seeds torch's random numbers."""
     scorer = FrameScorer.open(settings.reward.reward_model) if settings.needs_classifier else None
     if scorer is not None and settings.reward.crop not in ({}, scorer.config.crop):
+        trained = scorer.config.crop or "whole frames"
         raise ConfigError(
-            f"crop is {settings.reward.crop}, and the classifier was trained on "
-            f"{scorer.config.crop or 'whole frames'}: leave it out, as the classifier's is used."
+            f"crop is {settings.reward.crop}, and the classifier was trained on {trained}: leave it out."
         )
     if scorer is not None and scorer.config.environment not in (None, settings.env):
         logger.warning("the classifier was trained on %s, not on %s", scorer.config.environment, settings.env)
@@ -109,15 +106,19 @@ def _train_policy(trial: Trial) -> PolicyRun:
         title = f"{trial.source}, seed {trial.seed}"
         with tqdm(total=trial.settings.total_steps, desc=title, unit="step", disable=None) as bar:
             evaluations = _Evaluations(trial, audit, bar)
-            random_rate = success_rate(trial, _random_actions(trial))
+            random_rate = success_rate(trial)
             policy.learn(trial.settings.total_steps, callback=evaluations)
     if trial.settings.episodes_dir is not None:
         collect_episodes(trial, policy, episodes_folder(trial.settings, trial.source, trial.seed))
-    suspects = audit.suspects() if audit else []
-    records = [suspect.record() for suspect in suspects]
-    run = trial.run(random_rate, evaluations.points, records)
-    _write_run(run, trial, policy, suspects)
-    return run
+    with plain_write_errors(trial.folder):
+        policy.save(trial.folder / "policy.zip")
+    content = {
+        "settings": trial.fingerprint(),
+        "random_success_rate": random_rate,
+        "points": [asdict(point) for point in evaluations.points],
+    }
+    write_json(trial.file, content)  # last: it marks the run as finished
+    return trial.run(random_rate, evaluations.points)
 
 
 def check_hyperparameters(settings: RLSettings) -> None:
@@ -146,10 +147,15 @@ def untrained_policy(trial: Trial, env: VecEnv) -> BaseAlgorithm:
     return built
 
 
-def success_rate(trial: Trial, act: Act) -> float:
-    """Return the share of evaluation episodes with a true success, with actions `act(observations)`."""
+def success_rate(trial: Trial, act: Act | None = None) -> float:
+    """Return the share of evaluation episodes with a true success, with actions `act(observations)` or at random."""
     with closing(trial.adapted(trial.evaluation_environments())) as env:
-        return float(play(env, act).mean())
+        env.action_space.seed(trial.seed)
+
+        def chance(observations: Any) -> np.ndarray:
+            return np.array([env.action_space.sample() for _ in observations])
+
+        return float(play(env, act or chance).mean())
 
 
 def play(env: VecEnv, act: Act) -> np.ndarray:
@@ -184,13 +190,6 @@ def collect_episodes(trial: Trial, policy: BaseAlgorithm, folder: Path) -> None:
         play(adapted, lambda observations: policy.predict(observations)[0])
         for i in range(count):
             collector.discard(i)  # the beginning of another episode
-
-
-def _random_actions(trial: Trial) -> Act:
-    with closing(trial.evaluation_environments()) as env:
-        space = env.single_action_space
-    space.seed(trial.seed)
-    return lambda observations: np.array([space.sample() for _ in observations])
 
 
 class _Evaluations(BaseCallback):
@@ -241,12 +240,11 @@ class Trial:
 
     @property
     def file(self) -> Path:
-        """The file that a finished run writes last."""
         return self.folder / "run.json"
 
-    def run(self, random_rate: float, points: list[Point], suspects: list[dict[str, float | int | bool]]) -> PolicyRun:
+    def run(self, random_rate: float, points: list[Point]) -> PolicyRun:
         doubt = self.scorer.config.unqualified_because if self.scorer and self.source != "success" else None
-        return PolicyRun(self.source, self.seed, random_rate, points, suspects, self.folder, doubt)
+        return PolicyRun(self.source, self.seed, random_rate, points, self.folder, doubt)
 
     @property
     def images(self) -> ClassifierConfig | FrameRewardSettings:
@@ -261,9 +259,8 @@ class Trial:
 
     def fingerprint(self) -> dict[str, Any]:
         """Return everything that the run's outcome depends on."""
-        fingerprint: dict[str, Any] = {"version": VERSION}
         without = {"sources", "seeds", "output_dir", "episodes_dir", "reward"}
-        fingerprint |= self.settings.model_dump(mode="json", exclude=without)
+        fingerprint = {"version": VERSION, **self.settings.model_dump(mode="json", exclude=without)}
         fingerprint["image_size"] = list(self.images.image_size)
         model = self.reward_model
         if self.source != "success" and model.checkpoint_path is not None:
@@ -315,26 +312,9 @@ class Trial:
             return StableBaselinesEnv(env)
         size = self.images.image_size
         if min(size[1:]) < MIN_SIDE:
-            raise ConfigError(
-                f"observe is images and image_size is {list(size)}: a policy that sees needs frames of {MIN_SIDE} "
-                "pixels at least."
-            )
+            needed = f"a policy that sees needs frames of {MIN_SIDE} pixels at least"
+            raise ConfigError(f"observe is images and image_size is {list(size)}: {needed}.")
         return VecFrameStack(StableBaselinesEnv(env, self.images.image_keys[0], size), FRAMES)
-
-
-def _write_run(run: PolicyRun, trial: Trial, policy: BaseAlgorithm, suspects: list[Suspect]) -> None:
-    """Write the policy and its audit, and last the file that marks the run as finished."""
-    content = {
-        "settings": trial.fingerprint(),
-        "random_success_rate": run.random_success_rate,
-        "points": [asdict(point) for point in run.points],
-        "suspects": run.suspects,
-    }
-    with plain_write_errors(trial.folder):
-        policy.save(trial.folder / "policy.zip")
-    if suspects:
-        suspect_sheet(suspects, trial.folder / "audit.png")
-    write_json(trial.file, content)
 
 
 def _read_run(trial: Trial) -> PolicyRun:
@@ -343,7 +323,7 @@ def _read_run(trial: Trial) -> PolicyRun:
         points = [
             Point(point["steps"], point["true_success_rate"], Counts(**point["counts"])) for point in content["points"]
         ]
-        settings, random_rate, suspects = content["settings"], content["random_success_rate"], content["suspects"]
+        settings, random_rate = content["settings"], content["random_success_rate"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{trial.file} cannot be read ({error!r}): delete its folder, and it is run anew.") from error
     expected = trial.fingerprint()
@@ -352,4 +332,4 @@ def _read_run(trial: Trial) -> PolicyRun:
         values = ", ".join(f"{name} {settings.get(name)!r}, not {expected.get(name)!r}" for name in differing)
         raise ConfigError(f"{trial.folder} is a run with {values}: choose another output_dir, or delete it.")
     logger.info("%s was trained before", trial.folder)
-    return trial.run(random_rate, points, suspects)
+    return trial.run(random_rate, points)

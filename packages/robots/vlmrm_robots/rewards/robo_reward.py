@@ -14,7 +14,7 @@ from vlmrm.rewards.contract import RewardModelOutput
 from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, text_part
 from vlmrm.rewards.judges.replies import Reply, read_score, without_thinking
 from vlmrm.rewards.samples import to_pil
-from vlmrm_robots.rewards.trajectories import frames_of_samples
+from vlmrm_robots.rewards.trajectory_model import frames_of_samples
 
 BEST = 5.0
 QUESTION = """The pictures are frames of a robot at work, in the order of time. Rate by 1, 2, 3, 4 or 5 how far its

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,7 +107,10 @@ class FrameHead(nn.Module):
 
 
 def _load(path: str, base: str, template: str, output: str, dtype: torch.dtype, device: torch.device) -> LocalScorer:
-    weights = {name: value.to(dtype) for name, value in _weights(path).items()}
+    index = read_json_of(path, INDEX)
+    files = {FILE} if index is None else set(index["weight_map"].values())
+    stored = {name: value for file in sorted(files) for name, value in read_weights(path, file).items()}
+    weights = {name: value.to(dtype) for name, value in stored.items()}  # by their published names
     backbone = {BACKBONE.sub("", name): value for name, value in weights.items() if BACKBONE.match(name)}
     prefix = f"{output}_head."
     head = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
@@ -129,10 +131,3 @@ def _load(path: str, base: str, template: str, output: str, dtype: torch.dtype, 
     model.to(device)
     renderer = partial(ProgressRenderer, template=template, written=(TOKEN,), variables={"add_vision_id": True})
     return LocalScorer(LoadedReward(model, processor, {}, path, path), renderer=renderer)
-
-
-def _weights(path: str) -> Mapping[str, Tensor]:
-    """Return the weights by their published names, of one file or of several with an index."""
-    index = read_json_of(path, INDEX)
-    files = {FILE} if index is None else set(index["weight_map"].values())
-    return {name: value for file in sorted(files) for name, value in read_weights(path, file).items()}

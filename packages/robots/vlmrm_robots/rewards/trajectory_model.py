@@ -1,25 +1,77 @@
-"""Published models of trajectories as rewards: the shared part of TOPReward and Robometer.
+"""Rewards of trajectories: the frames that they look at, and the shared part of TOPReward and Robometer.
 
-Each shows the model the frames as images, and reads a number at one place of the text. It is a scorer like that of a
-a model trained here, with another head and another rendering of the same conversation: the task, and frames as the
-answer. The prefixes of an episode share its frames in one forward.
+Pairs of `vlmrm frames pairs` have answers of several images, which are no video: a model trained here reads images.
+The published models show the frames as images too, and read a number at one place of the text. Each is a scorer like
+that of a model trained here, with another head and another rendering of the same conversation: the task, and frames as
+the answer. The prefixes of an episode share its frames in one forward.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from accelerate import Accelerator, PartialState
 
-from vlmrm.conversation import Conversation, Image, Message, Text
+from vlmrm.conversation import Conversation, Image, Message, Part, Text, Video
 from vlmrm.errors import ConfigError, RowError
+from vlmrm.formats.openai import read_messages
 from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
 from vlmrm.rewards.judges.judge import spaced
 from vlmrm.scoring.scorer import LocalScorer
-from vlmrm_robots.rewards.trajectories import frames_in, frames_of_samples
+
+
+def frames_of_samples(
+    count: int,
+    image: Sequence[Any] | None,
+    video: Sequence[Any] | None,
+    response: Sequence[Any] | None,
+    convert: Callable[[Any], Any],
+) -> list[Sequence[Any] | RowError]:
+    """Return the frames of each of `count` samples in the order of time, or why it has none.
+
+    They are its image, its video, or the images or video of an answer as messages. An answer as a text beside an image
+    or video is another reward's.
+
+    Args:
+        convert: turns an image of an answer into what the reward takes, as its images and videos are already.
+    """
+    columns = zip(*(column or [None] * count for column in (image, video, response)), strict=True)
+    return [_frames(*values, convert) for values in columns]
+
+
+def _frames(image: Any, video: Any, response: Any, convert: Callable[[Any], Any]) -> Sequence[Any] | RowError:
+    shown = [[image]] * (image is not None) + [video] * (video is not None)
+    if response is not None and not (isinstance(response, str) and shown):
+        try:
+            parts = [part for message in read_messages(response, "assistant") for part in message.content]
+            shown.append([convert(reference) for reference in frames_in(parts)])
+        except RowError as error:
+            return error
+    if len(shown) != 1:
+        several = "several of an image, a video and an answer of frames" if shown else "no image, video or answer"
+        return RowError(f"it has {several}: give one of them")
+    return shown[0]
+
+
+def frames_in(parts: Sequence[Part]) -> Sequence[Any]:
+    """Return the frames that an answer consists of: its images, or those of its one video."""
+    if len(parts) == 1 and isinstance(parts[0], Video) and isinstance(parts[0].reference, (list, tuple)):
+        return parts[0].reference
+    images = [part.reference for part in parts if isinstance(part, Image)]
+    if not images or len(images) < len(parts):
+        raise RowError("its answer is no list of images, and this reward looks at frames: give images, or a video")
+    return images
+
+
+def task_and_frames(conversation: Conversation) -> tuple[str, Sequence[Any]]:
+    """Return the task of an episode, a prompt of one text, and the frames that are its answer."""
+    prompt = conversation.prompt
+    if len(prompt) != 1 or prompt[0].role != "user" or not all(isinstance(part, Text) for part in prompt[0].content):
+        raise RowError("its prompt is no single text, and this reward reads the task as one")
+    return prompt[0].text, frames_in(conversation.answer.content)
 
 
 class TrajectoryModel(PointwiseRewardModel):
@@ -67,11 +119,3 @@ class TrajectoryModel(PointwiseRewardModel):
         """Return the reward after each of `frames`, [T], from one forward, as `LocalScorer.score_prefixes` does."""
         with self.lock:
             return self.scorer.score_prefixes(task, frames)
-
-
-def task_and_frames(conversation: Conversation) -> tuple[str, Sequence[Any]]:
-    """Return the task of an episode, a prompt of one text, and the frames that are its answer."""
-    prompt = conversation.prompt
-    if len(prompt) != 1 or prompt[0].role != "user" or not all(isinstance(part, Text) for part in prompt[0].content):
-        raise RowError("its prompt is no single text, and this reward reads the task as one")
-    return prompt[0].text, frames_in(conversation.answer.content)

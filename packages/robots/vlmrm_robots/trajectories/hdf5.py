@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from vlmrm.errors import ConfigError, DataError, first_line
-from vlmrm_robots.trajectories.importing import Episode, file_digest, stored_as_bytes
-from vlmrm_robots.trajectories.trajectory import Trajectory, listed
+from vlmrm_robots.trajectories.trajectory import Episode, Trajectory, file_digest, listed, stored_as_bytes
 
 SUFFIXES = (".hdf5", ".h5")
 CAMERAS = ("_image", "_rgb")  # how the names of pictures among the observations end
@@ -35,12 +34,9 @@ def episodes_of(path: Path) -> list[Episode]:
     if not demos:
         raise DataError(f"{path} has no data/demo_N: it is no file of robomimic or LIBERO.")
     return [
-        Episode(f"{path.name} {demo}", partial(_digest, path, demo), partial(read_demo, path, demo)) for demo in demos
+        Episode(f"{path.name} {demo}", lambda demo=demo: f"{file_digest(path)} {demo}", partial(read_demo, path, demo))
+        for demo in demos
     ]
-
-
-def _digest(path: Path, demo: str) -> str:
-    return f"{file_digest(path)} {demo}"
 
 
 def read_demo(path: Path, demo: str) -> tuple[Trajectory, str]:
@@ -52,19 +48,14 @@ def read_demo(path: Path, demo: str) -> tuple[Trajectory, str]:
             raise DataError(f"{subject} has no rewards, but {listed(group)}: frames need labels.")
         rewards = np.asarray(group["rewards"], dtype=np.float32)
         if rewards.ndim != 1 or not np.isin(rewards, (0, 1)).all():
-            raise DataError(
-                f"{subject} has rewards that are not each 0 or 1, and so do not say which frames succeed: write it "
-                "anew with sparse rewards."
-            )
+            raise DataError(f"{subject} has rewards that are not each 0 or 1: write it anew with sparse rewards.")
         shown, rows, labels = _labelled_rows(group, rewards, LIBERO in file["data"].attrs)
         if not len(labels):
             raise DataError(f"{subject} has a single row, and no frame of the state after it.")
         cameras = _cameras(group.get(shown, {}))
         if not cameras:
-            raise DataError(
-                f"{subject} has no pictures, but {listed(group.get(shown, {}))}: add them with the project's own "
-                "script."
-            )
+            has = listed(group.get(shown, {}))
+            raise DataError(f"{subject} has no pictures, but {has}: add them with the project's own script.")
         for stored in cameras.values():
             _check_stored(stored, len(rewards), file.filename, subject)
         if sum(stored.nbytes for stored in cameras.values()) > MOST_BYTES:

@@ -1,37 +1,95 @@
-"""`vlmrm frames import`: others' episodes into trajectory files, whatever format they are in.
-
-Frames are uint8, floats in [0, 1], or floats from 0 to 255: the greatest value of all cameras in an episode
-distinguishes these two.
-"""
+"""`vlmrm frames import`: others' episodes, found in folders and files by their suffixes, into trajectory files."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from tqdm import tqdm
 
 from vlmrm.errors import DataError
-from vlmrm.files import content_digest, make_folder
+from vlmrm.files import make_folder
+from vlmrm_robots.trajectories import hdf5, rlinf
 from vlmrm_robots.trajectories.pickles import read_dictionary
 from vlmrm_robots.trajectories.trajectory import (
     SUCCESS,
+    Episode,
     Trajectory,
+    file_digest,
     find_trajectory,
     listed,
     locked,
-    to_uint8,
+    stored_as_bytes,
     write_trajectory,
 )
 
 logger = logging.getLogger("vlmrm")
 
-BYTES, UNIT, LARGE = "uint8", "floats in [0, 1]", "floats from 0 to 255"
+READERS = {".pkl": rlinf.read_episode, ".pt": rlinf.read_payload}
+SUFFIXES = [*READERS, *hdf5.SUFFIXES]
+
+
+def episodes_in(positive: Path | None, negative: Path | None, mixed: Path | None = None) -> list[Episode]:
+    """Return the episodes of a folder of positive and one of negative `.npy` files, and those of `mixed`.
+
+    `mixed` is a folder or a file in which labels alone tell successes: RLinf's `.pkl` and `.pt`, or HDF5.
+    """
+    if positive is negative is mixed is None:
+        raise DataError("there is nothing to import: name the folders with --positive, --negative, or --episodes.")
+    found = [
+        _episode(path, read_pickled, side)
+        for folder, side in ((positive, True), (negative, False))
+        if folder is not None
+        for path in _files_of(folder, [".npy"])
+    ]
+    for path in [] if mixed is None else [mixed] if mixed.is_file() else _files_of(mixed, SUFFIXES):
+        if path.suffix not in SUFFIXES:
+            raise DataError(f"{path} is no file of episodes: they are {listed(SUFFIXES)}.")
+        found += [_episode(path, READERS[path.suffix])] if path.suffix in READERS else _in_hdf5(path)
+    return found
+
+
+def _episode(path: Path, read: Callable[[Path], tuple[Trajectory, str]], positive: bool | None = None) -> Episode:
+    return Episode(path.name, partial(file_digest, path), partial(read, path), positive)
+
+
+def _in_hdf5(path: Path) -> list[Episode]:
+    try:
+        return hdf5.episodes_of(path)
+    except DataError as error:  # of this file alone: the others are imported
+
+        def refuse(error: DataError = error) -> NoReturn:
+            raise error
+
+        return [Episode(path.name, refuse, refuse)]
+
+
+def _files_of(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    files = [path for path in sorted(folder.glob("*")) if path.suffix in suffixes]
+    if not files:
+        raise DataError(
+            f"there is no {' or '.join(suffixes)} file in {folder}: leave it out, or name the folder that has them."
+        )
+    return files
+
+
+def read_pickled(path: Path) -> tuple[Trajectory, str]:
+    """Return the trajectory in a `.npy` file and the kind of number of its frames; DataError for other content."""
+    content = read_dictionary(path)
+    images, labels = content.get("images"), content.get("labels")
+    if not isinstance(images, dict) or not images or not all(isinstance(key, str) for key in images):
+        raise DataError(f"{path} has no images by key, but {sorted(map(str, content))}.")
+    wrong = [key for key, frames in images.items() if not isinstance(frames, np.ndarray)]
+    if wrong or not isinstance(labels, np.ndarray):
+        raise DataError(f"{path} has {'images ' + wrong[0] if wrong else 'labels'} that are no array.")
+    return stored_as_bytes(images, labels, str(path))
 
 
 @dataclass(frozen=True)
@@ -43,16 +101,6 @@ class Imported:
     numbers: Counter[str]  # files by their kind of number
     moved: int  # to the other side, by their labels
     earlier: int  # imported before
-
-
-@dataclass(frozen=True)
-class Episode:
-    """An episode to import: its name in messages, and how its content is identified and read."""
-
-    name: str
-    digest: Callable[[], str]
-    read: Callable[[], tuple[Trajectory, str]]  # with the kind of number of its frames
-    positive: bool | None = None  # if its folder says so
 
 
 def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_dir: Path, environment: str) -> Imported:
@@ -106,15 +154,6 @@ def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_di
     return imported
 
 
-def file_digest(path: Path) -> str:
-    if path.exists() and not path.is_file():  # a pipe would be waited for
-        raise DataError(f"{path} is no file: leave it out.")
-    try:
-        return content_digest(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): check the path.") from error
-
-
 def summarise(imported: Imported) -> str:
     """Return the counts of an import in a sentence or two."""
     kinds = ", ".join(f"{count} of {kind}" for kind, count in imported.numbers.items()) or "none"
@@ -127,41 +166,3 @@ def summarise(imported: Imported) -> str:
     if imported.earlier:
         text += f"; {imported.earlier} were imported before"
     return text
-
-
-def read_pickled(path: Path) -> tuple[Trajectory, str]:
-    """Return the trajectory in a file and the kind of number of its frames; DataError for any other content."""
-    content = read_dictionary(path)
-    images, labels = content.get("images"), content.get("labels")
-    if not isinstance(images, dict) or not images or not all(isinstance(key, str) for key in images):
-        raise DataError(f"{path} has no images by key, but {sorted(map(str, content))}.")
-    wrong = [key for key, frames in images.items() if not isinstance(frames, np.ndarray)]
-    if wrong or not isinstance(labels, np.ndarray):
-        raise DataError(f"{path} has {'images ' + wrong[0] if wrong else 'labels'} that are no array.")
-    return stored_as_bytes(images, labels, str(path))
-
-
-def stored_as_bytes(images: Mapping[str, np.ndarray], labels: np.ndarray, subject: str) -> tuple[Trajectory, str]:
-    """Return the trajectory of some frames [T,C,H,W] and labels [T], and the kind of number of the frames."""
-    kinds = {key: _kind(frames, f"{subject}: the images {key!r}") for key, frames in images.items()}
-    kind = next(kind for kind in (LARGE, UNIT, BYTES) if kind in kinds.values())
-    # A dark camera of a file from 0 to 255 may not exceed 1 itself: the scale is that of the file.
-    scale = np.float32(255 if kind == LARGE else 1)
-    stored = {
-        key: to_uint8(frames if kinds[key] == BYTES else frames / scale, f"{subject}: the images {key!r}")
-        for key, frames in images.items()
-    }
-    if labels.dtype == bool or np.issubdtype(labels.dtype, np.integer):
-        labels = labels.astype(np.float32)
-    return Trajectory(stored, labels), kind
-
-
-def _kind(frames: np.ndarray, subject: str) -> str:
-    if frames.dtype == np.uint8:
-        return BYTES
-    if not np.issubdtype(frames.dtype, np.floating):
-        raise DataError(f"{subject} are {frames.dtype}: frames are uint8 or floats.")
-    outside = int((~((frames >= 0) & (frames <= 255))).sum())
-    if outside:
-        raise DataError(f"{subject} have {outside} of {frames.size} values that are outside [0, 255].")
-    return LARGE if frames.size and frames.max() > 1 else UNIT

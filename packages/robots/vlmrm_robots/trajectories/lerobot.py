@@ -6,7 +6,6 @@ its own, where vlmrm needs no extra.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -20,8 +19,7 @@ import numpy as np
 
 from vlmrm.errors import ConfigError, DataError, first_line
 from vlmrm.files import make_folder, require_new_folder
-from vlmrm_robots.trajectories.importing import UNIT, Episode
-from vlmrm_robots.trajectories.trajectory import Trajectory, TrajectoryFile, listed, to_uint8
+from vlmrm_robots.trajectories.trajectory import UNIT, Episode, Trajectory, TrajectoryFile, listed, to_uint8
 
 IMAGES = "observation.images."
 SUCCESS, REWARD = "next.success", "next.reward"
@@ -50,8 +48,6 @@ def episodes_of(source: str, label: str | None = None) -> list[Episode]:
     """
     library, folder = _library(), Path(source)
     try:
-        if folder.is_dir():
-            _check_count(folder)
         opened = library("local", root=folder) if folder.is_dir() else library(source)
     except Exception as error:  # of files, parquet, JSON, video and the hub
         raise DataError(f"{source} cannot be opened as a LeRobotDataset ({first_line(error)}): check it.") from error
@@ -66,16 +62,6 @@ def episodes_of(source: str, label: str | None = None) -> list[Episode]:
         Episode(f"episode {number}", partial(_digest, row), partial(_read, opened, row, column, label))
         for number, row in enumerate(opened.meta.episodes)
     ]
-
-
-def _check_count(folder: Path) -> None:
-    """Raise ValueError where a set claims more episodes than it describes: the library lists all that it claims."""
-    from pyarrow import parquet
-
-    claimed = json.loads((folder / "meta" / "info.json").read_text(encoding="utf-8"))["total_episodes"]
-    described = sum(parquet.read_metadata(path).num_rows for path in folder.glob("meta/episodes/*/*.parquet"))
-    if claimed > described:
-        raise ValueError(f"it claims {claimed:,} episodes and describes {described:,}")
 
 
 def _digest(row: dict[str, Any]) -> str:
@@ -143,7 +129,13 @@ def write_dataset(
     try:
         dataset = library.create("local", fps=fps, features=features, root=partial_folder, use_videos=False)
         for file in files:
-            _add(dataset, file, task or file.metadata.get("task") or file.metadata.get("environment") or "the task")
+            said = task or file.metadata.get("task") or file.metadata.get("environment") or "the task"
+            images, progress = {key: file.frames(key) for key in file.keys}, _progress(file)
+            for i, success in enumerate(file.successes):
+                row: dict[str, Any] = {IMAGES + key: _rgb(frames[i]) for key, frames in images.items()}
+                row |= {REWARD: file.labels[i : i + 1], SUCCESS: np.array([success]), "task": said}
+                dataset.add_frame(row | {"progress": progress[i : i + 1]})
+            dataset.save_episode()
         dataset.finalize()
         _write_sarm(files, partial_folder / "sarm_progress.parquet")
         if folder.exists():
@@ -185,16 +177,6 @@ def _progress(file: TrajectoryFile) -> np.ndarray:
         return np.zeros(len(file), dtype=np.float32)
     reached = max(int(np.argmax(file.successes)), 1)
     return np.minimum(np.arange(len(file), dtype=np.float32) / reached, np.float32(1))
-
-
-def _add(dataset: Any, file: TrajectoryFile, task: str) -> None:
-    images = {key: file.frames(key) for key in file.keys}
-    progress = _progress(file)
-    for i, success in enumerate(file.successes):
-        row: dict[str, Any] = {IMAGES + key: _rgb(frames[i]) for key, frames in images.items()}
-        row |= {REWARD: file.labels[i : i + 1], SUCCESS: np.array([success]), "task": task}
-        dataset.add_frame(row | {"progress": progress[i : i + 1]})
-    dataset.save_episode()
 
 
 def _rgb(frame: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,22 +35,16 @@ def contact_sheet(
     if output.suffix.lower() != ".png":
         raise ConfigError(f"the sheet is a PNG, and {output} has another name: write {output.stem}.png.")
     if columns < 1 or rows < 1 or columns * rows * len(keys) > MAX_CELLS:
-        raise ConfigError(
-            f"a sheet of {rows} trajectories by {columns} frames of {len(keys)} cameras cannot be drawn: it has 1 to "
-            f"{MAX_CELLS} cells."
-        )
+        cells = f"{rows} trajectories by {columns} frames of {len(keys)} cameras"
+        raise ConfigError(f"a sheet of {cells} cannot be drawn: it has 1 to {MAX_CELLS} cells.")
     files = [trajectories[i] for trajectories in folders for i in _spread(len(trajectories), rows)]
-    lines = [_line(file, key, columns, f", {key}" if len(keys) > 1 else "") for file in files for key in keys]
+    lines = []
+    for file, key in product(files, keys):
+        name = f"{file.path.parent.name}/{file.path.stem}" + (f", {key}" if len(keys) > 1 else "")
+        captions = [f"{name}: {file.successes.sum()} of {len(file)} frames show success", *[""] * columns]
+        steps = zip(_spread_with_success(file.successes, columns), captions, strict=False)
+        lines.append([Cell(file.frame(key, t), DONE if file.successes[t] else NOT_DONE, text) for t, text in steps])
     return draw_sheet(lines, columns, output)
-
-
-def _line(file: TrajectoryFile, key: str, columns: int, camera: str) -> list[Cell]:
-    name = f"{file.path.parent.name}/{file.path.stem}{camera}"
-    title = f"{name}: {file.successes.sum()} of {len(file)} frames show success"
-    return [
-        Cell(file.frame(key, t), DONE if file.successes[t] else NOT_DONE, "" if column else title)
-        for column, t in enumerate(_spread_with_success(file.successes, columns))
-    ]
 
 
 def _spread_with_success(successes: np.ndarray, count: int) -> list[int]:

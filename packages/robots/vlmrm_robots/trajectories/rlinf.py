@@ -12,9 +12,8 @@ import numpy as np
 
 from vlmrm.errors import CheckpointError, DataError
 from vlmrm.files import make_folder, require_new_file, require_new_folder, write_file
-from vlmrm_robots.trajectories.importing import stored_as_bytes
 from vlmrm_robots.trajectories.pickles import REPEATS, read_pickle
-from vlmrm_robots.trajectories.trajectory import Trajectory, TrajectoryFile, listed, to_unit
+from vlmrm_robots.trajectories.trajectory import Trajectory, TrajectoryFile, listed, stored_as_bytes, to_unit
 
 logger = logging.getLogger("vlmrm")
 
@@ -108,13 +107,12 @@ def read_payload(path: Path) -> tuple[Trajectory, str]:
     images, labels = content.get("images"), content.get("labels")
     if not isinstance(images, list) or not isinstance(labels, list) or len(images) != len(labels) or not images:
         raise DataError(f"{path} has no images with a label each, but {listed(content)}.")
-    wrong = [image for image in images if not isinstance(image, torch.Tensor) or image.layout != torch.strided]
-    if wrong or any(image.is_meta or image.dim() != 3 for image in images):
+    if any(not isinstance(image, torch.Tensor) or image.layout != torch.strided or image.is_meta for image in images):
         raise DataError(f"{path} has images that are no tensors [C,H,W] or [H,W,C].")
     if sum(image.nbytes for image in images) > REPEATS * path.stat().st_size:
         raise DataError(f"{path} has images that claim more than {REPEATS} times the bytes of the file.")
-    if not all(type(label) in (int, float, bool) for label in labels):
-        raise DataError(f"{path} has labels that are no numbers.")
+    if any(image.dim() != 3 for image in images) or not all(type(label) in (int, float, bool) for label in labels):
+        raise DataError(f"{path} has images that are no tensors [C,H,W] or [H,W,C], or labels that are no numbers.")
     logger.warning(
         "%s does not say which frames are of one episode, and is one trajectory: a classifier of such files never "
         "qualifies as a reward; import the .pkl episodes that they were sampled from.",

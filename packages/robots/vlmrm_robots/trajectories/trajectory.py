@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,13 +23,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from vlmrm.errors import DataError
-from vlmrm.files import make_folder, plain_write_errors, write_file
+from vlmrm.files import content_digest, make_folder, plain_write_errors, write_file
 
 VERSION = "1"
 SUFFIX = ".safetensors"
 IMAGES = "images."
-BYTES = ("uint8", "U8")  # NumPy's name, and that of safetensors
 SUCCESS = 0.5  # labels from here on are successes
+# Kinds of numbers in others' frames: of floats, the greatest value of all cameras in an episode tells which.
+BYTES, UNIT, LARGE = "uint8", "floats in [0, 1]", "floats from 0 to 255"
 
 
 @dataclass
@@ -96,7 +97,7 @@ def find_trajectory(folder: Path, unique: str) -> Path | None:
 
 def holds(folder: Path, count: int) -> bool:
     """Return whether a folder has `count` trajectories or more, without listing it as long as fewer were written."""
-    return len(_names_in(folder).names) >= count and len(trajectory_paths(folder)) >= count
+    return len(_names_in(folder).by_unique) >= count and len(trajectory_paths(folder)) >= count
 
 
 WRITTEN = ".written"  # the names of a folder's files, a line each, in the order in which they were written
@@ -111,33 +112,23 @@ class _Names:
     """
 
     folder: Path
-    names: set[str] = field(default_factory=set)
     by_unique: dict[str, str] = field(default_factory=dict)
     number: int = 0  # of the next file
-    read: int = 0  # bytes of WRITTEN
-    listed: bool = False
+    read: int = -1  # bytes of WRITTEN; before the first look, also what is there prevails over what was once written
 
     def refresh(self) -> None:
-        try:
-            with open(self.folder / WRITTEN, "rb") as file:
-                file.seek(self.read)
+        written, lines = self.folder / WRITTEN, b""
+        if written.exists():
+            with open(written, "rb") as file:
+                file.seek(max(self.read, 0))
                 lines = file.read()
-        except FileNotFoundError:
-            lines = b""
         whole = lines[: lines.rfind(b"\n") + 1]  # another process may be writing the last
-        self._note(whole.decode(errors="replace").split("\n"))
-        if not self.listed:  # what is there prevails over what was once written
-            self._note(os.listdir(self.folder))
-            self.listed = True
-        self.read += len(whole)
-
-    def _note(self, names: Iterable[str]) -> None:
-        for name in (name for name in names if name.endswith(SUFFIX)):
-            self.names.add(name)
+        for name in (*whole.decode(errors="replace").split("\n"), *(os.listdir(self.folder) if self.read < 0 else ())):
             digits, _, unique = name.removesuffix(SUFFIX).partition("_")
-            if digits.isdecimal():
-                self.by_unique[unique] = name
-                self.number = max(self.number, int(digits) + 1)
+            if name.endswith(SUFFIX):
+                self.by_unique[unique or name] = name
+                self.number = max(self.number, int(digits) + 1 if digits.isdecimal() else 0)
+        self.read = max(self.read, 0) + len(whole)
 
     def add(self, unique: str) -> str:
         name = f"{self.number:06d}_{unique}{SUFFIX}"
@@ -175,27 +166,21 @@ def _validate(shapes: Mapping[str, tuple[int, ...]], types: Iterable[str], label
     if not shapes:
         raise DataError(f"{subject} has no images.")
     if labels.ndim != 1 or len(labels) == 0:
-        raise DataError(
-            f"{subject} has labels of shape {list(labels.shape)}: one for each of at least one frame is needed."
-        )
+        raise DataError(f"{subject} has labels of shape {list(labels.shape)}: each frame of at least one needs one.")
     for key, shape in shapes.items():
         if not key or not key.isprintable():
             raise DataError(f"{subject} has images named {key!r}: name them by letters that can be printed.")
         if len(shape) != 4 or shape[1] not in (1, 3):
-            raise DataError(
-                f"{subject} has images {key!r} of shape {list(shape)}: they are [T,C,H,W] with 1 or 3 channels."
-            )
+            needed = "they are [T,C,H,W] with 1 or 3 channels"
+            raise DataError(f"{subject} has images {key!r} of shape {list(shape)}: {needed}.")
         if shape[0] != len(labels):
-            raise DataError(
-                f"{subject} has {shape[0]} frames of {key!r} and {len(labels)} labels: each frame needs one."
-            )
-    wrong = [name for name in types if name not in BYTES]
-    if wrong:
+            counts = f"{shape[0]} frames of {key!r} and {len(labels)} labels"
+            raise DataError(f"{subject} has {counts}: each frame needs one.")
+    if wrong := [name for name in types if name not in (BYTES, "U8")]:
         raise DataError(f"{subject} has images of {listed(wrong)}: frames of a trajectory are uint8.")
     if not np.issubdtype(labels.dtype, np.floating):
         raise DataError(f"{subject} has labels of {labels.dtype}: they are float32.")
-    outside = int((~((labels >= 0) & (labels <= 1))).sum())  # counts NaN too
-    if outside:
+    if outside := int((~((labels >= 0) & (labels <= 1))).sum()):  # counts NaN too
         raise DataError(f"{subject} has {outside} of {len(labels)} labels outside [0, 1].")
 
 
@@ -228,19 +213,18 @@ class TrajectoryFile:
 
     def frame(self, key: str, i: int) -> np.ndarray:
         """Read frame `i` of a camera, uint8 [C,H,W], and nothing else of the file."""
-        self._check_key(key)
         if not 0 <= i < len(self):
             raise IndexError(f"{self.path} has frames 0 to {len(self) - 1}, not {i}")
-        return self._slices[key][i : i + 1][0]
+        return self._stored(key)[i : i + 1][0]
 
     def frames(self, key: str) -> np.ndarray:
         """Read all frames of a camera, uint8 [T,C,H,W]."""
-        self._check_key(key)
-        return self._slices[key][:]
+        return self._stored(key)[:]
 
-    def _check_key(self, key: str) -> None:
+    def _stored(self, key: str) -> Any:
         if key not in self.shapes:
             raise DataError(f"{self.path} has no images {key!r}: it has {listed(self.keys)}.")
+        return self._slices[key]
 
     @cached_property
     def _slices(self) -> dict[str, Any]:
@@ -257,8 +241,7 @@ def open_trajectory(path: Path) -> TrajectoryFile:
     path = Path(path)
     file = _open_file(path)
     try:
-        names = list(file.keys())
-        metadata = dict(file.metadata() or {})
+        names, metadata = list(file.keys()), dict(file.metadata() or {})
         if "labels" not in names:
             raise DataError(f"{path} has no labels, but {listed(names)}: it is no trajectory.")
         labels = file.get_tensor("labels")
@@ -267,25 +250,17 @@ def open_trajectory(path: Path) -> TrajectoryFile:
         types = [values.get_dtype() for values in images.values()]
     except (SafetensorError, ValueError, TypeError, AttributeError) as error:  # the last two of types NumPy lacks
         raise _corrupted(path, error) from error
-    keys = _read_keys(path, metadata, list(shapes))
+    version = metadata.get("version", VERSION)
+    if version != VERSION:
+        raise DataError(f"{path} is a trajectory of version {version}, and this program reads version {VERSION}.")
+    try:  # the cameras in the order in which they were written: safetensors sorts its names
+        keys = [str(key) for key in json.loads(metadata["keys"])] if "keys" in metadata else list(shapes)
+    except (ValueError, TypeError):
+        raise _corrupted(path, f"its keys are {metadata['keys']!r}") from None
     if set(keys) != set(shapes):
         raise DataError(f"{path} says its images are {listed(keys)} and has {listed(shapes)}: delete it.")
     _validate(shapes, types, labels, str(path))
     return TrajectoryFile(path, keys, labels.astype(np.float32), metadata, {key: shapes[key][1:] for key in keys})
-
-
-def _read_keys(path: Path, metadata: Mapping[str, str], default: list[str]) -> list[str]:
-    """Return the cameras in the order in which they were written: safetensors sorts its names."""
-    version = metadata.get("version", VERSION)
-    if version != VERSION:
-        raise DataError(f"{path} is a trajectory of version {version}, and this program reads version {VERSION}.")
-    try:
-        keys = json.loads(metadata["keys"]) if "keys" in metadata else default
-    except ValueError:
-        keys = None
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise _corrupted(path, f"its keys are {metadata['keys']!r}")
-    return keys
 
 
 def _open_file(path: Path) -> Any:
@@ -314,11 +289,8 @@ def open_folder(folder: Path) -> list[TrajectoryFile]:
         except DataError as error:
             errors[path.name] = error
     if errors:
-        first = next(iter(errors.values()))
-        raise DataError(
-            f"{len(errors)} of {len(paths)} files in {folder} cannot be used ({listed(errors)}), the first because "
-            f"{first}"
-        )
+        count, first = f"{len(errors)} of {len(paths)} files in {folder}", next(iter(errors.values()))
+        raise DataError(f"{count} cannot be used ({listed(errors)}), the first because {first}")
     return opened
 
 
@@ -334,19 +306,20 @@ def _explain_empty(folder: Path) -> str:
 def check_images(folder: Path, files: Sequence[TrajectoryFile], keys: Sequence[str], size: Sequence[int]) -> None:
     """Raise DataError if trajectories of a folder lack one of the cameras `keys`, or their frames are not `size`."""
     for key in keys:
-        lacking = [file for file in files if key not in file.keys]
-        if lacking:
+        if lacking := [file for file in files if key not in file.keys]:
             raise DataError(
                 f"{len(lacking)} of {len(files)} trajectories in {folder} have no images {key}, such as "
                 f"{lacking[0].path.name}, which has {listed(lacking[0].keys)}: name another image key."
             )
-        resized = [file for file in files if list(file.shapes[key]) != list(size)]
-        if resized:
+        if resized := [file for file in files if list(file.shapes[key]) != list(size)]:
             raise DataError(
                 f"{len(resized)} of {len(files)} trajectories in {folder} have images {key} of another size than "
                 f"{list(size)}, such as {resized[0].path.name}, whose are {list(resized[0].shapes[key])}: name their "
                 "size in image_size, or collect in one size."
             )
+
+
+# Numbers -------------------------------------------------------------------------------------------------------------
 
 
 def to_uint8(frames: np.ndarray, subject: str) -> np.ndarray:
@@ -355,8 +328,7 @@ def to_uint8(frames: np.ndarray, subject: str) -> np.ndarray:
         return frames
     if not np.issubdtype(frames.dtype, np.floating):
         raise DataError(f"{subject} are {frames.dtype}: frames are uint8, or floats from 0 to 1.")
-    outside = int((~((frames >= 0) & (frames <= 1))).sum())  # counts NaN too
-    if outside:
+    if outside := int((~((frames >= 0) & (frames <= 1))).sum()):  # counts NaN too
         raise DataError(
             f"{subject} have {outside} of {frames.size} values outside [0, 1], from {np.min(frames):g} to "
             f"{np.max(frames):g}: give uint8, or floats from 0 to 1."
@@ -367,3 +339,50 @@ def to_uint8(frames: np.ndarray, subject: str) -> np.ndarray:
 def to_unit(frames: np.ndarray) -> np.ndarray:
     """Return uint8 frames as float32 in [0, 1], of the same shape."""
     return frames.astype(np.float32) / np.float32(255)
+
+
+# Others' episodes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Episode:
+    """An episode to import: its name in messages, and how its content is identified and read."""
+
+    name: str
+    digest: Callable[[], str]
+    read: Callable[[], tuple[Trajectory, str]]  # with the kind of number of its frames
+    positive: bool | None = None  # if its folder says so
+
+
+def file_digest(path: Path) -> str:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise DataError(f"{path} is no file: leave it out.")
+    try:
+        return content_digest(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): check the path.") from error
+
+
+def stored_as_bytes(images: Mapping[str, np.ndarray], labels: np.ndarray, subject: str) -> tuple[Trajectory, str]:
+    """Return the trajectory of some frames [T,C,H,W] and labels [T], and the kind of number of the frames."""
+    kinds = {key: _kind(frames, f"{subject}: the images {key!r}") for key, frames in images.items()}
+    kind = next(kind for kind in (LARGE, UNIT, BYTES) if kind in kinds.values())
+    # A dark camera of a file from 0 to 255 may not exceed 1 itself: the scale is that of the file.
+    scale = np.float32(255 if kind == LARGE else 1)
+    stored = {
+        key: to_uint8(frames if kinds[key] == BYTES else frames / scale, f"{subject}: the images {key!r}")
+        for key, frames in images.items()
+    }
+    if labels.dtype == bool or np.issubdtype(labels.dtype, np.integer):
+        labels = labels.astype(np.float32)
+    return Trajectory(stored, labels), kind
+
+
+def _kind(frames: np.ndarray, subject: str) -> str:
+    if frames.dtype == np.uint8:
+        return BYTES
+    if not np.issubdtype(frames.dtype, np.floating):
+        raise DataError(f"{subject} are {frames.dtype}: frames are uint8 or floats.")
+    if outside := int((~((frames >= 0) & (frames <= 255))).sum()):
+        raise DataError(f"{subject} have {outside} of {frames.size} values that are outside [0, 255].")
+    return LARGE if frames.size and frames.max() > 1 else UNIT

@@ -1,0 +1,475 @@
+"""Episodes beside reward models: pairs to train one on, and what one says of episodes, as labels or as progress.
+
+`vlmrm frames pairs` writes preferences between episodes. The task is the prompt, and the frames of an episode up to
+its first success are the answer. It is preferred to
+
+    outcome      the frames of an episode without success
+    truncation   its own beginning
+    rewind       its own frames up to a step before success, and back again
+    instruction  the same frames under the instruction of another task
+
+Both answers of a pair have equally many frames, evenly spread: otherwise a model that only counts frames would prefer
+the better one, as most beginnings are shorter than their whole.
+
+`vlmrm frames label` takes a model's score of a frame as its label. `vlmrm frames progress` scores after each frame.
+The value-order correlation (VOC: Ma et al. 2024, Vision Language Models are In-Context Value Learners) of an episode
+is Spearman's correlation of step and score. Of successes, up to the first, it should be high; of failures it need not
+be. A model that counts frames has 1 as well, of anything: so each episode is also scored with its first frame in place
+of all, and with its frames shuffled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import expit, log_expit
+from scipy.stats import rankdata
+from tqdm import tqdm
+
+from vlmrm.conversation import Comparison, Image, Judgement, Message
+from vlmrm.data.canonical import check_output, write_comparisons
+from vlmrm.errors import ConfigError, DataError, RowError
+from vlmrm.files import make_folder, require_new_file, write_file
+from vlmrm.measures.intervals import NAN, Estimate, Influence, Mean, spread, with_ends
+from vlmrm.measures.statistics import expected_calibration_error, reliability, spearman_within, squared_errors
+from vlmrm.rewards.contract import GroupwiseRewardModel, RewardArguments
+from vlmrm.rewards.items import reward_items
+from vlmrm.rewards.registry import reward_arguments, reward_model_class
+from vlmrm.rewards.reward_set import Models
+from vlmrm.scoring import load_scorer
+from vlmrm.scoring.protocol import PrefixScorer, prefixes_of
+from vlmrm_robots.trajectories.pictures import as_picture, save_picture
+from vlmrm_robots.trajectories.trajectory import (
+    Trajectory,
+    TrajectoryFile,
+    digest,
+    find_trajectory,
+    listed,
+    write_trajectory,
+)
+
+Kind = Literal["outcome", "truncation", "rewind", "instruction"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+LACKING = {
+    "outcome": "no success and failure are of one task",
+    "truncation": "no success has two frames before it",
+    "rewind": "no success has two frames before it",
+    "instruction": "all trajectories are of one task",
+}
+Steps = Sequence[int]  # of an episode, in the order in which they are shown
+Clip = tuple[TrajectoryFile, str, Steps]  # with its instruction
+TIED = 2**-18  # of the largest score: 32 times the precision of float32
+FOLDS = 10  # by which a curve from scores to probabilities is not that of an episode's own outcome
+Shown = Literal["scores", "repeated", "shuffled"]
+CONTROLS: dict[Shown, str] = {"repeated": "their first frame repeated", "shuffled": "their frames shuffled"}
+
+
+# Pairs ---------------------------------------------------------------------------------------------------------------
+
+
+def write_pairs(
+    files: Sequence[TrajectoryFile],
+    output: Path,
+    *,
+    task: str | None = None,
+    kinds: Sequence[Kind] = ("outcome", "truncation", "rewind"),
+    frames: int = 8,
+    per_episode: int = 1,
+    image_key: str | None = None,
+    seed: int = 0,
+) -> Counter[Kind]:
+    """Write `per_episode` pairs of each kind for each episode with a success, and return the number of each kind.
+
+    Each frame is written once, as a PNG in the folder `{output.stem}_frames` beside the output.
+    """
+    if min(frames, per_episode) < 1 or not kinds:
+        raise ConfigError("there is no pair to write: give one or more kinds, frames and pairs of an episode.")
+    require_new_file(output)
+    check_output(output)
+    folder = output.parent / f"{output.stem}_frames"
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already, and the frames of {output.name} would be mixed with it: move it.")
+    key = image_key or files[0].keys[0]
+    if lacking := [file.path for file in files if key not in file.keys]:
+        raise DataError(f"{listed(lacking)} have no images {key}: name another image key.")
+    tasks = [task_of(file, task) for file in files]
+    pairs = [
+        (kind, pair)
+        for kind in dict.fromkeys(kinds)
+        for pair in _drawn(kind, files, tasks, per_episode, np.random.default_rng([seed, KINDS.index(kind)]))
+    ]
+    counts = Counter(kind for kind, _ in pairs)
+    for kind in kinds:
+        if not counts[kind]:
+            raise DataError(
+                f"there is no pair of the kind {kind}, because {LACKING[kind]}: leave it out, or add some."
+            )
+    numbers = {file.path: number for number, file in enumerate(files)}  # two folders may have files of one name
+
+    def picture(file: TrajectoryFile, step: int) -> Path:
+        path = folder / f"{numbers[file.path]:06d}_{file.path.stem}_{step:04d}.png"
+        return path if path.exists() else save_picture(as_picture(file.frame(key, step)), path)
+
+    def rows() -> Iterator[Comparison]:
+        for number, (kind, pair) in enumerate(pairs):
+            yield _comparison(f"{kind}-{number}", kind, pair, frames, picture)
+
+    write_comparisons(rows, output)
+    return counts
+
+
+def task_of(file: TrajectoryFile, task: str | None) -> str:
+    """Return the instruction of a trajectory, or else `task`; DataError if neither is there."""
+    if (found := file.metadata.get("task") or task) is None:
+        raise DataError(f"{file.path} does not say its task: name it with --task.")
+    return found
+
+
+# Which frames --------------------------------------------------------------------------------------------------------
+
+
+def _drawn(
+    kind: Kind, files: Sequence[TrajectoryFile], tasks: Sequence[str], count: int, chance: np.random.Generator
+) -> Iterator[tuple[Clip, Clip]]:
+    """Yield (better, worse) clips of one kind: `count` for each success that allows it."""
+    for file, task in zip(files, tasks, strict=True):
+        if not file.successes.any():
+            continue
+        first = int(file.successes.argmax())
+        better: Clip = (file, task, range(first + 1))
+        for _ in range(count):
+            if kind in ("truncation", "rewind"):
+                if first >= 2:
+                    stop = int(chance.integers(0, first - 1))
+                    back = [*range(first), *range(first - 2, stop - 1, -1)]  # from the one before the first success
+                    yield better, (file, task, range(stop + 1) if kind == "truncation" else back)
+            elif kind == "instruction":
+                if others := sorted({*tasks} - {task}):
+                    yield better, (file, others[chance.integers(len(others))], better[2])
+            elif failures := [f for f, t in zip(files, tasks, strict=True) if t == task and not _positive(f)]:
+                worse = failures[chance.integers(len(failures))]
+                yield better, (worse, task, range(len(worse)))
+
+
+def _positive(file: TrajectoryFile) -> bool:
+    return bool(file.successes.any()) or file.metadata.get("success_once") == "true"
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def _comparison(
+    name: str, kind: str, clips: tuple[Clip, Clip], frames: int, picture: Callable[[TrajectoryFile, int], Path]
+) -> Comparison:
+    prompts = [Message.of("user", task) for _, task, _ in clips]
+    count = min(frames, *(len(steps) for _, _, steps in clips))
+    shown = [spread_steps(steps, count) for _, _, steps in clips]
+    answers = [
+        Message.of("assistant", *map(Image, map(str, map(partial(picture, file), steps))))
+        for (file, _, _), steps in zip(clips, shown, strict=True)
+    ]
+    columns = {}
+    for side, (file, _, _), steps in zip(("chosen", "rejected"), clips, shown, strict=True):
+        columns |= {f"{side}_episode": str(file.path), f"{side}_steps": " ".join(map(str, steps))}
+        columns |= {f"{side}_environment": file.metadata.get("environment", "")}
+    judgement = (Judgement((0, 1), (1.0, 0.0)),)
+    if prompts[0] == prompts[1]:
+        return Comparison(name, (prompts[0],), tuple((a,) for a in answers), judgement, kind, columns)
+    return Comparison(name, (), tuple(zip(prompts, answers, strict=True)), judgement, kind, columns)
+
+
+def spread_steps(steps: Steps, count: int) -> list[int]:
+    """Return at most `count` of the steps, evenly spread and with the last."""
+    places = np.linspace(0, len(steps) - 1, min(count, len(steps))) if count > 1 else [len(steps) - 1]
+    return [steps[round(place)] for place in places]
+
+
+# A model of any kind -------------------------------------------------------------------------------------------------
+
+
+class RewardOfPrefixes:
+    """Any reward of samples as a scorer of prefixes, each of which is a sample with frames as its answer."""
+
+    def __init__(self, arguments: RewardArguments):
+        self.name = arguments.name
+        if issubclass(reward_model_class(str(arguments.reward_model)), GroupwiseRewardModel):
+            raise ConfigError(f"reward {self.name} compares answers, and an episode has one: name a pointwise reward.")
+        self.model = Models().reward(arguments).model
+
+    def score_prefixes(self, task: str, frames: Sequence) -> list[float]:
+        """Return the reward of each prefix, [T], as `PrefixScorer` does."""
+        conversations = prefixes_of(task, frames)
+        result = reward_items(self.model, conversations, range(len(conversations)))
+        for index, reason in sorted(result.failures.items()):
+            raise RowError(f"reward {self.name} has none for the first {index + 1} frames: {reason}")
+        return [result.rewards[index] for index in range(len(conversations))]
+
+
+def open_prefix_scorer(model: str) -> PrefixScorer:
+    """Return the scorer of a checkpoint, of a service by its address, or of the reward in a YAML file."""
+    if not model.endswith((".yaml", ".yml")):
+        return load_scorer(model)
+    arguments = reward_arguments(model)
+    if len(arguments) > 1:
+        raise ConfigError(f"{model} has {len(arguments)} rewards, of which one can score episodes: leave one.")
+    reward = RewardOfPrefixes(arguments[0])
+    own: PrefixScorer = reward.model if hasattr(reward.model, "score_prefixes") else reward  # ty: ignore
+    return own
+
+
+# Labels --------------------------------------------------------------------------------------------------------------
+
+
+def label_episodes(
+    scorer: PrefixScorer,
+    files: Sequence[TrajectoryFile],
+    positive_dir: Path,
+    negative_dir: Path,
+    *,
+    judge: str,
+    above: float,
+    task: str | None = None,
+    image_key: str | None = None,
+) -> str:
+    """Write each trajectory anew, a success where its frame alone scores above `above`; return the counts in words.
+
+    An episode that the folders have with these labels is not scored again, so that an interrupted labelling goes on.
+
+    Args:
+        judge: the scorer's name, which the trajectories say.
+    """
+    folders = {True: Path(positive_dir), False: Path(negative_dir)}
+    for folder in folders.values():
+        if folder.resolve() in {file.path.parent.resolve() for file in files}:
+            raise ConfigError(f"{folder} has the episodes themselves: name another folder for their new labels.")
+        make_folder(folder)
+    counts: Counter[str] = Counter()
+    for file in tqdm(files, desc="labelling", unit="episode", disable=None):
+        key, instruction = image_key or file.keys[0], task_of(file, task)
+        declared = f"{judge} > {above:g} for {instruction!r}"
+        images = {name: file.frames(name) for name in file.keys}
+        unique = digest(images, file.labels, [declared, key])
+        if any(find_trajectory(folder, unique) for folder in folders.values()):
+            counts["earlier"] += 1
+            continue
+        scores = []
+        for step in range(len(file)):
+            try:
+                scores += scorer.score_prefixes(instruction, [as_picture(file.frame(key, step))])
+            except RowError as error:
+                raise DataError(f"frame {step} of {file.path} has no score: {error.reason}.") from error
+        labels = np.array(scores) > above
+        metadata = {**file.metadata, "declared_success": declared, "success_once": "false"}
+        trajectory = Trajectory(images, labels.astype(np.float32), metadata)
+        write_trajectory(folders[trajectory.positive], trajectory, unique)
+        counts["positive" if trajectory.positive else "negative"] += 1
+        counts["frames"] += len(labels)
+        counts["successes"] += int(labels.sum())
+        counts["agreed"] += int((labels == file.successes).sum())
+        counts["moved"] += bool(labels.any()) != bool(file.successes.any())
+    return (
+        f"{counts['positive']} positive and {counts['negative']} negative trajectories, {counts['frames']} frames of "
+        f"which {counts['successes']} show success; {counts['agreed'] / max(counts['frames'], 1):.1%} of the frames "
+        f"keep their label, and {counts['moved']} episodes change sides; {counts['earlier']} episodes were labelled "
+        "before"
+    )
+
+
+# Scores of every step ------------------------------------------------------------------------------------------------
+
+
+class Scored(NamedTuple):
+    """The scores [T] after some steps [T] of an episode; of a success, up to the first one.
+
+    `repeated` and `shuffled` are the controls: those of its first frame T times, and of its frames in another order.
+    """
+
+    file: TrajectoryFile
+    steps: Sequence[int]
+    scores: Sequence[float]
+    repeated: Sequence[float] = ()
+    shuffled: Sequence[float] = ()
+
+    @property
+    def success(self) -> bool:
+        return bool(self.file.successes.any())
+
+
+def score_episodes(
+    scorer: PrefixScorer, files: Sequence[TrajectoryFile], *, task: str | None, frames: int, image_key: str | None
+) -> list[Scored]:
+    """Return the scores of each episode, and its controls, after at most `frames` steps, evenly spread."""
+    if frames < 2:
+        raise ConfigError(f"{frames} frames of an episode have no order: give two or more.")
+    scored = []
+    for number, file in enumerate(files):
+        key = image_key or files[0].keys[0]
+        stop = int(file.successes.argmax()) + 1 if file.successes.any() else len(file)
+        steps = spread_steps(range(stop), min(frames, stop))
+        pictures = [as_picture(file.frame(key, step)) for step in steps]
+        order = np.random.default_rng(number).permutation(len(steps))
+        score = partial(scorer.score_prefixes, task_of(file, task))
+        controls = [pictures[0]] * len(steps), [pictures[place] for place in order]
+        scored.append(Scored(file, steps, score(pictures), *map(score, controls)))
+    return scored
+
+
+def value_order(episodes: Sequence[Scored], of: Shown = "scores", less: Shown | None = None) -> Estimate:
+    """Return the mean value-order correlation, or how much higher than that of a control it is, by episode.
+
+    Episodes of one frame do not count. Scores of an episode that all differ by less than `TIED` of the largest are
+    tied: a batch may round equal pictures apart.
+    """
+    orders = _orders(episodes, of) - (0.0 if less is None else _orders(episodes, less))
+    return Mean(orders, scale="difference" if less is None else "plain").estimate(np.arange(len(episodes)))
+
+
+def _orders(episodes: Sequence[Scored], of: Shown) -> np.ndarray:
+    """Return the value-order correlation of each episode, [N]: of its scores and the number of frames shown."""
+    shown = [np.asarray(getattr(episode, of)) for episode in episodes]
+    tied = TIED * max((abs(score) for episode in episodes for score in episode.scores), default=0.0)
+    scores = np.concatenate([[], *(np.zeros(len(one)) if len(one) and np.ptp(one) < tied else one for one in shown)])
+    places = np.concatenate([[], *(np.arange(len(one)) for one in shown)])
+    orders = np.full(len(episodes), math.nan)
+    found = spearman_within(scores, places, np.repeat(np.arange(len(shown)), [len(one) for one in shown]))
+    orders[: len(found)] = found
+    return orders
+
+
+def area_under_curve(scores: np.ndarray, successes: np.ndarray) -> Estimate:
+    """Return the probability that the higher score of a success and a failure is the success's, ties as halves.
+
+    Its interval is that of Somers' D = 2 AUC - 1, on Fisher's scale; the influences are those of DeLong et al. (1988).
+    """
+    n, good = len(scores), np.asarray(successes, dtype=bool)
+    if good.all() or not good.any():
+        return Estimate(NAN, NAN, NAN, NAN, n, n)
+    counts, above = np.where(good, good.sum(), (~good).sum()), np.empty(n)
+    for own in (good, ~good):  # the share of the other class that a score is on the right side of
+        above[own] = (rankdata(scores)[own] - rankdata(scores[own])) / (~own).sum()
+    above = np.where(good, above, 1 - above)
+    value = above[good].mean()
+    influence = Influence(2 * value - 1, 2 * (above - value) / counts, 1 / (2 * counts), n)
+    difference = with_ends(influence, *spread(influence, np.arange(n)), "correlation")
+    value, low, high = ((1 + end) / 2 for end in difference[:3])
+    return difference._replace(value=value, low=low, high=high, standard_error=difference.standard_error / 2)
+
+
+def fitted_curve(scores: np.ndarray, successes: np.ndarray) -> tuple[float, float]:
+    """Return the factor and the offset of the likeliest p = σ(factor · score + offset) of known outcomes.
+
+    As in Platt's method (Probabilistic outputs for support vector machines, 1999), one success and one failure more
+    are spread over the targets, so that scores that separate the two have a finite curve.
+    """
+    good = np.asarray(successes, dtype=bool)
+    targets = np.where(good, (good.sum() + 1) / (good.sum() + 2), 1 / ((~good).sum() + 2))
+    centre, scale = float(np.mean(scores)), float(np.std(scores)) or 1.0
+    scaled = (np.asarray(scores, dtype=np.float64) - centre) / scale
+
+    def loss(curve: np.ndarray) -> tuple[float, np.ndarray]:
+        logits = curve[0] * scaled + curve[1]
+        excess = expit(logits) - targets
+        value = -(targets * log_expit(logits) + (1 - targets) * log_expit(-logits)).sum()
+        return float(value), np.array([excess @ scaled, excess.sum()])
+
+    slope, height = minimize(loss, np.zeros(2), jac=True, method="BFGS").x
+    return float(slope / scale), float(height - slope * centre / scale)
+
+
+def held_out_curves(scores: np.ndarray, successes: np.ndarray) -> list[tuple[float, float]]:
+    """Return for each of scores[N] the curve of the other folds; NaN without two of both outcomes."""
+    good = np.asarray(successes, dtype=bool)
+    folds = min(FOLDS, int(good.sum()), int((~good).sum()))
+    if folds < 2:
+        return [(NAN, NAN)] * len(good)
+    number = np.where(good, np.cumsum(good), np.cumsum(~good)) % folds  # each has its share of both outcomes
+    curves = [fitted_curve(scores[number != fold], good[number != fold]) for fold in range(folds)]
+    return [curves[fold] for fold in number]
+
+
+def success_probabilities(episodes: Sequence[Scored]) -> list[np.ndarray]:
+    """Return for each episode the probability of its success after each step, [T], by the curve of others."""
+    curves = held_out_curves(*_last(episodes))
+    return [expit(factor * np.array(e.scores) + offset) for (factor, offset), e in zip(curves, episodes, strict=True)]
+
+
+def _last(episodes: Sequence[Scored], of: Shown = "scores") -> tuple[np.ndarray, np.ndarray]:
+    scores = [getattr(episode, of)[-1] for episode in episodes]
+    return np.array(scores, dtype=np.float64), np.array([episode.success for episode in episodes], dtype=bool)
+
+
+def write_scores(episodes: Sequence[Scored], output: Path) -> None:
+    """Write a line of JSON for each episode: its file, whether it succeeds, and what was scored after its steps."""
+    require_new_file(output)
+    lines = [
+        {
+            "episode": str(episode.file.path),
+            "success": episode.success,
+            "steps": [*episode.steps],
+            "scores": [*episode.scores],
+            "success_probabilities": [None if math.isnan(p) else p for p in probabilities.tolist()],
+            "first_frame_repeated": [*episode.repeated],
+            "frames_shuffled": [*episode.shuffled],
+        }
+        for episode, probabilities in zip(episodes, success_probabilities(episodes), strict=True)
+    ]
+    write_file(output, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def summarise(episodes: Sequence[Scored]) -> str:
+    """Return the value-order correlations and the AUC of success as lines, with what the controls say of them."""
+    lines = [*_said_of_order(episodes), *_said_of_success(episodes)]
+    return "\n".join(lines) or "no episode has two frames: there is no order of values"
+
+
+def _said_of_order(episodes: Sequence[Scored]) -> Iterator[str]:
+    for name, success in (("successes", True), ("failures", False)):
+        part = [episode for episode in episodes if episode.success == success]
+        found = value_order(part)
+        if not found.n:
+            continue
+        beside = ", ".join(f"of {text} {_figure(value_order(part, control))}" for control, text in CONTROLS.items())
+        yield f"value-order correlation of {found.n} {name}: {_figure(found)}; {beside}"
+        for control, text in CONTROLS.items():
+            if success and not value_order(part, less=control).low > 0:
+                yield (
+                    f"  warning: it is not shown to be more than that of {text}, and a model that only counts frames "
+                    "has as much"
+                )
+
+
+def _said_of_success(episodes: Sequence[Scored]) -> Iterator[str]:
+    scores, good = _last(episodes)
+    if good.all() or not good.any():
+        return
+    counts = f"{good.sum()} successes and {(~good).sum()} failures"
+    control = area_under_curve(*_last(episodes, "repeated"))
+    yield (
+        f"AUC of success by the last score, of {counts}: {_figure(area_under_curve(scores, good))}; of "
+        f"{CONTROLS['repeated']} {_figure(control)}"
+    )
+    if control.low > 0.5:
+        yield "  warning: their first frame, or the number of frames, tells successes from failures already"
+    factor, offset = fitted_curve(scores, good)
+    held_out = np.array([probabilities[-1] for probabilities in success_probabilities(episodes)])
+    if np.isnan(held_out).any():
+        return
+    with np.errstate(divide="ignore"):
+        margins = np.where(good, 1, -1) * (np.log(held_out) - np.log1p(-held_out))
+    brier, calibration = squared_errors(margins).mean(), expected_calibration_error(reliability(margins))
+    yield (
+        f"probability of success: σ({factor:.4g} · score {offset:+.4g}); by the curves of other episodes, Brier score "
+        f"{brier:.3f}, calibration error {calibration:.3f}"
+    )
+
+
+def _figure(of: Estimate) -> str:
+    return f"{of.value:.2f} ({of.low:.2f} to {of.high:.2f})"
