@@ -61,8 +61,6 @@ def make_environments(
         image_size: [C,H,W] to which frames are scaled, with one channel for grey.
         keys: the cameras. The only one of an environment whose observations have no images is its drawing, and so is
             `render` beside others. If empty, nothing is shown.
-        crop: the part of a camera's frame that is shown; the metadata say it.
-        success: as declared in settings. Default: the simulator's own.
         flat: makes one vector of observations with several parts, without images.
         stop_at_success: False continues episodes until `max_steps`, so that more of their frames show the task done,
             where the simulator has a success of its own; others may not be stepped after their end.

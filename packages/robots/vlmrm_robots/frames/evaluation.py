@@ -57,10 +57,7 @@ def evaluate(
 ) -> Evaluation:
     """Measure a classifier on the episodes of folders, but for those that it was trained on or chosen by.
 
-    Args:
-        threshold: of a success. Default: the checkpoint's.
-        max_false_fires: the share of failed episodes with a frame above it that qualifies, with 95 % confidence.
-        min_precision: the share of frames above it that have to be successes, with 95 % confidence.
+    `threshold` is of a success, by default the checkpoint's; the other two are as in `choose_threshold`.
     """
     config, path = loaded.config, loaded.path
     index, summary = index_folders(folders, config.image_keys, config.image_size)

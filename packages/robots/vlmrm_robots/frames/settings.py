@@ -23,8 +23,7 @@ IMAGE_SIZE: Size = (3, 64, 64)
 class RewardModelSettings(Strict):
     """`reward_model`: a trained classifier, and how its probabilities become a policy's rewards.
 
-    Values that describe the classifier must be those of its checkpoint. `use_pretrain` only warns where it differs,
-    and `pretrained_encoder_path` is not read: the checkpoint has the encoder's weights.
+    Values that describe the classifier must be those of its checkpoint, but for the path of its encoder.
     """
 
     checkpoint_path: Path | None = None
@@ -205,25 +204,20 @@ class TrainSettings(Strict, frozen=True):
 class RLSettings(EnvironmentSettings):
     """One policy for each source of reward and each seed; everything else is the same for all.
 
-    Episodes of training last `max_steps` even after a success, because their end would give the success away.
-
-    Attributes:
-        hyperparameters: keywords of the algorithm's class in Stable-Baselines3, over its own defaults.
-        observe: the policy's input: the simulator's `state`, or `images`, its last four frames.
-        sources: `success`: 1 for each step to a true success; `learned`: the classifier's reward; `both`: their sum,
-            weighted by `reward_model`. Default: as `reward` implies.
-        action_repeat: steps of the simulator for each of the policy, by which random actions explore further.
+    Episodes of training last `max_steps` even after a success, because their end would give the success away. Of the
+    `sources`, `success` is 1 for each step to a true success, `learned` the classifier's reward, and `both` their sum,
+    weighted by `reward_model`; the default is as `reward` implies.
     """
 
     algorithm: Literal["ppo", "sac"] | None = None  # default: sac for continuous actions, else ppo
-    hyperparameters: dict[str, Any] = Field(default_factory=dict)
-    observe: Literal["state", "images"] = "state"
+    hyperparameters: dict[str, Any] = Field(default_factory=dict)  # of its class in Stable-Baselines3
+    observe: Literal["state", "images"] = "state"  # of the simulator, or the last four frames
     sources: list[RewardSource] = Field(default_factory=list)
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
     total_steps: int = Field(100_000, ge=1)  # of all environments together
     num_envs: int = Field(8, ge=1)
     max_steps: int = Field(200, ge=1)  # of the simulator, in an episode
-    action_repeat: int = Field(1, ge=1)
+    action_repeat: int = Field(1, ge=1)  # steps of the simulator for each of the policy
     evaluate_every: int = Field(10_000, ge=1)  # steps
     evaluation_episodes: int = Field(50, ge=1)
     output_dir: Path = Path("./frames_rl")

@@ -129,13 +129,7 @@ def initial_classifier(settings: TrainSettings) -> FrameClassifier:
 
 
 class FrameTrainer:
-    """Trains a frame classifier on the frames `training` of an index, and keeps the epoch best on `validation`.
-
-    Attributes:
-        epochs: the (AUC, loss) on the validation frames of each epoch so far.
-        offset: log-odds of the training's successes, negated: added to a logit before the loss.
-        weights: of a failure and of a success in the loss.
-    """
+    """Trains a frame classifier on the frames `training` of an index, and keeps the epoch best on `validation`."""
 
     def __init__(
         self,
@@ -148,7 +142,7 @@ class FrameTrainer:
     ):
         self.settings, self.index, self.folder = settings, index, folder
         self.training, self.validation = training, validation
-        self.epochs: list[tuple[float, float]] = []
+        self.epochs: list[tuple[float, float]] = []  # the (AUC, loss) on the validation frames of each so far
         self.device = parse_device("cpu" if settings.use_cpu else None)
         labels = index.labels[training]
         # A classifier that begins at the prior spends no steps on learning it; the offset removes it from the loss.
@@ -158,6 +152,7 @@ class FrameTrainer:
             model.head.bias.add_(prior)
         self.offset = 0.0 if settings.balance == "none" else -prior
         self.balance = class_weights(labels)
+        # Of a failure and of a success in the loss.
         self.weights = torch.tensor(self.balance if settings.balance == "weights" else [1.0, 1.0]).float()
         self.weights = self.weights.to(self.device)
         self.model = model.to(self.device)

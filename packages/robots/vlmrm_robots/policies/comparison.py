@@ -1,7 +1,4 @@
-"""Compares what rewards taught: the true success rate over steps, and the share of rewards without a success.
-
-Written as a table of the evaluations (CSV), a summary of each source of reward (JSON, Markdown) and a figure.
-"""
+"""Compares what rewards taught: the true success rate over steps, and the share of rewards without a success."""
 
 from __future__ import annotations
 

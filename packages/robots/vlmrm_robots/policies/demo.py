@@ -1,8 +1,4 @@
-"""`vlmrm frames demo`: a policy for Acrobot whose only reward is a classifier of frames.
-
-Collects labelled frames, trains the classifier, trains PPO with its reward, and reports the true success rate. An
-interrupted demo resumes in the same folder.
-"""
+"""`vlmrm frames demo`: a policy for Acrobot whose only reward is a classifier of frames, from collection to PPO."""
 
 from __future__ import annotations
 

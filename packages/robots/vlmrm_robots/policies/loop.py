@@ -1,11 +1,9 @@
 """`vlmrm frames loop`: a classifier and a policy in rounds, until the policy's own episodes bear the classifier out.
 
 A round trains a classifier on all episodes so far and, if it qualifies, a policy with its reward alone. Episodes of
-that policy, which no classifier has seen, show how often it is rewarded without a success. Where that is too often,
-they join the data with the simulator's labels, and the next round begins with both anew.
-
-A round's folder has its `data`, complete before the round begins and left alone from then on, its classifier, its
-policy (`rl`) and that policy's `episodes`. Whatever is there is of the same settings and data, or it is refused.
+that policy show how often it is rewarded without a success. Where that is too often, they join the data with the
+simulator's labels, and the next round begins anew. A round's folder has its `data`, complete before the round begins,
+its classifier, its policy (`rl`) and that policy's `episodes`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Rewards of trajectories: the frames that they look at, and the shared part of TOPReward and Robometer.
 
-Pairs of `vlmrm frames pairs` have answers of several images, which are no video: a model trained here reads images.
-The published models show the frames as images too, and read a number at one place of the text. Each is a scorer like
-that of a model trained here, with another head and another rendering of the same conversation: the task, and frames as
-the answer. The prefixes of an episode share its frames in one forward.
+The published models show the frames as images, and read a number at one place of the text. Each is a scorer like that
+of a model trained here, with another head and another rendering of the same conversation: the task, and frames as the
+answer. The prefixes of an episode share its frames in one forward.
 """
 
 from __future__ import annotations
@@ -32,11 +31,8 @@ def frames_of_samples(
 ) -> list[Sequence[Any] | RowError]:
     """Return the frames of each of `count` samples in the order of time, or why it has none.
 
-    They are its image, its video, or the images or video of an answer as messages. An answer as a text beside an image
-    or video is another reward's.
-
-    Args:
-        convert: turns an image of an answer into what the reward takes, as its images and videos are already.
+    They are its image, its video, or the images or video of an answer as messages, which `convert` turns into what the
+    reward takes. An answer as a text beside an image or video is another reward's.
     """
     columns = zip(*(column or [None] * count for column in (image, video, response)), strict=True)
     return [_frames(*values, convert) for values in columns]

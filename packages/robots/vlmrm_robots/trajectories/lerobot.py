@@ -1,8 +1,4 @@
-"""LeRobotDatasets in and out, by LeRobot's own library: episodes with cameras, tasks, rewards and success.
-
-The library pins releases of torch and transformers that the extras here do not take. It goes into an environment of
-its own, where vlmrm needs no extra.
-"""
+"""LeRobotDatasets in and out, by LeRobot's own library: episodes with cameras, tasks, rewards and success."""
 
 from __future__ import annotations
 

@@ -242,9 +242,6 @@ def label_episodes(
     """Write each trajectory anew, a success where its frame alone scores above `above`; return the counts in words.
 
     An episode that the folders have with these labels is not scored again, so that an interrupted labelling goes on.
-
-    Args:
-        judge: the scorer's name, which the trajectories say.
     """
     folders = {True: Path(positive_dir), False: Path(negative_dir)}
     for folder in folders.values():
