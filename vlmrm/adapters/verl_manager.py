@@ -14,7 +14,7 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase 
 
 from vlmrm.adapters.rows import SharedScorer
 from vlmrm.adapters.verl_reward import sample_name, score_one
-from vlmrm.formats.rollouts import read_verl_prompt
+from vlmrm.formats.rollouts import read_answer, read_verl_prompt
 
 
 class VlmrmRewardManager(RewardManagerBase):
@@ -33,7 +33,7 @@ class VlmrmRewardManager(RewardManagerBase):
         answer = await self.loop.run_in_executor(None, self._decoded, ids[:length])
         prompt = read_verl_prompt(item.non_tensor_batch["raw_prompt"])
         name = sample_name(item.non_tensor_batch.get("data_source"), item.non_tensor_batch.get("extra_info"))
-        score = await score_one(self.scorer, name, prompt, answer)
+        score = await score_one(self.scorer, name, lambda: read_answer(prompt, answer))
         return {"reward_score": score, "reward_extra_info": {"raw_score": score}}
 
     def _decoded(self, ids: Any) -> str:
