@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -23,7 +23,7 @@ from PIL import Image
 from vlmrm.conversation import Conversation
 from vlmrm.data.media import media_key
 from vlmrm.data.media_cache import media_round
-from vlmrm.errors import ConfigError, MediaError, RewardError, RowError, VlmrmError, finite_or_error
+from vlmrm.errors import ConfigError, MediaError, RewardError, RowError, finite_or_error
 from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
 from vlmrm.formats.rollouts import read_answer, zip_columns
 from vlmrm.rewards import Rewards, RewardSet
@@ -47,8 +47,6 @@ Groups = Sequence[Hashable]
 Column = Sequence[Any]
 Rows = tuple[Column, Column, Column | None]  # prompts, answers, images
 Elsewhere = Sequence[tuple[Hashable, float]]  # groups and values of other ranks
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class SharedScorer:
@@ -96,7 +94,7 @@ class SharedScorer:
         return [row if isinstance(row, RowError) else next(scores) for row in rows]
 
     @property
-    def micro_batcher(self) -> MicroBatcher[ConversationLike, float]:
+    def micro_batcher(self) -> MicroBatcher:
         """Return the batcher of all threads and tasks of this process."""
         shared = self._registered()
         with _registry_lock:
@@ -115,7 +113,7 @@ class _Registration:
 
     scorer: Scorer | None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    micro_batcher: MicroBatcher[ConversationLike, float] | None = None
+    micro_batcher: MicroBatcher | None = None
 
 
 _registry_lock = threading.Lock()
@@ -138,12 +136,9 @@ class SharedSet:
         return type(self), (self.config,)
 
     def rewards(self, rows: Rows, columns: Mapping[str, Any], groups: Groups) -> Rewards:
-        """Return the rewards of a text policy's rows: prompts, answers and images. A collective call.
+        """Return the rewards of a text policy's rows; `columns` is what the framework passes beside them.
 
-        A row that is no conversation, as its images do not fit its prompt, has failed in every reward.
-
-        Args:
-            columns: what the framework passes beside them.
+        A collective call. A row that is no conversation, as its images do not fit its prompt, fails in every reward.
         """
         self._set = self._set or RewardSet(self.config)
         own, reasons = text_columns(*rows)
@@ -163,7 +158,7 @@ class SharedSet:
         return values
 
 
-class MicroBatcher(Generic[Item, Result]):
+class MicroBatcher:
     """A thread that scores submitted items in batches; what is submitted meanwhile is the next batch.
 
     Args:
@@ -171,16 +166,16 @@ class MicroBatcher(Generic[Item, Result]):
         wait: seconds that the first item of a batch waits for more.
     """
 
-    def __init__(self, score_each: Callable[[Sequence[Item]], Sequence[Result | VlmrmError]], wait: float = WAIT):
+    def __init__(self, score_each: Callable[[Sequence[Any]], Sequence[Any]], wait: float = WAIT):
         self.score_each = score_each
         self.wait = wait
-        self.calls: queue.SimpleQueue[tuple[Item, Future[Result]]] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[tuple[Any, Future[Any]]] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="vlmrm-micro-batcher", daemon=True)
         self.thread.start()
 
-    def submit(self, item: Item) -> Future[Result]:
+    def submit(self, item: Any) -> Future[Any]:
         """Return the future result; `asyncio.wrap_future` makes it awaitable. It raises where there is none."""
-        future: Future[Result] = Future()
+        future: Future[Any] = Future()
         self.calls.put((item, future))
         return future
 
@@ -194,7 +189,6 @@ class MicroBatcher(Generic[Item, Result]):
                 except queue.Empty:
                     break
             batch = [(item, future) for item, future in batch if future.set_running_or_notify_cancel()]
-            results: Sequence[Any]
             try:
                 results = self.score_each([item for item, _ in batch])
             except BaseException as error:  # the callers get it, and the thread goes on
@@ -221,10 +215,7 @@ def text_columns(
 
 
 def values_elsewhere(groups: Groups, values: np.ndarray) -> Elsewhere:
-    """Return the values of all other ranks that are no NaN, each with its group.
-
-    A collective call: of every rank, whether its own lack one or not.
-    """
+    """Return the values of all other ranks that are no NaN, each with its group. A collective call."""
     if world_size() == 1:
         return []
     own = [pair for pair in zip(groups, values.tolist(), strict=True) if not np.isnan(pair[1])]

@@ -12,8 +12,7 @@ A plugin file names the checkpoint and registers the class (examples/swift_plugi
 `orms.update(set_orms("rewards.yaml"))` registers each reward of a `RewardSet` by its name, for `--scale_rewards gdpo`
 too, with the configuration's weights as `--reward_weights`.
 
-The classes have the constructor and call of `swift.rewards.ORM` and `AsyncORM`, which is all that ms-swift requires,
-so that importing this file needs no ms-swift.
+The classes have the constructor and call of `swift.rewards.ORM` and `AsyncORM`; importing them needs no ms-swift.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class AsyncVlmrmORM(VlmrmORM):
     """The same on a thread: ms-swift computes it concurrently with other asynchronous rewards.
 
     It cannot ask other processes, as no order of the calls is given: a completion that cannot be scored ends the run
-    where samples of its group are missing here.
+    where its group is not whole here.
     """
 
     def __init__(self, args: Any = None, **kwargs: Any):

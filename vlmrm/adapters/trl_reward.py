@@ -39,9 +39,8 @@ Log = Callable[[str, float], None] | None
 class TRLReward:
     """The raw logit of each completion; of a failed one the mean of its prompt's completions on all processes.
 
-    Where no completion of a prompt has a score, the rewards are None and TRL leaves the samples out.
-
-    TRL logs `rewards/{name}/mean`.
+    Where no completion of a prompt has a score, they are None and TRL leaves the samples out. It logs them as
+    `rewards/{name}/mean`.
 
     Args:
         model: the folder of a checkpoint, the address of a service, or a `Scorer`.
@@ -75,9 +74,8 @@ class TRLReward:
 class AsyncTRLReward(TRLReward):
     """The same on a thread: TRL computes it concurrently with other asynchronous rewards.
 
-    Several of them cannot ask other processes, as no order of their calls is given. There a completion that cannot be
-    scored takes the mean of its prompt's completions here, if these are `num_generations`, TRL's own; otherwise the
-    run ends.
+    It cannot ask other processes, as no order of the calls is given. A completion that cannot be scored takes the mean
+    of its prompt's completions here, if these are `num_generations`, TRL's own; otherwise the run ends.
     """
 
     def __init__(self, *args: Any, num_generations: int | None = None, **options: Any):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -50,12 +50,9 @@ async def compute_score(
         model: the folder of a checkpoint, the address of a service, or a `Scorer`.
         load: keywords of `vlmrm.load_scorer`.
     """
-
-    def read() -> Conversation:
-        return _conversation(extra_info or {}, solution_str, ground_truth, solution_image)
-
-    sample = sample_name(data_source, extra_info)
-    return {"score": await score_one(SharedScorer(model, **(load or {})), sample, read)}
+    with named(data_source, extra_info):
+        conversation = _conversation(extra_info or {}, solution_str, ground_truth, solution_image)
+        return {"score": await score_one(SharedScorer(model, **(load or {})), conversation)}
 
 
 def _conversation(row: Mapping[str, Any], answer: str | None, ground_truth: Any, picture: Any) -> Conversation:
@@ -72,17 +69,19 @@ def _conversation(row: Mapping[str, Any], answer: str | None, ground_truth: Any,
     return sample_to_conversation(read_sample(columns))
 
 
-async def score_one(scorer: SharedScorer, sample: str, read: Callable[[], Conversation]) -> float:
+async def score_one(scorer: SharedScorer, conversation: Conversation) -> float:
     """Return the raw logit of a conversation, scored with those of concurrent calls."""
-    with _named(sample):
-        return await asyncio.wrap_future(scorer.micro_batcher.submit(read()))
+    return await asyncio.wrap_future(scorer.micro_batcher.submit(conversation))
 
 
 @contextmanager
-def _named(sample: str) -> Generator[None, None, None]:
+def named(data_source: Any, extra_info: Mapping[str, Any] | None) -> Generator[None, None, None]:
+    """Begin errors with the sample: verl's data sets number their rows in `extra_info`."""
     try:
         yield
     except (RowError, RewardError) as error:
+        index = (extra_info or {}).get("index")
+        sample = f"a sample of {data_source}" if index is None else f"sample {index} of {data_source}"
         raise RewardError(f"{sample}: {error.reason if isinstance(error, RowError) else error}") from error
 
 
@@ -103,13 +102,13 @@ async def compute_rewards(
     Args:
         rewards: the configuration of the rewards: a YAML file, or the mappings.
     """
-    with _named(sample_name(data_source, extra_info)):
+    with named(data_source, extra_info):
         conversation = _conversation(extra_info or {}, solution_str, ground_truth, solution_image)
         batches = await asyncio.to_thread(_set_batches, rewards)  # the first call loads the models
         return await asyncio.wrap_future(batches.submit(write_sample(conversation_to_sample(conversation))))
 
 
-class _SetBatches(MicroBatcher[Mapping[str, Any], dict[str, float]]):
+class _SetBatches(MicroBatcher):
     """A reward set that computes the samples of concurrent calls together, by the `batch_size` of each reward."""
 
     def __init__(self, config: Any):
@@ -150,9 +149,3 @@ def _set_batches(config: Any) -> _SetBatches:
 
 _lock = threading.Lock()
 _sets: dict[str, _SetBatches] = {}
-
-
-def sample_name(data_source: Any, extra_info: Mapping[str, Any] | None) -> str:
-    """Return the sample's name in errors: verl's data sets number their rows in `extra_info`."""
-    index = (extra_info or {}).get("index")
-    return f"a sample of {data_source}" if index is None else f"sample {index} of {data_source}"
