@@ -24,7 +24,6 @@ COMPARING_SCORES = [
     "modeling/test_checkpoint.py",
     "modeling/test_reward_model.py",
     "modeling/test_vision_cache.py",
-    "scoring/test_ensemble.py",
     "scoring/test_offline.py",
     "scoring/test_scorer.py",
     "serving/protocols/test_parity.py",

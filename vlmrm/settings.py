@@ -128,7 +128,8 @@ def describe_errors(errors: Sequence[Any], kind: type[BaseModel] | None = None, 
         kind: the validated model, whose keys are suggested for a mistyped one.
         values: include the value, which may be a secret or an image.
     """
-    first = first_error(errors)
+    # An unknown key before any other, as a typo in it explains why one is missing.
+    first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
     path = ".".join(str(part)[:40] for part in first["loc"])
     if first["type"] == "extra_forbidden":
         *block, key = first["loc"]
@@ -139,11 +140,6 @@ def describe_errors(errors: Sequence[Any], kind: type[BaseModel] | None = None, 
     reason = first["msg"].removeprefix("Value error, ").rstrip(".")
     value = f" (it is {first['input']!r})" if values and first["type"] != "value_error" else ""
     return f"{path}: {reason}{value}" if path else reason
-
-
-def first_error(errors: Sequence[Any]) -> Any:
-    """Return the error to report: an unknown key before any other, as a typo in it explains why one is missing."""
-    return next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
 
 
 def _keys(kind: Any, block: Sequence[int | str]) -> list[str]:

@@ -312,9 +312,9 @@ def test_a_python_function_is_asked_for_nothing_twice(here, data, monkeypatch):
 
 
 def answers_of(body: dict) -> list[str]:
-    """The two answers that a judge is shown, A first."""
+    """The two answers that a judge is shown, in order."""
     parts = [part.get("text", "") for part in body["messages"][-1]["content"]]
-    return [re.sub(r"</?data-.*?>", "", parts[parts.index(f"Answer {name}:") + 1]).strip() for name in "AB"]
+    return [re.sub(r"</?data-.*?>", "", parts[parts.index(f"Answer {name}:") + 1]).strip() for name in "12"]
 
 
 def biased(body: dict, number: int):
@@ -322,10 +322,10 @@ def biased(body: dict, number: int):
     first, second = answers_of(body)
     question = " ".join(part.get("text", "") for part in body["messages"][-1]["content"][:8])
     if "Which colour is this?" in question:
-        verdict = "A"
+        winner = "Answer 1"
     else:
-        verdict = "tie" if len(first) == len(second) else "A" if len(first) > len(second) else "B"
-    return completion(f"thinking: {{odd</think>```json\n{json.dumps({'verdict': verdict})}\n```")
+        winner = "tie" if len(first) == len(second) else "Answer 1" if len(first) > len(second) else "Answer 2"
+    return completion(f"thinking: {{odd</think>```json\n{json.dumps({'winner': winner})}\n```")
 
 
 @pytest.fixture
@@ -391,7 +391,7 @@ def test_what_a_judge_does_not_say_is_an_error_and_no_zero(here, data, judge, mo
     spec = f"judge:m@{judge.url}?max_retries=0"
     judge.behave = lambda body, number: completion("Both are fine.")
     [row] = sweep(asked(data, spec, interventions="none", output_file="prose.csv")).rows
-    assert "no verdict in the form that was asked for; it begins 'Both are fine.'" in (row["error"] or "")
+    assert "the reply names no winner; it begins 'Both are fine.'" in (row["error"] or "")
     judge.behave = lambda body, number: error(503, "overloaded")
     [row] = sweep(asked(data, spec, interventions="none", output_file="down.csv")).rows
     assert "has no score for row pair-0: the judge m at" in (row["error"] or "") and "503" in (row["error"] or "")
@@ -401,23 +401,8 @@ def test_what_a_judge_does_not_say_is_an_error_and_no_zero(here, data, judge, mo
     assert row["error"] is None and row["dropped_rows"] == 2
     assert not Path("prose.scores.parquet").exists()
     with pytest.raises(CheckpointError, match="1 of 1 could not be evaluated"):
-        judge.behave = lambda body, number: completion('{"verdict": "A"}', "length")
+        judge.behave = lambda body, number: completion('{"winner": "Answer 1"}', "length")
         cli.evaluate(*asked(data, spec, interventions="none", output_file="cut.csv"))
-
-
-def test_a_pointwise_judge_scores_each_answer_alone(here, data, judge):
-    def behave(body, number):
-        text = " ".join(part.get("text", "") for part in body["messages"][-1]["content"])
-        return completion(json.dumps({"justification": "so", "score": 3.5 if "It is" in text else 2}))
-
-    judge.behave = behave
-    [row] = sweep(asked(data, f"judge:m@{judge.url}?mode=pointwise", interventions="response_only")).rows
-    [frame] = frames()
-    assert {*frame["chosen_score"]} == {*frame["response_only_chosen"]} == {3.5} and {*frame["rejected_score"]} == {
-        2.0
-    }
-    assert "position_consistency" not in row and row["provenance"]["scorer"]["mode"] == "pointwise"
-    assert len({body["messages"][-1]["content"].__repr__() for body in judge.bodies}) == len(judge.bodies)
 
 
 # Services ------------------------------------------------------------------------------------------------------------
@@ -455,8 +440,7 @@ def test_a_service_by_each_protocol(here, data, texts):
         ("hf:", "scorer hf: names nothing: write hf:ID"),
         ("jugde:m@http://localhost:1/v1", "begins with jugde:, which is no kind of scorer: did you mean judge:?"),
         ("judge:http://localhost:1/v1", "lacks a model or an address: write judge:MODEL@http://host:port/v1"),
-        ("judge:m@http://localhost:1/v1?mood=pairwise", "has no option mood: did you mean mode?"),
-        ("judge:m@http://localhost:1/v1?mode=pairwyse", "there is no mode pairwyse: did you mean pairwise?"),
+        ("judge:m@http://localhost:1/v1?replyes=2", "has no option replyes: did you mean replies?"),
         ("judge:m@http://localhost:1/v1?api_key=s3cret", "api_key would be written into the results: name the"),
         ("judge:m@http://u:s3cret@localhost:1/v1", "api_base_url holds more than an address"),
         ("python:length", "names no module: write python:module.function"),

@@ -88,7 +88,7 @@ def one(model: type | str, name: str = "one", **settings) -> dict:
 @pytest.mark.parametrize(
     ("model", "images", "message"),
     [
-        ({"reward_model": "reward_examples.Answers", "rewards": [1.0]}, None, r"\[1\] rewards for 2 samples"),
+        ({"reward_model": "reward_examples.Answers", "rewards": [1.0]}, None, "answered 1 rewards for 2 samples"),
         ({"reward_model": "reward_examples.Answers", "rewards": ["good", "bad"]}, None, "return one number a sample"),
         ({"reward_model": "reward_examples.Same"}, [PICTURE, None], "sample 1 has no image, which this reward needs"),
     ],

@@ -93,20 +93,14 @@ def test_the_protocol(start):
     )
 
 
-def test_answers_in_words_are_sent_and_what_reads_none_is_told(start, caplog):
+def test_answers_in_words_are_sent(start):
     server = start()
-    config = [
-        {"name": "far", "reward_model": "remote_pointwise", "server_url": server.url},
-        {"name": "size", "reward_model": "jpeg_compressibility"},
-    ]
-    rewards = RewardSet(config)
+    rewards = RewardSet({"name": "far", "reward_model": "remote_pointwise", "server_url": server.url})
     for _ in range(2):
         rewards(
             prompt=["a", "b"], image=pictures(40, 30), response=["Red.", [{"role": "assistant", "content": "No."}]]
         )
     assert [body["response"] for _, _, body in server.requests] == [["Red.", "No."]] * 2
-    [line] = [line for line in caplog.messages if "reads no response" in line]
-    assert line.startswith("reward size ")
 
 
 def test_a_group_is_one_request_whatever_the_batch_size(start):
@@ -154,9 +148,9 @@ def test_what_passes_is_asked_again_and_the_server_says_when(start, waits):
         ((200, '{"scores": [1.0]}'), "its rewards must be a list of numbers"),
         ((200, '{"rewards": ["1.0"]}'), "its rewards must be a list of numbers"),
         ((200, '{"rewards": [[1.0]]}'), "its rewards must be a list of numbers"),
-        ((200, '{"rewards": [1.0, 2.0]}'), r"answered \[2\] rewards for 1 samples"),
+        ((200, '{"rewards": [1.0, 2.0]}'), "answered 2 rewards for 1 samples"),
         ((200, '{"rewards": [NaN]}'), "first sample 0: its reward is nan"),
-        ((200, '{"rewards": [null]}'), "first sample 0: its reward is nan"),
+        ((200, '{"rewards": [null]}'), "first sample 0: its reward is None"),
         ((200, '{"rewards": [1' + 400 * "0" + "]}"), "first sample 0: its reward is inf"),
     ],
 )

@@ -116,12 +116,12 @@ def test_columns_that_do_not_fit_are_refused(prompt, image, message):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([1.0], r"answered \[1\] rewards for 2 samples"),
-        (1.0, r"answered \[\] rewards for 2 samples"),
+        ([1.0], "answered 1 rewards for 2 samples"),
+        (1.0, r"answered 1.0: return one number a sample"),
         ([1.0, float("nan")], "failed for 1 samples, first sample 1: its reward is nan"),
         ([1.0, float("inf")], "first sample 1: its reward is inf"),
-        ([1.0, None], "first sample 1: its reward is nan"),
-        (["good", 1], "first sample 0: its reward is 'good', which is no number"),
+        ([1.0, None], "first sample 1: its reward is None"),
+        (["good", 1], "first sample 0: its reward is 'good'"),
         (["good", "bad"], "return one number a sample"),
     ],
 )
@@ -158,8 +158,8 @@ def test_a_mistake_in_a_program_is_never_masked():
         RewardSet(one("Down", error="bug", on_failure="mask"))(prompt=["down"])
 
 
-def test_one_bad_sample_of_a_batch_fails_alone():
-    scored = RewardSet(one("Down", error="bug", on_failure="mask"))(prompt=["up", "down", "up"])
+def test_a_bad_sample_fails_with_its_call():
+    scored = RewardSet(one("Down", error="bug", on_failure="mask", batch_size=1))(prompt=["up", "down", "up"])
     np.testing.assert_array_equal(scored.rewards["one"], [1.0, np.nan, 1.0])
     assert scored.failures == {"one": {1: "TypeError: the judge cannot be reached"}}
 
@@ -218,7 +218,7 @@ def test_extra_information_overwrites_nothing_in_the_audit_log(tmp_path):
         ({"name": "x"}, "reward x has no reward_model"),
         ({"name": "x", "reward_model": "lenght"}, "there is no reward lenght"),
         ({"name": "x", "reward_model": "nowhere.Model"}, "there is no module nowhere"),
-        ({"name": "x", "reward_model": f"{HERE}.Nothing"}, f"module {HERE} has no Nothing"),
+        ({"name": "x", "reward_model": f"{HERE}.Nothing"}, f"{HERE} has no function Nothing"),
         ({"name": "x", "reward_model": "pathlib.Path"}, "neither a PointwiseRewardModel nor"),
         ({"reward": [one("Length")]}, "unknown key 'reward': did you mean rewards"),
     ],

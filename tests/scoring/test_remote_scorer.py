@@ -146,7 +146,7 @@ def test_files_are_kept_up_to_so_many_bytes_and_those_used_last(tmp_path, monkey
     for number, path in enumerate(paths):
         path.write_bytes(bytes([number]) * (100 if number < 3 else 1000))
     read = []
-    monkeypatch.setattr(remote, "_encoded", lambda path, kind: (read.append(path), Path(path).read_bytes())[1])
+    monkeypatch.setattr(remote, "encoded_media", lambda path, kind: (read.append(path), Path(path).read_bytes())[1])
     media = remote.EncodedMedia(kept_bytes=250)
     a, b, c, large = map(str, paths)
     for path in (a, b, a, c, a, b, large, a, large):  # c puts out b, b puts out c, and none is kept that is too large

@@ -24,11 +24,9 @@ logger = logging.getLogger("vlmrm")
 
 
 class Unscored(BaseException):
-    """Ends OpenRLHF's run where a sample has no reward.
+    """Ends OpenRLHF's run where a sample has no reward, as it passes one at a time and there is no group's mean.
 
-    It is no `Exception`, because OpenRLHF 0.11 logs those of a reward function at level INFO and continues without the
-    reward, until the run fails on a reward model that nobody configured. It passes one sample at a time, so that there
-    is no group's mean to use instead.
+    It is no `Exception`: OpenRLHF 0.11 logs those at level INFO, and fails later on a model that nobody configured.
     """
 
 

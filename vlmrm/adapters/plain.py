@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmrm.adapters.rows import SharedScorer
+from vlmrm.adapters.rows import Column, SharedScorer
 from vlmrm.errors import RewardError, RowError
 from vlmrm.scoring.protocol import Scorer
 
@@ -25,11 +24,7 @@ class Reward:
         self.__name__ = name or (Path(model).name if isinstance(model, (str, Path)) else type(model).__name__)
 
     def __call__(
-        self,
-        prompts: Sequence[Any],
-        answers: Sequence[Any],
-        images: Sequence[Any] | None = None,
-        videos: Sequence[Any] | None = None,
+        self, prompts: Column, answers: Column, images: Column | None = None, videos: Column | None = None
     ) -> list[float]:
         """Return the raw logit of each row. Prompts and answers are texts or messages, media an item or a list."""
         scores = self.scorer.score_rows(prompts, answers, images, videos)

@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -22,7 +23,7 @@ from PIL import Image
 from vlmrm.conversation import Conversation
 from vlmrm.data.media import media_key
 from vlmrm.data.media_cache import media_round
-from vlmrm.errors import ConfigError, MediaError, RewardError, RowError, VlmrmError, finite_or_error
+from vlmrm.errors import ConfigError, MediaError, RewardError, RowError, finite_or_error
 from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
 from vlmrm.formats.rollouts import read_answer, zip_columns
 from vlmrm.rewards import Rewards, RewardSet
@@ -41,8 +42,11 @@ ON_FAILURE = ("mean", "raise")
 # Columns that frameworks pass and no reward takes: the images of a row are those of its prompt.
 NO_COLUMNS = ("messages", "completion_ids", "trainer_state", "log_extra", "environments", "images")
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+Scores = Sequence[float | RowError]
+Groups = Sequence[Hashable]
+Column = Sequence[Any]
+Rows = tuple[Column, Column, Column | None]  # prompts, answers, images
+Elsewhere = Sequence[tuple[Hashable, float]]  # groups and values of other ranks
 
 
 class SharedScorer:
@@ -68,36 +72,29 @@ class SharedScorer:
     def score_each(self, conversations: Sequence[ConversationLike]) -> list[float | RowError]:
         """Return the raw logit of each conversation, or the error of one that has none."""
         shared = self._registered()
-        with shared.lock, media_round():
+        with shared.lock:
             shared.scorer = shared.scorer or load_scorer(str(self.model), **self.options)
-            # A model in this process scores for one thread at a time; a service takes concurrent requests.
-            if not isinstance(shared.scorer, RemoteScorer):
-                return _finite_scores(shared.scorer, conversations)
-        with media_round():
-            return _finite_scores(shared.scorer, conversations)
+        # A model in this process scores for one thread at a time; a service takes concurrent requests.
+        with media_round(), nullcontext() if isinstance(shared.scorer, RemoteScorer) else shared.lock:
+            scores = shared.scorer.score_each(conversations)
+        # A user's own scorer may return NaN.
+        return [score if isinstance(score, RowError) else finite_or_error(score) for score in scores]
 
     def score_rows(
-        self,
-        prompts: Sequence[Any],
-        answers: Sequence[Any],
-        images: Sequence[Any] | None = None,
-        videos: Sequence[Any] | None = None,
+        self, prompts: Column, answers: Column, images: Column | None = None, videos: Column | None = None
     ) -> list[float | RowError]:
         """Return the raw logit of each row, or its error; see `vlmrm.formats.rollouts.read_answer`."""
-        scores: list[float | RowError] = []
-        rows: dict[int, Conversation] = {}
-        for index, row in enumerate(zip_columns(prompts, answers, images, videos)):
+        rows: list[Conversation | RowError] = []
+        for row in zip_columns(prompts, answers, images, videos):
             try:
-                rows[index] = read_answer(*row)
-                scores.append(0.0)
+                rows.append(read_answer(*row))
             except RowError as error:
-                scores.append(error)
-        for index, score in zip(rows, self.score_each(list(rows.values())), strict=True):
-            scores[index] = score
-        return scores
+                rows.append(error)
+        scores = iter(self.score_each([row for row in rows if isinstance(row, Conversation)]))
+        return [row if isinstance(row, RowError) else next(scores) for row in rows]
 
     @property
-    def micro_batcher(self) -> MicroBatcher[ConversationLike, float]:
+    def micro_batcher(self) -> MicroBatcher:
         """Return the batcher of all threads and tasks of this process."""
         shared = self._registered()
         with _registry_lock:
@@ -116,37 +113,52 @@ class _Registration:
 
     scorer: Scorer | None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    micro_batcher: MicroBatcher[ConversationLike, float] | None = None
+    micro_batcher: MicroBatcher | None = None
 
 
 _registry_lock = threading.Lock()
 _registry: dict[Hashable, _Registration] = {}
 
 
-def _finite_scores(scorer: Scorer, conversations: Sequence[ConversationLike]) -> list[float | RowError]:
-    """Return the scores, with errors for NaN and infinity: a user's own scorer may return them."""
-    scores = scorer.score_each(conversations)
-    return [score if isinstance(score, RowError) else finite_or_error(score) for score in scores]
+class SharedSet:
+    """A `RewardSet` that is made at the first call; several reward functions take the rewards of a round one by one.
 
+    It can be pickled: only the configuration travels.
+    """
 
-class SharedRound:
-    """The rewards of one round, computed when the first of several reward functions is called with its answers."""
-
-    def __init__(self):
+    def __init__(self, config: Any):
+        self.config = config
+        self._set: RewardSet | None = None
         self._answers: Any = None
-        self._rewards: dict[str, np.ndarray] = {}
+        self._left: dict[str, np.ndarray] = {}
+
+    def __reduce__(self):
+        return type(self), (self.config,)
+
+    def rewards(self, rows: Rows, columns: Mapping[str, Any], groups: Groups) -> Rewards:
+        """Return the rewards of a text policy's rows; `columns` is what the framework passes beside them.
+
+        A collective call. A row that is no conversation, as its images do not fit its prompt, fails in every reward.
+        """
+        self._set = self._set or RewardSet(self.config)
+        own, reasons = text_columns(*rows)
+        whole = [index for index in range(len(groups)) if index not in reasons]
+        extra = {name: column for name, column in columns.items() if name not in NO_COLUMNS and column is not None}
+        taken = {name: [it[index] for index in whole] for name, it in extra.items() if len(it) == len(groups)}
+        scored = self._set(**{**extra, **taken, **own}, groups=[groups[index] for index in whole])
+        return scored.with_failures(whole, groups, reasons, [reward.arguments for reward in self._set.rewards])
 
     def take(self, name: str, answers: Any, compute: Callable[[], dict[str, np.ndarray]]) -> np.ndarray:
         """Return the reward `name`, [N]. A framework calls all functions of a round with one list of answers."""
-        if self._answers is not answers or name not in self._rewards:  # a name again begins another round
-            self._answers, self._rewards = answers, compute()
-        values = self._rewards.pop(name)
-        if not self._rewards:
+        if self._answers is not answers or name not in self._left:  # a name again begins another round
+            self._answers, self._left = answers, compute()
+        values = self._left.pop(name)
+        if not self._left:
             self._answers = None
         return values
 
 
-class MicroBatcher(Generic[Item, Result]):
+class MicroBatcher:
     """A thread that scores submitted items in batches; what is submitted meanwhile is the next batch.
 
     Args:
@@ -154,70 +166,42 @@ class MicroBatcher(Generic[Item, Result]):
         wait: seconds that the first item of a batch waits for more.
     """
 
-    def __init__(self, score_each: Callable[[Sequence[Item]], Sequence[Result | VlmrmError]], wait: float = WAIT):
+    def __init__(self, score_each: Callable[[Sequence[Any]], Sequence[Any]], wait: float = WAIT):
         self.score_each = score_each
         self.wait = wait
-        self.calls: queue.SimpleQueue[tuple[Item, Future[Result]]] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[tuple[Any, Future[Any]]] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="vlmrm-micro-batcher", daemon=True)
         self.thread.start()
 
-    def submit(self, item: Item) -> Future[Result]:
+    def submit(self, item: Any) -> Future[Any]:
         """Return the future result; `asyncio.wrap_future` makes it awaitable. It raises where there is none."""
-        future: Future[Result] = Future()
+        future: Future[Any] = Future()
         self.calls.put((item, future))
         return future
 
     def _work(self) -> None:
         while True:
-            self._answer(self._gather())
-
-    def _gather(self) -> list[tuple[Item, Future[Result]]]:
-        batch = [self.calls.get()]
-        deadline = time.monotonic() + self.wait
-        while len(batch) < MOST:
+            batch = [self.calls.get()]
+            deadline = time.monotonic() + self.wait
+            while len(batch) < MOST:
+                try:
+                    batch.append(self.calls.get(timeout=max(deadline - time.monotonic(), 0.0)))
+                except queue.Empty:
+                    break
+            batch = [(item, future) for item, future in batch if future.set_running_or_notify_cancel()]
             try:
-                batch.append(self.calls.get(timeout=max(deadline - time.monotonic(), 0.0)))
-            except queue.Empty:
-                break
-        return [(item, future) for item, future in batch if future.set_running_or_notify_cancel()]
-
-    def _answer(self, batch: Sequence[tuple[Item, Future[Result]]]) -> None:
-        try:
-            scores = self.score_each([item for item, _ in batch])
-        except BaseException as error:  # the callers get it, and the thread goes on
-            for _, future in batch:
-                future.set_exception(error)
-            return
-        for (_, future), score in zip(batch, scores, strict=True):
-            if isinstance(score, VlmrmError):
-                future.set_exception(score)
-            else:
-                future.set_result(score)
-
-
-def rewards_of_rows(
-    rewards: RewardSet,
-    rows: tuple[Sequence[Any], Sequence[Any], Sequence[Any] | None],
-    columns: Mapping[str, Any],
-    groups: Sequence[Hashable],
-) -> Rewards:
-    """Return the rewards of a text policy's rows: prompts, answers and images.
-
-    A row that is no conversation, as its images do not fit its prompt, has failed in every reward. A collective call.
-
-    Args:
-        columns: what the framework passes beside them.
-    """
-    own, reasons = text_columns(*rows)
-    whole = [index for index in range(len(groups)) if index not in reasons]
-    extra = {name: column for name, column in columns.items() if name not in NO_COLUMNS and column is not None}
-    taken = {name: [column[index] for index in whole] for name, column in extra.items() if len(column) == len(groups)}
-    scored = rewards(**{**extra, **taken, **own}, groups=[groups[index] for index in whole])
-    return scored.with_failures(whole, groups, reasons, [reward.arguments for reward in rewards.rewards])
+                results = self.score_each([item for item, _ in batch])
+            except BaseException as error:  # the callers get it, and the thread goes on
+                results = [error] * len(batch)
+            for (_, future), result in zip(batch, results, strict=True):
+                if isinstance(result, BaseException):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
 
 
 def text_columns(
-    prompts: Sequence[Any], answers: Sequence[Any], images: Sequence[Any] | None
+    prompts: Column, answers: Column, images: Column | None
 ) -> tuple[dict[str, list[Any]], dict[int, str]]:
     """Return a text policy's rows as columns of samples (`response`: the answer), and by index why others fail."""
     samples: list[dict[str, Any]] = []
@@ -230,38 +214,44 @@ def text_columns(
     return {name: [sample.get(name) for sample in samples] for name in ("prompt", "response", *MEDIA)}, reasons
 
 
-def values_elsewhere(groups: Sequence[Hashable], values: np.ndarray) -> list[tuple[Hashable, float]]:
-    """Return the values of all other ranks that are no NaN, each with its group.
-
-    A collective call: of every rank, whether its own lack one or not.
-    """
+def values_elsewhere(groups: Groups, values: np.ndarray) -> Elsewhere:
+    """Return the values of all other ranks that are no NaN, each with its group. A collective call."""
     if world_size() == 1:
         return []
     own = [pair for pair in zip(groups, values.tolist(), strict=True) if not np.isnan(pair[1])]
     return [pair for number, share in enumerate(gather(own)) if number != rank() for pair in share]
 
 
-def numbers(scores: Sequence[float | RowError]) -> np.ndarray:
+def scores_elsewhere(name: str, groups: Groups, scores: Scores, here: int | None) -> Elsewhere:
+    """Return the scores of all other ranks, each with its group. A collective call where `here` is None.
+
+    A call on a thread can ask no other rank: all `here` samples of a group must be here where one has failed; 0 where
+    their number is not known.
+    """
+    if here is None:
+        return values_elsewhere(groups, numbers(scores))
+    for index, score in enumerate(scores):
+        if isinstance(score, RowError) and world_size() > 1 and (not here or groups.count(groups[index]) % here):
+            raise RewardError(
+                f"reward {name}: sample {index}: {score.reason}; another process may have more of its prompt, whose "
+                "mean it would get: use the reward that is not asynchronous, or give each process whole groups, and "
+                "say num_generations"
+            )
+    return []
+
+
+def numbers(scores: Scores) -> np.ndarray:
     """Return the scores, NaN for those that failed: [N]."""
     return np.array([np.nan if isinstance(score, RowError) else score for score in scores], dtype=np.float64)
 
 
 def without_failures(
-    name: str,
-    scores: Sequence[float | RowError],
-    groups: Sequence[Hashable],
-    on_failure: str,
-    elsewhere: Sequence[tuple[Hashable, float]] = (),
+    name: str, scores: Scores, groups: Groups, on_failure: str, elsewhere: Elsewhere = ()
 ) -> list[float | None]:
     """Return the scores with each failed one as the mean of its group; None where the whole group failed.
 
-    The mean neither rewards nor punishes its sample; a zero could do either, since raw logits have no zero.
-
-    Args:
-        name: the reward in messages.
-        groups: a key of each sample's prompt, such as `prompt_key`.
-        on_failure: `mean`, or `raise`.
-        elsewhere: groups and scores of other ranks.
+    The mean neither rewards nor punishes its sample; a zero could do either, since raw logits have no zero. `name` is
+    the reward in messages, and `elsewhere` has the groups and scores of other ranks.
     """
     failed = {index: score.reason for index, score in enumerate(scores) if isinstance(score, RowError)}
     filled = with_group_means(numbers(scores), groups, elsewhere)

@@ -12,8 +12,7 @@ A plugin file names the checkpoint and registers the class (examples/swift_plugi
 `orms.update(set_orms("rewards.yaml"))` registers each reward of a `RewardSet` by its name, for `--scale_rewards gdpo`
 too, with the configuration's weights as `--reward_weights`.
 
-The classes have the constructor and call of `swift.rewards.ORM` and `AsyncORM`, which is all that ms-swift requires,
-so that importing this file needs no ms-swift.
+The classes have the constructor and call of `swift.rewards.ORM` and `AsyncORM`; importing them needs no ms-swift.
 """
 
 from __future__ import annotations
@@ -25,17 +24,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vlmrm.adapters.rows import (
-    SharedRound,
+    Elsewhere,
     SharedScorer,
+    SharedSet,
     checked_on_failure,
     numbers,
     prompt_key,
-    rewards_of_rows,
+    scores_elsewhere,
     values_elsewhere,
     without_failures,
 )
 from vlmrm.errors import ConfigError, RewardError, RowError
-from vlmrm.rewards import RewardSet, reward_arguments
+from vlmrm.rewards import reward_arguments
 from vlmrm.rewards.outcome import with_group_means, without_missing
 from vlmrm.rewards.ranks import world_size
 
@@ -50,6 +50,7 @@ class VlmrmORM:
     model: ClassVar[Any] = None  # a checkpoint folder, the address of a service, or a `Scorer`
     on_failure: ClassVar[str] = "mean"  # or "raise": a completion that cannot be scored ends the run
     options: ClassVar[dict[str, Any]] = {}  # keywords of `vlmrm.load_scorer`
+    here: int | None = None  # as of `scores_elsewhere`
 
     def __init__(self, args: Any = None, **kwargs: Any):
         if self.model is None:
@@ -66,23 +67,13 @@ class VlmrmORM:
         if world_size() == 1 and not any(isinstance(score, RowError) for score in scores):
             return [score for score in scores if not isinstance(score, RowError)]
         groups = _groups(prompts, columns)
-        elsewhere = self._elsewhere(groups, scores)
-        settled = without_failures(type(self).__name__, scores, groups, self.on_failure, elsewhere)
-        if None not in settled:
-            return [score for score in settled if score is not None]
-        filled = _level(numbers(scores), np.array(settled, dtype=np.float64), elsewhere)
-        if np.isnan(filled).any():
-            index = settled.index(None)
-            raise RewardError(f"{self._where(index, scores)}; no sample of the batch has a score")
-        return filled.tolist()
-
-    def _elsewhere(
-        self, groups: Sequence[Hashable], scores: Sequence[float | RowError]
-    ) -> list[tuple[Hashable, float]]:
-        return values_elsewhere(groups, numbers(scores))
-
-    def _where(self, index: int, scores: Sequence[float | RowError]) -> str:
-        return f"reward {type(self).__name__}: sample {index}: {getattr(scores[index], 'reason', '')}"
+        elsewhere = scores_elsewhere(type(self).__name__, groups, scores, self.here)
+        without_failures(type(self).__name__, scores, groups, self.on_failure, elsewhere)  # says what failed
+        level = _level(numbers(scores), groups, elsewhere)
+        for index in np.flatnonzero(np.isnan(level)):
+            where = f"reward {type(self).__name__}: sample {index}: {getattr(scores[index], 'reason', '')}"
+            raise RewardError(f"{where}; no sample of the batch has a score")
+        return level.tolist()
 
 
 def _groups(prompts: Sequence[Any], columns: Mapping[str, Any]) -> list[Hashable]:
@@ -95,11 +86,9 @@ def _groups(prompts: Sequence[Any], columns: Mapping[str, Any]) -> list[Hashable
     ]
 
 
-def _level(own: np.ndarray, settled: np.ndarray, elsewhere: Sequence[tuple[Hashable, float]]) -> np.ndarray:
-    """Return `settled` with the mean of all processes' batch in groups without any: equal rewards prefer nothing.
-
-    NaN stays where the whole batch has none.
-    """
+def _level(own: np.ndarray, groups: list[Hashable], elsewhere: Elsewhere) -> np.ndarray:
+    """Return `own` with NaN as its group's mean, else that of all processes' batch: equal rewards prefer nothing."""
+    settled = with_group_means(own, groups, elsewhere)
     present = [*own[~np.isnan(own)].tolist(), *(value for _, value in elsewhere)]
     mean = float(np.mean(sorted(present))) if present else np.nan  # sorted: the same number on each process
     return np.where(np.isnan(settled), mean, settled)
@@ -109,32 +98,17 @@ class AsyncVlmrmORM(VlmrmORM):
     """The same on a thread: ms-swift computes it concurrently with other asynchronous rewards.
 
     It cannot ask other processes, as no order of the calls is given: a completion that cannot be scored ends the run
-    where samples of its group are missing here.
+    where its group is not whole here.
     """
 
-    def _elsewhere(
-        self, groups: Sequence[Hashable], scores: Sequence[float | RowError]
-    ) -> list[tuple[Hashable, float]]:
-        for index, (group, score) in enumerate(zip(groups, scores, strict=True)):
-            if isinstance(score, RowError) and world_size() > 1 and groups.count(group) < self._group_size():
-                raise RewardError(
-                    f"{self._where(index, scores)}; only {groups.count(group)} of the {self._group_size()} of its "
-                    "prompt are here: derive from VlmrmORM, or give each process whole groups"
-                )
-        return []
+    def __init__(self, args: Any = None, **kwargs: Any):
+        super().__init__(args, **kwargs)
+        # The larger size counts, since a call of evaluation looks like a part of a group of training.
+        sizes = [getattr(args, name, None) for name in ("num_generations", "num_generations_eval")]
+        self.here = max(filter(None, sizes), default=1)
 
-    def _group_size(self) -> int:
-        """Return the samples of a complete group; 1 where ms-swift does not tell.
-
-        The larger size counts, since a call of evaluation looks like a part of a group of training.
-        """
-        sizes = [getattr(self.args, name, None) for name in ("num_generations", "num_generations_eval")]
-        return max((size for size in sizes if size), default=1)
-
-    async def __call__(  # ty: ignore[incompatible-method-override]
-        self, completions: Sequence[Any], **columns: Any
-    ) -> list[float]:
-        return await asyncio.to_thread(super().__call__, completions, **columns)
+    async def __call__(self, *args: Any, **columns: Any) -> list[float]:  # ty: ignore[incompatible-method-override]
+        return await asyncio.to_thread(super().__call__, *args, **columns)
 
 
 class OneOfSetORM:
@@ -152,28 +126,18 @@ class OneOfSetORM:
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
         """Return the reward of each completion."""
-        values = self.of.round.take(self.name, completions, lambda: self.of.rewards_of(completions, columns))
+        values = self.of.take(self.name, completions, lambda: self.of.rewards_of(completions, columns))
         return values.tolist()
 
 
-class _SharedSet:
-    """A reward set that is made at the first call, and the round that its classes share."""
-
-    def __init__(self, config: Any):
-        self.config = config
-        self.rewards: RewardSet | None = None
-        self.round = SharedRound()
-
+class _SharedSet(SharedSet):
     def rewards_of(self, completions: Sequence[Any], columns: dict[str, Any]) -> dict[str, np.ndarray]:
-        self.rewards = self.rewards or RewardSet(self.config)
         prompts = [messages[:-1] for messages in columns["messages"]]
         images = columns.get("images") or [None] * len(prompts)
         groups = _groups(prompts, columns)
-        scored = rewards_of_rows(self.rewards, (prompts, completions, images), columns, groups)
-        rewards = {}
-        for name, values in without_missing(scored.rewards, groups).items():
-            elsewhere = values_elsewhere(groups, values)
-            rewards[name] = _level(values, with_group_means(values, groups, elsewhere), elsewhere)
+        scored = self.rewards((prompts, completions, images), columns, groups)
+        filled = without_missing(scored.rewards, groups)
+        rewards = {name: _level(it, groups, values_elsewhere(groups, it)) for name, it in filled.items()}
         for index in np.flatnonzero(np.all([np.isnan(values) for values in rewards.values()], axis=0)):
             reasons = [f"reward {of}: {failures[index]}" for of, failures in scored.failures.items()]
             raise RewardError(f"sample {index} has no reward, nor has any of the batch: {reasons[0]}")

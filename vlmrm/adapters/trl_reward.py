@@ -10,38 +10,37 @@ TRL merges a row's images into its prompt, so they are taken from there; only wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vlmrm.adapters.rows import (
-    SharedRound,
+    Column,
     SharedScorer,
+    SharedSet,
     checked_on_failure,
-    numbers,
     prompt_key,
-    rewards_of_rows,
-    values_elsewhere,
+    scores_elsewhere,
     without_failures,
 )
 from vlmrm.conversation import text_of
 from vlmrm.errors import RewardError, RowError
 from vlmrm.formats.openai import read_messages
-from vlmrm.rewards import RewardSet, reward_arguments
-from vlmrm.rewards.metrics import weighted_total
-from vlmrm.rewards.outcome import without_missing
+from vlmrm.rewards import reward_arguments
+from vlmrm.rewards.outcome import weighted_total, without_missing
 from vlmrm.rewards.ranks import rank, world_size
 from vlmrm.scoring.protocol import Scorer
+
+Log = Callable[[str, float], None] | None
 
 
 class TRLReward:
     """The raw logit of each completion; of a failed one the mean of its prompt's completions on all processes.
 
-    Where no completion of a prompt has a score, the rewards are None and TRL leaves the samples out.
-
-    TRL logs `rewards/{name}/mean`.
+    Where no completion of a prompt has a score, they are None and TRL leaves the samples out. It logs them as
+    `rewards/{name}/mean`.
 
     Args:
         model: the folder of a checkpoint, the address of a service, or a `Scorer`.
@@ -49,18 +48,15 @@ class TRLReward:
         options: keywords of `vlmrm.load_scorer`.
     """
 
+    here: int | None = None  # as of `scores_elsewhere`
+
     def __init__(self, model: str | Path | Scorer, *, name: str = "vlmrm", on_failure: str = "mean", **options: Any):
         self.scorer = SharedScorer(model, **options)
         self.on_failure = checked_on_failure(on_failure)
         self.__name__ = name
 
     def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        *,
-        log_metric: Callable[[str, float], None] | None = None,
-        **columns: Any,
+        self, prompts: Column, completions: Column, *, log_metric: Log = None, **columns: Any
     ) -> list[float | None]:
         images, videos = columns.get("images", columns.get("image")), columns.get("videos")
         scores = self.scorer.score_rows(prompts, completions, images, videos)
@@ -71,40 +67,20 @@ class TRLReward:
             return [score for score in scores if not isinstance(score, RowError)]
         prompt_columns = [prompts, *(column for column in (images, videos) if column is not None)]
         groups = [prompt_key(row) for row in zip(*prompt_columns, strict=True)]
-        elsewhere = self._elsewhere(groups, scores)
+        elsewhere = scores_elsewhere(self.__name__, groups, scores, self.here)
         return without_failures(self.__name__, scores, groups, self.on_failure, elsewhere)
-
-    def _elsewhere(
-        self, groups: Sequence[Hashable], scores: Sequence[float | RowError]
-    ) -> list[tuple[Hashable, float]]:
-        return values_elsewhere(groups, numbers(scores))
 
 
 class AsyncTRLReward(TRLReward):
     """The same on a thread: TRL computes it concurrently with other asynchronous rewards.
 
-    Several of them cannot ask other processes, as no order of their calls is given. There a completion that cannot be
-    scored takes the mean of its prompt's completions here, if these are `num_generations`, TRL's own; otherwise the
-    run ends.
+    It cannot ask other processes, as no order of the calls is given. A completion that cannot be scored takes the mean
+    of its prompt's completions here, if these are `num_generations`, TRL's own; otherwise the run ends.
     """
 
     def __init__(self, *args: Any, num_generations: int | None = None, **options: Any):
         super().__init__(*args, **options)
-        self.num_generations = num_generations
-
-    def _elsewhere(
-        self, groups: Sequence[Hashable], scores: Sequence[float | RowError]
-    ) -> list[tuple[Hashable, float]]:
-        for index, score in enumerate(scores):
-            if not isinstance(score, RowError) or world_size() == 1:
-                continue
-            if self.num_generations is None or groups.count(groups[index]) % self.num_generations:
-                raise RewardError(
-                    f"reward {self.__name__}: sample {index}: {score.reason}; another process may have more of its "
-                    "prompt, whose mean it would get: use TRLReward, or give each process whole groups and say "
-                    "num_generations"
-                )
-        return []
+        self.here = num_generations or 0
 
     async def __call__(self, *args: Any, **kwargs: Any) -> list[float | None]:  # ty: ignore[incompatible-method-override]
         return await asyncio.to_thread(super().__call__, *args, **kwargs)
@@ -124,28 +100,18 @@ class TRLRewardSet:
     """
 
     def __init__(self, config: Any, num_generations: int, *, name: str = "vlmrm"):
-        self.config, self.num_generations, self.__name__ = config, num_generations, name
-        self.rewards: RewardSet | None = None  # made on first use: models and threads cannot be pickled
-        self.round = SharedRound()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "rewards": None, "round": SharedRound()}
+        self.shared, self.num_generations, self.__name__ = SharedSet(config), num_generations, name
 
     def each(self) -> list[OneOfSet]:
         """Return a reward function of each reward, by its name; the first that TRL calls in a round computes all."""
-        return [OneOfSet(self, arguments.name) for arguments in reward_arguments(self.config)]
+        return [OneOfSet(self, arguments.name) for arguments in reward_arguments(self.shared.config)]
 
     def weights(self) -> list[float]:
         """Return the weights of `each`, for TRL's `reward_weights`."""
-        return [arguments.weight for arguments in reward_arguments(self.config)]
+        return [arguments.weight for arguments in reward_arguments(self.shared.config)]
 
     def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        *,
-        log_metric: Callable[[str, float], None] | None = None,
-        **columns: Any,
+        self, prompts: Column, completions: Column, *, log_metric: Log = None, **columns: Any
     ) -> list[float | None]:
         filled = self.filled(prompts, completions, columns, log_metric)
         weights = dict(zip(filled, self.weights(), strict=True))
@@ -153,14 +119,9 @@ class TRLRewardSet:
         return _or_none(weighted_total(present, weights, len(prompts)), filled)
 
     def filled(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        columns: Mapping[str, Any],
-        log_metric: Callable[[str, float], None] | None,
+        self, prompts: Column, completions: Column, columns: Mapping[str, Any], log_metric: Log
     ) -> dict[str, np.ndarray]:
         """Return the rewards by name, [N], as `without_missing` does."""
-        self.rewards = self.rewards or RewardSet(self.config)
         first = rank() * len(prompts)
         groups = [(first + index) // self.num_generations for index in range(len(prompts))]
         texts = [text_of(read_messages(prompt, "user")) for prompt in prompts]
@@ -169,7 +130,7 @@ class TRLRewardSet:
                 f"blocks of {self.num_generations} samples differ in prompt: give TRL's num_generations."
             )
         images = columns.get("images", columns.get("image"))
-        scored = rewards_of_rows(self.rewards, (prompts, completions, images), columns, groups)
+        scored = self.shared.rewards((prompts, completions, images), columns, groups)
         for name, value in scored.metrics().items():
             if log_metric is not None:
                 log_metric(f"rm/{name.removeprefix('rewards/')}", value)
@@ -183,14 +144,9 @@ class OneOfSet:
         self.of, self.__name__ = of, name
 
     def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        *,
-        log_metric: Callable[[str, float], None] | None = None,
-        **columns: Any,
+        self, prompts: Column, completions: Column, *, log_metric: Log = None, **columns: Any
     ) -> list[float | None]:
-        values = self.of.round.take(
+        values = self.of.shared.take(
             self.__name__, completions, lambda: self.of.filled(prompts, completions, columns, log_metric)
         )
         return _or_none(values, {self.__name__: values})

@@ -13,8 +13,8 @@ from typing import Any
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase  # ty: ignore[import-not-found]
 
 from vlmrm.adapters.rows import SharedScorer
-from vlmrm.adapters.verl_reward import sample_name, score_one
-from vlmrm.formats.rollouts import read_verl_prompt
+from vlmrm.adapters.verl_reward import named, score_one
+from vlmrm.formats.rollouts import read_answer, read_verl_prompt
 
 
 class VlmrmRewardManager(RewardManagerBase):
@@ -31,9 +31,9 @@ class VlmrmRewardManager(RewardManagerBase):
         ids = item.batch["responses"]
         length = int(item.batch["attention_mask"][-len(ids) :].sum())
         answer = await self.loop.run_in_executor(None, self._decoded, ids[:length])
-        prompt = read_verl_prompt(item.non_tensor_batch["raw_prompt"])
-        name = sample_name(item.non_tensor_batch.get("data_source"), item.non_tensor_batch.get("extra_info"))
-        score = await score_one(self.scorer, name, prompt, answer)
+        row = item.non_tensor_batch
+        with named(row.get("data_source"), row.get("extra_info")):
+            score = await score_one(self.scorer, read_answer(read_verl_prompt(row["raw_prompt"]), answer))
         return {"reward_score": score, "reward_extra_info": {"raw_score": score}}
 
     def _decoded(self, ids: Any) -> str:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -49,24 +50,18 @@ async def compute_score(
         model: the folder of a checkpoint, the address of a service, or a `Scorer`.
         load: keywords of `vlmrm.load_scorer`.
     """
-    row, sample = extra_info or {}, sample_name(data_source, extra_info)
-    scorer = SharedScorer(model, **(load or {}))
-    if solution_image is not None:
-        prompt = row.get("prompt") or ground_truth
-        if not prompt:
-            raise RewardError(f"{sample}: it has no prompt: add it to extra_info, or as the ground truth.")
-        return {"score": await _score(scorer, sample, lambda: _drawn(prompt, solution_image, row))}
-    if row.get("prompt") is None:
-        raise RewardError(
-            f"{sample}: extra_info has no prompt: add it and its images to the data, or use VlmrmRewardManager."
-        )
-    return {
-        "score": await score_one(scorer, sample, row["prompt"], solution_str, row.get("images"), row.get("videos"))
-    }
+    with named(data_source, extra_info):
+        conversation = _conversation(extra_info or {}, solution_str, ground_truth, solution_image)
+        return {"score": await score_one(SharedScorer(model, **(load or {})), conversation)}
 
 
-def _drawn(prompt: Any, picture: Any, row: Mapping[str, Any]) -> Conversation:
-    """Return a conversation with a picture or video of verl-omni as its answer, as `vlm_reward` reads one."""
+def _conversation(row: Mapping[str, Any], answer: str | None, ground_truth: Any, picture: Any) -> Conversation:
+    """Return the prompt with the answer: a text, or a picture or video of verl-omni, as `vlm_reward` reads one."""
+    prompt = row.get("prompt") or (ground_truth if picture is not None else row.get("prompt"))
+    if prompt is None:
+        raise RowError("extra_info has no prompt: add it and its images to the data, or use VlmrmRewardManager")
+    if picture is None:
+        return read_answer(prompt, answer, row.get("images"), row.get("videos"))
     kind = "image" if picture.ndim == 3 else "video"
     if picture.ndim == 4:  # verl-omni's videos are [C, F, H, W], or of some engines [F, H, W, C]
         picture = picture.permute(0, 3, 1, 2) if picture.shape[-1] == 3 else picture.permute(1, 0, 2, 3)
@@ -74,16 +69,20 @@ def _drawn(prompt: Any, picture: Any, row: Mapping[str, Any]) -> Conversation:
     return sample_to_conversation(read_sample(columns))
 
 
-async def score_one(scorer: SharedScorer, sample: str, *row: Any) -> float:
-    """Return the raw logit of a row of `read_answer`, scored with the rows of concurrent calls."""
-    return await _score(scorer, sample, lambda: read_answer(*row))
+async def score_one(scorer: SharedScorer, conversation: Conversation) -> float:
+    """Return the raw logit of a conversation, scored with those of concurrent calls."""
+    return await asyncio.wrap_future(scorer.micro_batcher.submit(conversation))
 
 
-async def _score(scorer: SharedScorer, sample: str, read: Callable[[], Conversation]) -> float:
+@contextmanager
+def named(data_source: Any, extra_info: Mapping[str, Any] | None) -> Generator[None, None, None]:
+    """Begin errors with the sample: verl's data sets number their rows in `extra_info`."""
     try:
-        return await asyncio.wrap_future(scorer.micro_batcher.submit(read()))
-    except RowError as error:
-        raise RewardError(f"{sample}: {error.reason}") from error
+        yield
+    except (RowError, RewardError) as error:
+        index = (extra_info or {}).get("index")
+        sample = f"a sample of {data_source}" if index is None else f"sample {index} of {data_source}"
+        raise RewardError(f"{sample}: {error.reason if isinstance(error, RowError) else error}") from error
 
 
 async def compute_rewards(
@@ -103,23 +102,13 @@ async def compute_rewards(
     Args:
         rewards: the configuration of the rewards: a YAML file, or the mappings.
     """
-    row, sample = extra_info or {}, sample_name(data_source, extra_info)
-    prompt = row.get("prompt") or (ground_truth if solution_image is not None else None)
-    if not prompt:
-        raise RewardError(f"{sample}: extra_info has no prompt: add it and its images to the data.")
-    try:
-        conversation = (
-            read_answer(prompt, solution_str, row.get("images"), row.get("videos"))
-            if solution_image is None
-            else _drawn(prompt, solution_image, row)
-        )
+    with named(data_source, extra_info):
+        conversation = _conversation(extra_info or {}, solution_str, ground_truth, solution_image)
         batches = await asyncio.to_thread(_set_batches, rewards)  # the first call loads the models
         return await asyncio.wrap_future(batches.submit(write_sample(conversation_to_sample(conversation))))
-    except (RowError, RewardError) as error:
-        raise RewardError(f"{sample}: {error.reason if isinstance(error, RowError) else error}") from error
 
 
-class _SetBatches(MicroBatcher[Mapping[str, Any], dict[str, float]]):
+class _SetBatches(MicroBatcher):
     """A reward set that computes the samples of concurrent calls together, by the `batch_size` of each reward."""
 
     def __init__(self, config: Any):
@@ -160,9 +149,3 @@ def _set_batches(config: Any) -> _SetBatches:
 
 _lock = threading.Lock()
 _sets: dict[str, _SetBatches] = {}
-
-
-def sample_name(data_source: Any, extra_info: Mapping[str, Any] | None) -> str:
-    """Return the sample's name in errors: verl's data sets number their rows in `extra_info`."""
-    index = (extra_info or {}).get("index")
-    return f"a sample of {data_source}" if index is None else f"sample {index} of {data_source}"

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from pydantic import Field, SecretStr
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator, PartialState
 
+Processes: TypeAlias = "Accelerator | PartialState | None"
 CREDENTIALS = re.compile(r"://[^/?#\s'\"]*@")  # of an address
 
 
@@ -166,11 +167,7 @@ class RewardModelOutput:
 
 
 def choice(arguments: RewardArguments, name: str, default: str, choices: tuple[str, ...]) -> str:
-    """Return a setting that is one of a few words.
-
-    Raises:
-        ConfigError: naming the reward and the words.
-    """
+    """Return a setting that is one of a few words; raise ConfigError naming the reward and the words."""
     value = arguments.extra_kwargs.get(name, default)
     if value not in choices:
         raise ConfigError(f"reward {arguments.name}: {name} is {value!r}: choose from {', '.join(choices)}.")
@@ -201,7 +198,7 @@ class BaseRewardModel(ABC):
     deterministic: bool = True
     default_dtype: ClassVar[str] = "bfloat16"
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState | None):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         self.config = config
         self.accelerator = accelerator
         self.device: Any = config.device
@@ -279,8 +276,5 @@ def read_template(config: RewardArguments, path: str, *placeholders: str) -> str
     """Return the text of a file that has each of the `placeholders` once.
 
     So a reward reads wording that vlmrm does not contain: its setting `template_file`.
-
-    Raises:
-        ConfigError: when it cannot be read, lacks a placeholder or repeats it, or has a line that a program printed.
     """
     return read_wording(path, f"reward {config.name}: template_file {path}", *placeholders)

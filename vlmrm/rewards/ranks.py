@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from collections.abc import Collection
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,35 +60,28 @@ def gather(item: T) -> list[T]:
     return items
 
 
-@dataclass(frozen=True)
-class GroupShare:
-    """The groups to be computed on this rank: its `local` ones, and its part of the `shared` ones.
+def groups_to_compute(samples: Samples, fields: Collection[str]) -> tuple[list[Samples], list[Samples], bool]:
+    """Return the groups to compute here: its own, its part of those on several ranks, and if there are such at all.
 
-    Indices of shared samples are (rank, index). `exchanged` is whether any rank has shared groups, the same on all.
+    A collective call: each group is computed on one rank. Only `fields` of shared groups are sent. Indices of shared
+    samples are (rank, index).
     """
-
-    local: list[Samples]
-    shared: list[Samples]
-    exchanged: bool
-
-
-def groups_to_compute(samples: Samples, fields: Collection[str]) -> GroupShare:
-    """Return this rank's part of the groups of all ranks: each group is computed on one rank.
-
-    A collective call. Only `fields` of shared groups are sent.
-    """
+    groups = samples.by_group()
     if world_size() == 1:
-        return GroupShare([samples.take(positions) for positions in samples.by_group().values()], [], False)
-    ranks = Counter(group for of_rank in gather(list(samples.by_group())) for group in of_rank)
+        return [samples.take(positions) for positions in groups.values()], [], False
+    ranks = Counter(group for of_rank in gather(list(groups)) for group in of_rank)
     shared_ids = [group for group, count in ranks.items() if count > 1]
-    local = [samples.take(positions) for group, positions in samples.by_group().items() if ranks[group] == 1]
+    local = [samples.take(positions) for group, positions in groups.items() if ranks[group] == 1]
     if not shared_ids:
-        return GroupShare(local, [], False)
-    gathered = _gathered(samples, set(shared_ids), fields)
+        return local, [], False
+    part = samples.take([position for group in shared_ids for position in groups.get(group, ())])
+    columns = {name: column for name, column in part.columns.items() if name in fields}
+    parts = gather((columns, part.groups, [(rank(), index) for index in part.indices]))
+    gathered = join([Samples(*share) for share in parts if share[2]])
     # In turn, so that the work of shared groups is spread over the ranks.
     own_ids = set(shared_ids[rank() :: world_size()])
     shared = [gathered.take(positions) for group, positions in gathered.by_group().items() if group in own_ids]
-    return GroupShare(local, shared, True)
+    return local, shared, True
 
 
 def exchange_results(shared: CallResult) -> CallResult:
@@ -103,12 +95,3 @@ def exchange_results(shared: CallResult) -> CallResult:
         )
         local.update(CallResult(*parts))
     return local
-
-
-def _gathered(samples: Samples, ids: set[Hashable], fields: Collection[str]) -> Samples:
-    """Return the samples of all ranks in these groups."""
-    positions = [position for position, group in enumerate(samples.groups or ()) if group in ids]
-    part = samples.take(positions)
-    columns = {name: column for name, column in part.columns.items() if name in fields}
-    parts = gather((columns, part.groups, [(rank(), index) for index in part.indices]))
-    return join([Samples(*share) for share in parts if share[2]])

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import SecretStr
 
 from vlmrm.errors import ConfigError
+from vlmrm.imported import imported_function
 from vlmrm.libraries import ROBOTS, install_command, needs
 from vlmrm.plugins import load_plugins
 from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, PointwiseRewardModel, RewardArguments
@@ -31,12 +32,12 @@ BUILT_IN: dict[str, str] = {
     "remote_groupwise": "vlmrm.rewards.remote.RemoteGroupwiseRewardModel",
     "vlm_reward": "vlmrm.rewards.built_in.vlm_reward.VlmReward",
     "vlm_reward_group": "vlmrm.rewards.built_in.vlm_reward.VlmRewardGroup",
-    "vlm_reward_ensemble": "vlmrm.rewards.built_in.ensemble.VlmRewardEnsemble",
+    "vlm_reward_ensemble": "vlmrm.rewards.built_in.vlm_reward.VlmRewardEnsemble",
     "clip": "vlmrm.rewards.built_in.clip.CLIP",
     "pickscore": "vlmrm.rewards.built_in.clip.PickScore",
     "pickscore_rank": "vlmrm.rewards.built_in.clip.PickScoreRank",
     "hpsv2": "vlmrm.rewards.built_in.clip.HPSv2",
-    "aesthetic": "vlmrm.rewards.built_in.aesthetic.Aesthetic",
+    "aesthetic": "vlmrm.rewards.built_in.clip.Aesthetic",
     "image_reward": "vlmrm.rewards.built_in.image_reward.ImageReward",  # in cosmos-rl
     "imagereward": "vlmrm.rewards.built_in.image_reward.ImageReward",
     "hpsv3": "vlmrm.rewards.built_in.hps_v3.HPSv3",
@@ -66,22 +67,16 @@ Model = TypeVar("Model", bound=type[BaseRewardModel])
 def register_reward_model(name: str) -> Callable[[Model], Model]:
     """Return a class decorator that registers the class under `name`, in any case.
 
-        @register_reward_model("width")
-        class Width(PointwiseRewardModel): ...
-
-    Raises:
-        ConfigError: when another reward has the name.
+    @register_reward_model("width")
+    class Width(PointwiseRewardModel): ...
     """
 
     def register(cls: Model) -> Model:
         key = name.lower()
-        same = _registered.get(key, cls)
+        taken = _registered.get(key, cls)
         # A reloaded module registers its classes again.
-        if (
-            key in BUILT_IN
-            or key in OF_ROBOTS
-            or (same.__module__, same.__qualname__) != (cls.__module__, cls.__qualname__)
-        ):
+        same = (taken.__module__, taken.__qualname__) == (cls.__module__, cls.__qualname__)
+        if key in BUILT_IN or key in OF_ROBOTS or not same:
             raise ConfigError(f"there is already a reward called {name}: register {cls.__name__} under another name.")
         _registered[key] = cls
         return cls
@@ -90,12 +85,7 @@ def register_reward_model(name: str) -> Callable[[Model], Model]:
 
 
 def reward_model_class(name: str) -> type[BaseRewardModel]:
-    """Return the class of a built-in or registered name, an entry point, or a dotted path `module.Class`.
-
-    Raises:
-        ConfigError: when there is none, it is no reward model, or a built-in one's extra is not installed.
-        ImportError: unchanged, when the reward's own module cannot be imported.
-    """
+    """Return the class of a built-in or registered name, an entry point, or a dotted path `module.Class`."""
     key = name.lower()
     if key not in _registered and key not in BUILT_IN:  # in a process that was started afresh
         load_plugins()
@@ -104,7 +94,8 @@ def reward_model_class(name: str) -> type[BaseRewardModel]:
         cls = _registered[key]
     elif key in BUILT_IN:
         with needs("rewards", f"the reward {name}"):
-            cls = _import(BUILT_IN[key])
+            module, _, attribute = BUILT_IN[key].rpartition(".")
+            cls = getattr(importlib.import_module(module), attribute)
     else:
         installed = {entry.name.lower(): entry for entry in entry_points(group=ENTRY_POINTS)}
         if key in OF_ROBOTS:
@@ -117,24 +108,12 @@ def reward_model_class(name: str) -> type[BaseRewardModel]:
             hint = did_you_mean(key, names, ": give a registered name or the dotted path of a class.")
             raise ConfigError(f"there is no reward {name}{hint}")
         else:
-            cls = installed[key].load() if key in installed else _import(name)
+            module, _, attribute = name.rpartition(".")
+            subject = f"the reward {name}"
+            cls = installed[key].load() if key in installed else imported_function(module, attribute, subject)
     if not isinstance(cls, type) or not issubclass(cls, (PointwiseRewardModel, GroupwiseRewardModel)):
         raise ConfigError(f"{name} is neither a PointwiseRewardModel nor a GroupwiseRewardModel: derive it from one.")
     return cls
-
-
-def _import(path: str) -> object:
-    module_name, _, attribute = path.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, but something that it needs is not
-        raise ConfigError(f"there is no module {error.name}, which the reward {path} is in: check it.") from None
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        raise ConfigError(f"the module {module_name} has no {attribute}, asked for as a reward: check it.") from None
 
 
 def reward_arguments(config: Config, block: str = "rewards") -> list[RewardArguments]:
@@ -162,26 +141,20 @@ def reward_arguments(config: Config, block: str = "rewards") -> list[RewardArgum
 
 def identity(arguments: RewardArguments) -> str:
     """Return a key of all that decides a reward's results: rewards with equal keys share one model."""
+
+    def comparable(value: Any) -> str | int:
+        return hash(value) if isinstance(value, SecretStr) else repr(value)  # every secret has the same repr
+
     model = reward_model_class(str(arguments.reward_model))
-    decides = [
-        f"{model.__module__}.{model.__qualname__}",
-        str(arguments.dtype),
-        str(arguments.device),
-        arguments.extra_kwargs,
-    ]
-    return json.dumps(decides, sort_keys=True, default=_comparable)
-
-
-def _comparable(value: Any) -> str | int:
-    return hash(value) if isinstance(value, SecretStr) else repr(value)  # every secret has the same repr
+    decides = [model.__module__, model.__qualname__, str(arguments.dtype), str(arguments.device)]
+    return json.dumps([*decides, arguments.extra_kwargs], sort_keys=True, default=comparable)
 
 
 def _block(config: Config, block: str) -> Any:
     if isinstance(config, (str, Path)):
         config = load_file(Path(config))
     if isinstance(config, Mapping) and not set(config) & set(FIELDS):
-        unknown = [key for key in config if key not in ("rewards", "eval_rewards")]
-        for key in unknown:
+        for key in config.keys() - {"rewards", "eval_rewards"}:
             if near := nearest(key, ("rewards", "eval_rewards"), 0.8):
                 raise ConfigError(f"unknown key {key!r}: did you mean {near}?")
         if "rewards" not in config:
@@ -193,10 +166,10 @@ def _block(config: Config, block: str) -> Any:
 def _arguments(item: Any, block: str) -> RewardArguments:
     if not isinstance(item, Mapping):
         raise ConfigError(f"{block}: {item!r} is no reward: write a mapping with name and reward_model.")
-    settings = {key: value for key, value in item.items() if key in FIELDS and key != "extra_kwargs"}
+    settings = {key: value for key, value in item.items() if key in FIELDS}
     loose = {key: value for key, value in item.items() if key not in FIELDS}
     where = f"{block}: reward {item.get('name', 'default')}"
-    extra_kwargs = item.get("extra_kwargs") or {}
+    extra_kwargs = settings.pop("extra_kwargs", None) or {}
     if not isinstance(extra_kwargs, Mapping):
         raise ConfigError(f"{where}: extra_kwargs must be a mapping.")
     if settings.get("reward_model") is None:
@@ -208,18 +181,13 @@ def _arguments(item: Any, block: str) -> RewardArguments:
         extra.setdefault("deadline", settings["deadline"])  # a judge's own, of a call
         if not settings.get("async_reward"):
             del settings["deadline"]
-    _check_extra(where, loose, extra, settings["reward_model"])
-    return RewardArguments(**settings, extra_kwargs=extra)
-
-
-def _check_extra(where: str, loose: Mapping[str, Any], extra: Mapping[str, Any], model: Any) -> None:
-    """Refuse a misspelt key, which would become a setting that nothing reads."""
-    options = reward_model_class(str(model)).options
-    names = (*FIELDS, *(options or ()))
-    for key in extra if options is not None else loose:
-        near = nearest(key, names, 0.8)
+    # A misspelt key would become a setting that nothing reads.
+    name, options = settings["reward_model"], model.options
+    for key in loose if options is None else [key for key in extra if key not in options]:
+        near = nearest(key, (*FIELDS, *(options or ())), 0.8)
         if options is None and near is None:
-            logger.info("%s: %s is handed to %s as it is, which does not say what it takes", where, key, model)
-        elif options is None or key not in options:
-            hint = f"did you mean {near}?" if near else f"{model} takes {', '.join(options or ()) or 'no more keys'}."
-            raise ConfigError(f"{where}: unknown key {key!r}: {hint}")
+            logger.info("%s: %s is handed to %s as it is, which does not say what it takes", where, key, name)
+            continue
+        hint = f"did you mean {near}?" if near else f"{name} takes {', '.join(options or ()) or 'no more keys'}."
+        raise ConfigError(f"{where}: unknown key {key!r}: {hint}")
+    return RewardArguments(**settings, extra_kwargs=extra)

@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from PIL import Image
 from pydantic import Field
@@ -32,15 +32,13 @@ from vlmrm.rewards.contract import (
     BaseRewardModel,
     GroupwiseRewardModel,
     PointwiseRewardModel,
+    Processes,
     RewardArguments,
     RewardModelOutput,
 )
 from vlmrm.rewards.pictures import base64_of
 from vlmrm.rewards.servers import CircuitBreaker, NotAsked, origin_at
 from vlmrm.settings import Strict, validate
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator, PartialState
 
 logger = logging.getLogger("vlmrm")
 
@@ -67,7 +65,7 @@ class _Remote(BaseRewardModel):
     options = tuple(_Settings.model_fields)
     default_timeout: ClassVar[float]
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState | None):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         settings = validate(_Settings, config.extra_kwargs, f"reward {config.name}")
         urls = [settings.server_url] if isinstance(settings.server_url, str) else settings.server_url
@@ -121,11 +119,7 @@ class RemoteGroupwiseRewardModel(_Remote, GroupwiseRewardModel):
 def connected(
     config: RewardArguments, urls: Sequence[str], settings: ClientSettings, timeout: float, token: str | None = None
 ) -> Endpoints:
-    """Return the servers of a reward, one of which is ready; `timeout` is the default.
-
-    Raises:
-        RewardError: naming the reward, when none is.
-    """
+    """Return the servers of a reward, one of which is ready; `timeout` is the default."""
     timeout = timeout if settings.timeout is None else settings.timeout
     servers = Endpoints(urls, timeout=timeout, attempts=settings.retry_attempts, token=token)
     try:
@@ -182,11 +176,7 @@ class Endpoints:
         self._calls = itertools.count(1)
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Wait until at least one server is ready; those that are not are asked last for a while.
-
-        Raises:
-            RewardError: when after `seconds` none is, with the reasons.
-        """
+        """Wait until at least one server is ready; those that are not are asked last for a while."""
 
         async def ask(_: float) -> None:
             reasons = await asyncio.gather(*(endpoint.problem() for endpoint in self.endpoints))
@@ -202,11 +192,7 @@ class Endpoints:
         run(retried(ask, seconds=seconds))
 
     def post(self, path: str, content: Mapping[str, Any]) -> Any:
-        """Return the JSON answer of the first server that can be reached; `content` are keywords of httpx2.
-
-        Raises:
-            RewardError: when none can, or one refuses the request.
-        """
+        """Return the JSON answer of the first server that can be reached; `content` are keywords of httpx2."""
 
         def paced() -> bool:
             return all(endpoint.circuit.suspects for endpoint in self.endpoints)

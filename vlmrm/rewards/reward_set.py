@@ -9,36 +9,23 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from vlmrm.data.media_cache import RoundMedia, media_round
 from vlmrm.errors import Denied, RewardError
-from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, RewardArguments
+from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, Processes, RewardArguments
 from vlmrm.rewards.outcome import AuditLog, Rewards
 from vlmrm.rewards.ranks import exchange_results, gather, groups_to_compute, process_state
 from vlmrm.rewards.registry import Config, identity, reward_arguments, reward_model_class
-from vlmrm.rewards.samples import (
-    MEDIA,
-    CallResult,
-    ContractError,
-    Samples,
-    accepted_fields,
-    batched,
-    call,
-    join,
-)
+from vlmrm.rewards.samples import MEDIA, CallResult, ContractError, Samples, accepted_fields, batched, call, join
 from vlmrm.settings import nearest
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator, PartialState
 
 logger = logging.getLogger("vlmrm")
 
-# Errors of a judge, server or picture: all samples of the call have failed. Any other may be of one sample alone.
+# Errors of a judge, server or picture. Any other is of the reward's own code.
 FAILURES = (RewardError, OSError, TimeoutError)
 ANSWERS = {"completion": "response", "completions": "response"}  # as others name them
 
@@ -66,7 +53,7 @@ class RewardSet:
         config: Config,
         *,
         block: str = "rewards",
-        accelerator: Accelerator | PartialState | None = None,
+        accelerator: Processes = None,
         models: Models | None = None,
         audit_log: str | Path | None = None,
     ):
@@ -80,9 +67,6 @@ class RewardSet:
         """Compute all rewards of N samples, whose columns are lists of N (see `Samples`).
 
         A collective call: every rank makes it.
-
-        Raises:
-            RewardError: naming the reward and the sample, when one fails and its policy is `raise`.
         """
         pending = self.start()
         pending.add(prompt=prompt, groups=groups, **columns)
@@ -170,7 +154,7 @@ class Models:
     >>> RewardSet("rewards.yaml", models=models), RewardSet("rewards.yaml", block="eval_rewards", models=models)
     """
 
-    def __init__(self, accelerator: Accelerator | PartialState | None = None):
+    def __init__(self, accelerator: Processes = None):
         self.accelerator = accelerator or process_state()
         self._loaded: dict[str, tuple[BaseRewardModel, threading.Semaphore]] = {}
 
@@ -207,11 +191,7 @@ class Pending:
     def add(
         self, *, prompt: Sequence[Any], groups: Sequence[Hashable] | None = None, **columns: Sequence[Any] | None
     ) -> None:
-        """Add samples and submit what is ready to the threads, without waiting.
-
-        Raises:
-            RewardError: when columns differ in length, one is misnamed, or only some samples have groups.
-        """
+        """Add samples and submit what is ready to the threads, without waiting."""
         added = Samples({"prompt": prompt, **columns}, groups)
         self._check_columns(added)
         if self.samples is not None:
@@ -224,15 +204,17 @@ class Pending:
             work.submit_ready(added)
 
     def finish(self) -> Rewards:
-        """Compute the remaining rewards and wait for the threads. A collective call: every rank makes it.
-
-        Raises:
-            RewardError: naming the reward and the sample, when one fails on any rank and its policy is `raise`.
-        """
+        """Compute the remaining rewards and wait for the threads. A collective call: every rank makes it."""
         if self.samples is None:
             raise RewardError("there are no samples: add some first.")
         try:
-            self._compute(self.samples)
+            # Ranks meet in `plan` and `collect`, which each reaches whatever fails in between.
+            for work in self.work:
+                work.plan(self.samples)
+            for work in self.work:
+                work.compute()
+            for work in self.work:
+                work.collect(stop=any(item.error is not None for item in self.work))
         except BaseException:  # Ctrl-C, too
             for work in self.work:
                 work.cancel()
@@ -247,24 +229,10 @@ class Pending:
                 self.audit.write(outcome, self.samples)
         return outcome
 
-    def _compute(self, samples: Samples) -> None:
-        """Compute all rewards; ranks meet in `plan` and `collect`, which each reaches whatever fails in between."""
-        for work in self.work:
-            work.plan(samples)
-        for work in self.work:
-            work.compute()
-        for work in self.work:
-            work.collect(stop=any(item.error is not None for item in self.work))
-
     def _check_columns(self, samples: Samples) -> None:
-        """Refuse a column that no reward reads and that is nearly named as one; say which rewards read no response."""
-        read: set[str] = set()
-        answered = any(text is not None for text in samples.columns.get("response", ()))
-        for work in self.work:
-            fields = accepted_fields(work.reward.model, [*samples.columns, "response"])
-            read.update(fields)
-            if answered and "response" not in fields:
-                _warn_once(f"reward {work.name} reads no response: it is alike for all answers to a prompt")
+        """Refuse a column that no reward reads and that is nearly named as one."""
+        names = [*samples.columns, "response"]
+        read = {name for work in self.work for name in accepted_fields(work.reward.model, names)}
         wanted = [*MEDIA, *({"response"} & read - samples.columns.keys())]
         for name in samples.columns.keys() - read - {*MEDIA, "response"}:
             if (meant := nearest(ANSWERS.get(name, name), wanted, 0.85)) is not None:
@@ -333,8 +301,7 @@ class _PendingReward:
         fields = accepted_fields(self.reward.model, samples.columns)
         if self.reward.arguments.length_penalty:
             fields = [*fields, "response"]
-        groups = groups_to_compute(samples.take(remaining), fields)
-        self.parts, self.shared, self.exchanged = groups.local, groups.shared, groups.exchanged
+        self.parts, self.shared, self.exchanged = groups_to_compute(samples.take(remaining), fields)
 
     def compute(self) -> None:
         """Compute the remaining calls of a synchronous reward; submit those of an asynchronous one."""
@@ -362,10 +329,7 @@ class _PendingReward:
         for part in self.shared:
             if not stop and self.error is None:
                 self._collect_one(lambda part=part: self._call(part))
-        if self.exchanged:
-            local.update(exchange_results(self.result))
-        else:
-            local.update(self.result)
+        local.update(exchange_results(self.result) if self.exchanged else self.result)
         self.result = local
         if not stop:
             self._settle()
@@ -391,39 +355,15 @@ class _PendingReward:
             started = time.perf_counter()
             try:
                 result = call(self.reward.model, part)
-            except FAILURES as error:
+            except Exception as error:
                 if self.reward.arguments.on_failure == "raise" or isinstance(error, ContractError):
                     raise
-                if isinstance(error, Denied):
-                    self.raised = self.raised or error
-                result = CallResult(failures=dict.fromkeys(part.indices, str(error).rstrip(".")))
-            except Exception as error:
-                if self.reward.arguments.on_failure == "raise":
-                    raise
-                if self.raised is None or isinstance(self.raised, Denied):  # one line a round, however many calls fail
-                    logger.warning(
-                        "reward %s: %s: %s; asked again sample by sample", self.name, type(error).__name__, error
-                    )
-                self.raised = error
-                result = self._one_by_one(part, error)
+                if isinstance(error, Denied) or not isinstance(error, FAILURES):
+                    self.raised = error
+                result = CallResult(failures=dict.fromkeys(part.indices, _said(error).rstrip(".")))
             if self.reward.model.text_prompts and not any(isinstance(it, str) for it in part.columns["prompt"]):
                 self.raised = self.raised or Denied(next(iter(result.failures.values())))
             return result, time.perf_counter() - started
-
-    def _one_by_one(self, part: Samples, error: Exception) -> CallResult:
-        """Return what remains of a call whose code raised `error`: the rewards of the samples that pass alone."""
-        reason = f"{type(error).__name__}: {error}"
-        if self.reward.groupwise or len(part) == 1:
-            return CallResult(failures=dict.fromkeys(part.indices, reason))
-        result = CallResult()
-        for position, index in enumerate(part.indices):
-            try:
-                result.update(call(self.reward.model, part.take([position])))
-            except ContractError:
-                raise
-            except Exception as own:
-                result.failures[index] = f"{type(own).__name__}: {own}"
-        return result
 
     def _collect_one(self, compute: Callable[[], tuple[CallResult, float]]) -> None:
         try:
@@ -435,8 +375,7 @@ class _PendingReward:
         self.seconds += seconds
 
     def _end(self, error: Exception) -> None:
-        kind = "" if isinstance(error, FAILURES) else f"{type(error).__name__}: "
-        self.error = RewardError(f"reward {self.name}: {kind}{error}")
+        self.error = RewardError(f"reward {self.name}: {_said(error)}")
         self.error.__cause__ = error
 
     def _settle(self) -> None:
@@ -463,9 +402,9 @@ class _PendingReward:
         return np.array([self.result.rewards.get(index, missing) for index in range(size)], dtype=np.float64)
 
 
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
+def _said(error: Exception) -> str:
+    """Return what an error says, with its type where it is of the reward's own code."""
+    return str(error) if isinstance(error, FAILURES) else f"{type(error).__name__}: {error}"
 
 
 def _raise_anywhere(error: RewardError | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from vlmrm.conversation import media_of
+from vlmrm.conversation import media_of, text_of
 from vlmrm.data.media import open_image
 from vlmrm.data.media_cache import RoundMedia, media_round, once
 from vlmrm.errors import MediaError, RewardError, RowError
 from vlmrm.formats.openai import read_messages, read_reference
-from vlmrm.rewards.contract import BaseRewardModel, RewardModelOutput
-from vlmrm.rewards.shaping import shaped
+from vlmrm.rewards.contract import BaseRewardModel, RewardArguments, RewardModelOutput
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +36,6 @@ class Samples:
     Args:
         groups: the id of each sample's group, such as the number of its prompt; None where there are no groups.
         indices: the samples' names in errors and results; default: their positions.
-
-    Raises:
-        RewardError: naming a column that is no list, or two that differ in length.
     """
 
     def __init__(
@@ -80,11 +77,7 @@ class Samples:
         return groups
 
     def value(self, name: str, position: int, tensors: bool) -> Any:
-        """Return a value as a reward model takes it; media as PIL images, or as tensors.
-
-        Raises:
-            MediaError: when a medium cannot be read.
-        """
+        """Return a value as a reward model takes it; media as PIL images, or as tensors."""
         value = self.columns[name][position]
         if name not in MEDIA:
             return value
@@ -110,12 +103,10 @@ def _listed(name: str, column: Any) -> list[Any]:
 
 def _group_id(group: Any) -> Hashable:
     """Return a group's id as a plain value: tensors and numpy scalars of one value are that value."""
-    try:
-        group = group.item() if isinstance(group, np.generic) or _is_tensor(group) else group
-        hash(group)
-    except (TypeError, RuntimeError):
-        raise RewardError(f"groups has a {type(group).__name__}: give each sample a number or a text.") from None
-    return group
+    plain = group.item() if getattr(group, "ndim", 1) == 0 else group
+    if not isinstance(plain, Hashable) or hasattr(plain, "ndim"):
+        raise RewardError(f"groups has a {type(group).__name__}: give each sample a number or a text.")
+    return plain
 
 
 class ContractError(RewardError):
@@ -141,9 +132,6 @@ def call(model: BaseRewardModel, samples: Samples) -> CallResult:
 
     So does one that lacks a medium which others of its group have. A medium that many samples share is opened, and
     passed, once; vlmrm's own rewards also share those of a round, and others, which may change theirs, do not.
-
-    Raises:
-        ContractError: when a required field is missing, or the output is not one number a sample.
     """
     own = type(model).__module__.startswith("vlmrm.")
     with media_round(None if own else RoundMedia()):
@@ -191,6 +179,36 @@ def _shaped(model: BaseRewardModel, result: CallResult, samples: Samples) -> Cal
     return result
 
 
+def shaped(arguments: RewardArguments, reward: float, details: Mapping[str, Any], response: Any) -> float:
+    """Return a sample's reward as the run gets it.
+
+    Args:
+        details: the model's, of which `uncertainty_penalty` reads `std`, or `log_sigma`, its logarithm.
+        response: the answer, of which `length_penalty` counts the words.
+    """
+    if arguments.valid is not None and not arguments.valid[0] <= reward <= arguments.valid[1]:
+        low, high = arguments.valid
+        raise RowError(f"its reward {reward:.6g} is outside valid, {low:g} to {high:g}")
+    if arguments.uncertainty_penalty:
+        reward -= arguments.uncertainty_penalty * _deviation(details)
+    if arguments.length_penalty:
+        if response is None:
+            raise RowError("it has no response, whose words length_penalty counts: leave length_penalty out")
+        text = response if isinstance(response, str) else text_of(read_messages(response, "assistant"))
+        reward -= arguments.length_penalty * max(len(text.split()) - arguments.length_free, 0)
+    if arguments.clip is not None:
+        reward = min(max(reward, arguments.clip[0]), arguments.clip[1])
+    return reward
+
+
+def _deviation(details: Mapping[str, Any]) -> float:
+    if details.get("std") is not None:
+        return float(details["std"])
+    if details.get("log_sigma") is not None:
+        return math.exp(details["log_sigma"])
+    raise RowError("its reward tells no std or log_sigma, which uncertainty_penalty takes: leave it out")
+
+
 def _first_medium(response: Any) -> str | None:
     """Return the kind of the first medium in an answer as messages; None where it has none."""
     media = [] if response is None or isinstance(response, str) else media_of(read_messages(response, "assistant"))
@@ -202,21 +220,24 @@ def _read_output(output: Any, indices: Sequence[int]) -> CallResult:
     """Return the result of the samples at `indices`; a bare tensor or list is taken as rewards."""
     if not isinstance(output, RewardModelOutput):
         output = RewardModelOutput(rewards=getattr(output, "rewards", output))
-    rewards, no_numbers = _as_array(output.rewards)
-    if rewards.shape != (len(indices),):
-        raise ContractError(
-            f"it answered {list(rewards.shape)} rewards for {len(indices)} samples: return one a sample."
-        )
+    rewards: Any = output.rewards
+    rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
+    if not isinstance(rewards, (list, tuple)) or all(isinstance(reward, (str, list)) for reward in rewards):
+        raise ContractError(f"it answered {rewards!r:.100}: return one number a sample.")
+    if len(rewards) != len(indices):
+        raise ContractError(f"it answered {len(rewards)} rewards for {len(indices)} samples: return one a sample.")
     result = CallResult(info=_info_by_index(output.extra_info or {}, indices))
-    for position, (index, reward) in enumerate(zip(indices, rewards.tolist(), strict=True)):
+    for position, (index, reward) in enumerate(zip(indices, rewards, strict=True)):
+        try:
+            finite = math.isfinite(reward)
+        except TypeError:
+            finite = False
         if position in output.failures:
             result.failures[index] = output.failures[position]
-        elif position in no_numbers:
-            result.failures[index] = no_numbers[position]
-        elif not np.isfinite(reward):
-            result.failures[index] = f"its reward is {reward}"
+        elif not finite:
+            result.failures[index] = f"its reward is {reward!r:.60}"
         else:
-            result.rewards[index] = reward
+            result.rewards[index] = float(reward)
     return result
 
 
@@ -264,29 +285,6 @@ def accepted_fields(model: BaseRewardModel, columns: Iterable[str]) -> list[str]
     parameters = inspect.signature(type(model).__call__).parameters
     every = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return [name for name in columns if every or name in parameters]
-
-
-def _as_array(rewards: Any) -> tuple[np.ndarray, dict[int, str]]:
-    """Return the rewards, NaN where one is no number, and the reasons of those by position.
-
-    Raises:
-        ContractError: when none is a number, which is a mistake in the model.
-    """
-    if _is_tensor(rewards):
-        rewards = rewards.detach().double().cpu().numpy()
-    try:
-        return np.array(rewards, dtype=np.float64), {}
-    except (TypeError, ValueError) as error:
-        values, reasons = [], {}
-        for position, reward in enumerate(rewards if isinstance(rewards, (list, tuple)) else ()):
-            try:
-                values.append(float(reward))
-            except (TypeError, ValueError):
-                values.append(np.nan)
-                reasons[position] = f"its reward is {reward!r:.60}, which is no number"
-        if len(reasons) == len(values):
-            raise ContractError(f"it answered {rewards!r}: return one number a sample.") from error
-        return np.array(values), reasons
 
 
 def _info_by_index(info: dict[str, Any], indices: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -340,11 +338,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _valid_image(image: Any) -> Any:
-    """Return a tensor or array of one image unchanged.
-
-    Raises:
-        MediaError: when its shape, type or range is not that of an image.
-    """
+    """Return a tensor or array of one image unchanged."""
     kind = str(image.dtype)
     if image.ndim != 3 or image.shape[0] != 3:
         raise MediaError(f"a tensor has the shape {tuple(image.shape)}: an image is (3, height, width)")

@@ -35,11 +35,8 @@ class CircuitBreaker:
     Where few calls are made at once, a row that lasts `FAILURES` times `PACE` seconds is enough. The others wait for
     the probe: one that passes closes the breaker, and so a short fault loses nothing. After `PROBES` failed probes, or
     a call that failed after `LONG` seconds in which none passed, it opens: calls fail at once for `COOL_DOWN` seconds,
-    after which one probe decides again.
-
-    Args:
-        of_server: those of what else the server serves. One that opens tells the others: what cannot be reached is not
-            asked, and for a server that answers errors one call decides.
+    after which one probe decides again. One that opens tells those `of_server`, of what else it serves: what cannot be
+    reached is not asked, and for a server that answers errors one call decides.
     """
 
     def __init__(self, of_server: dict[str, CircuitBreaker] | None = None):
@@ -60,11 +57,7 @@ class CircuitBreaker:
         return monotonic() < self.opened + COOL_DOWN
 
     async def call(self, send: Callable[[bool], Awaitable[Result]]) -> Result:
-        """Return what `send` returns; it is told whether its call is a probe.
-
-        Raises:
-            NotAsked: while the breaker is open, with the reason of the last failure.
-        """
+        """Return what `send` returns; it is told whether its call is a probe."""
         self._ask_others()
         if self.suspects:
             async with self.probing:
@@ -135,11 +128,7 @@ class KnownServer:
     async def watched(
         self, call: Awaitable[Result], ping: Callable[[float], Awaitable[object]], silence: float
     ) -> Result:
-        """Return what `call` returns, while the server answers `ping`, whose argument is the seconds that it has.
-
-        Raises:
-            Unreachable: after `silence` seconds without an answer to either.
-        """
+        """Return what `call` returns, while the server answers `ping`, whose argument is the seconds that it has."""
         task, wait = asyncio.ensure_future(call), min(PING_AFTER, silence / 2)
         try:
             while not (await asyncio.wait({task}, timeout=wait))[0]:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.columns import Columns
@@ -135,8 +135,10 @@ class ShardScoring:
     def write(self, numbers: Sequence[int], *, show: bool = False) -> None:
         """Score and write these shards of tables, one after the other; `show` draws a progress bar."""
         rows: Any = self.rows
-        table = _Table(rows, self.job.shard_rows, numbers)
-        self._write(table, len(table), show=show)
+        size = self.job.shard_rows
+        if numbers:
+            indices: Any = np.concatenate([np.arange(n * size, min((n + 1) * size, len(rows))) for n in numbers])
+            self._write(Subset(rows, indices), len(indices), show=show)
 
     def _write(self, dataset: Any, total: int | None, *, show: bool) -> None:
         job, shards = self.job, self.job.shards
@@ -144,28 +146,6 @@ class ShardScoring:
         rows = progress(rows, "scoring", total, show=show)
         for number, scored in groupby(rows, key=lambda row: row.index // shards.size):
             shards.write(number, list(scored))
-
-
-@dataclass
-class _Table:
-    """The rows of several shards as one data set, without a list of them."""
-
-    rows: TableRows
-    size: int
-    numbers: Sequence[int]
-
-    def __post_init__(self):
-        sizes = [min(self.size, len(self.rows) - number * self.size) for number in self.numbers]
-        self.ends = np.cumsum(sizes, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        which = np.searchsorted(self.ends, indices, side="right")
-        starts = np.concatenate([[0], self.ends])[which]
-        firsts = np.asarray(self.numbers)[which] * self.size
-        return self.rows.read((firsts + indices - starts).tolist())
 
 
 class _Stream(IterableDataset):
@@ -220,13 +200,14 @@ class TableRows:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def read(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Return `{"index": number in the whole input, "comparison": the answers, or an error}` of each row."""
+        numbers = [int(number) for number in numbers]
         sources, rules = zip(*self.group, strict=True)
         which = np.searchsorted(self.ends, numbers, side="right")
         starts = np.concatenate([[0], self.ends])[which]
         offsets = [number - int(start) for number, start in zip(numbers, starts, strict=True)]
-        cells = {"index": list(numbers), "source": which.tolist(), "row": offsets}
+        cells = {"index": numbers, "source": which.tolist(), "row": offsets}
         comparisons = RowReader(sources, rules, read_answers)(cells)["comparison"]
         pairs = zip(numbers, comparisons, strict=True)
         return [{"index": number, "comparison": comparison} for number, comparison in pairs]
@@ -256,8 +237,7 @@ class StreamRows:
                 raise unreadable(source.path, error) from error
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """The number of rows of a finished folder, and of errors among them."""
 
     rows: int

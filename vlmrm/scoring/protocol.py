@@ -26,11 +26,7 @@ class Scorer(Protocol):
     """
 
     def score(self, conversations: Sequence[ConversationLike]) -> list[float]:
-        """Return the raw logit of each conversation.
-
-        Raises:
-            RowError: with the index of a conversation that cannot be scored.
-        """
+        """Return the raw logit of each conversation; raise RowError with the index of one that cannot be scored."""
         ...
 
     def score_each(self, conversations: Sequence[ConversationLike]) -> list[float | RowError]:

@@ -88,12 +88,9 @@ class AsyncRemoteScorer:
         self.digest: str | None = None  # the service's revision of the model, from its last answer
 
     async def score(self, conversations: Sequence[ConversationLike]) -> list[float]:
-        """Return the raw logit of each conversation, in order.
+        """Return the raw logit of each conversation, in order; raise RowError with the index of one without.
 
-        Raises:
-            RowError: with the index of a conversation that cannot be scored.
-            RewardError: when the service fails, or does not answer in time.
-            ConfigError: when it refuses the token, or has no such reward.
+        A service that fails is a RewardError, a wrong token or name of a reward a ConfigError.
         """
         return all_scores(await self.score_each(conversations))
 
@@ -321,7 +318,8 @@ class EncodedMedia:
         key = media_key(reference)
         data = self._files.get(key)
         if data is None:
-            data = _encoded(reference, kind)
+            is_picture = isinstance(reference, Image.Image)
+            data = png_of(open_image(reference)) if is_picture else encoded_media(reference, kind)
             with suppress(ValueError):  # larger than the cache
                 self._files[key] = data
         return blake2b(key.encode(), digest_size=16).hexdigest(), data
@@ -350,10 +348,6 @@ def image_uri(part: Part) -> str:
     if not isinstance(part, ImagePart):
         raise RowError("a video cannot be handed to another server, which would look at other frames: send images")
     return f"data:image/png;base64,{base64.b64encode(png_of(open_image(part.reference))).decode()}"
-
-
-def _encoded(reference: Any, kind: str) -> bytes:
-    return png_of(open_image(reference)) if isinstance(reference, Image.Image) else encoded_media(reference, kind)
 
 
 def _encode_item(

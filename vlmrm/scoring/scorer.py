@@ -92,11 +92,7 @@ class LocalScorer:
         self.cache.clear()
 
     def score(self, conversations: Sequence[ConversationLike]) -> list[float]:
-        """Return the raw logit of each conversation, in order.
-
-        Raises:
-            RowError: with the index of a conversation that ends without an answer, or whose medium cannot be read.
-        """
+        """Return the raw logit of each conversation, in order; raise RowError with the index of one without."""
         return all_scores(self.score_each(conversations))
 
     def score_each(
@@ -147,9 +143,6 @@ class LocalScorer:
             task: a text or messages.
             frames: images in the order of time. A video is no list of frames here: where a family merges frames, as
                 Qwen's do in pairs, its prefixes have other tokens.
-
-        Raises:
-            RowError: when there is no frame, or with the number of the first prefix that cannot be scored, from 0.
         """
         conversations = prefixes_of(task, frames)
         if self.repeats_prefixes and not self._told:
@@ -171,9 +164,6 @@ class LocalScorer:
         So an image generator can be trained by backpropagation through the reward (ReFL: Xu et al. 2023, ImageReward).
         The score is that of the same image in `score`; `Renderer.process_tensors` says how far they may differ where
         the size changes. Activations of all N are kept until the backward pass; the model's weights get no gradient.
-
-        Raises:
-            RowError: when the images have another shape, or the prompt cannot be rendered.
         """
         if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise RowError(f"images are {images.dtype} {tuple(images.shape)}: give floats [N, 3, H, W] in [0, 1]")

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
+from vlmrm.measures.bradley_terry import logistic
 
 FLOOR = 1e-6  # least standard deviation to divide by
 
@@ -33,7 +34,7 @@ def raw(scores: ArrayLike) -> np.ndarray:
 
 def sigmoid(scores: ArrayLike) -> np.ndarray:
     """Return σ(s) [N], in [0, 1]: each score by itself, whatever the group."""
-    return _sigmoid(raw(scores))
+    return logistic(raw(scores))
 
 
 def zscore(scores: ArrayLike) -> np.ndarray:
@@ -57,7 +58,7 @@ def win_rate(scores: ArrayLike) -> np.ndarray:
     values = raw(scores)
     if len(values) < 2:
         return np.full(len(values), 0.5)
-    wins = _sigmoid(values[:, None] - values[None, :])
+    wins = logistic(values[:, None] - values[None, :])
     return (wins.sum(axis=1) - 0.5) / (len(values) - 1)  # less σ(0), its win rate against itself
 
 
@@ -100,7 +101,3 @@ def transform_named(name: str, info: Mapping[str, Any] | None = None, model: str
     if name not in TRANSFORMS:
         raise ConfigError(f"the transform is {name!r}: choose one of {', '.join([*TRANSFORMS, NORMALIZED])}.")
     return TRANSFORMS[name]
-
-
-def _sigmoid(values: np.ndarray) -> np.ndarray:
-    return 0.5 * (1.0 + np.tanh(0.5 * values))  # σ that does not overflow

@@ -216,7 +216,7 @@ def test_a_row_that_is_wrong_fails_alone(models):
     good = {"tag": "single_object", "include": [{"class": "cat", "count": 1}]}
     scored = rewards(prompt=["a cat"] * 2, image=[noise(64, 64, 0)] * 2, metadata=[good, {"tag": "single_object"}])
     assert np.isnan(scored.rewards["g"]).tolist() == [False, True]
-    assert scored.failures["g"] == {1: "its metadata has no include: say what the image must show"}
+    assert scored.failures["g"] == {1: "its metadata: include is missing"}
 
 
 def test_a_detector_that_is_not_there_is_said(tmp_path):

@@ -41,7 +41,7 @@ def seen(name: str, x: float = 50, y: float = 50, score: float = 0.95) -> Seen:
 
 def judged(metadata: dict, *found: Detection, judge=conditions):
     asked = requirements(metadata, LABELS)
-    return judge(asked, confident_objects(found, asked.task), lambda found: [each.color for each in found])
+    return judge(asked, confident_objects(found, asked.tag), lambda found: [each.color for each in found])
 
 
 def row(tag: str, *include: dict, exclude: tuple = ()) -> dict:
@@ -257,21 +257,21 @@ def test_a_row_may_be_json_text():
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ("{", "its metadata is no JSON"),
-        (None, "its metadata is NoneType: give a mapping"),
-        ({"include": [some("dog")]}, "its metadata has tag: None: choose from single_object"),
-        (row("colours", some("dog")), "tag: 'colours': did you mean colors?"),
-        (row("colors"), "its metadata has no include"),
-        (row("colors", "dog"), r"include\[0\]: 'dog': write class and count"),
-        (row("colors", some("dog", size=3)), r"include\[0\]: .*write class and count"),
-        (row("colors", some("dgo")), r"include\[0\].class: 'dgo', which the detector has not: did you mean dog?"),
-        (row("colors", some("zebra")), r"class: 'zebra', which the detector has not: choose from apple, bench"),
-        (row("colors", some("dog", 0)), r"include\[0\].count: 0: write a whole number, at least 1"),
-        (row("colors", some("dog", color="rde")), "color: 'rde': did you mean red?"),
-        (row("position", some("dog", position=["left of", 0])), "position: .* with n an earlier clause"),
-        (row("position", some("cat"), some("dog", position=["left", 0])), "position: 'left': did you mean left of?"),
-        (row("position", some("cat"), some("dog", position="left of")), "with n an earlier clause"),
-        (row("counting", some("cat"), exclude=(some("cow"),)), r"exclude\[0\].class: 'cow'"),
+        ("{", "its metadata: Invalid JSON"),
+        (None, "its metadata: Input should be a valid dictionary"),
+        ({"include": [some("dog")]}, "its metadata: tag is missing"),
+        (row("colours", some("dog")), "tag: Input should be 'single_object', .*it is 'colours'"),
+        (row("colors"), "include: Tuple should have at least 1 item"),
+        (row("colors", "dog"), r"include.0: Input should be a valid dictionary .*it is 'dog'"),
+        (row("colors", some("dog", size=3)), r"unknown key include.0.size"),
+        (row("colors", some("dgo")), r"the class 'dgo', which the detector has not: did you mean dog?"),
+        (row("colors", some("zebra")), r"class 'zebra', which the detector has not: choose from apple, bench"),
+        (row("colors", some("dog", 0)), r"include.0.count: Input should be greater than or equal to 1 \(it is 0\)"),
+        (row("colors", some("dog", color="rde")), "color: Input should be 'red', .*it is 'rde'"),
+        (row("position", some("dog", position=["left of", 0])), "position of include.0 .* of no earlier clause"),
+        (row("position", some("cat"), some("dog", position=["left", 0])), "position.0: Input should be 'left of'"),
+        (row("position", some("cat"), some("dog", position="left of")), "position: Input should be a valid tuple"),
+        (row("counting", some("cat"), exclude=(some("cow"),)), r"class 'cow'"),
     ],
 )
 def test_what_is_no_row_of_geneval_is_refused(metadata, message):

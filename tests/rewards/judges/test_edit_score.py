@@ -109,9 +109,6 @@ def test_both_questions_are_sent_as_their_files_say(server, edit_score, picture,
     assert judge.counters()["calls"] == 2
     with pytest.raises(ConfigError, match="give both or neither"):
         edit_score(request_file=files["sc"])
-    (tmp_path / "pq.yaml").write_text((tmp_path / "pq.yaml").read_text().replace("published", "another"))
-    with pytest.raises(ConfigError, match="asks published at temperature 1, and quality_request_file another at 1"):
-        edit_score(request_file=files["sc"], quality_request_file=files["pq"])
 
 
 def test_both_questions_are_within_one_limit_of_calls(server, edit_score, picture):

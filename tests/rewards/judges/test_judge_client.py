@@ -39,6 +39,15 @@ def one(client: JudgeClient, question: Question | None = None) -> Reply | Reward
     return answer
 
 
+def readable(question: Question, reply: Reply) -> None:
+    """Every reply can be read, and so is cached."""
+
+
+def cached(client: JudgeClient, question: Question | None = None) -> Reply | RewardError:
+    [answer] = client.ask([question or asked()], readable)
+    return answer
+
+
 def text_of(body: dict) -> str:
     return body["messages"][0]["content"][0]["text"]
 
@@ -377,7 +386,7 @@ def test_malformed_replies_do_not_outlast_the_round_s_deadline(server, client, p
 
 def test_a_reply_that_was_kept_is_not_asked_for_again(server, client):
     caching = client()
-    caching.keep(asked("a"), one(caching, asked("a")))
+    cached(caching, asked("a"))
     assert one(caching, asked("a")).text == "hello"
     assert len(server.bodies) == 1 and caching.usage.cache_hits == 1
     for other in (asked("b"), asked("a", temperature=1.0)):
@@ -393,8 +402,7 @@ def test_equal_questions_of_one_batch_are_asked_once(server, client):
 def test_replies_that_are_sampled_are_not_used_twice(server, client):
     sampling = client(temperature=0.5)
     for _ in range(2):
-        for reply in sampling.ask([asked("a"), asked("a")]):
-            sampling.keep(asked("a"), reply)
+        sampling.ask([asked("a"), asked("a")], readable)
     assert len(server.bodies) == 4 and sampling.usage.cache_hits == 0
 
 
@@ -408,7 +416,7 @@ def test_a_folder_for_replies_that_are_sampled_is_refused(tmp_path, reward, give
 def test_the_one_unused_for_longest_leaves_memory_first(server, client):
     small = client(max_cache_size=2)
     for text in ("a", "b", "a", "c"):
-        small.keep(asked(text), one(small, asked(text)))
+        cached(small, asked(text))
     assert small.usage.cache_hits == 1
     kept = [small.cache.get(asked(text).key) is not None for text in ("a", "b", "c")]
     assert kept == [True, False, True]
@@ -416,13 +424,13 @@ def test_the_one_unused_for_longest_leaves_memory_first(server, client):
 
 def test_a_folder_outlives_the_process_and_heals_a_broken_file(server, client, tmp_path, caplog):
     first = client(cache_dir=str(tmp_path))
-    first.keep(asked(), one(first))
+    cached(first)
     assert one(client(cache_dir=str(tmp_path))).text == "hello" and len(server.bodies) == 1
 
     [file] = tmp_path.rglob("*.json")
     file.write_text("half a rep")
     healed = client(cache_dir=str(tmp_path))
-    healed.keep(asked(), one(healed))
+    cached(healed)
     assert len(server.bodies) == 2 and "is no reply of a judge" in caplog.text
     assert one(client(cache_dir=str(tmp_path))).text == "hello" and len(server.bodies) == 2
 
@@ -430,7 +438,7 @@ def test_a_folder_outlives_the_process_and_heals_a_broken_file(server, client, t
 def test_a_folder_that_fails_costs_no_reply(server, client, tmp_path, caplog):
     failing = client(cache_dir=str(tmp_path / "cache"))
     (tmp_path / "cache" / asked().key[:2]).write_text("a file where a folder should be")
-    failing.keep(asked(), one(failing))
+    cached(failing)
     assert one(failing).text == "hello" and len(server.bodies) == 1
     assert caplog.text.count("replies are kept in memory alone from now on") == 1
     with pytest.raises(ConfigError, match=r"cache_dir .* cannot be written"):
@@ -515,7 +523,7 @@ def test_tokens_are_counted_and_priced(server, client):
     [
         ({"max_concurrent": 0}, "max_concurrent: Input should be greater than or equal to 1"),
         ({"timeout": "60"}, "timeout: Input should be a valid number"),
-        ({"api_base_url": "localhost:8000/v1"}, "api_base_url is no http address"),
+        ({"api_base_url": "localhost:8000/v1"}, "api_base_url .* cannot be used: write http://host:port"),
         ({"api_base_url": "http://me:key@host/v1"}, "give the key by api_key_env"),
         ({"api_key": "a", "api_key_env": "B"}, "keep api_key_env"),
         ({"api_key_env": "NO_SUCH_VARIABLE"}, "there is no such environment variable"),

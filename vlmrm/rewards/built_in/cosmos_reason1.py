@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator, PartialState
 from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
@@ -15,7 +14,7 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from vlmrm.errors import CheckpointError, RewardError
 from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.published_weights import pretrained
-from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
 
 MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
 MOST_FRAMES = 160  # longer videos are subsampled evenly
@@ -42,19 +41,13 @@ QUESTION = "Does the video contain any anomalies or artifacts?"
 
 
 class CosmosReason1(PointwiseRewardModel):
-    """The probability that a Qwen2.5-VL answers "No" rather than "Yes" when asked whether a video has artifacts:
+    """exp(no) / (exp(yes) + exp(no)) of the next token when a Qwen2.5-VL is asked for artifacts of a video.
 
-        exp(no) / (exp(yes) + exp(no))
+    The reward of cosmos-rl's service for nvidia/Cosmos-Reason1-7B-Reward (arXiv:2503.15558). The default system prompt
+    is worded by this project; for the published model's own figures pass the one of its model card as `system_prompt`.
 
-    of the logits of the first tokens of both words, as the next token after the prompt; in (0, 1). It is the reward of
-    cosmos-rl's service for nvidia/Cosmos-Reason1-7B-Reward (Cosmos-Reason1, arXiv:2503.15558). The chat has a system
-    prompt, the video, and a question. The default system prompt is worded by this project; for the published model's
-    own figures, pass the one that it was trained with, from its model card, as `system_prompt`.
-
-    Of a video at most 160 frames are used, an even number, each resized (bicubic, sides multiples of 28) so that all
-    have at most 9,216 tokens. The frame rate, which decides the positions, is the column `fps`, or the setting. An
-    image is a video of two equal frames. The published code resizes again by the limits of the installed
-    qwen-vl-utils, which is not done here; its weights were not available to test.
+    At most 160 frames are used, an even number, resized to at most 9,216 tokens in all. The frame rate is the column
+    `fps`, or the setting. An image is a video of two equal frames. The weights were not available to test.
 
     Settings: `model_name_or_path`; `question`, in which `{prompt}` stands for the sample's prompt (cosmos-rl's service
     sends only that); `system_prompt`; `fps`.
@@ -63,7 +56,7 @@ class CosmosReason1(PointwiseRewardModel):
     required_fields = ("prompt",)
     options = ("model_name_or_path", "question", "system_prompt", "fps")
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         path = config.extra_kwargs.get("model_name_or_path", MODEL)
         self.question = config.extra_kwargs.get("question", QUESTION)
@@ -152,11 +145,7 @@ def thinned(frames: int) -> tuple[list[int], int]:
 
 
 def resized(frames: Sequence[Image.Image], processor: Any) -> torch.Tensor:
-    """Return the frames as uint8 [T, 3, H, W], resized to the limits for their number.
-
-    Raises:
-        RewardError: when they differ in size, or their sides are too different.
-    """
+    """Return the frames as uint8 [T, 3, H, W], resized to the limits for their number."""
     if len({frame.size for frame in frames}) > 1:
         raise RewardError("the frames of its video have different sizes: resize them to one")
     factor = processor.patch_size * processor.merge_size

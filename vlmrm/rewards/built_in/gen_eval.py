@@ -5,23 +5,22 @@ Thresholds and geometry are those of the published evaluation (Ghosh et al. 2023
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from accelerate import Accelerator, PartialState
 from PIL import Image
+from pydantic import BaseModel, Field, ValidationError
 from torch.nn.functional import interpolate, normalize
 from transformers import AutoImageProcessor, CLIPModel, CLIPProcessor, Mask2FormerForUniversalSegmentation
 
 from vlmrm.errors import RewardError
 from vlmrm.modeling.published_weights import pretrained
-from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput, choice
-from vlmrm.settings import did_you_mean
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, choice
+from vlmrm.settings import Strict, describe_errors, did_you_mean
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 CLIP = "openai/clip-vit-large-patch14"
@@ -35,9 +34,10 @@ NAMES = {
     "diningtable": "dining table", "tvmonitor": "tv", "hair dryer": "hair drier",
 }  # fmt: skip
 
-TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
-RELATIONS = ("left of", "right of", "above", "below")
+Task = Literal["single_object", "two_object", "counting", "colors", "position", "color_attr"]
+Color = Literal["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
+Relation = Literal["left of", "right of", "above", "below"]
+COLORS = get_args(Color)
 
 THRESHOLD = 0.3  # least score of a detection,
 COUNTING_THRESHOLD = 0.9  # where objects are counted
@@ -63,7 +63,7 @@ class GenEval(PointwiseRewardModel):
     required_fields = ("prompt", "image", "metadata")
     options = ("score", "counts", "detector_path", "clip_path")
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         self.score = {"strict": strict, "graded": graded}[choice(config, "score", "strict", ("strict", "graded"))]
         self.judge = {"at_least": conditions, "exact": exact_conditions}[
@@ -94,7 +94,7 @@ class GenEval(PointwiseRewardModel):
                 reports.append(None)
                 counts.append(None)
                 continue
-            objects = confident_objects(self.detector(picture), required.task)
+            objects = confident_objects(self.detector(picture), required.tag)
             judged = self.judge(required, objects, lambda detected, picture=picture: self.colors(picture, detected))
             rewards.append(self.score(judged))
             reports.append([[condition.text, condition.met] for condition in judged])
@@ -127,15 +127,10 @@ class Detector:
 def detections(
     class_logits: torch.Tensor, mask_logits: torch.Tensor, size: tuple[int, int], labels: Sequence[str]
 ) -> list[Detection]:
-    """Return the objects of Q queries.
+    """Return the objects of Q queries by `class_logits[Q, classes + 1]`, "no object" last, and `mask_logits[Q, h, w]`.
 
     A query's score for a class is its probability times the mean probability of the pixels in its mask; the box is the
-    mask's. Queries that cannot exceed GenEval's lower threshold are left out.
-
-    Args:
-        class_logits: [Q, classes + 1], "no object" last.
-        mask_logits: [Q, h, w] of the image without padding.
-        size: the image's height and width.
+    mask's, in an image of `size` (height, width). Queries that cannot exceed GenEval's lower threshold are left out.
     """
     probabilities = class_logits.float().softmax(-1)[:, :-1]
     most = min(MOST_DETECTIONS, probabilities.numel())
@@ -198,24 +193,21 @@ class Detection:
     mask: np.ndarray | None = None
 
 
-@dataclass(frozen=True)
-class Clause:
-    """`count` objects of `label`, all of `color`, each in `relation` to each object of clause `target`."""
+class Clause(Strict, frozen=True):
+    """`count` objects of a class, all of `color`, each in relation `position[0]` to each of clause `position[1]`."""
 
-    label: str
-    count: int
-    color: str | None = None
-    relation: str | None = None
-    target: int = 0
+    label: str = Field(alias="class")
+    count: int = Field(ge=1, strict=True)
+    color: Color | None = None
+    position: tuple[Relation, int] | None = None
 
 
-@dataclass(frozen=True)
-class Requirements:
+class Requirements(BaseModel, frozen=True):
     """The conditions of a prompt: all of `include`, and less than the count of each of `exclude`."""
 
-    task: str
-    include: tuple[Clause, ...]
-    exclude: tuple[Clause, ...]
+    tag: Task
+    include: tuple[Clause, ...] = Field(min_length=1)
+    exclude: tuple[Clause, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -235,23 +227,20 @@ def requirements(metadata: Any, labels: Iterable[str]) -> Requirements:
 
     Args:
         labels: the classes that the detector knows.
-
-    Raises:
-        RewardError: when it is no such row, naming the key.
     """
-    if isinstance(metadata, str):
-        try:
-            metadata = json.loads(metadata)
-        except ValueError as error:
-            raise RewardError(f"its metadata is no JSON ({error})") from None
-    if not isinstance(metadata, Mapping):
-        raise RewardError(f"its metadata is {type(metadata).__name__}: give a mapping with tag and include")
-    task = _one_of("tag", metadata.get("tag"), TASKS)
-    classes = sorted(labels)
-    include = _clauses("include", metadata, classes)
-    if not include:
-        raise RewardError("its metadata has no include: say what the image must show")
-    return Requirements(task, include, _clauses("exclude", metadata, classes))
+    read = Requirements.model_validate_json if isinstance(metadata, str) else Requirements.model_validate
+    try:
+        required = read(metadata)
+    except ValidationError as error:
+        raise RewardError(f"its metadata: {describe_errors(error.errors(), Requirements, values=True)}") from None
+    for number, clause in enumerate(required.include):
+        if clause.position is not None and not 0 <= clause.position[1] < number:
+            raise RewardError(f"its metadata: position of include.{number} is {clause.position}, of no earlier clause")
+    for clause in (*required.include, *required.exclude):
+        if clause.label not in labels:
+            hint = did_you_mean(clause.label, labels, f": choose from {', '.join(sorted(labels))}")
+            raise RewardError(f"its metadata has the class {clause.label!r}, which the detector has not{hint}")
+    return required
 
 
 def confident_objects(detections: Iterable[Detection], task: str) -> dict[str, list[Detection]]:
@@ -275,9 +264,6 @@ def conditions(
     met by 1 - |detected - n| / n, at least 0: an object too many is as wrong as one too few. A colour is met by the
     share that has it, a position and any other exclusion in full or not at all. Colour and position are of the `count`
     objects with the highest scores; a position needs at least the count of both clauses and their colours.
-
-    Args:
-        colors: returns the colour of each of some objects of one class.
     """
     judged: list[Condition] = []
     matched: list[Sequence[Detection] | None] = []  # the objects of each clause that is met in full
@@ -295,12 +281,10 @@ def conditions(
             right = list(colors(candidates)).count(clause.color) if candidates else 0
             met = met and right == clause.count
             judged.append(Condition(f"{clause.color} {clause.label}", right / clause.count))
-        if clause.relation is not None:
-            targets = matched[clause.target]
-            pairs = [(candidate, target) for candidate in candidates for target in targets or ()]
-            met = met and targets is not None and all(clause.relation in relations(*pair) for pair in pairs)
-            relation = f"{clause.label} {clause.relation} {required.include[clause.target].label}"
-            judged.append(Condition(relation, float(met)))
+        if clause.position is not None:
+            relation, target = clause.position
+            met = met and _placed(relation, candidates, matched[target])
+            judged.append(Condition(f"{clause.label} {relation} {required.include[target].label}", float(met)))
         matched.append(candidates if met else None)
     counted = {(clause.label, clause.count) for clause in required.include}
     for clause in required.exclude:
@@ -322,9 +306,6 @@ def exact_conditions(
     there a colour, met by the share that has it, and only where that is right too a position; a wrong count leaves 0
     in place of both. A position that does not hold is a 0 beside a 1, and so a half, unless its target is missing.
     What is excluded is asked for where no count is of its class, which Flow-GRPO leaves out.
-
-    Args:
-        colors: as of `conditions`.
     """
     judged: list[Condition] = []
     matched: list[Sequence[Detection] | None] = []  # the objects of each clause that is met in full
@@ -333,19 +314,17 @@ def exact_conditions(
         met = len(present) == clause.count
         off = abs(len(present) - clause.count)
         judged.append(Condition(f"exactly {clause.count} {clause.label}", 1 - off / clause.count))
-        if not met and (clause.color is not None or clause.relation is not None):
+        if not met and (clause.color is not None or clause.position is not None):
             judged.append(Condition(f"colour and position of {clause.count} {clause.label}", 0.0))
         if met and clause.color is not None:
             right = list(colors(present)).count(clause.color)
             met = right == clause.count
             judged.append(Condition(f"{clause.color} {clause.label}", right / clause.count))
-        if met and clause.relation is not None:
-            targets = matched[clause.target]
-            pairs = [(candidate, target) for candidate in present for target in targets or ()]
-            met = targets is not None and all(clause.relation in relations(*pair) for pair in pairs)
-            relation = f"{clause.label} {clause.relation} {required.include[clause.target].label}"
-            judged += [Condition(relation, 0.0)] * (not met)
-            judged += [Condition(relation, 1.0)] * (targets is not None)
+        if met and clause.position is not None:
+            relation, target = clause.position
+            met, text = _placed(relation, present, matched[target]), required.include[target].label
+            judged += [Condition(f"{clause.label} {relation} {text}", 0.0)] * (not met)
+            judged += [Condition(f"{clause.label} {relation} {text}", 1.0)] * (matched[target] is not None)
         matched.append(present if met else None)
     counted = {clause.label for clause in required.include}
     for clause in required.exclude:
@@ -365,8 +344,13 @@ def graded(judged: Sequence[Condition]) -> float:
     return sum(condition.met for condition in judged) / len(judged)
 
 
+def _placed(relation: str, objects: Sequence[Detection], targets: Sequence[Detection] | None) -> bool:
+    """Return whether each of the objects is so placed from each of the targets, None where these are not as wanted."""
+    return targets is not None and all(relation in relations(one, other) for one in objects for other in targets)
+
+
 def relations(first: Detection, second: Detection) -> set[str]:
-    """Return the relations of `first` to `second`: none, one or two of `RELATIONS`.
+    """Return the relations of `first` to `second`: none, one or two of `Relation`.
 
     With d the offset of the centres and s the sum of both sizes, along each axis max(|d| - POSITION_THRESHOLD s, 0)
     sign(d) / length of d must exceed DIRECTION.
@@ -383,38 +367,3 @@ def relations(first: Detection, second: Detection) -> set[str]:
     x, y = (value / math.hypot(*offset) for value in beyond)
     holds = {"left of": x < -DIRECTION, "right of": x > DIRECTION, "above": y < -DIRECTION, "below": y > DIRECTION}
     return {relation for relation, true in holds.items() if true}
-
-
-def _clauses(name: str, metadata: Mapping[str, Any], labels: Sequence[str]) -> tuple[Clause, ...]:
-    items = metadata.get(name, [])
-    if not isinstance(items, Sequence) or isinstance(items, str):
-        raise RewardError(f"its metadata has {name}: {items!r}: write a list")
-    return tuple(_clause(f"{name}[{number}]", number, item, labels) for number, item in enumerate(items))
-
-
-def _clause(where: str, number: int, item: Any, labels: Sequence[str]) -> Clause:
-    if not isinstance(item, Mapping) or not set(item) <= {"class", "count", "color", "position"}:
-        raise RewardError(f"its metadata has {where}: {item!r}: write class and count, and color and position if any")
-    count = item.get("count")
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise RewardError(f"its metadata has {where}.count: {count!r}: write a whole number, at least 1")
-    label = _one_of(f"{where}.class", item.get("class"), labels, ", which the detector has not")
-    color = None if item.get("color") is None else _one_of(f"{where}.color", item["color"], COLORS)
-    if item.get("position") is None:
-        return Clause(label, count, color)
-    try:
-        relation, target = item["position"]
-    except (TypeError, ValueError):
-        relation, target = None, None
-    if isinstance(target, bool) or not isinstance(target, int) or not 0 <= target < number:
-        raise RewardError(
-            f'its metadata has {where}.position: {item["position"]!r}: write ["left of", n] with n an earlier clause'
-        )
-    return Clause(label, count, color, _one_of(f"{where}.position", relation, RELATIONS), target)
-
-
-def _one_of(where: str, value: Any, choices: Sequence[str], why: str = "") -> str:
-    if value in choices:
-        return value
-    hint = did_you_mean(value, choices, f": choose from {', '.join(choices)}")
-    raise RewardError(f"its metadata has {where}: {value!r}{why}{hint}")

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
 from PIL import Image
 from qwen_vl_utils import fetch_image
 from torch import nn
@@ -15,7 +14,7 @@ from vlmrm.conversation import Image as ImagePart
 from vlmrm.errors import CheckpointError
 from vlmrm.modeling.published_weights import read_weights, shared
 from vlmrm.rewards.built_in.reward_tokens import RewardTokenReader, published_template, question
-from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
 
 FILE = "HPSv3.safetensors"
 TOKEN = "<|Reward|>"
@@ -39,7 +38,7 @@ class HPSv3(PointwiseRewardModel):
     text_prompts = True
     options = ("template_file", "model_name_or_path", "base_name_or_path")
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         self.template = published_template(config, [TOKEN])
         path = str(config.extra_kwargs.get("model_name_or_path", "MizzenAI/HPSv3"))

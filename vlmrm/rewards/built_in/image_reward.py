@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState, init_empty_weights
+from accelerate import init_empty_weights
 from PIL import Image
 from torch import nn
 from transformers import (
@@ -26,8 +26,8 @@ from vlmrm.errors import CheckpointError
 from vlmrm.modeling.manifest import read_json_of
 from vlmrm.modeling.published_weights import load_exactly, pretrained, read_weights, shared
 from vlmrm.rewards.built_in.clip import Truncation
-from vlmrm.rewards.built_in.views import FRAMES, views_of
-from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput, choice
+from vlmrm.rewards.built_in.views import FRAMES, once_each, views_of
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, choice
 
 FILE, TEXT_CONFIG = "ImageReward.pt", "med_config.json"
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of raw scores, in the published code
@@ -68,7 +68,7 @@ class ImageReward(PointwiseRewardModel):
     text_prompts = True
     options = ("model_name_or_path", "tokenizer_name_or_path", "video_frames")
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         path = str(config.extra_kwargs.get("model_name_or_path", "THUDM/ImageReward"))
         tokenizer = str(config.extra_kwargs.get("tokenizer_name_or_path", "google-bert/bert-base-uncased"))
@@ -77,10 +77,7 @@ class ImageReward(PointwiseRewardModel):
         self.model = self.reader.model
 
     def __call__(  # ty: ignore[incompatible-method-override]
-        self,
-        prompt: list[str],
-        image: list[Image.Image] | None = None,
-        video: list[list[Image.Image]] | None = None,
+        self, prompt: list[str], image: list[Image.Image] | None = None, video: list[list[Image.Image]] | None = None
     ) -> RewardModelOutput:
         views = views_of(image, video, self.frames)
         pairs = [(text, picture) for text, view in zip(prompt, views, strict=True) for picture in view]
@@ -122,19 +119,19 @@ class _ImageRewardReader:
 
     @torch.inference_mode()
     def scores(self, pairs: Sequence[tuple[str, Image.Image]], batch_size: int) -> list[float]:
-        """Return the normalised score of each text and image; equal pairs are computed once."""
-        keys = [(text, media_key(picture)) for text, picture in pairs]
-        distinct = dict(zip(keys, pairs, strict=True))
-        inputs, outputs = list(distinct.values()), []
+        """Return the normalised score of each text and image."""
         with self.lock:
-            for start in range(0, len(inputs), batch_size):
-                texts, pictures = zip(*inputs[start : start + batch_size], strict=True)
-                device = self.model.vision.device
-                pixels = self.images(list(pictures), return_tensors="pt")["pixel_values"].to(device)
-                tokens = {name: value.to(device) for name, value in self.tokens(texts).items()}
-                outputs += self.model(pixels, tokens).tolist()
-        by_key = dict(zip(distinct, outputs, strict=True))
-        return [(by_key[key] - MEAN) / STD for key in keys]
+            keys = ((text, media_key(picture)) for text, picture in pairs)
+            outputs = once_each(keys, pairs, lambda distinct: self._outputs(distinct, batch_size))
+        return [(output - MEAN) / STD for output in outputs]
+
+    def _outputs(self, pairs: Sequence[tuple[str, Image.Image]], batch_size: int) -> Iterator[float]:
+        for start in range(0, len(pairs), batch_size):
+            texts, pictures = zip(*pairs[start : start + batch_size], strict=True)
+            device = self.model.vision.device
+            pixels = self.images(list(pictures), return_tensors="pt")["pixel_values"].to(device)
+            tokens = {name: value.to(device) for name, value in self.tokens(texts).items()}
+            yield from self.model(pixels, tokens).tolist()
 
 
 def _load(path: str, tokenizer_path: str, dtype: torch.dtype, device: torch.device) -> _ImageRewardReader:

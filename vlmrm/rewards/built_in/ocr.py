@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vlmrm.libraries import needs
 from vlmrm.rewards.built_in.views import views_of
-from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput, choice
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator, PartialState
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, choice
 
 # A " after a digit is inches. Each pattern has one group, the quoted text.
 DOUBLE = (r'(?<!\d)["“”„]([^"“”„]*)["“”]', "«([^»]*)»", "「([^」]*)」")
@@ -27,28 +24,21 @@ INTERVAL = 4  # frames of a video from one that is read to the next
 class OCR(PointwiseRewardModel):
     """The share of the text that the prompt quotes which is read in the image, in [0, 1].
 
-    With the target t and the text r that is read in the image, both without white space and case:
+    With the target t and the text r that is read, both without white space and case, it is 1 where t is in r, else 1 -
+    min(levenshtein(t, r), len(t)) / len(t): the rule of Flow-GRPO (Liu et al. 2025, arXiv:2505.05470), whose target is
+    the text between the first pair of double quotes. Here all quoted texts count: each in r is a 1, else they are one
+    target in their order. A prompt that quotes nothing fails; with `without_quotes: prompt` all of it is the target,
+    as in Flow-Factory. Of a video every fourth frame is read, and those with a reward above 0 count with their mean.
 
-        1                                            where t is in r
-        1 - min(levenshtein(t, r), len(t)) / len(t)  else
-
-    the rule of Flow-GRPO (Liu et al. 2025, arXiv:2505.05470), whose target is the text between the first pair of
-    double quotes. Here a prompt may quote several texts: the first line applies where each is in r, else they are one
-    target in their order. Straight and curly quotes count, single ones where there are no double ones; apostrophes do
-    not. An image without text has the reward 0. A prompt that quotes nothing has no target and fails; with
-    `without_quotes: prompt` all of it is the target, as in Flow-Factory. Of a video every fourth frame is read, from
-    the first, and those with a reward above 0 count with their mean, as in Flow-GRPO (which there has no first line).
-
-    It reads with the PP-OCR models in RapidOCR's package, so nothing is downloaded. They know Latin letters and
-    Chinese, and run on the CPU, whatever `device` and `dtype` are. Published figures use PaddleOCR, which makes other
-    mistakes.
+    The PP-OCR models in RapidOCR's package read Latin letters and Chinese, on the CPU. Published figures use
+    PaddleOCR, which makes other mistakes.
     """
 
     required_fields = ("prompt", "image", "video")
     text_prompts = True
     options = ("without_quotes",)
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         self.whole_prompt = choice(config, "without_quotes", "error", WITHOUT_QUOTES) == "prompt"
         with needs("rewards", "the reward ocr"):
@@ -57,10 +47,7 @@ class OCR(PointwiseRewardModel):
         self.reader = RapidOCR(params={"Global.log_level": "error"})
 
     def __call__(  # ty: ignore[incompatible-method-override]
-        self,
-        prompt: list[str],
-        image: list[Image.Image] | None = None,
-        video: list[list[Image.Image]] | None = None,
+        self, prompt: list[str], image: list[Image.Image] | None = None, video: list[list[Image.Image]] | None = None
     ) -> RewardModelOutput:
         rewards, failures, read = [], {}, []
         for index, (text, frames) in enumerate(zip(prompt, views_of(image, video, "mean"), strict=True)):

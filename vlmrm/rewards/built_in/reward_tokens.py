@@ -52,10 +52,6 @@ class RewardTokenReader:
         weights: by the names of the published file; `lm_head` is ignored.
         base: the Qwen2-VL whose configuration and processor are used; its weights are not needed.
         tokens: the reward tokens, in the order in which the published code adds them to the tokenizer.
-        renderer: renders images and videos as the published code does.
-
-    Raises:
-        CheckpointError: when the base cannot be opened or the weights do not fit it.
     """
 
     def __init__(
@@ -117,11 +113,7 @@ class RewardTokenReader:
 
 
 def published_template(config: RewardArguments, tokens: Sequence[str]) -> str:
-    """Return the instruction that the weights were trained with, from the file `template_file`.
-
-    Raises:
-        ConfigError: when there is no such file, or it lacks the placeholder of the prompt or a reward token.
-    """
+    """Return the instruction that the weights were trained with, from the file `template_file`."""
     path = config.extra_kwargs.get("template_file")
     if path is None:
         raise ConfigError(

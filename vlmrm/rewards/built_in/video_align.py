@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
 from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize
 from torch import nn
@@ -19,7 +18,7 @@ from vlmrm.modeling.manifest import read_json_of
 from vlmrm.modeling.published_weights import lora_merged, lora_scale, read_weights, shared
 from vlmrm.rendering import ProcessedMedia, Renderer
 from vlmrm.rewards.built_in.reward_tokens import RewardTokenReader, published_template, question
-from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput, choice
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, choice
 
 CONFIG, FILE = "model_config.json", "checkpoint-11352/model.pth"
 DIMENSIONS = ("VQ", "MQ", "TA")
@@ -32,9 +31,8 @@ class VideoAlign(PointwiseRewardModel):
     """VQ + MQ + TA, each (s - mean) / std by the checkpoint's own figures (Liu et al. 2025, VideoAlign / VideoReward).
 
     Qwen2-VL-2B reads frames of the video and an instruction that contains the prompt and a token for each dimension;
-    one linear head reads a number at each token. All three go to the audit log. The LoRA weights of the published file
-    are merged on loading. Names, shapes and arithmetic are those of the published code; the weight file itself was not
-    available to test.
+    one linear head reads a number at each token. LoRA weights are merged on loading. The weight file was not available
+    to test.
 
     Settings:
         video_fps: frames a second of the videos, where no column `fps` gives it for each; the model sees 2 a second.
@@ -52,7 +50,7 @@ class VideoAlign(PointwiseRewardModel):
         *("model_name_or_path", "weights_name", "base_name_or_path"),
     )
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         extra = config.extra_kwargs
         self.template = published_template(config, TOKENS)
@@ -156,11 +154,7 @@ def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch
 
 
 def _published(path: str) -> dict[str, Any]:
-    """Return `model_config.json`.
-
-    Raises:
-        CheckpointError: when it is missing, or lacks a value that scoring needs.
-    """
+    """Return `model_config.json`; raise CheckpointError when it is missing, or lacks a value that scoring needs."""
     config = read_json_of(path, CONFIG)
     if config is None:
         raise CheckpointError(f"there is no {CONFIG} in {path}: give the folder or repository that has it.")

@@ -1,4 +1,4 @@
-"""`vlm_reward` and `vlm_reward_group`: a model trained with vlmrm as a pointwise or groupwise reward.
+"""`vlm_reward`, `vlm_reward_group`, `vlm_reward_ensemble`: models trained with vlmrm as rewards.
 
 A sample becomes the conversation of the training data by `vlmrm.formats.flow_factory.sample_to_conversation`. Where
 the training rows had words around the prompt, `custom_prompt` holds them, with `{prompt}` in place of a prompt that is
@@ -10,17 +10,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from vlmrm.conversation import Conversation
 from vlmrm.data.media import conversation_key
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate, read_sample, sample_to_conversation
 from vlmrm.libraries import needs
+from vlmrm.rewards.built_in.views import once_each
 from vlmrm.rewards.contract import (
     BaseRewardModel,
     GroupwiseRewardModel,
     PointwiseRewardModel,
+    Processes,
     RewardArguments,
     RewardModelOutput,
     choice,
@@ -30,9 +35,6 @@ from vlmrm.scoring.loading import is_address, load_local_scorer
 from vlmrm.scoring.remote import ROUTE, read_scores, requests_of
 from vlmrm.scoring.transforms import NORMALIZED, transform_named
 from vlmrm.settings import validate
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator, PartialState
 
 CLIENT = tuple(ClientSettings.model_fields)
 CHECKS = ("check_sight", "check_files")
@@ -93,7 +95,7 @@ class _TrainedReward(BaseRewardModel):
     options = ("model_path", "model_name_or_path", "reward", "transform", "custom_prompt", "system", *CHECKS, *CLIENT)
     transforms: tuple[str, ...]
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         extra = config.extra_kwargs
         paths = [extra[name] for name in ("model_path", "model_name_or_path") if name in extra]
@@ -138,22 +140,18 @@ class _TrainedReward(BaseRewardModel):
         columns = {"prompt": prompt, "image": image, "video": video, "response": response}
         columns |= {"condition_images": condition_images, "condition_videos": condition_videos}
         named = {name: column for name, column in columns.items() if column}
-        keys: dict[int, str] = {}
-        # Equal samples are scored once, so that they tie exactly whatever their batch.
-        distinct: dict[str, Conversation] = {}
+        conversations: dict[int, Conversation] = {}
         scores: dict[int, float] = {}
         failures: dict[int, str] = {}
         for index, values in enumerate(zip(*named.values(), strict=True)):
             try:
                 sample = read_sample(dict(zip(named, values, strict=True)))
-                conversation = sample_to_conversation(sample, self.template)
-                keys[index] = conversation_key(conversation)
-                distinct[keys[index]] = conversation
+                conversations[index] = sample_to_conversation(sample, self.template)
             except RowError as error:
                 failures[index] = error.reason
-        by_key = dict(zip(distinct, self.loaded.score_each(list(distinct.values())), strict=True))
-        for index, key in keys.items():
-            score = by_key[key]
+        valid = list(conversations.values())
+        outcomes = once_each(map(conversation_key, valid), valid, self.loaded.score_each)
+        for index, score in zip(conversations, outcomes, strict=True):
             if isinstance(score, RowError):
                 failures[index] = score.reason
             else:
@@ -185,3 +183,57 @@ class VlmRewardGroup(_TrainedReward, GroupwiseRewardModel):
     """
 
     transforms = ("win_rate", "zscore", "rank")
+
+
+COMBINATIONS = ("mean", "min")
+
+
+class VlmRewardEnsemble(PointwiseRewardModel):
+    """The mean of the models' rewards, or their least (Coste et al. 2023, arXiv:2310.02743).
+
+    `std`, the population standard deviation over the models, is in the details: with `uncertainty_penalty: k` the
+    reward is the mean less k of them. Models trained apart have scales of their own, so each score is normalised by
+    the mean and deviation that its checkpoint carries, unless `transform` says otherwise. A sample that one of them
+    cannot score has failed.
+
+    Settings:
+        model_paths: the checkpoints, at least two.
+        combine: `mean` (default) or `min`.
+        transform, custom_prompt, system, check_sight, check_files: of each model, as of `vlm_reward`.
+    """
+
+    required_fields = VlmReward.required_fields
+    message_responses = True
+    default_dtype = VlmReward.default_dtype
+    options = ("model_paths", "combine", "transform", "custom_prompt", "system", *CHECKS)
+
+    def __init__(self, config: RewardArguments, accelerator: Processes):
+        super().__init__(config, accelerator)
+        extra = {name: value for name, value in config.extra_kwargs.items() if name not in ("model_paths", "combine")}
+        paths = config.extra_kwargs.get("model_paths")
+        if not isinstance(paths, (list, tuple)) or len(paths) < 2 or len({str(path) for path in paths}) < len(paths):
+            raise ConfigError(
+                f"reward {config.name}: model_paths is {paths!r}: list two different checkpoints or more."
+            )
+        self.least = choice(config, "combine", "mean", COMBINATIONS) == "min"
+        extra.setdefault("transform", "normalized")
+        self.members = [
+            VlmReward(replace(config, extra_kwargs={**extra, "model_path": str(path)}), accelerator) for path in paths
+        ]
+
+    def __call__(  # ty: ignore[incompatible-method-override]
+        self,
+        prompt: list[Any],
+        image: list[Any] | None = None,
+        video: list[Any] | None = None,
+        condition_images: list[Any] | None = None,
+        condition_videos: list[Any] | None = None,
+        response: list[Any] | None = None,
+    ) -> RewardModelOutput:
+        columns = (prompt, image, video, condition_images, condition_videos, response)
+        outputs = [member(*columns) for member in self.members]
+        each = np.array([output.rewards for output in outputs], dtype=np.float64)  # [models, N]
+        rewards = each.min(axis=0) if self.least else each.mean(axis=0)
+        details = {"members": each.T.tolist(), "std": each.std(axis=0).tolist()}
+        failures = {index: reason for output in outputs for index, reason in output.failures.items()}
+        return RewardModelOutput(rewards, extra_info=details, failures=failures)

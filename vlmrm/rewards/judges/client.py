@@ -71,11 +71,7 @@ class JudgeSettings(BaseModel):
     """Price of a million completion tokens."""
 
     def key(self) -> str:
-        """Return the API key, or `NO_KEY`.
-
-        Raises:
-            ConfigError: when the environment variable is not set.
-        """
+        """Return the API key, or `NO_KEY`; raise ConfigError when the environment variable is not set."""
         if self.api_key_env is not None:
             if not os.environ.get(self.api_key_env):
                 raise ConfigError(
@@ -90,17 +86,11 @@ Check = Callable[[Question, Reply], object]  # raises a RewardError for a reply 
 
 
 def read_settings(cls: type[Settings], config: RewardArguments) -> Settings:
-    """Return the settings of a reward's configuration.
-
-    Raises:
-        ConfigError: naming the reward and the key.
-    """
+    """Return the settings of a reward's configuration; raise ConfigError naming the reward and the key."""
     where = f"reward {config.name}"
     settings = validate(cls, config.extra_kwargs, where, secret=True)
     url = urlsplit(settings.api_base_url)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ConfigError(f"{where}: api_base_url is no http address: write something like http://localhost:8000/v1.")
-    if url.username or url.password or url.query:
+    if url.username or url.password:
         raise ConfigError(f"{where}: api_base_url holds more than an address: give the key by api_key_env.")
     if settings.api_key is not None and settings.api_key_env is not None:
         raise ConfigError(f"{where}: api_key and api_key_env are both given: keep api_key_env.")
@@ -144,9 +134,8 @@ class JudgeClient:
     def ask(self, questions: Sequence[Question], check: Check | None = None) -> list[Reply | RewardError]:
         """Return a reply to each question, in order, or why there is none. Equal questions are asked once.
 
-        A reply that `check` raises a RewardError for is asked for again, and at last a `Malformed`. The cache returns
-        only replies that were passed to `keep`. At a temperature above 0 replies are sampled, so every question is
-        asked.
+        A reply that `check` raises a RewardError for is asked for again, and at last a `Malformed`; one that passes is
+        cached. At a temperature above 0 replies are sampled, so every question is asked.
         """
         if self.settings.temperature > 0:
             return run(self._answer_all(questions, check))
@@ -160,13 +149,11 @@ class JudgeClient:
                 replies[question.key] = reply
                 self.usage.add(cache_hits=1)
         if missing:
-            replies |= zip(missing, run(self._answer_all(list(missing.values()), check)), strict=True)
+            for key, reply in zip(missing, run(self._answer_all(list(missing.values()), check)), strict=True):
+                replies[key] = reply
+                if check is not None and isinstance(reply, Reply):
+                    self.cache.put(key, reply)
         return [replies[question.key] for question in questions]
-
-    def keep(self, question: Question, reply: Reply) -> None:
-        """Put a reply from which a reward was read into the cache, unless it was sampled or is cached."""
-        if self.settings.temperature == 0 and self.cache.get(question.key) is None:
-            self.cache.put(question.key, reply)
 
     async def _answer_all(self, questions: Sequence[Question], check: Check | None) -> list[Reply | RewardError]:
         end = asyncio.get_running_loop().time() + self.settings.deadline
@@ -260,15 +247,10 @@ class JudgeClient:
         return reply
 
 
-def not_denied(replies: Sequence[Reply | RewardError]) -> Sequence[Reply | RewardError]:
-    """Return what `ask` returned.
-
-    Raises:
-        Denied: when all was refused for what any other question would be: the key, or the model's name.
-    """
+def check_not_denied(replies: Sequence[object]) -> None:
+    """Raise Denied where all was refused for what any other question would be: the key, or the model's name."""
     if replies and all(isinstance(reply, Denied) for reply in replies):
         raise Denied(str(replies[0]))
-    return replies
 
 
 @dataclass

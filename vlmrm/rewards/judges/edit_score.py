@@ -8,18 +8,15 @@ import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 from pydantic import Field
 
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, Verdict, fence, image_part, text_part
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, Verdict, fence, source_part, text_part
 from vlmrm.rewards.judges.replies import Reply, without_thinking
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator, PartialState
 
 SYSTEM = "You are a professional digital artist who judges generated pictures by rules."
 FORM = """Reply in this form, with a short reasoning:
@@ -61,7 +58,7 @@ class EditScore(PointwiseRewardModel):
     text_prompts = True
     options = tuple(EditScoreSettings.model_fields)
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState | None):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         extra = dict(config.extra_kwargs)
         quality = extra.pop("quality_request_file", None)
@@ -74,12 +71,6 @@ class EditScore(PointwiseRewardModel):
         if quality is not None:
             extra["request_file"] = quality
         self.quality = _Quality(replace(config, extra_kwargs=extra), accelerator)
-        both = [(asked.settings.vlm_model, asked.settings.temperature) for asked in (self.following, self.quality)]
-        if both[0] != both[1]:
-            raise ConfigError(
-                f"reward {config.name}: request_file asks {both[0][0]} at temperature {both[0][1]:g}, and "
-                f"quality_request_file {both[1][0]} at {both[1][1]:g}: ask one model at one temperature."
-            )
         self.quality.client = self.following.client  # one limit of calls, and one breaker
         self.deterministic = self.following.deterministic
 
@@ -129,10 +120,7 @@ class _Following(_Question):
     shown = ("image", "source")
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
-        if not sample.sources or len(sample.sources) > 1:
-            count = len(sample.sources or ())
-            raise RewardError(f"the sample has {count} condition images, but an edit is judged beside one: its source")
-        pictures = [image_part(sample.sources[0]), *self.media(sample)]
+        pictures = [source_part(sample), *self.media(sample)]
         return SYSTEM, [*pictures, text_part(f"{FOLLOWING}\n{fence(sample.prompt)}\n{FORM}")]
 
 
@@ -142,11 +130,7 @@ class _Quality(_Question):
 
 
 def read_scores(text: str) -> list[float]:
-    """Return the two scores of a reply, the last that it gives.
-
-    Raises:
-        RewardError: when it has none, or one is off the scale.
-    """
+    """Return the two scores of a reply, the last that it gives."""
     text = without_thinking(text)
     alone = ALONE.fullmatch(text)
     found = [match.groups() for match in SCORES.finditer(text)] or ([alone.groups()] if alone else [])

@@ -8,22 +8,19 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from PIL import Image
 from pydantic import Field
 
 from vlmrm.errors import ConfigError, MediaError, RewardError
-from vlmrm.rewards.contract import PointwiseRewardModel, RewardArguments, RewardModelOutput
-from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, Usage, not_denied, read_settings
-from vlmrm.rewards.judges.expected import expected_reward
-from vlmrm.rewards.judges.replies import Question, Reply
+from vlmrm.rewards.contract import BaseRewardModel, PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
+from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, check_not_denied, read_settings
+from vlmrm.rewards.judges.replies import Question, Reply, expected_reward
 from vlmrm.rewards.judges.request_file import RequestFile, read_request_file
 from vlmrm.rewards.pictures import data_uri
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator, PartialState
-
+Parts = list[dict[str, Any]]  # of a message
 LIKELIEST = 20  # tokens whose log-probabilities are asked for
 WORDING = ("question", "send_prompt", "top_logprobs")  # settings of what a request_file writes itself
 CUT_OFF = ("length", "content_filter")  # finish reasons of incomplete replies
@@ -72,49 +69,63 @@ class Verdict:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-class Judge(PointwiseRewardModel):
-    """A vision-language model that judges each sample, over an OpenAI-compatible API.
+def judge_samples(prompt: Sequence[str], *media: Sequence[Any] | None) -> list[JudgeSample]:
+    """Return the samples of a call; `media` are the columns of the fields of `JudgeSample`, in their order."""
+    columns = [prompt, *(column or [None] * len(prompt) for column in media)]
+    return [JudgeSample(*values) for values in zip(*columns, strict=True)]
 
-    A reply without a reward in it, or one that was cut off, is a failure with the reply's beginning, never a number.
-    `extra_info` has every `reply` and the details read from it; `counters` are of calls, tokens and cost.
+
+class SampleJudge(BaseRewardModel):
+    """What judges of samples and of pairs of them share: settings, a `request_file`, and the client.
+
+    `counters` are of calls, tokens and cost.
     """
 
     required_fields = ("prompt",)
     text_prompts = True
     Settings: ClassVar[type[SampleSettings]]
     shown: ClassVar[tuple[str, ...]] = ("image",)  # placeholders that a request_file must have
-    cut_off: ClassVar[tuple[str, ...]] = CUT_OFF
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState | None):
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "Settings" in vars(cls):
+            cls.options = tuple(cls.Settings.model_fields)
+
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         self.settings, self.request = read_sample_settings(self.Settings, config, self.shown)
         self.deterministic = self.settings.temperature == 0
         self.client = JudgeClient(self.settings)
+
+    def counters(self) -> dict[str, float]:
+        names = ("calls", "retries", "malformed", "cache_hits", "prompt_tokens", "completion_tokens", "cost")
+        return {name: getattr(self.client.usage, name) for name in names}
+
+
+class Judge(SampleJudge, PointwiseRewardModel):
+    """A vision-language model that judges each sample, over an OpenAI-compatible API.
+
+    A reply without a reward in it, or one that was cut off, is a failure with the reply's beginning, never a number.
+    `extra_info` has every `reply` and the details read from it.
+    """
+
+    cut_off: ClassVar[tuple[str, ...]] = CUT_OFF
 
     @property
     def samples_a_call(self) -> int:
         return max(self.config.batch_size, self.settings.max_concurrent)
 
     @abstractmethod
-    def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
-        """Return the system message and the parts of the user's message.
-
-        Raises:
-            RewardError: when the sample lacks something that is asked about.
-        """
+    def chat(self, sample: JudgeSample) -> tuple[str, Parts]:
+        """Return the system message and the parts of the user's; raise RewardError where the sample lacks some."""
 
     @abstractmethod
     def verdict(self, reply: Reply, sample: JudgeSample) -> Verdict:
-        """Return the reward in a reply.
-
-        Raises:
-            RewardError: when it has none.
-        """
+        """Return the reward in a reply; raise RewardError when it has none."""
 
     def parameters(self) -> dict[str, Any]:
-        """Return the parameters of a call beside the model and the messages."""
-        parameters = {"temperature": self.settings.temperature, "max_completion_tokens": self.settings.max_tokens}
-        return {**parameters, "logprobs": True, "top_logprobs": LIKELIEST} if self._expects else parameters
+        """Return more parameters of a call."""
+        return {"logprobs": True, "top_logprobs": LIKELIEST} if self._expects else {}
 
     @property
     def _expects(self) -> bool:
@@ -127,9 +138,7 @@ class Judge(PointwiseRewardModel):
         video: list[list[Image.Image]] | None = None,
         condition_images: list[list[Image.Image]] | None = None,
     ) -> RewardModelOutput:
-        none = [None] * len(prompt)
-        columns = zip(prompt, image or none, video or none, condition_images or none, strict=True)
-        samples = [JudgeSample(*values) for values in columns]
+        samples = judge_samples(prompt, image, video, condition_images)
         questions: dict[int, Question] = {}
         failures: dict[int, str] = {}
         for index, sample in enumerate(samples):
@@ -141,18 +150,13 @@ class Judge(PointwiseRewardModel):
         info: list[dict[str, Any]] = [{} for _ in samples]
         asked = {question.key: samples[index] for index, question in questions.items()}
         count = self.settings.replies
-        replies = iter(
-            not_denied(
-                self.client.ask(
-                    [question for question in questions.values() for _ in range(count)],
-                    lambda question, reply: self._read(reply, asked[question.key]),
-                )
-            )
-        )
-        for index, question in questions.items():
-            answers = [next(replies) for _ in range(count)]
+        several = [question for question in questions.values() for _ in range(count)]
+        replies = self.client.ask(several, lambda question, reply: self._read(reply, asked[question.key]))
+        check_not_denied(replies)
+        remaining = iter(replies)
+        for index in questions:
             try:
-                verdict = self._mean(question, answers, samples[index])
+                verdict = self._mean([next(remaining) for _ in range(count)], samples[index])
             except RewardError as error:
                 failures[index] = str(error)
                 info[index] |= {"reply": error.reply.text} if isinstance(error, Malformed) else {}
@@ -166,22 +170,15 @@ class Judge(PointwiseRewardModel):
         if self.request is not None:
             pictures = {"image": shown_frames(sample, self.settings.max_frames), "source": sample.sources or ()}
             return self.request.question(sample.prompt, pictures)
-        system, parts = self.chat(sample)
-        messages = [{"role": "system", "content": f"{system}\n{FENCED}"}, {"role": "user", "content": parts}]
-        return Question.of(self.settings.vlm_model, messages, self.parameters())
+        return chat_question(self.settings, *self.chat(sample), self.parameters())
 
-    def _mean(self, question: Question, replies: Sequence[Reply | RewardError], sample: JudgeSample) -> Verdict:
-        """Return the mean of the rewards in all replies, and what the audit log says of them.
-
-        Raises:
-            RewardError: when one of them has none.
-        """
+    def _mean(self, replies: Sequence[Reply | RewardError], sample: JudgeSample) -> Verdict:
+        """Return the mean of the rewards in all replies, and what the audit log says of them."""
         verdicts = []
         for reply in replies:
             if isinstance(reply, RewardError):
                 raise reply
-            verdicts.append(self._expected(reply, sample) if self._expects else self._read(reply, sample))
-            self.client.keep(question, reply)
+            verdicts.append(self._read(reply, sample))
         texts = [reply.text for reply in replies if isinstance(reply, Reply)]
         if len(texts) == 1:
             return Verdict(verdicts[0].reward, {"reply": texts[0], **verdicts[0].details})
@@ -190,38 +187,26 @@ class Judge(PointwiseRewardModel):
         spread = {"rewards": rewards, "spread": statistics.stdev(rewards)}
         return Verdict(statistics.fmean(rewards), {"reply": texts, **spread, **details})
 
-    def _expected(self, reply: Reply, sample: JudgeSample) -> Verdict:
-        written = self._read(reply, sample)
+    def _read(self, reply: Reply, sample: JudgeSample) -> Verdict:
+        begins = check_complete(reply, self.settings.max_tokens, self.cut_off)
+        try:
+            written = self.verdict(reply, sample)
+        except RewardError as error:
+            raise RewardError(f"{error}; {begins}") from error
+        if not self._expects:
+            return written
         expected = expected_reward(
             reply, lambda text: self.verdict(reply.model_copy(update={"text": text}), sample).reward
         )
         return Verdict(expected, {"written": written.reward, **written.details})
 
-    def _read(self, reply: Reply, sample: JudgeSample) -> Verdict:
-        begins = check_complete(reply, self.settings.max_tokens, self.cut_off)
-        try:
-            return self.verdict(reply, sample)
-        except RewardError as error:
-            raise RewardError(f"{error}; {begins}") from error
-
-    def counters(self) -> dict[str, float]:
-        return usage_counters(self.client.usage)
-
-    def media(self, sample: JudgeSample) -> list[dict[str, Any]]:
-        """Return the sample's image, or frames of its video, as parts of a message.
-
-        Raises:
-            RewardError: when it has neither, or both.
-        """
+    def media(self, sample: JudgeSample) -> Parts:
+        """Return the sample's image, or frames of its video, as parts of a message."""
         return [image_part(picture) for picture in shown_frames(sample, self.settings.max_frames)]
 
 
 def check_complete(reply: Reply, max_tokens: int, cut_off: Sequence[str] = CUT_OFF) -> str:
-    """Return how a reply begins, for messages.
-
-    Raises:
-        RewardError: when it was cut off.
-    """
+    """Return how a reply begins, for messages; raise RewardError when it was cut off."""
     begins = f"it begins {reply.text[:200]!r}" if reply.text.strip() else "it is empty"
     if reply.finish_reason in cut_off:
         hint = f": raise max_tokens above {max_tokens}" if reply.finish_reason == "length" else ""
@@ -229,20 +214,10 @@ def check_complete(reply: Reply, max_tokens: int, cut_off: Sequence[str] = CUT_O
     return begins
 
 
-def usage_counters(usage: Usage) -> dict[str, float]:
-    """Return the counts of a judge for a tracker."""
-    names = ("calls", "retries", "malformed", "cache_hits", "prompt_tokens", "completion_tokens", "cost")
-    return {name: getattr(usage, name) for name in names}
-
-
 def read_sample_settings(
     cls: type[Settings], config: RewardArguments, shown: Sequence[str]
 ) -> tuple[Settings, RequestFile | None]:
-    """Return the settings of a reward's configuration, and its request_file; what both say must agree.
-
-    Raises:
-        ConfigError: naming the reward and the key.
-    """
+    """Return the settings of a reward's configuration, and its request_file; what both say must agree."""
     where, request, given = f"reward {config.name}", None, config.extra_kwargs
     if isinstance(path := given.get("request_file"), str):
         request = read_request_file(path, where, shown)
@@ -260,12 +235,16 @@ def read_sample_settings(
     return settings, request
 
 
-def shown_frames(sample: JudgeSample, max_frames: int) -> list[Image.Image]:
-    """Return the sample's image, or at most `max_frames` of its video, evenly spaced from the first to the last.
+def source_part(sample: JudgeSample) -> dict[str, Any]:
+    """Return the one condition image of an edit as a part; raise RewardError where there are none or several."""
+    if not sample.sources or len(sample.sources) > 1:
+        count = len(sample.sources or ())
+        raise RewardError(f"the sample has {count} condition images, but an edit is judged beside one: its source")
+    return image_part(sample.sources[0])
 
-    Raises:
-        RewardError: when it has neither, or both.
-    """
+
+def shown_frames(sample: JudgeSample, max_frames: int) -> list[Image.Image]:
+    """Return the sample's image, or at most `max_frames` of its video, evenly spaced from the first to the last."""
     if (sample.image is None) == (sample.video is None):
         count = "neither an image nor a video" if sample.image is None else "both an image and a video"
         raise RewardError(f"the sample has {count}: give one of them")
@@ -280,6 +259,25 @@ def fence(text: str) -> str:
     return f"<data-{mark}>\n{text}\n</data-{mark}>"
 
 
+def chat_question(settings: JudgeSettings, system: str, parts: Parts, parameters: dict[str, Any]) -> Question:
+    """Return a question of a system message and the parts of the user's."""
+    messages = [{"role": "system", "content": f"{system}\n{FENCED}"}, {"role": "user", "content": parts}]
+    own = {"temperature": settings.temperature, "max_completion_tokens": settings.max_tokens}
+    return Question.of(settings.vlm_model, messages, {**own, **parameters})
+
+
+def json_reply(properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameter of a call that asks for a JSON object."""
+    schema = {"name": "judgement", "strict": True, "schema": json_object(properties)}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def json_object(properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a JSON object that has all of the properties and no others."""
+    required = {"required": list(properties), "additionalProperties": False}
+    return {"type": "object", "properties": properties, **required}
+
+
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
@@ -287,11 +285,6 @@ def text_part(text: str) -> dict[str, Any]:
 def image_part(image: Image.Image) -> dict[str, Any]:
     """Return a part with the image, lossless."""
     return {"type": "image_url", "image_url": {"url": data_uri(image)}}
-
-
-def frame_parts(video: Sequence[Image.Image], max_frames: int) -> list[dict[str, Any]]:
-    """Return at most `max_frames` frames as parts."""
-    return [image_part(frame) for frame in spaced(video, max_frames)]
 
 
 def spaced(video: Sequence[Image.Image], max_frames: int) -> list[Image.Image]:

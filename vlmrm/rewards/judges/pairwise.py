@@ -4,38 +4,44 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from statistics import fmean
 
+import numpy as np
 from PIL import Image
 from pydantic import Field
 
 from vlmrm.errors import MediaError, RewardError
-from vlmrm.rewards.contract import GroupwiseRewardModel, RewardArguments, RewardModelOutput
-from vlmrm.rewards.judges.client import JudgeClient, not_denied
+from vlmrm.measures.bradley_terry import fit, logistic
+from vlmrm.rewards.contract import GroupwiseRewardModel, RewardModelOutput
+from vlmrm.rewards.judges.client import check_not_denied
 from vlmrm.rewards.judges.judge import (
-    FENCED,
     JudgeSample,
+    Parts,
+    SampleJudge,
     SampleSettings,
+    chat_question,
     check_complete,
     fence,
     image_part,
-    read_sample_settings,
+    json_reply,
+    judge_samples,
     shown_frames,
     text_part,
-    usage_counters,
 )
 from vlmrm.rewards.judges.replies import Question, Reply, json_objects, without_thinking
-from vlmrm.rewards.judges.tournament import Pair, play, strengths, win_rates
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator, PartialState
-
-SYSTEM = "You are a careful, impartial judge of generated pictures. Their order means nothing."
-QUESTION = (
-    "Both were made for the text. Which one shows better what it asks for, and is of the better quality? Reply with "
-    'one JSON object: {"justification": "...", "winner": "Image 1"}, with the winner "Image 1", "Image 2" or "tie".'
+SYSTEM = (
+    "You are a careful, impartial judge. You are shown a prompt and two answers to it, and decide which one people "
+    "would prefer: it does what the prompt asks, is true of every picture shown, and is of the better quality. The "
+    "order of the answers and their length mean nothing."
 )
+FORM = (
+    'Reply with one JSON object, first a short justification, then the winner, "Answer 1", "Answer 2", or "tie" where '
+    'neither is better: {"justification": "...", "winner": "..."}'
+)
+WINNERS = {"justification": {"type": "string"}, "winner": {"type": "string", "enum": ["Answer 1", "Answer 2", "tie"]}}
 WINNER = re.compile(r"\b(?:image|video|answer)\s*([12])\b", re.IGNORECASE)
 BETTER = re.compile(r"\b(?:image|video)\s*([12])\s+(?:is|wins)\b(?!\s+(?:not|worse))", re.IGNORECASE)
 TIE = re.compile(r"\b(?:tie|both|equal(?:ly)?)\b", re.IGNORECASE)
@@ -48,7 +54,7 @@ class PairwiseSettings(SampleSettings):
     """Rounds of the tournament, in each of which a sample meets one other, in both orders."""
 
 
-class PairwiseJudge(GroupwiseRewardModel):
+class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
     """The chance to beat another sample of the group, by the strengths of a Bradley-Terry model: [N] in [0, 1].
 
     In each of `rounds` rounds every sample meets another of about its strength (a Swiss tournament); in a group so
@@ -57,15 +63,9 @@ class PairwiseJudge(GroupwiseRewardModel):
     replies of UnifiedReward 2.0, Think, Flex and Edit to pairs are read, asked by their `request_file`.
     """
 
-    required_fields = ("prompt",)
-    text_prompts = True
-    options = tuple(PairwiseSettings.model_fields)
-
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState | None):
-        super().__init__(config, accelerator)
-        self.settings, self.request = read_sample_settings(PairwiseSettings, config, ("first", "second"))
-        self.deterministic = self.settings.temperature == 0
-        self.client = JudgeClient(self.settings)
+    Settings = PairwiseSettings
+    settings: PairwiseSettings
+    shown = ("first", "second")
 
     def __call__(  # ty: ignore[incompatible-method-override]
         self,
@@ -74,9 +74,7 @@ class PairwiseJudge(GroupwiseRewardModel):
         video: list[list[Image.Image]] | None = None,
         condition_images: list[list[Image.Image]] | None = None,
     ) -> RewardModelOutput:
-        none = [None] * len(prompt)
-        columns = zip(prompt, image or none, video or none, condition_images or none, strict=True)
-        group = _Group([JudgeSample(*values) for values in columns], self)
+        group = _Group(judge_samples(prompt, image, video, condition_images), self)
         credits = play(len(group.samples), self.settings.rounds, group.compare)
         values = strengths(len(group.samples), credits)
         met = [sum(index in pair for pair in credits) for index in range(len(group.samples))]
@@ -87,36 +85,42 @@ class PairwiseJudge(GroupwiseRewardModel):
         return RewardModelOutput(rewards, info, failures)
 
     def question(self, first: JudgeSample, second: JudgeSample) -> Question:
-        """Return the question which of two samples is better.
-
-        Raises:
-            RewardError: when one of them has no picture.
-        """
+        """Return the question which of two samples is better; raise RewardError when one of them has no picture."""
         one, other = (shown_frames(sample, self.settings.max_frames) for sample in (first, second))
         sources = first.sources or ()
         if self.request is not None:
             return self.request.question(first.prompt, {"first": one, "second": other, "source": sources})
-        shown: list[dict[str, Any]] = []
-        for title, pictures in (("Made from:", sources), ("Image 1:", one), ("Image 2:", other)):
-            shown += [text_part(title), *map(image_part, pictures)] if pictures else []
-        parts = [text_part(f"The text:\n{fence(first.prompt)}"), *shown, text_part(QUESTION)]
-        messages = [{"role": "system", "content": f"{SYSTEM}\n{FENCED}"}, {"role": "user", "content": parts}]
-        parameters = {"temperature": self.settings.temperature, "max_completion_tokens": self.settings.max_tokens}
-        return Question.of(self.settings.vlm_model, messages, parameters)
+        prompt = [text_part(f"The prompt:\n{fence(first.prompt)}"), *map(image_part, sources)]
+        return self.asked(prompt, [*map(image_part, one)], [*map(image_part, other)])
 
-    def read(self, reply: Reply) -> float:
-        """Return the credit of the sample that was shown first: 1, 0, or a half for a tie.
+    def asked(self, prompt: Parts, first: Parts, second: Parts) -> Question:
+        """Return the question which of two answers to a prompt is better, each as the parts of a message."""
+        answers = [text_part("Answer 1:"), *first, text_part("Answer 2:"), *second]
+        return chat_question(self.settings, SYSTEM, [*prompt, *answers, text_part(FORM)], json_reply(WINNERS))
 
-        Raises:
-            RewardError: when the reply has no verdict.
+    def credits(self, questions: Sequence[Question]) -> list[float | RewardError]:
+        """Return the credit of the answer that each question shows first, or why there is none.
+
+        It is the mean over the replies of 1, 0, or a half for a tie.
         """
+        count = self.settings.replies
+        several = [question for question in questions for _ in range(count)]
+        read: list[float | RewardError] = [
+            reply if isinstance(reply, RewardError) else self._read(reply)
+            for reply in self.client.ask(several, lambda _, reply: self._read(reply))
+        ]
+        credits: list[float | RewardError] = []
+        for start in range(0, len(read), count):
+            failures = [it for it in read[start : start + count] if isinstance(it, RewardError)]
+            numbers = [it for it in read[start : start + count] if not isinstance(it, RewardError)]
+            credits.append(failures[0] if failures else fmean(numbers))
+        return credits
+
+    def _read(self, reply: Reply) -> float:
         begins = check_complete(reply, self.settings.max_tokens)
         if (credit := read_winner(reply.text)) is None:
             raise RewardError(f"the reply names no winner; {begins}")
         return credit
-
-    def counters(self) -> dict[str, float]:
-        return usage_counters(self.client.usage)
 
 
 class _Group:
@@ -136,17 +140,14 @@ class _Group:
                 questions[first, second] = self.judge.question(self.samples[first], self.samples[second])
             except (MediaError, RewardError) as error:
                 self._failed((first, second), error)
-        count, client = self.judge.settings.replies, self.judge.client
-        asked = [(order, question) for order, question in questions.items() for _ in range(count)]
-        replies = not_denied(client.ask([question for _, question in asked], lambda _, reply: self.judge.read(reply)))
-        credits: dict[Pair, list[float]] = {order: [] for order in questions}
-        for (order, question), reply in zip(asked, replies, strict=True):
-            if isinstance(reply, RewardError):
-                self._failed(order, reply)
+        won: dict[Pair, float] = {}
+        credits = self.judge.credits(list(questions.values()))
+        check_not_denied(credits)
+        for order, credit in zip(questions, credits, strict=True):
+            if isinstance(credit, RewardError):
+                self._failed(order, credit)
             else:
-                credits[order].append(self.judge.read(reply))
-                client.keep(question, reply)
-        won = {order: sum(values) / count for order, values in credits.items() if len(values) == count}
+                won[order] = credit
         for first, second in pairs:
             if (first, second) in won and (second, first) in won:
                 self.verdicts[first, second] = won[first, second], 1 - won[second, first]
@@ -200,3 +201,77 @@ def _named(said: str) -> float | None:
 
 def _higher(first: float, second: float) -> float:
     return 0.5 if first == second else float(first > second)
+
+
+Pair = tuple[int, int]
+Credits = dict[Pair, float]  # of the first of each pair, 0 to 1
+
+PRIOR = 0.1  # weight of the prior by which strengths are finite, beside one comparison each
+
+
+def play(count: int, rounds: int, compare: Callable[[Sequence[Pair]], Mapping[Pair, float]]) -> Credits:
+    """Return the credits of a Swiss tournament of `rounds` rounds, or of all pairs where as many rounds hold them.
+
+    In each round everyone meets someone of about the same strength whom he has not met, but the one who is left over.
+    `compare` returns the credits of pairs that could be compared.
+    """
+    if full_rounds(count) <= rounds:
+        return dict(compare(list(combinations(range(count), 2))))
+    credits: Credits = {}
+    met: set[Pair] = set()
+    for _ in range(rounds):
+        pairs = _next_pairs(strengths(count, credits), met)
+        met.update(pairs)
+        credits.update(compare(pairs))
+    return credits
+
+
+def full_rounds(count: int) -> int:
+    """Return the rounds of a tournament in which all meet."""
+    return count - 1 + count % 2
+
+
+def _next_pairs(values: np.ndarray, met: set[Pair]) -> list[Pair]:
+    """Return new pairs of neighbours in strength, each in the order of the group.
+
+    Of an odd number one of those who met most rests, the weakest of them. In groups hardly larger than the rounds some
+    may find nobody new.
+    """
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
+    if len(order) % 2:
+        meetings = np.bincount(np.array(sorted(met), dtype=int).reshape(-1), minlength=len(order))
+        order.remove(max(reversed(order), key=lambda i: meetings[i]))
+    pairs: list[Pair] = []
+    left: list[int] = []
+    while order:
+        first = order.pop(0)
+        second = next((other for other in order if _pair(first, other) not in met), None)
+        if second is None:
+            left.append(first)
+        else:
+            order.remove(second)
+            pairs.append(_pair(first, second))
+    while len(left) > 1:  # they have met: each takes one of a pair, the weakest that allows it
+        one, other = left.pop(), left.pop()
+        for number, (first, second) in reversed(list(enumerate(pairs))):
+            new = [[(one, first), (other, second)], [(one, second), (other, first)]]
+            allowed = [swap for swap in new if not met & {_pair(*pair) for pair in swap}]
+            if allowed:
+                pairs[number : number + 1] = [_pair(*pair) for pair in allowed[0]]
+                break
+    return pairs
+
+
+def _pair(first: int, second: int) -> Pair:
+    return (first, second) if first < second else (second, first)
+
+
+def strengths(count: int, credits: Mapping[Pair, float]) -> np.ndarray:
+    """Return the strengths θ[count] of the Bradley-Terry model P(i beats j) = σ(θi - θj)."""
+    rows = [np.eye(count)[first] - np.eye(count)[second] for first, second in credits]
+    return fit(np.array(rows).reshape(-1, count), np.array(list(credits.values())), np.full(count, PRIOR))[0]
+
+
+def win_rates(values: np.ndarray) -> np.ndarray:
+    """Return the chance of each to beat another of the group: [N] in [0, 1]."""
+    return (logistic(values[:, None] - values[None, :]).sum(axis=1) - 0.5) / max(1, len(values) - 1)

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards.contract import RewardArguments
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, image_part, text_part
+from vlmrm.rewards.contract import Processes, RewardArguments
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, source_part, text_part
 from vlmrm.rewards.judges.replies import NOT_APPLICABLE, Reply, read_score, without_thinking
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator, PartialState
 
 TITLES = {
     "text_faithfulness": "Text Faithfulness",
@@ -81,11 +78,10 @@ class RationalRewardsT2I(Judge):
 
     Settings = T2ISettings
     settings: T2ISettings
-    options = tuple(T2ISettings.model_fields)
     aspects: ClassVar[tuple[str, ...]] = ("text_faithfulness", "physical_quality", "text_rendering")
     subject: ClassVar[str] = "generated image"
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState | None):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         self.rubric = self.own_rubric()
         self.counted = self.aspects if self.settings.aspects is None else tuple(self.settings.aspects)
@@ -97,11 +93,8 @@ class RationalRewardsT2I(Judge):
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
         instruction = text_part(f"User Instruction:\n{fence(sample.prompt)}")
-        return f"You are an expert judge of {self.subject}s.", [
-            instruction,
-            *self.pictures(sample),
-            text_part(self.rubric),
-        ]
+        parts = [instruction, *self.pictures(sample), text_part(self.rubric)]
+        return f"You are an expert judge of {self.subject}s.", parts
 
     def pictures(self, sample: JudgeSample) -> list[dict[str, Any]]:
         """Return the images to judge as parts of the message."""
@@ -123,21 +116,13 @@ class RationalRewardsEdit(RationalRewardsT2I):
     """The same for an edited image beside its source, with image faithfulness as a fourth aspect."""
 
     Settings = EditSettings
-    options = tuple(EditSettings.model_fields)
     shown = ("image", "source")
     aspects = ("text_faithfulness", "image_faithfulness", "physical_quality", "text_rendering")
     subject = "edited image"
 
     def pictures(self, sample: JudgeSample) -> list[dict[str, Any]]:
-        if not sample.sources or len(sample.sources) > 1:
-            count = len(sample.sources or ())
-            raise RewardError(f"the sample has {count} condition images, but an edit is judged beside one: its source")
-        return [
-            text_part("Source image:"),
-            image_part(sample.sources[0]),
-            text_part("Edited image:"),
-            *self.media(sample),
-        ]
+        source = [text_part("Source image:"), source_part(sample)]
+        return [*source, text_part("Edited image:"), *self.media(sample)]
 
 
 def _numbered(items: list[str]) -> str:
@@ -145,21 +130,10 @@ def _numbered(items: list[str]) -> str:
 
 
 def read_aspects(reply: str, titles: Mapping[str, str]) -> dict[str, Score]:
-    """Return the score of each aspect, `"N/A"`, or None where the reply has none.
+    """Return the score of each aspect, `"N/A"`, or None where the reply has none; `titles` are by name.
 
-    The published form of a reply is
-
-        # Detailed Judgement
-        1. Text Faithfulness:
-        ## Justification: ...
-        ## Score: 3.5
-        2. ...
-        # Summary: ...
-
-    Models also write titles and scores in bold, other headings, `3/4`, `3,5` or `n/a`; all of it is read.
-
-    Args:
-        titles: the aspects' titles in headings, by their names.
+    The published form is `1. Text Faithfulness:`, `## Justification: ...`, `## Score: 3.5` for each aspect. Models
+    also write titles and scores in bold, other headings, `3/4`, `3,5` or `n/a`; all of it is read.
     """
     lines = _judgement(without_thinking(reply).splitlines())
     # A numbered heading may have words beside the title; without a number only the title alone is a heading, but
@@ -169,15 +143,15 @@ def read_aspects(reply: str, titles: Mapping[str, str]) -> dict[str, Score]:
         title = "|".join(map(re.escape, titles.values()))
         parts = [part for line in lines for part in re.split(rf"(?i)(?=\b(?:{title})\s*[:：])", line)]
         sections = _sections(parts, titles, _plain_heading)
-    return {name: _score(sections.get(name, ())) for name in titles}
+    scores: dict[str, Score] = dict.fromkeys(titles)
+    for name, lines in sections:  # the first score of the last section that has one
+        found = (read_score(match["value"], BEST) for match in map(SCORE.search, lines) if match)
+        scores[name] = next((score for score in found if score is not None), scores[name])
+    return scores
 
 
 def aggregate(scores: Mapping[str, Score]) -> float:
-    """Return (m - 1) / 3 in [0, 1], with m the mean of the scores that apply, each clamped to [1, 4].
-
-    Raises:
-        RewardError: when an aspect has no score, as in an incomplete reply, or none applies.
-    """
+    """Return (m - 1) / 3 in [0, 1], with m the mean of the scores that apply, each clamped to [1, 4]."""
     missing = [name for name, score in scores.items() if score is None]
     if missing:
         raise RewardError(f"the reply has no score for {', '.join(missing)}")
@@ -196,16 +170,14 @@ def _judgement(lines: list[str]) -> list[str]:
 
 def _sections(
     lines: Sequence[str], titles: Mapping[str, str], heading: Callable[[str, str], bool]
-) -> dict[str, list[list[str]]]:
-    """Return the lines under each aspect's headings, heading included."""
-    sections: dict[str, list[list[str]]] = {}
-    current: list[str] = []
+) -> list[tuple[str, list[str]]]:
+    """Return the headings' aspects, each with its lines, heading included."""
+    sections: list[tuple[str, list[str]]] = []
     for line in lines:
-        name = next((name for name, title in titles.items() if heading(line, title)), None)
-        if name is not None:
-            current = []
-            sections.setdefault(name, []).append(current)
-        current.append(line)
+        if (name := next((name for name, title in titles.items() if heading(line, title)), None)) is not None:
+            sections.append((name, []))
+        if sections:
+            sections[-1][1].append(line)
     return sections
 
 
@@ -215,14 +187,3 @@ def _numbered_heading(line: str, title: str) -> bool:
 
 def _plain_heading(line: str, title: str) -> bool:
     return re.match(rf"^[\s#*_>-]*{re.escape(title)}[\s*_]*(?::|：|$)", line, re.IGNORECASE) is not None
-
-
-def _score(sections: Sequence[Sequence[str]]) -> Score:
-    """Return the first score of the last section that has one."""
-    for lines in reversed(sections):
-        for line in lines:
-            match = SCORE.search(line)
-            score = read_score(match["value"], BEST) if match else None
-            if score is not None:
-                return score
-    return None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 import threading
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cachetools import LRUCache
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.files import make_folder, write_file
@@ -88,21 +90,18 @@ class Reply(BaseModel):
 
 
 def read_completion(body: str) -> Reply:
-    """Return the reply in a server's JSON.
-
-    Raises:
-        RewardError: when it is no chat completion.
-    """
+    """Return the reply in a server's JSON; raise RewardError when it is no chat completion."""
     try:
         completion = json.loads(body)
         choice = completion["choices"][0]
         message, usage = choice["message"], completion.get("usage") or {}
         text = message.get("content") or message.get("refusal") or ""
+        tokens = (choice.get("logprobs") or {}).get("content")
         return Reply(
             text=text,
             finish_reason=choice.get("finish_reason"),
-            top_logprobs=_first_token(choice),
-            digits=_digits(choice, text),
+            top_logprobs=_top_logprobs(tokens[0]) if tokens else None,
+            digits=_digits(tokens, text) if tokens else None,
             prompt_tokens=usage.get("prompt_tokens") or 0,
             completion_tokens=usage.get("completion_tokens") or 0,
         )
@@ -110,18 +109,12 @@ def read_completion(body: str) -> Reply:
         raise RewardError(f"what the server sent is no chat completion: {body[:200]!r}") from error
 
 
-def _first_token(choice: dict[str, Any]) -> list[tuple[str, float]] | None:
-    tokens = (choice.get("logprobs") or {}).get("content")
-    if not tokens:
-        return None
-    return [(token["token"], token["logprob"]) for token in tokens[0].get("top_logprobs") or ()]
+def _top_logprobs(token: dict[str, Any]) -> list[tuple[str, float]]:
+    return [(other["token"], other["logprob"]) for other in token.get("top_logprobs") or ()]
 
 
-def _digits(choice: dict[str, Any], text: str) -> list[tuple[int, str, list[tuple[str, float]]]] | None:
-    """Return the tokens of digits; None without log-probabilities, or where the tokens are not those of the text."""
-    tokens = (choice.get("logprobs") or {}).get("content")
-    if not tokens:
-        return None
+def _digits(tokens: list[dict[str, Any]], text: str) -> list[tuple[int, str, list[tuple[str, float]]]] | None:
+    """Return the tokens of digits; None where the tokens are not those of the text."""
     found, end = [], 0
     for token in tokens:
         written = token["token"]
@@ -130,8 +123,7 @@ def _digits(choice: dict[str, Any], text: str) -> list[tuple[int, str, list[tupl
             continue
         end = start + len(written)
         if (digits := written.strip()).isdecimal() and digits.isascii():
-            likeliest = [(other["token"], other["logprob"]) for other in token.get("top_logprobs") or ()]
-            found.append((start + written.index(digits), digits, likeliest))
+            found.append((start + written.index(digits), digits, _top_logprobs(token)))
     return found if sum(len(digits) for _, digits, _ in found) == len(re.findall("[0-9]", text)) else None
 
 
@@ -140,16 +132,10 @@ def _json(value: Any) -> bytes:
 
 
 class ReplyCache:
-    """Replies by their question's key, in memory and in a folder. Any thread may use it.
+    """Replies by their question's key, in memory (`size` of them) and in a folder. Any thread may use it.
 
-    In the folder a reply is a JSON file, written atomically and never removed.
-
-    Args:
-        size: replies in memory; the least recently used is dropped first.
-        folder: kept across runs and shared by processes; given up, with a warning, once its disk fails.
-
-    Raises:
-        ConfigError: when the folder cannot be made.
+    In the folder, kept across runs and shared by processes, a reply is a JSON file that is never removed. Once its
+    disk fails it is given up, with a warning.
     """
 
     def __init__(self, size: int, folder: str | Path | None = None):
@@ -162,43 +148,33 @@ class ReplyCache:
     def get(self, key: str) -> Reply | None:
         with self.lock:
             reply = self.replies.get(key)
-        if reply is None and (reply := self._read(key)) is not None:
-            self._remember(key, reply)
+        if reply is not None or (path := self._path(key)) is None:
+            return reply
+        try:
+            reply = Reply.model_validate_json(path.read_text(encoding="utf-8"))
+        except OSError:
+            return None
+        except ValueError:
+            logger.warning("%s is no reply of a judge: asking again and replacing the file", path)
+            return None
+        self._remember(key, reply)
         return reply
 
     def put(self, key: str, reply: Reply) -> None:
         self._remember(key, reply)
-        path = self._path(key)
-        if path is None:
+        if (path := self._path(key)) is None:
             return
         try:
             path.parent.mkdir(exist_ok=True)
             # Not durable: a reply that a crash loses can be asked for again.
             write_file(path, reply.model_dump_json(), durable=False)
         except (OSError, ConfigError) as error:
-            self._disable_folder(error)
+            logger.warning("cache_dir %s fails (%s); replies are kept in memory alone from now on", self.folder, error)
+            self.folder = None
 
     def _remember(self, key: str, reply: Reply) -> None:
         with self.lock, suppress(ValueError):  # a cache of size 0
             self.replies[key] = reply
-
-    def _read(self, key: str) -> Reply | None:
-        path = self._path(key)
-        if path is None:
-            return None
-        try:
-            return Reply.model_validate_json(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            pass
-        except (ValidationError, UnicodeDecodeError):
-            logger.warning("%s is no reply of a judge: asking again and replacing the file", path)
-        except OSError as error:
-            self._disable_folder(error)
-        return None
-
-    def _disable_folder(self, error: Exception) -> None:
-        logger.warning("cache_dir %s fails (%s); replies are kept in memory alone from now on", self.folder, error)
-        self.folder = None
 
     def _path(self, key: str) -> Path | None:
         folder = self.folder  # another thread may give it up meanwhile
@@ -237,3 +213,44 @@ def json_objects(text: str) -> Iterator[dict[str, Any]]:
         except RecursionError:  # so deep is no verdict, and its inner objects would each take as long
             return
         yield value
+
+
+NEGLIGIBLE = 1e-5  # probability
+
+
+def expected_reward(reply: Reply, read: Callable[[str], float]) -> float:
+    """Return the expected reward over the likeliest digits in each place, the others as they were written.
+
+    With p the probabilities of the digits d that give a reward, Σ p(d) read(d) / Σ p(d): of one score exactly its
+    expectation, of a mean of scores the mean of theirs. Digits that change no score change nothing.
+    """
+    if reply.digits is None:
+        raise RewardError("the server sent no log-probabilities of the digits: it must support logprobs")
+    answer = reply.text.rfind("</think>")
+    written = read(reply.text)
+    total = written
+    for start, token, likeliest in reply.digits:
+        if start < answer:
+            continue
+        chances: dict[str, float] = defaultdict(float)
+        for text, logprob in likeliest:
+            if (digits := text.strip()).isdecimal() and digits.isascii():
+                chances[digits] += math.exp(logprob)
+        weights, weighted = chances.pop(token, 0.0), 0.0
+        for digits, chance in chances.items():
+            if chance > NEGLIGIBLE and (other := _read(reply.text, start, token, digits, read)) is not None:
+                weights += chance
+                weighted += chance * (other - written)
+        total += weighted / weights if weights > 0 else 0.0
+    return total
+
+
+def _read(text: str, start: int, token: str, digits: str, read: Callable[[str], float]) -> float | None:
+    """Return the reward of `text` with other digits at `start`, None where it has none: it is off the scale."""
+    before, after = text[:start], text[start + len(token) :]
+    if not re.search(r"\d[.,]?\d*$", before):  # the first of a number: 8 instead of 10, not 80
+        after = re.sub(r"^\d+", "", after)
+    try:
+        return read(before + digits + after)
+    except RewardError:
+        return None

@@ -41,11 +41,7 @@ class RequestFile(Strict, frozen=True, strict=True):
         return decides if length is None else {**decides, "max_tokens": length}
 
     def question(self, prompt: str, pictures: Mapping[str, Sequence[Image.Image]]) -> Question:
-        """Return the request of a sample, with its pictures by their placeholders.
-
-        Raises:
-            RewardError: when the sample lacks pictures that the request shows.
-        """
+        """Return the request of a sample, with its pictures by their placeholders."""
         text = {"prompt": [prompt]}
         encoded = {name: [base64_of(image, self.pictures) for image in images] for name, images in pictures.items()}
         [body] = self._filled(self.body, {**encoded, **text})
@@ -70,11 +66,7 @@ class RequestFile(Strict, frozen=True, strict=True):
 
 
 def read_request_file(path: str, where: str, placeholders: Sequence[str]) -> RequestFile:
-    """Read a request that shows all pictures in `placeholders`, and no others but `{source}`.
-
-    Raises:
-        ConfigError: naming the file and what is wrong with it.
-    """
+    """Read a request that shows all pictures in `placeholders`, and no others but `{source}`."""
     where = f"{where}: request_file {path}"
     request = validate(RequestFile, load_file(Path(path)), where)
     body = request.body

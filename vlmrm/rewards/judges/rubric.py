@@ -6,21 +6,27 @@ import json
 import math
 import re
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards.contract import RewardArguments
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, image_part, text_part
+from vlmrm.errors import RewardError
+from vlmrm.rewards.contract import Processes, RewardArguments
+from vlmrm.rewards.judges.judge import (
+    Judge,
+    JudgeSample,
+    ScoreSettings,
+    Verdict,
+    fence,
+    image_part,
+    json_object,
+    json_reply,
+    text_part,
+)
 from vlmrm.rewards.judges.replies import NOT_APPLICABLE, Reply, json_objects, read_score, without_thinking
-from vlmrm.settings import Strict, describe_errors, first_error, load_file
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator, PartialState
+from vlmrm.settings import Strict, load_file, validate
 
 SYSTEM = "You are a careful, impartial judge. You score what you are shown by a rubric, aspect by aspect."
 FORM = """Score these aspects:
@@ -29,9 +35,6 @@ FORM = """Score these aspects:
 Reply with one JSON object that has a key for each aspect, and under it first a short justification, then the score, a
 number on that aspect's scale, or "N/A" where the aspect does not apply:
 {form}"""
-
-Scale = list[float]
-KeyPath = tuple[str | int, ...]
 
 
 class RubricSettings(ScoreSettings):
@@ -49,15 +52,16 @@ class RubricJudge(Judge):
 
     Settings = RubricSettings
     settings: RubricSettings
-    options = tuple(RubricSettings.model_fields)
 
-    def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState | None):
+    def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         self.rubric = load_rubric(self.settings.rubric)
 
     def parameters(self) -> dict[str, Any]:
-        schema = {"name": "judgement", "strict": True, "schema": _schema(self.rubric)}
-        return {**super().parameters(), "response_format": {"type": "json_schema", "json_schema": schema}}
+        # `_score` checks the scales, as not every server supports bounds of numbers.
+        score = {"anyOf": [{"type": "number"}, {"type": "string", "enum": [NOT_APPLICABLE]}]}
+        aspect = json_object({"justification": {"type": "string"}, "score": score})
+        return {**super().parameters(), **json_reply({each.name: aspect for each in self.rubric.aspects})}
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
         sources = [part for source in sample.sources or () for part in (text_part("Made from:"), image_part(source))]
@@ -88,11 +92,7 @@ class RubricJudge(Judge):
 
 
 def aggregate(rubric: Rubric, scores: Mapping[str, float | str]) -> float:
-    """Return one number in [0, 1] from the scores that apply.
-
-    Raises:
-        RewardError: when none does.
-    """
+    """Return one number in [0, 1] from the scores that apply; raise RewardError when none does."""
     parts: list[tuple[float, float]] = []  # a score in [0, 1] and its weight
     for aspect in rubric.aspects:
         score = scores[aspect.name]
@@ -107,22 +107,6 @@ def aggregate(rubric: Rubric, scores: Mapping[str, float | str]) -> float:
     if rubric.aggregation == "product":
         return math.prod(values)
     return sum(value * weight for value, weight in parts) / sum(weight for _, weight in parts)
-
-
-def _schema(rubric: Rubric) -> dict[str, Any]:
-    """Return the reply's JSON schema; `_score` checks the scales, as not every server supports bounds of numbers."""
-    score = {"anyOf": [{"type": "number"}, {"type": "string", "enum": [NOT_APPLICABLE]}]}
-    aspect = _object({"justification": {"type": "string"}, "score": score})
-    return _object({entry.name: aspect for entry in rubric.aspects})
-
-
-def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
 
 
 def _json_values(text: str, rubric: Rubric) -> dict[str, Any]:
@@ -147,13 +131,22 @@ def _line_values(text: str, rubric: Rubric) -> dict[str, str]:
     return values
 
 
+def _worst_first(scale: list[float]) -> list[float]:
+    if not scale[0] < scale[1]:
+        raise ValueError("the worst score comes first, then the best, which is greater")
+    return scale
+
+
+Scale = Annotated[list[float], Field(min_length=2, max_length=2), AfterValidator(_worst_first)]
+
+
 class Aspect(Strict, frozen=True, strict=True):
     """One scored aspect; `scale` is its worst and best score, by default the rubric's."""
 
     name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_ -]*$")
     description: str = Field(min_length=1)
     weight: float = Field(1.0, gt=0)
-    scale: Scale | None = Field(None, min_length=2, max_length=2)
+    scale: Scale | None = None
 
 
 class Rubric(Strict, frozen=True, strict=True):
@@ -161,8 +154,26 @@ class Rubric(Strict, frozen=True, strict=True):
 
     question: str = Field(min_length=1)
     aspects: list[Aspect] = Field(min_length=1)
-    scale: Scale = Field([1.0, 5.0], min_length=2, max_length=2)
+    scale: Scale = Field([1.0, 5.0])
     aggregation: Literal["mean", "weighted", "min", "product"] = "mean"
+
+    @field_validator("question")
+    @classmethod
+    def _only_the_prompt(cls, question: str) -> str:
+        fields = {field for _, field, _, _ in string.Formatter().parse(question) if field is not None}
+        if unknown := fields - {"prompt"}:
+            raise ValueError(f"there is no {{{min(unknown)}}}; {{prompt}} is all that can be filled in")
+        return question
+
+    @model_validator(mode="after")
+    def _told_apart(self) -> Rubric:
+        names = [aspect.name.lower() for aspect in self.aspects]
+        for aspect in self.aspects:
+            if names.count(aspect.name.lower()) > 1:
+                raise ValueError(f"there is another aspect {aspect.name}")
+            if "weight" in aspect.model_fields_set and self.aggregation != "weighted":
+                raise ValueError(f"{aspect.name} has a weight, and aggregation is {self.aggregation}")
+        return self
 
     def scale_of(self, aspect: Aspect) -> tuple[float, float]:
         worst, best = aspect.scale or self.scale
@@ -170,60 +181,5 @@ class Rubric(Strict, frozen=True, strict=True):
 
 
 def load_rubric(path: str | Path) -> Rubric:
-    """Read and check a rubric.
-
-    Raises:
-        ConfigError: naming the file, the line and the key.
-    """
-    path = Path(path)
-    try:
-        rubric = Rubric(**load_file(path))
-    except ValidationError as error:
-        first = first_error(error.errors())
-        raise _refused(path, first["loc"], describe_errors([first], Rubric)) from None
-    for key_path, reason in _problems(rubric):
-        raise _refused(path, key_path, f"{'.'.join(map(str, key_path))}: {reason}")
-    return rubric
-
-
-def _problems(rubric: Rubric) -> Iterator[tuple[KeyPath, str]]:
-    """Yield mistakes that involve several fields, with their keys."""
-    try:
-        fields = {field for _, field, _, _ in string.Formatter().parse(rubric.question) if field is not None}
-    except ValueError as error:
-        yield ("question",), f"{error}; write {{{{ and }}}} for braces"
-        return
-    if fields - {"prompt"}:
-        yield ("question",), f"there is no {{{min(fields - {'prompt'})}}}; {{prompt}} is all that can be filled in"
-    scales: list[tuple[KeyPath, Scale | None]] = [(("scale",), rubric.scale)]
-    scales += [(("aspects", number, "scale"), aspect.scale) for number, aspect in enumerate(rubric.aspects)]
-    for key_path, scale in scales:
-        if scale is not None and not scale[0] < scale[1]:
-            yield key_path, "the worst score comes first, then the best, which is greater"
-    names: set[str] = set()
-    for number, aspect in enumerate(rubric.aspects):
-        if aspect.name.lower() in names:
-            yield ("aspects", number, "name"), f"there is another aspect {aspect.name}"
-        names.add(aspect.name.lower())
-        if "weight" in aspect.model_fields_set and rubric.aggregation != "weighted":
-            yield ("aspects", number, "weight"), f"aggregation is {rubric.aggregation}, which takes no weights"
-
-
-def _refused(path: Path, key_path: KeyPath, reason: str) -> ConfigError:
-    return ConfigError(f"{path}, line {_line(path, key_path)}: {reason}.")
-
-
-def _line(path: Path, key_path: KeyPath) -> int:
-    """Return the line of a key, or of the nearest enclosing key that is in the file."""
-    node: Any = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
-    line = node.start_mark.line
-    for part in key_path:
-        if isinstance(node, yaml.MappingNode):
-            entry = next(((key, value) for key, value in node.value if key.value == part), None)
-            if entry is None:
-                break
-            line, node = entry[0].start_mark.line, entry[1]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            line = node.start_mark.line
-    return line + 1
+    """Read and check a rubric; raise ConfigError naming the file and the key."""
+    return validate(Rubric, load_file(Path(path)), str(path))

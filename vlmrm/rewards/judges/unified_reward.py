@@ -51,7 +51,6 @@ class UnifiedReward(Judge):
 
     Settings = UnifiedRewardSettings
     settings: UnifiedRewardSettings
-    options = tuple(UnifiedRewardSettings.model_fields)
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
         template = IMAGE if sample.video is None else VIDEO
@@ -76,11 +75,7 @@ class UnifiedReward(Judge):
 
 
 def _without_final(text: str) -> Verdict:
-    """Return the verdict in the forms of UnifiedReward 2.0 and UnifiedReward-Edit.
-
-    Raises:
-        RewardError: when the reply has neither, or a score is off its scale.
-    """
+    """Return the verdict in the forms of UnifiedReward 2.0 and UnifiedReward-Edit."""
     pairs = list(PAIR.finditer(text))
     aspects = {match["name"].title(): match["value"] for match in SEVERAL.finditer(text)}
     worst, best = (0.0, EDIT_BEST) if pairs else (1.0, 5.0)

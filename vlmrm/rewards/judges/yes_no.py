@@ -46,7 +46,6 @@ class YesNo(Judge):
 
     Settings = YesNoSettings
     settings: YesNoSettings
-    options = tuple(YesNoSettings.model_fields)
     cut_off: ClassVar[tuple[str, ...]] = ("content_filter",)
 
     def parameters(self) -> dict[str, Any]:
