@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from vlmrm.conversation import Comparison, Conversation, Medium, Message, Messages, Text, Video, media_of, text_of
+from vlmrm.conversation import Comparison, Conversation, Medium, Message, Text, Video, media_of, text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.columns import IGNORE, SPECIAL
 from vlmrm.data.comparisons import iterate_comparisons, load_comparisons, reader_of
+from vlmrm.data.duplicates import Repeats
 from vlmrm.data.media import media_key, media_name, open_image, open_video
 from vlmrm.data.rows import is_noteworthy
 from vlmrm.errors import DataError, MediaError, RowError
@@ -184,30 +184,6 @@ class _Checker:
         return self.report
 
 
-class Repeat(NamedTuple):
-    """A row with the prompt and answers of an earlier one: the id of that, and whether it has another order."""
-
-    first: str
-    contradicts: bool
-
-
-class Repeats:
-    """Finds rows with the prompt and answers of an earlier one."""
-
-    def __init__(self) -> None:
-        self.first_rows: dict[bytes, tuple[str, list[int]]] = {}  # id and order by content
-
-    def find(self, row: Comparison) -> Repeat | None:
-        """Return what a row repeats; None for the first of its kind."""
-        answers = sorted(
-            (_fingerprint(answer), rating) for answer, rating in zip(row.answers, row.ratings, strict=True)
-        )
-        key = _fingerprint(row.prompt) + b"".join(answer for answer, _ in answers)
-        order = _order([rating for _, rating in answers])
-        first, first_order = self.first_rows.setdefault(key, (row.id, order))
-        return None if first_order is order else Repeat(first, first_order != order)
-
-
 def margins_of(row: Comparison) -> set[float]:
     """Return the margins that the loss subtracts: those of judgements that are no ties."""
     decided = (judgement for judgement in row.judgements if not all(pair.tie for pair in judgement.pairs()))
@@ -220,20 +196,6 @@ def describe_margins(margins: Sequence[float]) -> str:
         f"{counted(len(margins), 'margin')} from {min(margins):g} to {max(margins):g}, median {np.median(margins):g}, "
         "which the loss subtracts"
     )
-
-
-def _fingerprint(messages: Messages) -> bytes:
-    pieces = [
-        f"{message.role}:{part.kind}:{part.text if isinstance(part, Text) else media_key(part.reference)}"
-        for message in messages
-        for part in message.content
-    ]
-    return blake2b("\0".join(pieces).encode(), digest_size=16).digest()
-
-
-def _order(ratings: Sequence[float]) -> list[int]:
-    """Return the sign of the difference of each pair of ratings."""
-    return [int(np.sign(a - b)) for i, a in enumerate(ratings) for b in ratings[i + 1 :]]
 
 
 def format_report(report: Report) -> str:

@@ -1,4 +1,4 @@
-"""Duplicates: images that look alike, exactly or nearly, and the split that keeps rows of such images together.
+"""Duplicates: rows that repeat others, images that look alike, and the split that keeps rows of such images together.
 
 Re-encoded, resized or lightly retouched images are near; crops, mirror images and other colours are not looked for.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import combinations, islice, pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ import PIL.Image
 
 from vlmrm.conversation import Comparison, Image, Medium, Messages, Video, media_of
 from vlmrm.data.comparisons import is_held_out_key, split_key
-from vlmrm.data.media import media_key, open_image
+from vlmrm.data.media import media_key, messages_key, open_image
 from vlmrm.errors import DataError, MediaError
 
 RADIUS = 4  # bits of a perceptual hash that may differ between images that look alike
@@ -89,6 +89,29 @@ def _look(medium: Medium) -> Look | MediaError:
     except MediaError as error:
         return error
     return Look(media_key(image), perceptual_hash(image))
+
+
+class Repeat(NamedTuple):
+    """A row with the prompt and answers of an earlier one: the id of that, and whether it has another order."""
+
+    first: str
+    contradicts: bool
+
+
+class Repeats:
+    """Finds rows with the prompt and answers of an earlier one."""
+
+    def __init__(self) -> None:
+        self.first_rows: dict[str, tuple[str, list[float]]] = {}  # id and order by content
+
+    def find(self, row: Comparison) -> Repeat | None:
+        """Return what a row repeats; None for the first of its kind."""
+        keys = [messages_key(answer) for answer in row.answers]
+        answers = sorted(zip(keys, row.ratings, strict=True))
+        order = [float(np.sign(a - b)) for (_, a), (_, b) in combinations(answers, 2)]
+        key = "".join([messages_key(row.prompt), *sorted(keys)])
+        first, first_order = self.first_rows.setdefault(key, (row.id, order))
+        return None if first_order is order else Repeat(first, first_order != order)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlparse
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vlmrm.conversation import FRAME_PIXELS, Conversation, Part, Text, Video, VideoOptions
+from vlmrm.conversation import FRAME_PIXELS, Messages, Part, Text, Video, VideoOptions
 from vlmrm.data.arguments import INPUT_KEYS
 from vlmrm.data.media_cache import once
 from vlmrm.errors import MediaError
@@ -81,16 +81,15 @@ def _content_key(content: Any) -> str:
     return f"data:{_hash(content.encode())}" if isinstance(content, str) else f"bytes:{_hash(bytes(content))}"
 
 
-def conversation_key(conversation: Conversation) -> str:
-    """Return a hash that is equal for conversations with the same text and media."""
-    messages = [(message.role, list(map(_part_key, message.content))) for message in conversation.messages]
-    return _hash(repr(messages).encode())
+def messages_key(messages: Messages) -> str:
+    """Return a hash that is equal for messages with the same text and media."""
 
+    def key(part: Part) -> tuple[object, ...]:
+        if isinstance(part, Text):
+            return part.kind, part.text
+        return part.kind, media_key(part.reference), getattr(part, "options", None)
 
-def _part_key(part: Part) -> tuple[object, ...]:
-    if isinstance(part, Text):
-        return part.kind, part.text
-    return part.kind, media_key(part.reference), getattr(part, "options", None)
+    return _hash(repr([(message.role, list(map(key, message.content))) for message in messages]).encode())
 
 
 def _hash(*pieces: bytes) -> str:

@@ -71,9 +71,7 @@ from vlmrm.training.survey import (
     can_evaluate,
     can_train,
     check_survey,
-    count_prompts,
     few_prompts,
-    look_through,
     shared_prompts,
     survey,
 )
@@ -329,7 +327,7 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
     collator = survey_collator(arguments, processor)
     rows = survey(train_dataset, collator, can_train, data_args.split_seed)
     check_survey(rows, "dataset_path", args.max_dropped_share, "weighs anything")
-    for remark in look_through(train_dataset, data_args.split_seed, args.use_irrelevant_queries):
+    for remark in rows.remarks(args.use_irrelevant_queries):
         logger.warning(remark)
     if rows.rows is not None and args.dataloader_drop_last:
         check_last_batch(rows.rows, args)
@@ -338,15 +336,13 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
     key = "eval_dataset_path" if data_args.eval_dataset_path else f"eval_fraction {data_args.eval_fraction}"
     held_out = survey(eval_dataset, collator, can_evaluate, data_args.split_seed)
     check_survey(held_out, key, args.max_dropped_share, "has a preference")
-    if remark := few_prompts(len(eval_dataset), count_prompts(eval_dataset, data_args.split_seed)):
+    if remark := few_prompts(held_out):
         logger.warning(remark)
-    if data_args.eval_dataset_path:
-        both, evaluated, trained = shared_prompts(train_dataset, eval_dataset, data_args.split_seed)
-        if both:
-            logger.warning(
-                "%d of %d evaluation prompts are among %d of the training: vlmrm leakage says which",
-                both, evaluated, trained,
-            )  # fmt: skip
+    if data_args.eval_dataset_path and (both := shared_prompts(rows, held_out)):
+        logger.warning(
+            "%d of %d evaluation prompts are among %d of the training: vlmrm leakage says which",
+            both, held_out.looked, rows.looked,
+        )  # fmt: skip
 
 
 def check_last_batch(rows: int, args: RewardTrainingArguments) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vlmrm.conversation import Conversation
-from vlmrm.data.media import conversation_key
+from vlmrm.data.media import messages_key
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate, read_sample, sample_to_conversation
 from vlmrm.libraries import needs
@@ -147,7 +147,7 @@ class _TrainedReward(BaseRewardModel):
             try:
                 sample = read_sample(dict(zip(named, values, strict=True)))
                 conversation = sample_to_conversation(sample, self.template)
-                keys[index] = conversation_key(conversation)
+                keys[index] = messages_key(conversation.messages)
                 distinct[keys[index]] = conversation
             except RowError as error:
                 failures[index] = error.reason
