@@ -370,17 +370,10 @@ MEANT = {
     "Chosen, Rejected, Prompt": ("chosen / rejected", "{chosen: Chosen, rejected: Rejected}"),
     "prompt, choosen, rejected": ("chosen / rejected", "{chosen: choosen}"),
     "prompt, chosen, reject": ("chosen / rejected", "{rejected: reject}"),
-    "prompt, winner, loser": ("chosen / rejected", "{chosen: winner, rejected: loser}"),
-    "prompt, accepted, rejected": ("chosen / rejected", "{chosen: accepted}"),
-    "question, chosen_response, rejected_response": (
-        "chosen / rejected",
-        "{chosen: chosen_response, rejected: rejected_response}",
-    ),
     "instruction, input, chosen, rejeted": ("LLaMA-Factory alpaca", "{rejected: rejeted}"),
     "conversations, Chosen, rejected": ("LLaMA-Factory sharegpt", "{chosen: Chosen}"),
     "messages, rejected_respons": ("ms-swift", "{rejected_response: rejected_respons}"),
     "prompt, respones, scores": ("ranked list", "{responses: respones}"),
-    "prompt, outputs, scores": ("ranked list", "{responses: outputs}"),
     "prompt, responses, score": ("ranked list", None),  # one score is not a list of them
     "prompt, responses, Ratings": ("ranked list", "{ratings: Ratings}"),
     "prompt, chosenimage, rejectedimage": (
@@ -390,14 +383,6 @@ MEANT = {
     "caption, jpg0, jpg1, label0": ("Pick-a-Pic", "{jpg_0: jpg0, jpg_1: jpg1, label_0: label0}"),
     "prompt, respose_a, response_b, winner": ("two answers and a verdict", "{response_a: respose_a}"),
     "prompt, response_a, response_b, winer": ("two answers and a verdict", "{winner: winer}"),
-    "text, caption_left, caption_right, pick": (
-        "two answers and a verdict",
-        "{response_a: caption_left, response_b: caption_right}",
-    ),
-    "prompt, answer_right, answer_left, winner": (
-        "two answers and a verdict",
-        "{response_a: answer_left, response_b: answer_right}",
-    ),
     "prompt, path_1, path2": ("HPSv3", "{path1: path_1}"),
 }
 

@@ -70,6 +70,11 @@ class Layout:
     def columns(self) -> frozenset[str]:
         return self.required.union(self.optional, *(names for group in self.groups for names in group))
 
+    def needed(self, columns: frozenset[str]) -> frozenset[str]:
+        """Return the columns to have: the required ones, and of each group the alternative nearest to `columns`."""
+        nearest = (max(group, key=lambda names: len(names & columns) / len(names)) for group in self.groups)
+        return self.required.union(*nearest)
+
     def missing(self, columns: frozenset[str]) -> str:
         """Return the needed columns that `columns` lacks, in words."""
         missing = [f"`{name}`" for name in sorted(self.required - columns)]
