@@ -25,10 +25,9 @@ from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.batching.media import blank_image
 from vlmrm.config import Configuration
-from vlmrm.data import comparisons
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.canonical import write_held_out
-from vlmrm.data.comparisons import load_train_and_eval
+from vlmrm.data.comparisons import IrrelevantQueries, load_train_and_eval
 from vlmrm.data.tables import name_tables
 from vlmrm.errors import ConfigError, Interrupted, Preempted, TrainingError, first_line
 from vlmrm.logs import start_log
@@ -311,9 +310,7 @@ def weight_dtype(model_args: ModelArguments, args: RewardTrainingArguments) -> t
 def irrelevant_queries(args: RewardTrainingArguments, data_args: DataArguments, train_dataset) -> Any:
     if not args.use_irrelevant_queries:
         return None
-    if data_args.streaming:
-        return comparisons.for_stream(args.num_irrelevant_pairs, args.seed)
-    return comparisons.for_dataset(args.num_irrelevant_pairs, args.seed, train_dataset)
+    return IrrelevantQueries(args.num_irrelevant_pairs, args.seed, None if data_args.streaming else train_dataset)
 
 
 def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> None:
