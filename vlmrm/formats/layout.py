@@ -179,17 +179,6 @@ def _item(column: Any, index: int) -> Any:
     return column[index] if isinstance(column, (list, tuple)) else column
 
 
-def of_raters(verdicts: Sequence[Sequence[float]], kind: Kind = "preference") -> tuple[Judgement, ...]:
-    """Return the verdicts of several raters, each the values of all answers, as judgements.
-
-    Equal verdicts are one judgement; its weight is the share of the raters. In the loss these are soft labels.
-    """
-    shares: dict[tuple[float, ...], float] = {}
-    for values in map(tuple, verdicts):
-        shares[values] = shares.get(values, 0.0) + 1 / len(verdicts)
-    return tuple(Judgement(tuple(range(len(values))), values, kind, weight=share) for values, share in shares.items())
-
-
 def common_turns(first: Messages, second: Messages) -> int:
     """Return the number of leading messages that both share; 0 if no user turn is among them."""
     count = 0
