@@ -13,7 +13,7 @@ from transformers import AutoProcessor
 from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.batching.collator import OverlongError
 from vlmrm.conversation import Comparison, Image, Judgement, Message
-from vlmrm.data.comparisons import IrrelevantQueries, for_dataset
+from vlmrm.data.comparisons import IrrelevantQueries
 from vlmrm.errors import MediaError, RowError
 from vlmrm.rendering import Rendered, Renderer
 from vlmrm.training.losses import PreferenceLoss, weights
@@ -148,7 +148,7 @@ def test_irrelevant_answers_stand_under_another_prompt(processor):
         comparison("red", {"r": 1, "s": 0}, "red", "Red?"),
         comparison("blue", {"b": 1, "c": 0}, "blue", "Blue?"),
     )
-    queries = IrrelevantQueries(1, seed=0, draw=lambda rng: None)
+    queries = IrrelevantQueries(1, seed=0)
     batch = collator(processor, irrelevant=queries)(rows(red, blue))
     texts = processor.tokenizer.batch_decode(only_inputs(batch)["input_ids"], skip_special_tokens=True)
     added = [i for i, is_irrelevant in enumerate(only_part(batch)["pairs"]["irrelevant"].tolist()) if is_irrelevant]
@@ -162,14 +162,14 @@ def test_irrelevant_answers_stand_under_another_prompt(processor):
 
 def test_a_tie_sets_both_answers_under_another_prompt(processor):
     tied = comparison("t", {"r": 1, "s": 1}, "red")
-    queries = for_dataset(1, 0, [{"comparison": comparison("blue", {"b": 1, "c": 0}, "blue")}])
+    queries = IrrelevantQueries(1, 0, [{"comparison": comparison("blue", {"b": 1, "c": 0}, "blue")}])
     texts = answer_texts(processor, collator(processor, irrelevant=queries)(rows(tied)))
     assert texts == ["r", "s", "r", "s"]
 
 
 def test_without_another_prompt_in_the_batch_the_data_set_gives_one(processor):
     red, blue = comparison("red", {"r": 1, "s": 0}, "red"), comparison("blue", {"b": 1, "c": 0}, "blue")
-    queries = for_dataset(1, 0, [{"comparison": red}, {"comparison": blue}])
+    queries = IrrelevantQueries(1, 0, [{"comparison": red}, {"comparison": blue}])
     for _ in range(3):
         batch = collator(processor, irrelevant=queries)(rows(red))
         assert only_part(batch)["pairs"]["irrelevant"].tolist() == [False, True]
@@ -184,15 +184,15 @@ def test_donors_never_share_the_image_nor_mix_kinds():
     red = comparison("a", {"r": 1, "s": 0}, "red", "One?")
     same_image = comparison("b", {"r": 1, "s": 0}, "red", "Two?")
     text_only = comparison("c", {"r": 1, "s": 0}, None, "Three?")
-    queries = for_dataset(1, 0, [{"comparison": c} for c in (red, same_image, text_only)])
+    queries = IrrelevantQueries(1, 0, [{"comparison": c} for c in (red, same_image, text_only)])
     assert queries.donors(red, [red, same_image, text_only], epoch=0) == []
     assert queries.donors(text_only, [red, text_only], epoch=0) == []
 
 
 def test_donors_are_chosen_by_seed_epoch_and_row():
     pool = [comparison(str(i), {"r": 1, "s": 0}, None, f"Question {i}?") for i in range(20)]
-    queries = for_dataset(2, 7, [{"comparison": c} for c in pool])
-    again = for_dataset(2, 7, [{"comparison": c} for c in pool])
+    queries = IrrelevantQueries(2, 7, [{"comparison": c} for c in pool])
+    again = IrrelevantQueries(2, 7, [{"comparison": c} for c in pool])
     assert queries.donors(pool[0], pool, 0) == again.donors(pool[0], pool, 0)
     assert len(queries.donors(pool[0], pool[:1], 0)) == 2
     assert any(queries.donors(pool[0], pool, epoch) != queries.donors(pool[0], pool, 0) for epoch in range(1, 5))
@@ -200,7 +200,7 @@ def test_donors_are_chosen_by_seed_epoch_and_row():
 
 def test_a_token_budget_splits_the_batch_and_keeps_every_pair(processor):
     comparisons = [comparison(str(i), {"y": 1, "n": 0}, colour) for i, colour in enumerate(("red", "green", "blue"))]
-    queries = IrrelevantQueries(1, seed=0, draw=lambda rng: None)
+    queries = IrrelevantQueries(1, seed=0)
     unsplit = collator(processor, irrelevant=queries)(rows(*comparisons))
     split = collator(processor, irrelevant=queries, max_tokens_per_batch=1)
     parts = split(rows(*comparisons))["parts"]

@@ -120,7 +120,8 @@ def test_a_tie_stays_a_tie(here):
     rows = [{"caption": "a cat", "jpg_0": "a.png", "jpg_1": "b.png", "label_0": label} for label in (0.5, 1)]
     run("convert", write("rows.jsonl", rows), "--output", "out.jsonl")
     tied, other = (json.loads(line) for line in Path("out.jsonl").read_text().splitlines())
-    assert tied["tie"] is True and "tie" not in other and other["chosen_image"] == "a.png"
+    assert tied["tie"] is True and "tie" not in other
+    assert other["chosen"][0]["content"] == [{"type": "image", "image": "a.png"}]
 
 
 def test_conversion_keeps_which_answer_came_first(here, capsys):

@@ -13,7 +13,7 @@ from PIL import Image
 from qwen_vl_utils import vision_process
 
 from vlmrm.conversation import FRAME_PIXELS, Video, VideoOptions
-from vlmrm.data.media import PathRules, check_inside, media_key, open_image, open_video
+from vlmrm.data.media import PathRules, media_key, open_image, open_video
 from vlmrm.data.media_cache import media_round
 from vlmrm.errors import MediaError
 from vlmrm.formats.openai import read_reference
@@ -142,11 +142,9 @@ def test_paths_are_rewritten_joined_and_kept_inside_the_root(tmp_path):
     assert rules(read_reference({"bytes": None, "path": "a.png"})) == str(root / "a.png")
     assert rules(read_reference({"bytes": b"x", "path": "/etc/passwd"})) == b"x"
     assert rules(read_reference(["a.png", "data:,x"])) == (str(root / "a.png"), "data:,x")
-    for outside in ("../a.png", "/etc/passwd", "link/a.png", "file:///etc/passwd"):
+    for outside in ("../a.png", "/etc/passwd", "link/a.png", "file:///etc/passwd", "../rootling/a.png"):
         with pytest.raises(MediaError, match="outside image_root"):
             rules(outside)
-    with pytest.raises(MediaError, match="rootling"):  # a name that only starts like the root
-        check_inside(tmp_path / "rootling" / "a.png", root)
 
 
 @pytest.fixture

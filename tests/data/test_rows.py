@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from vlmrm.conversation import Message, Text, Video
-from vlmrm.data.rows import is_noteworthy, read_answers, read_row
+from vlmrm.data.rows import read_answers, read_row
 from vlmrm.errors import DataError, RowError, UnreadColumnError
 from vlmrm.formats import detect_layout
 
@@ -133,19 +133,21 @@ def test_answers_that_are_images_of_their_own_are_read():
     "value", [b"BM" + bytes(range(1, 31)), b"RIFF\x24\0\0\0WAVEfmt ", b"MM\0", b"II*", b"\x00" * 12, b"xGIF89a"]
 )
 def test_bytes_that_only_begin_like_an_image_are_metadata(value):
-    assert not is_noteworthy(value)
+    assert read(chosen="good", rejected="bad", blob=value).pairs()
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP"])
 def test_bytes_of_an_image_are_known_by_their_head(kind):
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, kind)
-    assert is_noteworthy(file.getvalue())
+    with pytest.raises(UnreadColumnError, match="`blob` holds an image or video"):
+        read(chosen="good", rejected="bad", blob=file.getvalue())
 
 
 @pytest.mark.parametrize("head", [b"MM\0*\0\0", b"RIFF\n\0\0\0AVI LIST", b"\x1aE\xdf\xa3\1", b"\0\0\0\x20ftypisom"])
 def test_bytes_of_a_video_are_known_by_their_head(head):
-    assert is_noteworthy(head)
+    with pytest.raises(UnreadColumnError, match="`blob` holds an image or video"):
+        read(chosen="good", rejected="bad", blob=head)
 
 
 def test_simple_rows_without_a_prompt():
@@ -369,35 +371,10 @@ def test_ratings_of_single_answers_are_sent_to_lists_of_answers(columns):
 MEANT = {
     "Chosen, Rejected, Prompt": ("chosen / rejected", "{chosen: Chosen, rejected: Rejected}"),
     "prompt, choosen, rejected": ("chosen / rejected", "{chosen: choosen}"),
-    "prompt, chosen, reject": ("chosen / rejected", "{rejected: reject}"),
-    "prompt, winner, loser": ("chosen / rejected", "{chosen: winner, rejected: loser}"),
-    "prompt, accepted, rejected": ("chosen / rejected", "{chosen: accepted}"),
-    "question, chosen_response, rejected_response": (
-        "chosen / rejected",
-        "{chosen: chosen_response, rejected: rejected_response}",
-    ),
     "instruction, input, chosen, rejeted": ("LLaMA-Factory alpaca", "{rejected: rejeted}"),
-    "conversations, Chosen, rejected": ("LLaMA-Factory sharegpt", "{chosen: Chosen}"),
     "messages, rejected_respons": ("ms-swift", "{rejected_response: rejected_respons}"),
-    "prompt, respones, scores": ("ranked list", "{responses: respones}"),
-    "prompt, outputs, scores": ("ranked list", "{responses: outputs}"),
     "prompt, responses, score": ("ranked list", None),  # one score is not a list of them
-    "prompt, responses, Ratings": ("ranked list", "{ratings: Ratings}"),
-    "prompt, chosenimage, rejectedimage": (
-        "text-to-image",
-        "{chosen_image: chosenimage, rejected_image: rejectedimage}",
-    ),
-    "caption, jpg0, jpg1, label0": ("Pick-a-Pic", "{jpg_0: jpg0, jpg_1: jpg1, label_0: label0}"),
     "prompt, respose_a, response_b, winner": ("two answers and a verdict", "{response_a: respose_a}"),
-    "prompt, response_a, response_b, winer": ("two answers and a verdict", "{winner: winer}"),
-    "text, caption_left, caption_right, pick": (
-        "two answers and a verdict",
-        "{response_a: caption_left, response_b: caption_right}",
-    ),
-    "prompt, answer_right, answer_left, winner": (
-        "two answers and a verdict",
-        "{response_a: answer_left, response_b: answer_right}",
-    ),
     "prompt, path_1, path2": ("HPSv3", "{path1: path_1}"),
 }
 

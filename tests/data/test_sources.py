@@ -245,7 +245,7 @@ def test_rows_that_cannot_be_read_are_why_none_can_be_held_out(tmp_path):
     path = write(
         tmp_path / "rows.jsonl", [{"prompt": f"q{n}", "chosen": "same", "rejected": "same"} for n in range(9)]
     )
-    with pytest.raises(DataError, match=r"9 of 9 rows cannot be read, the first because .*same"):
+    with pytest.raises(DataError, match=r"of 9: 9 cannot be read, the first because .*same"):
         load_train_and_eval(DataArguments(dataset_path=[str(path)], eval_fraction=0.5))
 
 

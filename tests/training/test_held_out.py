@@ -37,7 +37,7 @@ def test_held_out_rows_can_be_evaluated_from_anywhere(train_here, tmp_path, monk
 
 
 def test_rows_without_a_canonical_form_do_not_end_the_training(tmp_path, caplog):
-    row = read_row({"prompt": "?", "chosen": "a", "rejected": "b", "tie": True, "chosen_image": 1}, "1", str)
+    row = read_row({"prompt": "?", "response_a": "a", "response_b": "b", "winner": "b", "ranks": 1}, "1", str)
 
     class Rows(list):
         def __getitem__(self, index):

@@ -7,7 +7,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from runs import colour_pairs, short_training
+from runs import colour_pairs, short_training, square
 
 from vlmrm import cli
 from vlmrm.commands.plan import format_plan
@@ -56,6 +56,16 @@ def test_a_plan_measures_a_training_and_leaves_nothing_behind(planned, tmp_path)
     assert (evaluated, trained) == (5, 10) and both == 0  # the same questions about other files
     assert plan.held_out_prompts == 5 and any("5 rows of 5 prompts, too few to tell" in it for it in plan.remarks)
     assert "evaluation  5 rows of 5 prompts" in format_plan(plan)
+
+
+def test_one_image_refuses_irrelevant_queries_but_of_a_stream_is_remarked_on(planned, tmp_path, without_trial):
+    colour_pairs(tmp_path / "data", 4, images=[[square(tmp_path, 0)] for _ in range(4)])
+    (tmp_path / "0_red.png").rename(tmp_path / "data/0_red.png")
+    keys = {"use_irrelevant_queries": True, "max_steps": 2}
+    [refused] = planned(**keys).errors
+    assert refused.startswith("use_irrelevant_queries does nothing: no two of 4 rows")
+    plan = planned(**keys, streaming=True)
+    assert not plan.errors and any(it.startswith("use_irrelevant_queries does nothing") for it in plan.remarks)
 
 
 def test_a_plan_names_everything_that_would_stop_the_training(planned, tmp_path, without_trial):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,8 +18,6 @@ from vlmrm.logs import counted, say
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-    from vlmrm.conversation import Comparison
 
 
 @Parameter(name="*")
@@ -59,12 +58,13 @@ def convert(
         embed: Put the images and videos themselves into the .parquet file, instead of their paths.
     """
     from vlmrm.data.canonical import check_output, write_comparisons
+    from vlmrm.data.comparisons import iterate_readable
 
     require_new_file(output)
     check_output(output, embed)
-    rows = _read(data, reading)
-    count = write_comparisons(rows, output, embed=embed)
-    say(f"wrote {counted(count, 'row')} to {output}{rows.left_out()}")
+    rows, left_out = _read(data, reading)
+    count = write_comparisons(partial(iterate_readable, rows), output, embed=embed)
+    say(f"wrote {counted(count, 'row')} to {output}{left_out}")
 
 
 @needs("train", "reading data sets")
@@ -86,6 +86,7 @@ def split(
     import numpy as np
 
     from vlmrm.data.canonical import write_comparisons
+    from vlmrm.data.comparisons import iterate_readable
     from vlmrm.data.duplicates import split_rows
 
     if not 0 < fraction < 1:
@@ -93,51 +94,23 @@ def split(
     files = {name: output / f"{name}.jsonl" for name in ("train", "held_out")}
     for file in files.values():
         require_new_file(file)
-    rows = _read(data, reading)
-    result = split_rows(zip(rows(), rows.folders(), strict=True), fraction, seed)
+    rows, left_out = _read(data, reading)
+    result = split_rows(rows, fraction, seed)
+    parts = {"train": ~result.held_out, "held_out": result.held_out}
     counts = {
-        name: write_comparisons(rows.select(np.flatnonzero(result.held_out == held)), file)
-        for (name, file), held in zip(files.items(), (False, True), strict=True)
+        name: write_comparisons(partial(iterate_readable, rows.select(np.flatnonzero(part))), files[name])
+        for name, part in parts.items()
     }
     say(
         f"{files['train']}: {counts['train']:,} rows of {result.prompts - result.held_out_prompts:,} prompts\n"
         f"{files['held_out']}: {counts['held_out']:,} rows of {result.held_out_prompts:,} prompts\n"
         f"{result.moved:,} rows are beside another prompt that shows the same or a similar image"
-        f"{rows.left_out()}"
+        f"{left_out}"
     )
 
 
-@dataclass(frozen=True)
-class ReadableRows:
-    """The rows of a data set that can be read, and the errors of those that cannot."""
-
-    dataset: Dataset
-    errors: Sequence[RowError] = ()
-
-    def __call__(self) -> Iterator[Comparison]:
-        from vlmrm.data.comparisons import iterate_readable
-
-        return iterate_readable(self.dataset)
-
-    def folders(self) -> list[str]:
-        """Return the folder of each row's file."""
-        from vlmrm.data.comparisons import index_column, reader_of
-
-        rules = reader_of(self.dataset).rules
-        return [rules[source].folder for source in index_column(self.dataset, "source")]
-
-    def select(self, numbers: Iterable[int]) -> ReadableRows:
-        return ReadableRows(self.dataset.select(numbers))
-
-    def left_out(self) -> str:
-        """Return the end of the summary, about the rows with errors."""
-        if not self.errors:
-            return ""
-        return f"; left {counted(len(self.errors), 'row')} out that cannot be read, the first as {self.errors[0]}"
-
-
-def _read(data: Sequence[str], options: Reading) -> ReadableRows:
-    """Return the rows of `data`."""
+def _read(data: Sequence[str], options: Reading) -> tuple[Dataset, str]:
+    """Return the rows of `data` that can be read, and the end of a summary about the others."""
     from vlmrm.data.arguments import DataArguments
     from vlmrm.data.comparisons import iterate_comparisons, load_comparisons
 
@@ -158,7 +131,11 @@ def _read(data: Sequence[str], options: Reading) -> ReadableRows:
             if reading.bad_rows == "error":
                 raise row
             errors[number] = row
+    if not errors:
+        return dataset, ""
+    first = next(iter(errors.values()))
+    if len(errors) == len(dataset):
+        raise DataError(f"none of {counted(len(errors), 'row')} can be read, the first as {first}")
     kept = [number for number in range(len(dataset)) if number not in errors]
-    if not kept:
-        raise DataError(f"none of {counted(len(errors), 'row')} can be read, the first as {errors[0]}")
-    return ReadableRows(dataset.select(kept), [*errors.values()])
+    left_out = f"; left {counted(len(errors), 'row')} out that cannot be read, the first as {first}"
+    return dataset.select(kept), left_out

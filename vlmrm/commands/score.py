@@ -161,11 +161,13 @@ def _score_table(job: OfflineJob, ray_workers: int | None) -> str:
 
         summary = score_on_ray(job, ray_workers)
     else:
+        import torch
+
         from vlmrm.scoring.offline import score_offline
 
         rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        if ranks > 1 and job.device is None:
-            job = replace(job, device=_device_of_rank())
+        if ranks > 1 and job.device is None and torch.cuda.is_available():
+            job = replace(job, device=f"cuda:{os.environ['LOCAL_RANK']}")
         summary = score_offline(job, rank=rank, ranks=ranks)
     if summary is None:
         return f"this process has scored its share into {job.output}; other processes are still running"
@@ -175,9 +177,3 @@ def _score_table(job: OfflineJob, ray_workers: int | None) -> str:
             f"{job.output}."
         )
     return f"scored {counted(summary.rows, 'row')} into {job.output}"
-
-
-def _device_of_rank() -> str | None:
-    import torch
-
-    return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else None

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from vlmrm.conversation import Comparison, Conversation, Medium, Message, Messages, Text, Video, media_of, text_of
+from vlmrm.conversation import Comparison, Conversation, Medium, Message, Text, Video, media_of, text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.columns import IGNORE, SPECIAL
 from vlmrm.data.comparisons import iterate_comparisons, load_comparisons, reader_of
+from vlmrm.data.duplicates import Repeat, Repeats
 from vlmrm.data.media import media_key, media_name, open_image, open_video
-from vlmrm.data.rows import is_noteworthy
+from vlmrm.data.tables import Source
 from vlmrm.errors import DataError, MediaError, RowError
 from vlmrm.formats import detect_layout
 from vlmrm.logs import counted
@@ -24,25 +24,14 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-MAX_LISTED = 20  # wrong rows and duplicates that are named; all are counted
-MAX_CATEGORIES = 15  # listed by name
-
-
-@dataclass
-class SourceReport:
-    """A table, its layout, and its columns that are not read."""
-
-    name: str
-    layout: str
-    rows: int
-    unused: list[str]
+MAX_LISTED = 20  # wrong rows, duplicates and categories that are named; all are counted
 
 
 @dataclass
 class Report:
     """The result of `check_data`. Lengths are in characters, sizes in pixels (width, height)."""
 
-    sources: list[SourceReport] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)  # in words: layouts, and columns that are not read
     rows: int = 0
     pairs: int = 0
     ties: int = 0
@@ -70,6 +59,24 @@ class Report:
         """The exit status of the process: 3 (a data error) if any row is wrong."""
         return DataError.exit_code if self.wrong else 0
 
+    def add(self, row: Comparison, repeat: Repeat | None) -> None:
+        """Count a row that can be read, and what it repeats."""
+        pairs = row.agreed()
+        self.example = self.example or row
+        self.pairs += len(pairs)
+        self.ties += sum(pair.tie for pair in pairs)
+        self.ranked_lists += not row.is_pair()
+        self.disputed += len({*row.pairs()}) > len(pairs)
+        self.margins += margins_of(row)
+        self.categories[row.category or "(none)"] += 1
+        self.prompt_lengths.append(len(text_of(row.prompt)))
+        self.answer_lengths += [len(text) for answer in row.answers if (text := text_of(answer))]
+        if repeat is not None:
+            self.duplicates += 1
+            self.contradictions += repeat.contradicts
+            if len(self.duplicate_rows) < MAX_LISTED:
+                self.duplicate_rows.append((row.id, repeat.first))
+
 
 def check_data(
     arguments: DataArguments,
@@ -83,129 +90,63 @@ def check_data(
             not counted.
         media_sample: open media (and count tokens) of so many rows only, chosen by `split_seed`.
     """
-    checker = _Checker(arguments, count_tokens)
+    report, repeats = Report(max_seq_length=arguments.max_seq_length), Repeats()
+    opened: dict[str, tuple[int, int] | MediaError | None] = {}  # sizes or errors by key
+    kinds: dict[str, str] = {}
     sources = [(path, arguments.dataset_split) for path in arguments.dataset_path]
     sources += [(path, arguments.eval_dataset_split) for path in arguments.eval_dataset_path]
     if not sources:
         raise DataError("nothing to check: name the preference data")
     for path, split in sources:
-        checker.check(path, split, media_sample)
-    return checker.finish()
-
-
-class _Checker:
-    """Fills a report, row by row."""
-
-    def __init__(self, arguments: DataArguments, count_tokens: Callable[[Conversation], int] | None):
-        self.arguments = arguments
-        self.count_tokens = count_tokens
-        self.report = Report(max_seq_length=arguments.max_seq_length)
-        self.media: dict[str, tuple[int, int] | MediaError | None] = {}  # sizes or errors by key
-        self.kinds: dict[str, str] = {}
-        self.repeats = Repeats()
-
-    def check(self, path: str, split: str, media_sample: int | None) -> None:
         # Wrong rows are listed even if training will stop at them.
-        arguments = replace(self.arguments, bad_rows="skip")
-        dataset = cast("Dataset", load_comparisons([path], arguments=arguments, split=split))
-        rng = np.random.default_rng(self.arguments.split_seed)
+        reading = replace(arguments, bad_rows="skip")
+        dataset = cast("Dataset", load_comparisons([path], arguments=reading, split=split))
         count = len(dataset) if media_sample is None else min(media_sample, len(dataset))
-        sampled = set(rng.choice(len(dataset), count, replace=False).tolist())
-        metadata: set[str] = set()
-        texts: set[str] = set()
+        sampled = {*np.random.default_rng(arguments.split_seed).choice(len(dataset), count, replace=False).tolist()}
         for index, row in enumerate(iterate_comparisons(dataset)):
-            self.report.rows += 1
+            report.rows += 1
             try:
                 if isinstance(row, RowError):
                     raise row
-                self.add(row, open_media=index in sampled)
-                for name, value in row.columns.items():
-                    (texts if is_noteworthy(value) else metadata).add(name)
+                report.add(row, repeats.find(row))
+                media = media_of([*row.prompt, *(message for answer in row.answers for message in answer)])
+                kinds |= {media_key(medium.reference): medium.kind for medium in media}
+                if index in sampled:
+                    report.rows_with_opened_media += 1
+                    for medium in media:
+                        _open(medium, opened, arguments)
+                    if count_tokens:
+                        report.token_counts += [count_tokens(conversation) for conversation in row.conversations()]
             except RowError as error:
-                self.report.wrong += 1
-                if len(self.report.wrong_rows) < MAX_LISTED:
-                    self.report.wrong_rows.append((error.row_id or getattr(row, "id", "?"), error.reason))
-        for source in reader_of(dataset).sources:
-            layout = detect_layout(source.columns)
-            unused = [name for name in source.columns if name not in layout.columns() | SPECIAL | (metadata - texts)]
-            unused += [name for name, new in source.names.items() if new == IGNORE]
-            self.report.sources.append(
-                SourceReport(source.name, layout.name, len(cast("Dataset", source.table)), unused)
-            )
-
-    def add(self, row: Comparison, open_media: bool) -> None:
-        report = self.report
-        pairs = row.agreed()
-        report.example = report.example or row
-        report.pairs += len(pairs)
-        report.ties += sum(pair.tie for pair in pairs)
-        report.ranked_lists += not row.is_pair()
-        report.disputed += len({*row.pairs()}) > len(pairs)
-        report.margins += margins_of(row)
-        report.categories[row.category or "(none)"] += 1
-        report.prompt_lengths.append(len(text_of(row.prompt)))
-        report.answer_lengths += [len(text) for answer in row.answers if (text := text_of(answer))]
-        if (repeat := self.repeats.find(row)) is not None:
-            report.duplicates += 1
-            report.contradictions += repeat.contradicts
-            if len(report.duplicate_rows) < MAX_LISTED:
-                report.duplicate_rows.append((row.id, repeat.first))
-        media = media_of([*row.prompt, *(message for answer in row.answers for message in answer)])
-        for medium in media:
-            self.kinds[media_key(medium.reference)] = medium.kind
-        if open_media:
-            report.rows_with_opened_media += 1
-            for medium in media:
-                self.open(medium)
-            if self.count_tokens:
-                report.token_counts += [self.count_tokens(conversation) for conversation in row.conversations()]
-
-    def open(self, medium: Medium) -> None:
-        """Open each image and video once; a broken one is an error of every row that has it."""
-        key = media_key(medium.reference)
-        if key not in self.media:
-            try:
-                self.media[key] = self.size(medium)
-            except MediaError as error:
-                self.media[key] = error
-        if isinstance(error := self.media[key], MediaError):
-            raise MediaError(error.reason)
-
-    def size(self, medium: Medium) -> tuple[int, int] | None:
-        if not isinstance(medium, Video):
-            return open_image(medium.reference).size
-        open_video(medium, self.arguments.video_fps, self.arguments.video_max_frames)
-        return None
-
-    def finish(self) -> Report:
-        kinds = Counter(self.kinds.values())
-        self.report.images, self.report.videos = kinds["image"], kinds["video"]
-        self.report.image_sizes = [size for size in self.media.values() if isinstance(size, tuple)]
-        return self.report
+                report.wrong += 1
+                if len(report.wrong_rows) < MAX_LISTED:
+                    report.wrong_rows.append((error.row_id or getattr(row, "id", "?"), error.reason))
+        report.sources += map(_describe_source, reader_of(dataset).sources)
+    report.images, report.videos = (sum(kind == it for it in kinds.values()) for kind in ("image", "video"))
+    report.image_sizes = [size for size in opened.values() if isinstance(size, tuple)]
+    return report
 
 
-class Repeat(NamedTuple):
-    """A row with the prompt and answers of an earlier one: the id of that, and whether it has another order."""
+def _open(medium: Medium, opened: dict[str, tuple[int, int] | MediaError | None], arguments: DataArguments) -> None:
+    """Open each image and video once; a broken one is an error of every row that has it."""
+    key = media_key(medium.reference)
+    if key not in opened:
+        try:
+            if isinstance(medium, Video):
+                open_video(medium, arguments.video_fps, arguments.video_max_frames)
+            opened[key] = None if isinstance(medium, Video) else open_image(medium.reference).size
+        except MediaError as error:
+            opened[key] = error
+    if isinstance(error := opened[key], MediaError):
+        raise MediaError(error.reason)
 
-    first: str
-    contradicts: bool
 
-
-class Repeats:
-    """Finds rows with the prompt and answers of an earlier one."""
-
-    def __init__(self) -> None:
-        self.first_rows: dict[bytes, tuple[str, list[int]]] = {}  # id and order by content
-
-    def find(self, row: Comparison) -> Repeat | None:
-        """Return what a row repeats; None for the first of its kind."""
-        answers = sorted(
-            (_fingerprint(answer), rating) for answer, rating in zip(row.answers, row.ratings, strict=True)
-        )
-        key = _fingerprint(row.prompt) + b"".join(answer for answer, _ in answers)
-        order = _order([rating for _, rating in answers])
-        first, first_order = self.first_rows.setdefault(key, (row.id, order))
-        return None if first_order is order else Repeat(first, first_order != order)
+def _describe_source(source: Source) -> str:
+    layout = detect_layout(source.columns)
+    unread = [name for name in source.columns if name not in layout.columns() | SPECIAL]
+    unread += [name for name, new in source.names.items() if new == IGNORE]
+    read = f"{source.name}: {counted(len(cast('Dataset', source.table)), 'row')}, read as {layout.name}"
+    return f"{read}\n  columns that are not read: {', '.join(unread)}" if unread else read
 
 
 def margins_of(row: Comparison) -> set[float]:
@@ -222,27 +163,11 @@ def describe_margins(margins: Sequence[float]) -> str:
     )
 
 
-def _fingerprint(messages: Messages) -> bytes:
-    pieces = [
-        f"{message.role}:{part.kind}:{part.text if isinstance(part, Text) else media_key(part.reference)}"
-        for message in messages
-        for part in message.content
-    ]
-    return blake2b("\0".join(pieces).encode(), digest_size=16).digest()
-
-
-def _order(ratings: Sequence[float]) -> list[int]:
-    """Return the sign of the difference of each pair of ratings."""
-    return [int(np.sign(a - b)) for i, a in enumerate(ratings) for b in ratings[i + 1 :]]
-
-
 def format_report(report: Report) -> str:
     """Return the report as plain text: the contents, the first row as it is read, and the errors."""
-    sections = [_format_contents(report)]
-    if sizes := _format_sizes(report):
-        sections.append(sizes)
+    sections = ["\n".join(_contents(report)), "\n".join(_sizes(report))]
     if report.example is not None:
-        sections.append(f"the first row is read as\n{_format_comparison(report.example)}")
+        sections.append("\n  ".join(["the first row is read as", *_describe_row(report.example)]))
     if report.duplicates:
         head = f"{counted(report.duplicates, 'row')} with the prompt and answers of an earlier one"
         if report.contradictions:
@@ -253,84 +178,66 @@ def format_report(report: Report) -> str:
         sections.append(_listed(head, [f"{row}: {reason}" for row, reason in report.wrong_rows], report.wrong))
     else:
         sections.append("the only row can be read" if report.rows == 1 else f"all {report.rows:,} rows can be read")
-    return "\n\n".join(sections)
+    return "\n\n".join(filter(None, sections))
 
 
-def _format_contents(report: Report) -> str:
-    lines = []
-    for source in report.sources:
-        lines.append(f"{source.name}: {counted(source.rows, 'row')}, read as {source.layout}")
-        if source.unused:
-            lines.append(f"  columns that are not read: {', '.join(source.unused)}")
+def _contents(report: Report) -> Iterator[str]:
+    yield from report.sources
     ties = f", {report.ties:,} of them ties" if report.ties else ""
     lists = f" ({counted(report.ranked_lists, 'ranked list')})" if report.ranked_lists else ""
-    lines.append(f"{counted(report.pairs, 'pair')}{ties}{lists}")
+    yield f"{counted(report.pairs, 'pair')}{ties}{lists}"
     if report.margins:
-        lines.append(describe_margins(report.margins))
+        yield describe_margins(report.margins)
     if report.disputed:
-        lines.append(f"rows whose raters differ, read as soft labels: {report.disputed:,}")
-    lines.append(f"{counted(report.images, 'different image')}, {counted(report.videos, 'video')}")
-    readable = report.rows - report.wrong
-    if report.rows_with_opened_media < readable:
-        lines.append(f"  opened for a sample of {counted(report.rows_with_opened_media, 'row')}")
-    if set(report.categories) - {"(none)"}:
-        common = report.categories.most_common(MAX_CATEGORIES)
-        more = len(report.categories) - len(common)
-        counts = ", ".join(f"{name} {count:,}" for name, count in common)
-        lines.append(f"categories: {counts}" + (f" and {more:,} more" if more else ""))
-    return "\n".join(lines)
+        yield f"rows whose raters differ, read as soft labels: {report.disputed:,}"
+    yield f"{counted(report.images, 'different image')}, {counted(report.videos, 'video')}"
+    if report.rows_with_opened_media < report.rows - report.wrong:
+        yield f"  opened for a sample of {counted(report.rows_with_opened_media, 'row')}"
+    if {*report.categories} - {"(none)"}:
+        counts = [f"{name} {count:,}" for name, count in report.categories.most_common(MAX_LISTED)]
+        more = len(report.categories) - len(counts)
+        yield f"categories: {', '.join([*counts, *([f'and {more:,} more'] if more else [])])}"
 
 
-def _format_sizes(report: Report) -> str:
-    """Return a line on each kind of size, by which one chooses `max_pixels` and `max_seq_length`."""
+def _sizes(report: Report) -> Iterator[str]:
+    """Yield a line on each kind of size, by which one chooses `max_pixels` and `max_seq_length`."""
     sizes = {
         "longer side of the images, pixels": [max(size) for size in report.image_sizes],
         "prompt, characters": report.prompt_lengths,
         "answer, characters": report.answer_lengths,
         "conversation, tokens": report.token_counts,
     }
-    lines = [
-        f"{name}: median {np.median(values):,.0f}, 95 % up to {np.percentile(values, 95):,.0f}, max {max(values):,}"
-        for name, values in sizes.items()
-        if any(values)
-    ]
+    for name, values in sizes.items():
+        if any(values):
+            median, high = np.percentile(values, [50, 95])
+            yield f"{name}: median {median:,.0f}, 95 % up to {high:,.0f}, max {max(values):,}"
     if report.max_seq_length and report.token_counts:
         over = sum(count > report.max_seq_length for count in report.token_counts)
-        lines.append(f"{over:,} conversations are over max_seq_length {report.max_seq_length:,}")
-    return "\n".join(lines)
+        yield f"{over:,} conversations are over max_seq_length {report.max_seq_length:,}"
 
 
-def _format_comparison(comparison: Comparison) -> str:
-    lines = [f"  id {comparison.id}"]
-    extras = {"margin": comparison.judgement.margin, "category": comparison.category}
-    lines += [f"  {name} {value}" for name, value in extras.items() if value is not None]
-    if comparison.judgement.weight != 1.0:
-        lines.append(f"  weight {comparison.judgement.weight:g}")
-    lines += ["  prompt", *map(_format_message, comparison.prompt)] if comparison.prompt else []
-    for index, answer in enumerate(comparison.answers):
-        lines += [f"  {_label(comparison, index)}", *map(_format_message, answer)]
-    return "\n".join(lines)
+def _describe_row(row: Comparison) -> Iterator[str]:
+    yield f"id {row.id}"
+    extras = {"margin": row.judgement.margin, "category": row.category, "weight": row.judgement.weight}
+    yield from (f"{name} {it}" for name, it in extras.items() if it is not None and (name, it) != ("weight", 1.0))
+    if row.prompt:
+        yield from ("prompt", *map(_describe_message, row.prompt))
+    for rating, answer in zip(row.ratings, row.answers, strict=True):
+        labels = {max(row.ratings): "chosen", min(row.ratings): "rejected"} if row.is_pair() else {}
+        yield (
+            labels.get(rating, f"answer of score {rating:g}") if len({*row.ratings}) > 1 else "one of several that tie"
+        )
+        yield from map(_describe_message, answer)
 
 
-def _label(comparison: Comparison, index: int) -> str:
-    if not comparison.is_pair():
-        return f"answer of score {comparison.ratings[index]:g}"
-    (pair,) = comparison.agreed()
-    if pair.tie:
-        return "one of two that tie"
-    return "chosen" if index == pair.chosen else "rejected"
-
-
-def _format_message(message: Message) -> str:
-    pieces = [
-        part.text.replace("\n", "\n      ")
-        if isinstance(part, Text)
-        else f"[{part.kind} {media_name(part.reference)}]"
+def _describe_message(message: Message) -> str:
+    pieces = (
+        part.text if isinstance(part, Text) else f"[{part.kind} {media_name(part.reference)}]"
         for part in message.content
-    ]
-    return f"    {message.role}: {' '.join(pieces)}"
+    )
+    return f"  {message.role}: {' '.join(pieces)}".replace("\n", "\n      ")
 
 
 def _listed(head: str, lines: Sequence[str], total: int) -> str:
-    more = [f"  ... and {total - MAX_LISTED:,} more"] if total > MAX_LISTED else []
-    return "\n".join([head, *(f"  {line}" for line in lines), *more])
+    more = [f"... and {total - MAX_LISTED:,} more"] if total > MAX_LISTED else []
+    return "\n  ".join([head, *lines, *more])

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.formats import LAYOUTS_TO_SCORE, with_sides
-from vlmrm.settings import did_you_mean, nearest
+from vlmrm.formats import LAYOUTS_TO_SCORE
+from vlmrm.settings import did_you_mean
 
 # The only column of a line that could not be parsed, with the reason; empty in the rows of its table that could.
 MALFORMED = "$malformed"
@@ -51,9 +51,8 @@ def parse_columns(value: Sequence[str] | str | Mapping[str, str | list[str]] | N
                 raise ConfigError(
                     f"columns holds {name}={column}: write {column}={name}, the name of docs/data.md first."
                 )
-            near = _nearest_name(name)
-            end = f"did you mean {near}?" if near else "write NAME=COLUMN, with a name of docs/data.md."
-            raise ConfigError(f"columns reads {column} as {name}, which no layout has: {end}")
+            near = did_you_mean(name, sorted(read_columns()), ": write NAME=COLUMN, with a name of docs/data.md.")
+            raise ConfigError(f"columns reads {column} as {name}, which no layout has{near}")
         if name in columns:
             raise ConfigError(f"columns names {name} twice ({columns[name]} and {column}): keep one.")
         if column in columns.values() or column in ignored:
@@ -70,15 +69,6 @@ def _flat(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
     for name, value in pairs:
         columns = value if name == IGNORE and isinstance(value, (list, tuple)) else [value]
         yield from ((name, column) for column in columns)
-
-
-def _nearest_name(name: str) -> str | None:
-    """Return the name that a mistyped one is probably meant as; never that of the other of two answers."""
-    sided = with_sides(name)
-    near = nearest(sided, read_columns())
-    if near is None or near[-1] not in "abAB012" or sided[-1] == near[-1].lower():
-        return near
-    return None if any(name != near and name[:-1] == near[:-1] for name in read_columns()) else near
 
 
 def _pairs(word: Any) -> Iterable[tuple[Any, Any]]:

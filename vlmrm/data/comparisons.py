@@ -10,8 +10,8 @@ import glob
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
@@ -22,9 +22,9 @@ import numpy as np
 
 from vlmrm.conversation import Comparison, Messages, media_of, text_of
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.columns import SPECIAL
-from vlmrm.data.media import PathRules, media_key, media_name
-from vlmrm.data.rows import ReadRow, Resolve, is_noteworthy, read_row
+from vlmrm.data.columns import MALFORMED, SPECIAL
+from vlmrm.data.media import PathRules, media_key
+from vlmrm.data.rows import ReadRow, read_or_error, read_row
 from vlmrm.data.tables import InMemory, Source, first_rows, load_sources, read_cells
 from vlmrm.errors import ConfigError, DataError, RowError, UnreadColumnError
 from vlmrm.files import content_digests, visible_files
@@ -64,42 +64,6 @@ class RowReader:
         return {"index": batch["index"], "comparison": comparisons}
 
 
-def read_or_error(
-    cells: dict[str, Any] | RowError, row_id: str, rule: PathRules, read: ReadRow = read_row
-) -> Comparison | RowError:
-    """Return the row's comparison or its error; the collator decides whether an error ends the run."""
-    if isinstance(cells, RowError):
-        return RowError(cells.reason, row_id)
-    try:
-        return read(cells, row_id, rule)
-    except RowError as error:
-        return error
-
-
-def expecting(images: str | None) -> ReadRow:
-    """Return a reader of rows that refuses those without media (`required`), those with (`none`), or neither."""
-    return read_row if images is None else partial(_read_expecting, images)
-
-
-def _read_expecting(images: str, row: Mapping[str, Any], row_id: str, resolve: Resolve) -> Comparison:
-    comparison = read_row(row, row_id, resolve)
-    media = [medium for talk in comparison.conversations() for medium in media_of(talk.messages)]
-    columns = ", ".join(name for name, value in row.items() if value is not None)
-    if images == "required" and not media:
-        raise RowError(
-            f"it has no image or video, and images is required: name their column as --columns images=COLUMN (it has "
-            f"{columns}), or remove the row",
-            comparison.id,
-        )
-    if images == "none" and media:
-        raise RowError(
-            f"it has the {media[0].kind} {media_name(media[0].reference):.80}, and images is none: leave images out "
-            f"of the configuration, or remove the row (its columns are {columns})",
-            comparison.id,
-        )
-    return comparison
-
-
 def load_comparisons(
     paths: Sequence[str],
     *,
@@ -123,7 +87,7 @@ def load_comparisons(
         DataError: when a source cannot be opened, or no row remains.
     """
     groups = open_groups(paths, split, arguments, streaming)
-    read = expecting(arguments.images)
+    read = partial(read_row, images=arguments.images)
     if streaming:
         from vlmrm.data.streams import stream_comparisons
 
@@ -146,39 +110,34 @@ def open_groups(
     read: ReadRow = read_row,
     layouts: Sequence[Layout] = LAYOUTS,
 ) -> list[SourceGroup]:
-    """Return the sources of each path, with the rules for their media paths, and their first rows checked."""
+    """Return the sources of each path, with the rules for their media paths.
+
+    The tables of a path must not all be empty, and their first rows have no media or prompt that is not read. Other
+    columns that are not read are logged.
+    """
     opened = load_sources(paths, split, streaming, arguments.bad_rows, arguments.column_names, layouts)
     groups = [with_path_rules(sources, arguments) for sources in opened]
     for group in groups:
-        check_first_rows(group, read, layouts)
+        checked: set[frozenset[str]] = set()
+        for source, rule in group:
+            columns = frozenset(source.columns)
+            if columns in checked:  # one of a thousand files of the same columns is enough
+                continue
+            if rows := first_rows(source):
+                checked.add(columns or frozenset([source.name]))  # a stream may not know its columns
+            unread: set[str] = set()
+            for number, cells in enumerate(rows, 1):
+                comparison = read_or_error(cells, f"{source.name}:{number}", rule, read)
+                if isinstance(comparison, UnreadColumnError):
+                    raise DataError(f"{source.name}: {comparison.reason}")
+                if isinstance(comparison, Comparison) and isinstance(cells, dict):
+                    present = {name for name, value in cells.items() if value is not None} - {MALFORMED}
+                    unread |= present - detect_layout(present, layouts).columns() - SPECIAL
+            if unread:
+                logger.warning("%s: not read: %s", source.name, ", ".join(f"`{name}`" for name in sorted(unread)))
+        if not checked:
+            raise DataError(f"there are no rows in {', '.join(source.name for source, _ in group)}")
     return groups
-
-
-def check_first_rows(group: SourceGroup, read: ReadRow = read_row, layouts: Sequence[Layout] = LAYOUTS) -> None:
-    """Check that the tables are not all empty, and that the first rows have no media or prompt that is not read.
-
-    Columns of long texts that are not read are logged.
-    """
-    checked: set[frozenset[str]] = set()
-    for source, rule in group:
-        columns = frozenset(source.columns)
-        if columns in checked:  # one of a thousand files of the same columns is enough
-            continue
-        if rows := first_rows(source):
-            checked.add(columns or frozenset([source.name]))  # a stream may not know its columns
-        texts: set[str] = set()
-        for number, cells in enumerate(rows, 1):
-            comparison = read_or_error(cells, f"{source.name}:{number}", rule, read)
-            if isinstance(comparison, UnreadColumnError):
-                raise DataError(f"{source.name}: {comparison.reason}")
-            if isinstance(comparison, Comparison) and isinstance(cells, dict):
-                layout = detect_layout([name for name, value in cells.items() if value is not None], layouts)
-                unread = cells.keys() - layout.columns() - SPECIAL
-                texts.update(name for name in unread if is_noteworthy(cells[name]))
-        if texts:
-            logger.warning("%s: not read: %s", source.name, ", ".join(f"`{name}`" for name in sorted(texts)))
-    if not checked:
-        raise DataError(f"there are no rows in {', '.join(source.name for source, _ in group)}")
 
 
 def with_path_rules(sources: Sequence[Source], arguments: DataArguments) -> SourceGroup:
@@ -263,16 +222,11 @@ def split_held_out(dataset: Dataset, fraction: float, seed: int) -> tuple[Datase
     held = [isinstance(key, str) and is_held_out_key(key, fraction, seed) for key in keys]
     train, held_out = np.flatnonzero(np.logical_not(held)), np.flatnonzero(held)
     if not len(train) or not len(held_out):
-        side = "evaluation" if len(train) else "training"
+        why = "there are too few different prompts among them; change it or give eval_dataset_path"
         if errors:
-            raise DataError(
-                f"eval_fraction {fraction} leaves no rows for {side}: {len(errors)} of {len(dataset)} rows cannot be "
-                f"read, the first because {errors[0].reason}; vlmrm check-data names them"
-            )
-        raise DataError(
-            f"eval_fraction {fraction} leaves no rows for {side}: there are too few different prompts among "
-            f"{len(dataset)} rows; change it or give eval_dataset_path"
-        )
+            why = f"{len(errors)} cannot be read, the first because {errors[0].reason}; vlmrm check-data names them"
+        side = "evaluation" if len(train) else "training"
+        raise DataError(f"eval_fraction {fraction} leaves no rows for {side} of {len(dataset)}: {why}")
     return dataset.select(train), dataset.select(held_out)
 
 
@@ -312,37 +266,16 @@ def load_train_and_eval(arguments: DataArguments) -> tuple[Dataset | IterableDat
         raise ConfigError("dataset_path is missing: name the preference data to train on")
     if arguments.eval_dataset_path and arguments.eval_fraction:
         raise ConfigError("eval_fraction and eval_dataset_path both say what to evaluate on: remove one of them")
+    load: Any = partial(load_comparisons, arguments=arguments)
+    whole = partial(load, arguments.dataset_path, split=arguments.dataset_split)
+    weights, limit, seed = arguments.dataset_weights, arguments.max_train_samples, arguments.split_seed
     if arguments.eval_fraction:
-        return _load_and_split(arguments)
-    train = load_comparisons(
-        arguments.dataset_path,
-        arguments=arguments,
-        split=arguments.dataset_split,
-        weights=arguments.dataset_weights,
-        limit=arguments.max_train_samples,
-        streaming=arguments.streaming,
-    )
-    if not arguments.eval_dataset_path:
-        return train, None
-    held_out: Any = load_comparisons(
-        arguments.eval_dataset_path,
-        arguments=arguments,
-        split=arguments.eval_dataset_split,
-        limit=arguments.max_eval_samples,
-    )
-    return train, held_out
-
-
-def _load_and_split(arguments: DataArguments) -> tuple[Dataset, Dataset]:
-    seed = arguments.split_seed
-    groups = open_groups(arguments.dataset_path, arguments.dataset_split, arguments, streaming=False)
-    dataset = index_rows(groups, expecting(arguments.images))
-    # Split before weighting: a row that is trained on twice must not be evaluated twice.
-    train, held_out = split_held_out(dataset, arguments.eval_fraction, seed)
-    return (
-        sample(train, arguments.dataset_weights, arguments.max_train_samples, seed),
-        sample(held_out, None, arguments.max_eval_samples, seed),
-    )
+        # Split before weighting: a row that is trained on twice must not be evaluated twice.
+        train, held_out = split_held_out(whole(), arguments.eval_fraction, seed)
+        return sample(train, weights, limit, seed), sample(held_out, None, arguments.max_eval_samples, seed)
+    rows = whole(weights=weights, limit=limit, streaming=arguments.streaming)
+    paths, split = arguments.eval_dataset_path, arguments.eval_dataset_split
+    return rows, load(paths, split=split, limit=arguments.max_eval_samples) if paths else None
 
 
 def data_fingerprint(paths: Sequence[str]) -> str:
@@ -389,13 +322,25 @@ RECENT = 256  # comparisons of a stream to draw from
 class IrrelevantQueries:
     """Chooses donor prompts reproducibly, by the seed, the epoch and the row's id, in any process.
 
-    `draw` returns a comparison of the data set, or None; `for_dataset` and `for_stream` provide it.
+    Without a `dataset`, whose rows hold a `comparison`, as for a stream, they are the last ones of this process.
     """
 
     count: int
     seed: int
-    draw: Callable[[random.Random], Comparison | None]
-    remember: Callable[[Sequence[Comparison]], None] = lambda batch: None
+    dataset: Any = None
+    recent: deque[Comparison] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def remember(self, batch: Sequence[Comparison]) -> None:
+        """Keep comparisons that were collated as possible donors."""
+        if self.dataset is None:
+            self.recent.extend(batch)
+
+    def draw(self, rng: random.Random) -> Comparison | None:
+        """Return a comparison of the data set or a recent one; None where the drawn row cannot be read."""
+        if self.dataset is None:
+            return self.recent[rng.randrange(len(self.recent))] if self.recent else None
+        comparison = self.dataset[rng.randrange(len(self.dataset))]["comparison"]
+        return comparison if isinstance(comparison, Comparison) else None
 
     def donors(self, comparison: Comparison, batch: Sequence[Comparison], epoch: int) -> list[Comparison]:
         """Return up to `count` comparisons whose prompts are irrelevant to this one's answers and to each other."""
@@ -408,16 +353,11 @@ class IrrelevantQueries:
         for donor in chain(candidates, (self.draw(rng) for _ in range(DRAWS * self.count))):
             if donor is None or not donor.prompt:
                 continue
-            if all(is_irrelevant(donor.prompt, taken.prompt) for taken in (comparison, *donors)):
+            if all(are_unrelated(subject(donor.prompt), subject(taken.prompt)) for taken in (comparison, *donors)):
                 donors.append(donor)
                 if len(donors) == self.count:  # before another row is read
                     break
         return donors
-
-
-def is_irrelevant(donor: Messages, prompt: Messages) -> bool:
-    """Return whether a donor prompt is of the kind of `prompt`, but with other media or, without any, another text."""
-    return are_unrelated(subject(donor), subject(prompt))
 
 
 Subject: TypeAlias = frozenset[str] | str
@@ -444,23 +384,3 @@ def best_and_worst(comparison: Comparison) -> tuple[int, int]:
     ratings = comparison.ratings
     order = range(len(ratings))
     return max(order, key=ratings.__getitem__), min(reversed(order), key=ratings.__getitem__)
-
-
-def for_dataset(count: int, seed: int, dataset) -> IrrelevantQueries:
-    """Return donors from a data set with a length, whose rows hold a `comparison`."""
-
-    def draw(rng: random.Random) -> Comparison | None:
-        comparison = dataset[rng.randrange(len(dataset))]["comparison"]
-        return comparison if isinstance(comparison, Comparison) else None
-
-    return IrrelevantQueries(count, seed, draw)
-
-
-def for_stream(count: int, seed: int) -> IrrelevantQueries:
-    """Return donors from the last comparisons that this process collated: a stream has no rows to draw from."""
-    recent: deque[Comparison] = deque(maxlen=RECENT)
-
-    def draw(rng: random.Random) -> Comparison | None:
-        return recent[rng.randrange(len(recent))] if recent else None
-
-    return IrrelevantQueries(count, seed, draw, recent.extend)

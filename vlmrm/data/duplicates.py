@@ -1,4 +1,4 @@
-"""Duplicates: images that look alike, exactly or nearly, and the split that keeps rows of such images together.
+"""Duplicates: rows that repeat others, images that look alike, and the split that keeps rows of such images together.
 
 Re-encoded, resized or lightly retouched images are near; crops, mirror images and other colours are not looked for.
 """
@@ -9,16 +9,19 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice, pairwise
-from typing import NamedTuple, TypeVar
+from itertools import combinations, islice, pairwise
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import PIL.Image
 
 from vlmrm.conversation import Comparison, Image, Medium, Messages, Video, media_of
-from vlmrm.data.comparisons import is_held_out_key, split_key
-from vlmrm.data.media import media_key, open_image
+from vlmrm.data.comparisons import index_column, is_held_out_key, iterate_readable, reader_of, split_key
+from vlmrm.data.media import media_key, messages_key, open_image
 from vlmrm.errors import DataError, MediaError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 RADIUS = 4  # bits of a perceptual hash that may differ between images that look alike
 HASH_SIDE = 8  # waves in each direction: a hash has 64 bits
@@ -91,6 +94,29 @@ def _look(medium: Medium) -> Look | MediaError:
     return Look(media_key(image), perceptual_hash(image))
 
 
+class Repeat(NamedTuple):
+    """A row with the prompt and answers of an earlier one: the id of that, and whether it has another order."""
+
+    first: str
+    contradicts: bool
+
+
+class Repeats:
+    """Finds rows with the prompt and answers of an earlier one."""
+
+    def __init__(self) -> None:
+        self.first_rows: dict[str, tuple[str, list[float]]] = {}  # id and order by content
+
+    def find(self, row: Comparison) -> Repeat | None:
+        """Return what a row repeats; None for the first of its kind."""
+        keys = [messages_key(answer) for answer in row.answers]
+        answers = sorted(zip(keys, row.ratings, strict=True))
+        order = [float(np.sign(a - b)) for (_, a), (_, b) in combinations(answers, 2)]
+        key = "".join([messages_key(row.prompt), *sorted(keys)])
+        first, first_order = self.first_rows.setdefault(key, (row.id, order))
+        return None if first_order is order else Repeat(first, first_order != order)
+
+
 @dataclass(frozen=True)
 class Split:
     """Which rows are held out, and how they came to be: `moved` would be in the other part but for their images."""
@@ -101,8 +127,8 @@ class Split:
     moved: int
 
 
-def split_rows(rows: Iterable[tuple[Comparison, str]], fraction: float, seed: int) -> Split:
-    """Split comparisons, each with the folder of its file, by prompt.
+def split_rows(dataset: Dataset, fraction: float, seed: int) -> Split:
+    """Split a data set of comparisons that can all be read by prompt.
 
     The side is that of `eval_fraction`. Prompts whose rows have images that look alike are on one side, that of the
     prompt among them which comes first in the order of its key. Videos are not compared.
@@ -114,12 +140,14 @@ def split_rows(rows: Iterable[tuple[Comparison, str]], fraction: float, seed: in
         messages = (*row.prompt, *(message for answer in row.answers for message in answer))
         return [medium for medium in images_of(messages) if isinstance(medium, Image)]
 
+    folders = [rule.folder for rule in reader_of(dataset).rules]
+    rows = zip(iterate_readable(dataset), index_column(dataset, "source"), strict=True)
     looks, keys = Looks(), []
     prompts: dict[str, int] = {}  # their numbers
     first: dict[str | int, int] = {}  # by the digest and by the hash of an image, the first prompt that shows it
     alike: list[tuple[int, int]] = []
-    for row, folder in looks.through(rows, lambda it: images(it[0])):
-        keys.append(key := "\0".join(split_key(row, folder)))
+    for row, source in looks.through(rows, lambda it: images(it[0])):
+        keys.append(key := "\0".join(split_key(row, folders[source])))
         prompt = prompts.setdefault(key, len(prompts))
         found = [it for medium in images(row) for it in looks.of(medium, row.id) if it is not None]
         alike += [(first.setdefault(it, prompt), prompt) for it in found]
@@ -166,31 +194,15 @@ def near_pairs(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     do are compared.
     """
     bounds = np.linspace(0, 64, RADIUS + 2).round().astype(np.uint64)
-    parts = [np.zeros((0, 2), dtype=np.int64)]
+    pairs = [np.zeros((0, 2), dtype=np.int64)]
     for low, high in pairwise(bounds):
-        mask = np.uint64((1 << int(high - low)) - 1)
-        parts += _near_within(left, right, (left >> low) & mask, (right >> low) & mask)
-    return np.unique(np.concatenate(parts), axis=0)
-
-
-def _near_within(
-    left: np.ndarray, right: np.ndarray, left_band: np.ndarray, right_band: np.ndarray
-) -> list[np.ndarray]:
-    """Return the pairs of one band's buckets that are near, part by part."""
-    order = np.argsort(right_band, kind="stable")
-    sorted_band = right_band[order]
-    first = np.searchsorted(sorted_band, left_band, side="left")
-    counts = np.searchsorted(sorted_band, left_band, side="right") - first
-    ends = np.cumsum(counts)
-    parts, start = [], 0
-    while start < len(left):
-        done = ends[start - 1] if start else 0
-        stop = max(int(np.searchsorted(ends, done + CANDIDATES, side="right")), start + 1)
-        counted = counts[start:stop]
-        i = np.repeat(np.arange(start, stop), counted)
-        within = np.arange(counted.sum()) - np.repeat(np.cumsum(counted) - counted, counted)
-        j = order[np.repeat(first[start:stop], counted) + within]
-        near = np.bitwise_count(left[i] ^ right[j]) <= RADIUS
-        parts.append(np.stack([i[near], j[near]], axis=1))
-        start = stop
-    return parts
+        left_band, right_band = ((hashes >> low) & np.uint64((1 << int(high - low)) - 1) for hashes in (left, right))
+        of_left, of_right = np.argsort(left_band), np.argsort(right_band)
+        values, starts = np.unique(left_band[of_left], return_index=True)
+        begins, ends = (np.searchsorted(right_band[of_right], values, side=side) for side in ("left", "right"))
+        for same, begin, end in zip(np.split(of_left, starts[1:]), begins, ends, strict=False):
+            j = of_right[begin:end]
+            for i in np.array_split(same, 1 + len(same) * len(j) // CANDIDATES):
+                near = np.argwhere(np.bitwise_count(left[i, None] ^ right[j]) <= RADIUS)
+                pairs.append(np.stack([i[near[:, 0]], j[near[:, 1]]], axis=1))
+    return np.unique(np.concatenate(pairs), axis=0)

@@ -10,11 +10,13 @@ import glob
 import json
 import logging
 import os
+import re
 import tarfile
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
@@ -64,22 +66,24 @@ def open_file(path: str, streaming: bool, bad_rows: str) -> Dataset | IterableDa
     if kind is None:
         raise DataError(f"{path} is of no kind that can be read: use {KIND_NAMES}")
     plain = plain_copy(path)
-    if os.path.getsize(plain) == 0 or (kind in TEXTS and _is_blank(plain)):
-        raise DataError(f"{path} is empty: it has no rows")
+    with open(plain, "rb") as file:
+        if not file.read(BLOCK).removeprefix(BOM_UTF8).strip():
+            raise DataError(f"{path} is empty: it has no rows")
+    if kind == "xlsx":
+        sheet = Dataset.from_pandas(_read_xlsx(path), preserve_index=False)
+        return sheet.to_iterable_dataset() if streaming else sheet
     by_line = bad_rows == "skip" and Path(plain).suffix.lower() in LINES
     if by_line and streaming:
         return IterableDataset.from_generator(_read_lines, gen_kwargs={"files": [plain]})
     options: Any = {"sep": _separator(plain, path)} if kind == "csv" else {}
     try:
-        if kind in ROWS:
-            if streaming:
-                return IterableDataset.from_generator(ROWS[kind], gen_kwargs={"files": [path]})
-            kwargs = {"files": [path], "state": [_state(path)]}  # a changed file is no longer the cached one
-            return Dataset.from_generator(_rows_of, gen_kwargs={"kind": kind, **kwargs})
+        if kind == "webdataset":
+            make = IterableDataset.from_generator if streaming else Dataset.from_generator
+            return make(_read_tar, gen_kwargs={"path": path, "state": _state(path)})
         opened: Any = load_dataset(kind, data_files=glob.escape(plain), split="train", streaming=streaming, **options)
         return opened
     except (DatasetGenerationError, ValueError, OSError) as error:
-        if isinstance(error.__cause__, (ConfigError, DataError)):
+        if isinstance(error.__cause__, DataError):
             raise error.__cause__ from None
         if "corresponds to no data" in str(error):
             raise DataError(f"{path} is empty: it has no rows") from error
@@ -135,90 +139,71 @@ def _separator(plain: str, path: str) -> str:
     return best
 
 
-# Tables made of rows -------------------------------------------------------------------------------------------------
+# Archives and sheets -------------------------------------------------------------------------------------------------
+
+MEMBER = re.compile(r"((?:.*/)?[^./]+)\.(?:(.+)\.)?([^./]+)")  # of an archive: the row, its column, the suffix
 
 
-def _rows_of(kind: str, files: Sequence[str], state: Sequence[str]) -> Iterator[dict[str, Any]]:
-    return ROWS[kind](files)
-
-
-def _read_tar(files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of webdataset archives: the files of one name up to its first dot.
+def _read_tar(path: str, state: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a webdataset archive: the files of one name up to its first dot.
 
     `7.json` has the columns of row 7; `7.jpg` and `7.0.jpg` are its `images`, `7.chosen_image.jpg` the column
     `chosen_image`; of text files `7.txt` is the column `text`, `7.prompt.txt` the column `prompt`.
+
+    Args:
+        state: of the file, so that a changed one is no longer the one in the cache of `datasets`.
     """
-    for path in files:
-        row: dict[str, Any] = {}
-        current = None
-        try:
-            with tarfile.open(path) as archive:
-                for member in archive:
-                    folder, name = os.path.split(member.name)
-                    stem, _, field = name.partition(".")
-                    if not member.isfile() or not stem or not field:
-                        continue
-                    if (folder, stem) != current:
-                        if row:
-                            yield row
-                        current, row = (folder, stem), {}
-                    file = archive.extractfile(member)
-                    _add_member(row, field.lower(), file.read() if file else b"", f"{path}: {member.name}")
-        except tarfile.TarError as error:
-            raise DataError(f"{path} cannot be read as a tar archive ({error}): fetch it again") from error
-        if row:
-            yield row
-
-
-def _add_member(row: dict[str, Any], field: str, content: bytes, where: str) -> None:
-    """Add a file of an archive to its row."""
-    column, _, suffix = field.rpartition(".")
-    column = "" if column.isdecimal() else column
     try:
-        if suffix == "json" and not column:
-            new = json.loads(content)
-            if not isinstance(new, dict):
-                raise DataError(f"{where} holds no object: write the columns of its row as one")
-        elif suffix in ("json", "txt", "cls"):
-            text = content.decode()
-            new = {column or {"txt": "text"}.get(suffix, suffix): json.loads(text) if suffix != "txt" else text}
-        elif f".{suffix}" in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) and not column:
-            kind = "images" if f".{suffix}" in IMAGE_SUFFIXES else "videos"
-            row[kind] = [*row.get(kind, []), content]
-            return
-        else:
-            new = {column or suffix: content}
+        with tarfile.open(path) as archive:
+            named = ((MEMBER.fullmatch(member.name), member) for member in archive if member.isfile())
+            for _, files in groupby(((match, it) for match, it in named if match), key=lambda file: file[0][1]):
+                row: dict[str, Any] = {}
+                for match, member in files:
+                    file: Any = archive.extractfile(member)
+                    column, suffix = (match[2] or "").lower(), match[3].lower()
+                    _add_member(row, column, suffix, file.read(), f"{path}: {member.name}")
+                yield row
+    except tarfile.TarError as error:
+        raise DataError(f"{path} cannot be read as a tar archive ({error}): fetch it again") from error
+
+
+def _add_member(row: dict[str, Any], column: str, suffix: str, content: bytes, where: str) -> None:
+    """Add a file of an archive to its row."""
+    column = "" if column.isdecimal() else column
+    if f".{suffix}" in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) and not column:
+        row.setdefault("images" if f".{suffix}" in IMAGE_SUFFIXES else "videos", []).append(content)
+        return
+    try:
+        value = json.loads(content) if suffix in ("json", "cls") else content.decode() if suffix == "txt" else content
     except ValueError as error:
         raise DataError(f"{where} is not valid {suffix} ({error})") from error
+    new = value if suffix == "json" and not column else {column or {"txt": "text"}.get(suffix, suffix): value}
+    if not isinstance(new, dict):
+        raise DataError(f"{where} holds no object: write the columns of its row as one")
     if both := sorted(new.keys() & row.keys()):
         raise DataError(f"{where} gives its row a second `{both[0]}`: keep one of them")
     row |= new
 
 
-def _read_xlsx(files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the first sheet of Excel files, whose first row names the columns."""
+def _read_xlsx(path: str) -> Any:
+    """Return the first sheet of an Excel file; its first row names the columns."""
     import pandas as pd
 
-    for path in files:
-        try:
-            blank: Any = {"keep_default_na": False, "na_values": [""]}  # "None" and "NA" are answers
-            sheets: Any = pd.read_excel(path, sheet_name=None, dtype=object, engine="openpyxl", **blank)
-        except ImportError:
-            raise ConfigError(missing(f"{path} is an Excel file and", "openpyxl", "train")) from None
-        except (BadZipFile, KeyError) as error:
-            raise DataError(f"{path} cannot be read as an Excel file ({error}): save it anew as .xlsx") from error
-        name, frame = next(iter(sheets.items()))
-        if len(sheets) > 1:
-            logger.warning("%s: only its first sheet, %s, is read", path, name)
-        rows = frame.dropna(how="all").to_dict("records")
-        # A column of texts may have answers that look like numbers.
-        texts = [column for column in frame if any(isinstance(row[column], str) for row in rows)]
-        for row in rows:
-            row = {str(column): None if pd.isna(cell) else cell for column, cell in row.items()}
-            yield row | {column: str(row[column]) for column in texts if row[column] is not None}
-
-
-ROWS: dict[str, Callable[[Sequence[str]], Iterator[dict[str, Any]]]] = {"webdataset": _read_tar, "xlsx": _read_xlsx}
+    try:
+        blank: Any = {"keep_default_na": False, "na_values": [""]}  # "None" and "NA" are answers
+        sheets: Any = pd.read_excel(path, sheet_name=None, dtype=object, engine="openpyxl", **blank)
+    except ImportError:
+        raise ConfigError(missing(f"{path} is an Excel file and", "openpyxl", "train")) from None
+    except (BadZipFile, KeyError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as an Excel file ({error}): save it anew as .xlsx") from error
+    (name, frame), *others = sheets.items()
+    if others:
+        logger.warning("%s: only its first sheet, %s, is read", path, name)
+    frame = frame.dropna(how="all").rename(columns=str)
+    for column in frame:  # of texts, which may have answers that look like numbers
+        if frame[column].map(lambda cell: isinstance(cell, str)).any():
+            frame[column] = frame[column].map(str, na_action="ignore")
+    return frame
 
 
 # Lines of json -------------------------------------------------------------------------------------------------------
@@ -264,7 +249,6 @@ def _lines_of(path: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield the lines of a jsonl file that are not blank, each with its row as in `_read_lines`."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            line = line.removeprefix(BOM_UTF8) if number == 1 else line
             if line.strip():
                 row = _parse_line(line)
                 yield line, row if isinstance(row, dict) else {MALFORMED: f"line {number} is not valid json ({row})"}
@@ -273,23 +257,12 @@ def _lines_of(path: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def _parse_line(line: bytes) -> dict[str, Any] | str:
     """Return the object of a line, or the reason why it is invalid."""
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return f"it is not UTF-8 text: byte {error.start} of it is 0x{line[error.start]:02x}"
     except json.JSONDecodeError as error:
         return f"{error.msg} at column {error.colno}"
-    except RecursionError:
-        return "it is nested too deeply"
     return row if isinstance(row, dict) else "expected an object"
-
-
-def _is_blank(path: str) -> bool:
-    with open(path, "rb") as file:
-        block = file.read(BLOCK).removeprefix(BOM_UTF8)
-        while not block.strip():
-            if not (block := file.read(BLOCK)):
-                return True
-    return False
 
 
 def unreadable(path: str, error: BaseException) -> DataError:
@@ -300,11 +273,6 @@ def unreadable(path: str, error: BaseException) -> DataError:
     if kind == "json" and (location := _first_invalid_json(plain_copy(path))):
         return DataError(f"{path} is not valid json: {location}")
     cause = error.__cause__ or error
-    if isinstance(cause, OSError) and cause.filename and not os.path.exists(cause.filename):
-        return DataError(
-            f"{path} cannot be read, because the cache of datasets cannot be written ({cause.filename}: "
-            f"{cause.strerror}): set HF_HOME to a folder where you may write"
-        )
     return DataError(f"{path} cannot be read as a table: {first_line(cause)}")
 
 

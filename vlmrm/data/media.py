@@ -17,6 +17,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import unquote, unquote_to_bytes, urlparse
@@ -24,7 +25,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlparse
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vlmrm.conversation import FRAME_PIXELS, Conversation, Part, Text, Video, VideoOptions
+from vlmrm.conversation import FRAME_PIXELS, Messages, Part, Text, Video, VideoOptions
 from vlmrm.data.arguments import INPUT_KEYS
 from vlmrm.data.media_cache import once
 from vlmrm.errors import MediaError
@@ -81,16 +82,15 @@ def _content_key(content: Any) -> str:
     return f"data:{_hash(content.encode())}" if isinstance(content, str) else f"bytes:{_hash(bytes(content))}"
 
 
-def conversation_key(conversation: Conversation) -> str:
-    """Return a hash that is equal for conversations with the same text and media."""
-    messages = [(message.role, list(map(_part_key, message.content))) for message in conversation.messages]
-    return _hash(repr(messages).encode())
+def messages_key(messages: Messages) -> str:
+    """Return a hash that is equal for messages with the same text and media."""
 
+    def key(part: Part) -> tuple[object, ...]:
+        if isinstance(part, Text):
+            return part.kind, part.text
+        return part.kind, media_key(part.reference), getattr(part, "options", None)
 
-def _part_key(part: Part) -> tuple[object, ...]:
-    if isinstance(part, Text):
-        return part.kind, part.text
-    return part.kind, media_key(part.reference), getattr(part, "options", None)
+    return _hash(repr([(message.role, list(map(key, message.content))) for message in messages]).encode())
 
 
 def _hash(*pieces: bytes) -> str:
@@ -104,7 +104,10 @@ def open_image(reference: Any) -> Image.Image:
     """Read an image as RGB, upright (EXIF), transparency on white; of an animation the first frame."""
     with _opened(reference) as image:
         name = media_name(reference)
-        _check_size(image, name)
+        width, height = image.size
+        if max(width, height) > MAX_RATIO * min(width, height):
+            raise MediaError(f"{name} is {width}x{height} pixels: the sides may differ {MAX_RATIO}-fold at most")
+        _check_pixels(f"{name} is", image.size)
         image.load()
         if image is reference:
             upright = ImageOps.exif_transpose(image)
@@ -139,14 +142,10 @@ def _opened(reference: Any) -> Generator[Image.Image]:
         raise MediaError(f"{name} is broken ({error}): replace it or remove the row") from error
 
 
-def _check_size(image: Image.Image, name: str) -> None:
-    width, height = image.size
-    if max(width, height) > MAX_RATIO * min(width, height):
-        raise MediaError(f"{name} is {width}x{height} pixels: the sides may differ {MAX_RATIO}-fold at most")
-    if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
-        raise MediaError(
-            f"{name} is {width}x{height} pixels, over Pillow's safe limit of {Image.MAX_IMAGE_PIXELS}: shrink it"
-        )
+def _check_pixels(what: str, size: tuple[int, int]) -> None:
+    if Image.MAX_IMAGE_PIXELS and math.prod(size) > Image.MAX_IMAGE_PIXELS:
+        limit = f"over Pillow's safe limit of {Image.MAX_IMAGE_PIXELS}: shrink it"
+        raise MediaError(f"{what} {size[0]}x{size[1]} pixels, {limit}")
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
@@ -295,7 +294,7 @@ def _read_video(reference: Any, options: dict[str, Any]) -> tuple[_Frames, dict[
                 if not container.streams.video:
                     raise MediaError(f"{name} has no video in it: replace it or remove the row")
                 stream = container.streams.video[0]
-                _check_frames(stream.codec_context.width, stream.codec_context.height, name)
+                _check_pixels(f"{name} has frames of", (stream.codec_context.width, stream.codec_context.height))
                 rate = float(stream.average_rate or 0)
                 # The number of frames in the header may be wrong; counting packets needs no decoding.
                 total = sum(packet.size > 0 for packet in container.demux(stream))
@@ -303,8 +302,12 @@ def _read_video(reference: Any, options: dict[str, Any]) -> tuple[_Frames, dict[
                 sampled = smart_nframes(options, total_frames=count, video_fps=rate)
                 indices = np.linspace(first, last, sampled).round().astype(int).tolist()
                 container.seek(0)
-                frames = _Frames(options, len(indices), name)
-                decoded = _decode(container, stream, indices, frames)
+                frames, selected = _Frames(options, len(indices), name), {*indices}
+                decoded = 0
+                for index, frame in enumerate(islice(container.decode(stream), indices[-1] + 1)):
+                    if index in selected:
+                        frames.add(frame.to_image())
+                        decoded += 1
         except (av.error.FFmpegError, OSError, ValueError, ArithmeticError, AssertionError) as error:
             raise MediaError(f"{name} cannot be read as a video ({error}): replace it or remove the row") from error
     if decoded < len(indices):
@@ -336,26 +339,6 @@ def video_pixels(data: bytes, options: Mapping[str, Any], frame_pixels: int = 0)
         return 0  # decoding it will raise a better error
 
 
-def _check_frames(width: int, height: int, name: str) -> None:
-    if Image.MAX_IMAGE_PIXELS and width * height > Image.MAX_IMAGE_PIXELS:
-        raise MediaError(
-            f"{name} has frames of {width}x{height} pixels, over Pillow's safe limit of {Image.MAX_IMAGE_PIXELS}: "
-            "shrink them"
-        )
-
-
-def _decode(container: Any, stream: Any, indices: list[int], frames: _Frames) -> int:
-    """Add the frames at `indices` to `frames`; return how many could be decoded."""
-    selected, decoded = set(indices), 0
-    for index, frame in enumerate(container.decode(stream)):
-        if index in selected:
-            frames.add(frame.to_image())
-            decoded += 1
-        if index == indices[-1]:
-            break
-    return decoded
-
-
 def encoded_media(reference: Any, kind: str) -> bytes:
     """Return the encoded file of a reference to an `image` or `video` unchanged; a PIL image has none."""
     with _open_bytes(reference, kind) as source:
@@ -367,14 +350,6 @@ def png_of(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG", compress_level=1)  # several times as fast as the default 6, for larger files
     return file.getvalue()
-
-
-def check_inside(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> str:
-    """Return `path` with symbolic links resolved, which must be inside `root`."""
-    real, real_root = os.path.realpath(path), os.path.realpath(root)
-    if real != real_root and not real.startswith(real_root.rstrip(os.sep) + os.sep):
-        raise MediaError(f"{os.fspath(path)} is outside image_root {os.fspath(root)}: move it or change image_root")
-    return real
 
 
 def local_path(reference: str) -> str:
@@ -468,6 +443,6 @@ class PathRules:
         if path.startswith(("http://", "https://")):
             return path
         path = os.path.normpath(os.path.join(self.folder, local_path(path)))
-        if self.root is not None:
-            check_inside(path, self.root)
+        if self.root is not None and not Path(path).resolve().is_relative_to(Path(self.root).resolve()):
+            raise MediaError(f"{path} is outside image_root {self.root}: move it or change image_root")
         return path

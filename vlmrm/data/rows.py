@@ -28,8 +28,8 @@ from vlmrm.conversation import (
 from vlmrm.data.columns import IGNORE, MALFORMED, SPECIAL
 from vlmrm.data.media import BASE64_STARTS, IMAGE_SUFFIXES, VIDEO_SUFFIXES, media_key, media_name
 from vlmrm.errors import DataError, RowError, UnreadColumnError
-from vlmrm.formats import LAYOUTS_TO_SCORE, detect_layout
-from vlmrm.formats.layout import Layout, ParsedRow, Row, require_list
+from vlmrm.formats import LAYOUTS, LAYOUTS_TO_SCORE, detect_layout
+from vlmrm.formats.layout import MEDIA, Layout, ParsedRow, Row, require_list
 from vlmrm.formats.texts import PLACEHOLDERS
 from vlmrm.settings import nearest
 
@@ -40,55 +40,73 @@ ReadRow = Callable[[Mapping[str, Any], str, Resolve], Comparison]  # a function 
 JUDGEMENT = tuple(it.name for it in fields(Judgement))
 
 
-def read_row(row: Mapping[str, Any], row_id: str, resolve: Resolve) -> Comparison:
-    """Return the preferences of a row."""
-    cells, row_id = _cells_and_id(row, row_id)
-    with with_row_id(row_id):
-        layout = detect_layout(cells)
-        parsed = layout.read(cells)
-        if parsed.unjudged:
-            raise RowError(f"{parsed.unjudged}: remove the row, or leave such rows out with bad_rows: skip")
-        answers = [resolve_media(answer, resolve) for answer in parsed.answers()]
-        judgements = _judgements(parsed, cells, len(answers))
-        _check_answers(answers)
-        _check_no_paths(answers, cells, resolve)
-        read = layout.columns() - parsed.figures | SPECIAL
-        extra = {name: value for name, value in cells.items() if name not in read}
-        category = cells.get("category")
-        comparison = Comparison(
-            id=row_id,
-            prompt=resolve_media(parsed.prompt(), resolve),
-            answers=tuple(answers),
-            judgements=judgements,
-            category=None if category is None else str(category),
-            columns={name: value for name, value in extra.items() if isinstance(value, (str, int, float, bool))},
-        )
-        _check_judgements(comparison)
-        _check_all_read(cells, layout, parsed, comparison, resolve)
+def read_row(row: Mapping[str, Any], row_id: str, resolve: Resolve, images: str | None = None) -> Comparison:
+    """Return the preferences of a row; `images` refuses one without media (`required`) or with any (`none`)."""
+    comparison = _read(row, row_id, resolve, LAYOUTS, judged=True)
+    media = [medium for talk in comparison.conversations() for medium in media_of(talk.messages)] if images else []
+    if images is None or bool(media) == (images == "required"):
         return comparison
+    columns = ", ".join(name for name, value in row.items() if value is not None)
+    reason = (
+        f"it has the {media[0].kind} {media_name(media[0].reference):.80}, and images is none: leave images out of "
+        f"the configuration, or remove the row (its columns are {columns})"
+        if media
+        else "it has no image or video, and images is required: name their column as --columns images=COLUMN (it has "
+        f"{columns}), or remove the row"
+    )
+    raise RowError(reason, comparison.id)
 
 
 def read_answers(row: Mapping[str, Any], row_id: str, resolve: Resolve) -> Comparison:
     """Return the answers of a row without judgements: there may be a single one, or equal ones."""
-    cells, row_id = _cells_and_id(row, row_id)
-    with with_row_id(row_id):
-        layout = detect_layout(cells, LAYOUTS_TO_SCORE)
-        parsed = layout.read(cells)
-        if not parsed.conversations:
-            raise RowError("it has no answer to score")
-        answers = tuple(resolve_media(answer, resolve) for answer in parsed.answers())
-        _check_no_paths(answers, cells, resolve)
-        comparison = Comparison(row_id, resolve_media(parsed.prompt(), resolve), answers)
-        _check_all_read(cells, layout, parsed, comparison, resolve)
-        return comparison
+    return _read(row, row_id, resolve, LAYOUTS_TO_SCORE, judged=False)
 
 
-def _cells_and_id(row: Mapping[str, Any], row_id: str) -> tuple[dict[str, Any], str]:
-    """Return the non-empty cells of a row, and its `id` if it has that column."""
+def read_or_error(
+    cells: dict[str, Any] | RowError, row_id: str, resolve: Resolve, read: ReadRow = read_row
+) -> Comparison | RowError:
+    """Return the row's comparison or its error; the collator decides whether an error ends the run."""
+    if isinstance(cells, RowError):
+        return RowError(cells.reason, row_id)
+    try:
+        return read(cells, row_id, resolve)
+    except RowError as error:
+        return error
+
+
+def _read(
+    row: Mapping[str, Any], row_id: str, resolve: Resolve, layouts: Sequence[Layout], judged: bool
+) -> Comparison:
     if row.get(MALFORMED):
         raise RowError(row[MALFORMED], row_id)
     cells = {name: value for name, value in row.items() if value is not None and name != MALFORMED}
-    return cells, str(cells.get("id", row_id))
+    row_id = str(cells.get("id", row_id))
+    with with_row_id(row_id):
+        layout = detect_layout(cells, layouts)
+        parsed = layout.read(cells)
+        if not judged and not parsed.conversations:
+            raise RowError("it has no answer to score")
+        prompt = resolve_media(parsed.prompt(), resolve)
+        answers = tuple(resolve_media(answer, resolve) for answer in parsed.answers())
+        comparison = Comparison(row_id, prompt, answers)
+        if judged:
+            if parsed.unjudged:
+                raise RowError(f"{parsed.unjudged}: remove the row, or leave such rows out with bad_rows: skip")
+            judgements = _judgements(parsed, cells, len(answers))
+            _check_answers(answers)
+            read = layout.columns() - parsed.figures | SPECIAL
+            extra = {name: it for name, it in cells.items() if name not in read and isinstance(it, (str, int, float))}
+            category = str(cells["category"]) if "category" in cells else None
+            comparison = replace(comparison, judgements=judgements, category=category, columns=extra)
+            if not judgements:
+                raise RowError("`judgements` is empty: fill it in or remove the row")
+            if any(len(judgement.answers) < 2 for judgement in judgements):
+                raise RowError("it has a judgement of one answer: a preference needs two, remove it")
+            if any(not tie and answers[i] == answers[j] for i, j, tie in comparison.pairs()):
+                raise RowError("the same answer is listed twice with different scores: keep one of them")
+        _check_no_paths(answers, cells, resolve)
+        _check_all_read(cells, layout, parsed, comparison, resolve)
+        return comparison
 
 
 @contextmanager
@@ -132,10 +150,8 @@ def _judgements(parsed: ParsedRow, cells: Mapping[str, Any], count: int) -> tupl
 
 def _read_judgement(written: Any) -> Judgement:
     """Return one of the `judgements` of a canonical row, which name the answers, their values, and whose they are."""
-    if not isinstance(written, Mapping) or not {"answers", "values"} <= written.keys():
-        raise RowError(f"`judgements` holds {shorten(written)}: write objects with `answers` and `values`")
-    if unknown := sorted(written.keys() - set(JUDGEMENT)):
-        raise RowError(f"a judgement has `{unknown[0]}`, which is not read: its fields are {', '.join(JUDGEMENT)}")
+    if not isinstance(written, Mapping) or not {"answers", "values"} <= written.keys() <= {*JUDGEMENT}:
+        raise RowError(f"`judgements` holds {shorten(written)}: write objects with {', '.join(JUDGEMENT)}")
     answers, _ = (require_list(written[name], name) for name in ("answers", "values"))
     if any(isinstance(answer, bool) or not isinstance(answer, int) for answer in answers):
         raise RowError(f"a judgement is of the answers {shorten(answers)}: write their numbers, from 0")
@@ -192,21 +208,11 @@ def _is_file(path: str, resolve: Resolve) -> bool:
         return False
 
 
-def _check_judgements(comparison: Comparison) -> None:
-    if not comparison.judgements:
-        raise RowError("`judgements` is empty: fill it in or remove the row")
-    if any(len(judgement.answers) < 2 for judgement in comparison.judgements):
-        raise RowError("it has a judgement of one answer: a preference needs two, remove it")
-    if any(not tie and comparison.answers[i] == comparison.answers[j] for i, j, tie in comparison.pairs()):
-        raise RowError("the same answer is listed twice with different scores: keep one of them")
-
-
 # Unread columns ------------------------------------------------------------------------------------------------------
 # A column that its layout does not read is metadata (a model's name, a rating), unless its values (embedded images,
 # data URIs, paths and URLs of images) or its name (`query`, `img`) show media or a part of the conversation.
 
-TYPO_LENGTH, TYPO_SIMILARITY = 3, 0.8  # a longer name, this similar to that of a column, may be a typo of it
-LONG = 200  # characters of a text that is more than a label
+SIMILARITY = 0.8  # of the name of a column to that of which it may be a typo
 MAX_ITEMS = 100  # of a list that are examined: embeddings have thousands
 
 SUFFIXES = (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES)
@@ -215,21 +221,20 @@ SIGNATURE = re.compile(
     rb"\xff\xd8\xff|\x89PNG|GIF8|BM....\0\0\0\0|II\*\0|MM\0\*|RIFF....(WEBP|AVI )|\x1aE\xdf\xa3|....ftyp", re.DOTALL
 )
 EMBEDDED = ("data:image/", "data:video/", *BASE64_STARTS)
-
 PLACEHOLDER = re.compile("|".join(PLACEHOLDERS.values()))
 
 ANSWERS = frozenset({"chosen", "rejected", "responses"})  # columns of answers
 ANSWER_LISTS = ("responses", "completions", "answers", "candidates")
 PROMPTS = ("prompt", "question", "messages", "conversations", "instruction", "caption")  # columns of prompts
 
-# Words in names of columns, in the singular.
-MEDIA_WORDS = frozenset(["image", "img", "picture", "pic", "photo", "screenshot", "video"])
-FILE_WORDS = frozenset(["path", "file", "filename", "name", "url", "uri", "byte", "base", "b"])  # base64, b64
-PROMPT_WORDS = frozenset(
-    [
-        *("prompt", "question", "query", "querie", "instruction", "input", "problem", "context", "history", "system"),
-        *("dialog", "dialogue", "conversation", "message"),
-    ]
+MEDIA_NAME = re.compile(
+    r".*(image|img|picture|photo|screenshot|video)s?(_?(path|file|file_?name|name|url|uri|bytes|b64|base64)s?)?(_?\d+)?",
+    re.I,
+)
+PROMPT_NAME = re.compile(
+    r"text|(.*?)(system_?prompt|prompt|question|query|querie|instruction|input|problem|context|history|system|dialog|"
+    r"dialogue|conversation|message)s?(_?text)?",
+    re.I,
 )
 
 
@@ -239,74 +244,59 @@ def _check_all_read(row: Row, layout: Layout, parsed: ParsedRow, comparison: Com
     columns = layout.columns() | SPECIAL
     unread = [(name, value) for name, value in row.items() if name not in columns or name in parsed.skipped]
     unread += parsed.unread.items()
-    readable = (layout.required | layout.optional | SPECIAL).difference(row)
+    absent = columns.difference(row)
     messages = [message for part in (comparison.prompt, *comparison.answers) for message in part] if unread else []
     for name, value in unread:
-        free = columns.difference(row) if name in row else frozenset()  # what --columns can read it as
+        free = absent if name in row else frozenset()  # what --columns can read it as
+        leave = f"leave it out with --columns {IGNORE}={name}" if name in row else "remove it"
         if (medium := _unread_medium(name, value, messages, resolve)) is not None:
             kind = "video" if _is_video(name, medium) else "image"
-            mapping = _mapping(name, [f"{kind}s", kind], free, " if it belongs to the prompt, or ")
+            read = next((f"read it with --columns {it}={name}" for it in (f"{kind}s", kind) if it in free), None)
             raise UnreadColumnError(
-                f"the column `{name}` holds an image or video ({media_name(medium):.80}) that is not read: {mapping}"
-                f"{_ignoring(name, row)} if it is not part of the conversation"
+                f"the column `{name}` holds an image or video ({media_name(medium):.80}) that is not read: "
+                f"{f'{read} if it belongs to the prompt, or ' if read else ''}{leave} if it is not part of the "
+                "conversation"
             )
-        if (text := _unread_answer(name, value, messages)) is not None:
+        text = _unread_text(name, value, messages)
+        if text is not None and name in ANSWERS:
             raise UnreadColumnError(
                 f"the column `{name}` holds a text ({shorten(text)}) that is not read: write both as messages if it "
-                f"is a part of the answer, or {_ignoring(name, row)}"
+                f"is a part of the answer, or {leave}"
             )
-        if (text := _unread_text(name, value, messages)) is not None:
-            readable_as = (
-                ["system"] if "system" in _words(name) else [] if any(it in row for it in PROMPTS) else ["prompt"]
-            )
-            mapping = _mapping(name, readable_as, free, ", or ") or "join it to the prompt, or "
+        if text is not None:
+            meant = "system" if "system" in name.lower() else "prompt"
+            can_be_read = meant in free and (meant == "system" or not any(it in row for it in PROMPTS))
+            read = f"read it with --columns {meant}={name}" if can_be_read else "join it to the prompt"
             raise UnreadColumnError(
-                f"the column `{name}` holds a text ({shorten(text)}) that is not read: {mapping}"
-                f"{_ignoring(name, row)} if it is not part of the conversation"
+                f"the column `{name}` holds a text ({shorten(text)}) that is not read: {read}, or {leave} if it is "
+                "not part of the conversation"
             )
-        if (near := _typo_of(name, readable)) and not (isinstance(value, (int, float)) and _is_of_prompt(near)):
+        near = _typo_of(name, (layout.required | layout.optional | SPECIAL) & absent)
+        # A number is no typo of a prompt.
+        if near and not (isinstance(value, (int, float)) and (PROMPT_NAME.fullmatch(near) or near in MEDIA)):
             raise UnreadColumnError(
-                f"the column `{name}` is not read: read it as `{near}` with --columns {near}={name}, or "
-                f"{_ignoring(name, row)}"
+                f"the column `{name}` is not read: read it as `{near}` with --columns {near}={name}, or {leave}"
             )
-
-
-def _mapping(name: str, readable_as: Sequence[str], free: frozenset[str], end: str) -> str:
-    """Return the words that read a column as the first of `readable_as` that is free; nothing where none is."""
-    column = next((column for column in readable_as if column in free), None)
-    return f"read it with --columns {column}={name}{end}" if column else ""
-
-
-def _ignoring(name: str, row: Row) -> str:
-    """Return the words that say how a column, or a field inside of one, is left out."""
-    return f"leave it out with --columns {IGNORE}={name}" if name in row else "remove it"
 
 
 def _is_video(name: str, medium: Any) -> bool:
     if isinstance(medium, str):
         return medium.startswith("data:video/") or medium.lower().endswith(VIDEO_SUFFIXES)
-    return "video" in _words(name)
+    return "video" in name.lower()
 
 
 @lru_cache(maxsize=1024)
 def _typo_of(name: str, absent: frozenset[str]) -> str | None:
     """Return the column of which a name is a typo; `question_id` is not one of `question`."""
-    near = nearest(name, absent, TYPO_SIMILARITY) if len(name) > TYPO_LENGTH else None
+    near = nearest(name, absent, SIMILARITY)
     return near if near and near not in name.lower() else None
 
 
-def is_noteworthy(value: Any) -> bool:
-    """Return whether a report should name an unread column with this value: a long text, or possibly media."""
-    return any(len(text) > LONG for text in _texts(value)) or any(True for _ in _media_in(value))
-
-
 def _unread_medium(name: str, value: Any, messages: Sequence[Message], resolve: Resolve) -> Any | None:
-    media = list(_media_in(value)) or (list(_texts(value)) if _is_named_media(name) else [])
-    if not media:
-        return None
-    read = [medium.reference for medium in media_of(messages)]
+    media = list(_media_in(value)) or (list(_texts(value)) if MEDIA_NAME.fullmatch(name) else [])
+    read = [medium.reference for medium in media_of(messages)] if media else []
     if not read:
-        return media[0]
+        return media[0] if media else None
     # Beside an image that is read, a path is probably its origin, unless a different image exists there.
     sources = {os.path.basename(reference) for reference in read if isinstance(reference, str)}
     keys = set(map(media_key, read))
@@ -334,42 +324,18 @@ def _media_in(value: Any) -> Iterator[Any]:
             yield from _media_in(inner)
 
 
-def _is_named_media(name: str) -> bool:
-    words = _words(name)
-    return words[-1] in MEDIA_WORDS or (words[-1] in FILE_WORDS and not MEDIA_WORDS.isdisjoint(words))
-
-
-def _is_named_prompt(name: str) -> bool:
-    words = _words(name)
-    return words[-1] in PROMPT_WORDS or (words[-1] == "text" and (len(words) == 1 or words[-2] in PROMPT_WORDS))
-
-
-def _is_of_prompt(name: str) -> bool:
-    return _is_named_prompt(name) or _is_named_media(name)
-
-
 def _unread_text(name: str, value: Any, messages: Sequence[Message]) -> str | None:
-    if not _is_named_prompt(name):
-        return None
-    has_prompt = any(message.text.strip() for message in messages if message.role == "user")
+    """Return the first text that is not in the conversations, of a column of answers or one named like a prompt."""
+    named = PROMPT_NAME.fullmatch(name)
     # Beside a prompt that is read, a longer name such as `generation_prompt` is probably metadata.
-    if has_prompt and len(words := _words(name)) > 1 and words != ["system", "prompt"]:
+    has_prompt = any(message.text.strip() for message in messages if message.role == "user")
+    if name not in ANSWERS and (named is None or (has_prompt and (named[1] or named[3]))):
         return None
-    return next(_unread_pieces(value, messages), None)
-
-
-def _unread_answer(name: str, value: Any, messages: Sequence[Message]) -> str | None:
-    if name not in ANSWERS:
-        return None
-    # A path is not a text, and `_unread_medium` has checked its image.
-    return next((piece for piece in _unread_pieces(value, messages) if not any(_media_in(piece))), None)
-
-
-def _unread_pieces(value: Any, messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the texts of a cell that are not in the conversations."""
     read = text_of(messages)
     pieces = (piece.strip() for text in _texts(value) for piece in PLACEHOLDER.split(text))
-    return (piece for piece in pieces if piece not in read)
+    unread = (piece for piece in pieces if piece not in read)
+    # A path of an answer is not a text, and `_unread_medium` has checked its image.
+    return next((piece for piece in unread if name not in ANSWERS or not any(_media_in(piece))), None)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -388,10 +354,3 @@ def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
         return islice(value, MAX_ITEMS)
     return iter(())
-
-
-@lru_cache(maxsize=1024)
-def _words(name: str) -> list[str]:
-    """Return the words of a column's name, in the singular: `imageURLs_2` → image, url."""
-    words = re.findall(r"[A-Z]+s?(?![a-z])|[A-Z]?[a-z]+|[^\W\d_]+", name)
-    return [word.lower().removesuffix("s") for word in words] or [name]

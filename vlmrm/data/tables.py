@@ -9,13 +9,13 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from vlmrm.data.columns import MALFORMED, Columns, check_columns_exist, choose_names, renamed
-from vlmrm.data.kinds import KIND_NAMES, KINDS, ROWS, first_non_utf8, kind_of, open_file, unreadable
+from vlmrm.data.kinds import KIND_NAMES, KINDS, first_non_utf8, kind_of, open_file, unreadable
 from vlmrm.errors import DataError, RowError
 from vlmrm.files import visible_files
 from vlmrm.formats import LAYOUTS, detect_layout
@@ -121,7 +121,10 @@ def load_sources(
         opened.append([])
         for source in group:
             names = choose_names(source.path, present[source.path], columns or {})
-            check_layout(source.name, renamed(dict.fromkeys(present[source.path]), names), layouts)
+            try:
+                detect_layout(renamed(dict.fromkeys(present[source.path]), names), layouts)
+            except DataError as error:
+                raise DataError(f"{source.name}: {error}") from error
             opened[-1].append(replace(source, names=names))
     return opened
 
@@ -187,7 +190,7 @@ def _open_folder(path: str, split: str, streaming: bool, bad_rows: str) -> list[
 
 def _tables_among(folder: str, files: list[str]) -> list[str]:
     """Return the tables of a folder; beside tables, an archive or a sheet is probably something else."""
-    tables = [file for file in files if kind_of(file) not in (None, *ROWS)]
+    tables = [file for file in files if kind_of(file) not in (None, "webdataset", "xlsx")]
     if tables and len(tables) < len(files):
         names = sorted(os.path.basename(file) for file in files if file not in tables)
         logger.warning("%s: not read beside its tables: %s", folder, ", ".join(names))
@@ -195,7 +198,7 @@ def _tables_among(folder: str, files: list[str]) -> list[str]:
 
 
 def _open_hub(name: str, split: str, streaming: bool, config: str | None) -> Source:
-    from datasets import get_dataset_split_names, load_dataset
+    from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
     here = nearest_file(Path(name))
@@ -209,11 +212,6 @@ def _open_hub(name: str, split: str, streaming: bool, config: str | None) -> Sou
     except (ConnectionError, OSError) as error:
         raise DataError(f"{name} is no file or folder here, and the hub cannot be reached ({error})") from error
     except ValueError as error:
-        try:
-            splits = get_dataset_split_names(name, config)
-        except (ValueError, OSError):
-            raise DataError(f"{name} cannot be loaded from the hub: {error}") from error
-        _choose(dict.fromkeys(splits), split, name)
         raise DataError(f"{name} cannot be loaded from the hub: {error}") from error
     return Source(name, _undecoded(table), os.getcwd())
 
@@ -247,14 +245,6 @@ def _undecoded(table: Any) -> Any:
         info = DatasetInfo(features=features)
         return Dataset(table.data, info=info, split=table.split, indices_table=table._indices)
     return table.cast(features)
-
-
-def check_layout(name: str, columns: Iterable[str], layouts: Sequence[Layout] = LAYOUTS) -> None:
-    """Check that one of `layouts` reads the columns of the table `name`."""
-    try:
-        detect_layout(columns, layouts)
-    except DataError as error:
-        raise DataError(f"{name}: {error}") from error
 
 
 def columns_of(source: Source) -> set[str]:

@@ -45,7 +45,7 @@ TEMPLATES = [("text1", "text2"), ("text_1", "text_2"), ("text_a", "text_b"), ("l
 def label_studio(row: Row) -> ParsedRow:
     fields = _fields(row["data"], "data")
     annotations = [it for it in records(row["annotations"], "annotations") if not it.get("was_cancelled")]
-    results = [[_result(item) for item in annotation.get("result") or []] for annotation in annotations]
+    results = [records(annotation.get("result") or [], "result") for annotation in annotations]
     pairwise = next((r.get("to_name") for result in results for r in result if r.get("type") == "pairwise"), None)
     sides = _sides(fields, str(pairwise).split(",") if pairwise else ())
     parsed = _task(fields, sides)
@@ -55,10 +55,6 @@ def label_studio(row: Row) -> ParsedRow:
         return with_raters(replace(parsed, kind=kind), verdicts)
     except RowError as error:
         return replace(parsed, unjudged=error.reason)
-
-
-def _result(item: Any) -> dict[str, Any]:
-    return dict(item) if isinstance(item, Mapping) else {}
 
 
 def _verdict(result: Sequence[Mapping[str, Any]], fields: Row, sides: Sides) -> tuple[float, float] | None:
@@ -110,26 +106,21 @@ def _meant(tag: str, sides: Sides) -> str | None:
 
 def _task(fields: Row, sides: Sides) -> ParsedRow:
     """Return the two answers of a task after its prompt; fields that are no part of them are `unread`."""
-    kind = next((kind for kind in ("image", "video") if _shows(kind, sides, fields)), None)
-    if kind is None:
-        parsed = read_pair(fields, sides, PROMPTS)
-    else:
+    shown = (kind for kind, medium in MEDIUM.items() if all(medium.fullmatch(str(fields[side])) for side in sides))
+    kind = next(shown, None)
+    if kind:
         parsed = media_pair(fields, sides, image_turn if kind == "image" else video_turn)
+    else:
+        parsed = read_pair(fields, sides, PROMPTS)
     read = {*sides, *MEDIA, "system", *PROMPTS} - parsed.skipped
     unread = {name: value for name, value in fields.items() if name not in read and value is not None}
     return replace(parsed, skipped=frozenset(), unread=unread)
 
 
-SUFFIXES = {
-    "image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"),
-    "video": (".mp4", ".webm", ".mov", ".mkv", ".avi"),
+MEDIUM = {
+    "image": re.compile(r".*\.(png|jpe?g|webp|gif|bmp)|data:image/.*", re.I),
+    "video": re.compile(r".*\.(mp4|webm|mov|mkv|avi)|data:video/.*", re.I),
 }
-
-
-def _shows(kind: str, sides: Sides, fields: Row) -> bool:
-    values = [fields[side] for side in sides]
-    paths = [value.lower() for value in values if isinstance(value, str) and "\n" not in value]
-    return len(paths) == 2 and all(path.endswith(SUFFIXES[kind]) or path.startswith(f"data:{kind}/") for path in paths)
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:

@@ -70,6 +70,11 @@ class Layout:
     def columns(self) -> frozenset[str]:
         return self.required.union(self.optional, *(names for group in self.groups for names in group))
 
+    def needed(self, columns: frozenset[str]) -> frozenset[str]:
+        """Return the columns to have: the required ones, and of each group the alternative nearest to `columns`."""
+        nearest = (max(group, key=lambda names: len(names & columns) / len(names)) for group in self.groups)
+        return self.required.union(*nearest)
+
     def missing(self, columns: frozenset[str]) -> str:
         """Return the needed columns that `columns` lacks, in words."""
         missing = [f"`{name}`" for name in sorted(self.required - columns)]
@@ -172,17 +177,6 @@ def _item(column: Any, index: int) -> Any:
     if isinstance(column, Mapping):
         return {key: _item(inner, index) for key, inner in column.items()}
     return column[index] if isinstance(column, (list, tuple)) else column
-
-
-def of_raters(verdicts: Sequence[Sequence[float]], kind: Kind = "preference") -> tuple[Judgement, ...]:
-    """Return the verdicts of several raters, each the values of all answers, as judgements.
-
-    Equal verdicts are one judgement; its weight is the share of the raters. In the loss these are soft labels.
-    """
-    shares: dict[tuple[float, ...], float] = {}
-    for values in map(tuple, verdicts):
-        shares[values] = shares.get(values, 0.0) + 1 / len(verdicts)
-    return tuple(Judgement(tuple(range(len(values))), values, kind, weight=share) for values, share in shares.items())
 
 
 def common_turns(first: Messages, second: Messages) -> int:

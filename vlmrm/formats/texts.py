@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vlmrm.conversation import ROLES, Conversation, Image, Message, Messages, Part, Text, Video, media_of, with_article
@@ -30,10 +31,40 @@ def fill(messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequen
     as in TRL. A row without media, or with parts for them, keeps placeholders as text: people ask what `<image>`
     means in HTML.
     """
+    given = {"image": [*map(read_reference, images)], "video": [*map(read_reference, videos)]}
     empty = {medium.kind for medium in media_of(messages) if medium.reference is None}
-    filler = _Filler(images, videos, spelled_out={"image", "video"} - empty)
-    filled = [filler.message(message) for message in messages]
-    if unplaced := filler.unplaced():
+    tags = {PLACEHOLDERS[kind]: kind for kind, media in given.items() if media and kind not in empty}
+
+    def slotted(message: Message) -> Message:
+        if not tags or message.role == "assistant":
+            return message
+        parts: list[Part] = []
+        for part in message.content:
+            pieces = re.split(f"({'|'.join(tags)})", part.text) if isinstance(part, Text) else []
+            split = [KINDS[tags[it]]() if it in tags else Text(it) for it in pieces if it]
+            parts += split if len(pieces) > 1 else [part]
+        return Message(message.role, tuple(parts))
+
+    filled = [*map(slotted, messages)]
+    unplaced: list[Part] = []
+    for kind, media in given.items():
+        slots = sum(medium.kind == kind and medium.reference is None for medium in media_of(filled))
+        if slots > len(media):
+            raise RowError(
+                f"the text asks for more {kind}s than the row has ({len(media)}): check its `{kind}s` column"
+            )
+        if slots and slots < len(media):
+            raise RowError(f"the row has {len(media) - slots} more {kind}(s) than its text has places for")
+        unplaced += [] if slots else map(KINDS[kind], media)
+    remaining = {kind: iter(media) for kind, media in given.items()}
+
+    def taken(part: Part) -> Part:
+        if isinstance(part, Text) or part.reference is not None:
+            return part
+        return replace(part, reference=next(remaining[part.kind]))
+
+    filled = [Message(message.role, tuple(map(taken, message.content))) for message in filled]
+    if unplaced:
         first = next((index for index, message in enumerate(filled) if message.role == "user"), None)
         if first is None:
             raise RowError("the row has images but no user message to show them in")
@@ -62,44 +93,6 @@ def refuse_lost_media(prompt: Any, filled: Sequence[Message]) -> None:
                 f"its prompt says {tag} and the row has no {kind}: look whether its column of {kind}s is missing, "
                 "empty or called otherwise; words that mean no place belong into a text part of a message"
             )
-
-
-class _Filler:
-    """The media of a row, handed out slot by slot; `spelled_out` are the kinds with placeholders in texts."""
-
-    def __init__(self, images: Sequence[Any], videos: Sequence[Any], spelled_out: set[str]):
-        self.unused = {"image": list(images), "video": list(videos)}
-        self.filled = {"image": 0, "video": 0}
-        self.tags = {PLACEHOLDERS[kind]: kind for kind in spelled_out if self.unused[kind]}
-        self.pattern = re.compile(f"({'|'.join(self.tags)})")
-
-    def message(self, message: Message) -> Message:
-        return Message(message.role, tuple(new for part in message.content for new in self._parts(part, message.role)))
-
-    def _parts(self, part: Part, role: str) -> list[Part]:
-        if not isinstance(part, Text):
-            return [self._take(part) if part.reference is None else part]
-        if not self.tags or role == "assistant" or not self.pattern.search(part.text):
-            return [part]
-        pieces = self.pattern.split(part.text)
-        return [self._take(KINDS[self.tags[it]]()) if it in self.tags else Text(it) for it in pieces if it]
-
-    def _take(self, slot: Image | Video) -> Part:
-        kind = slot.kind
-        if not self.unused[kind]:
-            raise RowError(
-                f"the text asks for more {kind}s than the row has ({self.filled[kind]}): check its `{kind}s` column"
-            )
-        self.filled[kind] += 1
-        reference = read_reference(self.unused[kind].pop(0))
-        return Video(reference, slot.options) if isinstance(slot, Video) else Image(reference)
-
-    def unplaced(self) -> list[Part]:
-        """Return the media without a slot."""
-        for kind, media in self.unused.items():
-            if media and self.filled[kind]:
-                raise RowError(f"the row has {len(media)} more {kind}(s) than its text has places for")
-        return [KINDS[kind](read_reference(it)) for kind, media in self.unused.items() for it in media]
 
 
 TURN = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", re.DOTALL)  # the last may be cut off
@@ -143,14 +136,14 @@ def write_text(conversation: Conversation) -> tuple[str, list[Any], list[Any]]:
                 raise RowError(f"{name} has two texts in a row, which ChatML makes one")
     if any(isinstance(medium, Video) and medium.options.as_dict() for medium in media):
         raise RowError("a video has options, which ChatML cannot express")
-    text = "".join(f"<|im_start|>{m.role}\n{_write_content(m.content)}<|im_end|>\n" for m in conversation.messages)
+
+    def written(part: Part) -> str:
+        return part.text if isinstance(part, Text) else f"<|vision_start|><|{part.kind}_pad|><|vision_end|>"
+
+    turns = ((m.role, "".join(map(written, m.content))) for m in conversation.messages)
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
     references = {kind: [it.reference for it in media if it.kind == kind] for kind in ("image", "video")}
     return text, references["image"], references["video"]
-
-
-def _write_content(content: Sequence[Part]) -> str:
-    pads = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
-    return "".join(part.text if isinstance(part, Text) else pads[part.kind] for part in content)
 
 
 def load_json(text: str) -> Any:

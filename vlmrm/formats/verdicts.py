@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -24,7 +25,6 @@ from vlmrm.formats.layout import (
     first_of,
     image_turn,
     layout,
-    of_raters,
     prompt_turns,
     records,
     video_turn,
@@ -208,10 +208,17 @@ def _agreed(row: Row, sides: Sides) -> tuple[list[tuple[float, float]] | None, R
 
 
 def with_raters(parsed: ParsedRow, verdicts: Sequence[Sequence[float]]) -> ParsedRow:
-    """Return answers with the verdicts of one rater or several, each the values of all answers."""
+    """Return answers with the verdicts of one rater or several, each the values of all answers.
+
+    Equal verdicts are one judgement; its weight is the share of the raters. In the loss these are soft labels.
+    """
     if not verdicts:
         raise RowError("nobody has judged its answers")
-    return with_judgements(parsed, of_raters(verdicts, parsed.kind))
+    counts = Counter(map(tuple, verdicts)).items()
+    order = tuple(range(len(verdicts[0])))
+    return with_judgements(
+        parsed, [Judgement(order, values, parsed.kind, weight=count / len(verdicts)) for values, count in counts]
+    )
 
 
 def with_judgements(parsed: ParsedRow, judgements: Sequence[Judgement]) -> ParsedRow:
@@ -334,7 +341,7 @@ def read_word(row: Row, column: str, value: Any, sides: Sides) -> tuple[float, f
     elif isinstance(value, str) and value.strip():
         text = value.strip()
         meant = [
-            text in (side, row.get(f"model_{suffix}"), _text_of(row[side]))
+            text in (side, row.get(f"model_{suffix}"), str(row[side]).strip())
             for side, suffix in zip(sides, suffixes, strict=True)
         ]
         if meant[0] != meant[1] and text.lower() not in suffixes:
@@ -361,10 +368,6 @@ def read_word(row: Row, column: str, value: Any, sides: Sides) -> tuple[float, f
 def _counts(column: str, suffixes: Sequence[str]) -> bool:
     """Return whether a bare number in the column is that of an answer, not a truth value or a probability."""
     return column in INDEX or (column == "preference" and suffixes == ["1", "2"])
-
-
-def _text_of(value: Any) -> str | None:
-    return value.strip() if isinstance(value, str) else None
 
 
 def suffix_of(side: str, sides: Sides) -> str:

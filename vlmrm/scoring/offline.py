@@ -21,9 +21,9 @@ from torch.utils.data import IterableDataset, Subset
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.columns import Columns
-from vlmrm.data.comparisons import RowReader, data_fingerprint, open_groups, read_or_error
+from vlmrm.data.comparisons import RowReader, data_fingerprint, open_groups
 from vlmrm.data.kinds import unreadable
-from vlmrm.data.rows import read_answers
+from vlmrm.data.rows import read_answers, read_or_error
 from vlmrm.data.streams import SourceGroup
 from vlmrm.engine import ScoredRow
 from vlmrm.errors import ConfigError, DataError

@@ -25,10 +25,9 @@ from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.batching.media import blank_image
 from vlmrm.config import Configuration
-from vlmrm.data import comparisons
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.canonical import write_held_out
-from vlmrm.data.comparisons import load_train_and_eval
+from vlmrm.data.comparisons import IrrelevantQueries, load_train_and_eval
 from vlmrm.data.tables import name_tables
 from vlmrm.errors import ConfigError, Interrupted, Preempted, TrainingError, first_line
 from vlmrm.logs import start_log
@@ -71,9 +70,7 @@ from vlmrm.training.survey import (
     can_evaluate,
     can_train,
     check_survey,
-    count_prompts,
     few_prompts,
-    look_through,
     shared_prompts,
     survey,
 )
@@ -313,9 +310,7 @@ def weight_dtype(model_args: ModelArguments, args: RewardTrainingArguments) -> t
 def irrelevant_queries(args: RewardTrainingArguments, data_args: DataArguments, train_dataset) -> Any:
     if not args.use_irrelevant_queries:
         return None
-    if data_args.streaming:
-        return comparisons.for_stream(args.num_irrelevant_pairs, args.seed)
-    return comparisons.for_dataset(args.num_irrelevant_pairs, args.seed, train_dataset)
+    return IrrelevantQueries(args.num_irrelevant_pairs, args.seed, None if data_args.streaming else train_dataset)
 
 
 def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> None:
@@ -329,7 +324,7 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
     collator = survey_collator(arguments, processor)
     rows = survey(train_dataset, collator, can_train, data_args.split_seed)
     check_survey(rows, "dataset_path", args.max_dropped_share, "weighs anything")
-    for remark in look_through(train_dataset, data_args.split_seed, args.use_irrelevant_queries):
+    for remark in rows.remarks(args.use_irrelevant_queries):
         logger.warning(remark)
     if rows.rows is not None and args.dataloader_drop_last:
         check_last_batch(rows.rows, args)
@@ -338,15 +333,13 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
     key = "eval_dataset_path" if data_args.eval_dataset_path else f"eval_fraction {data_args.eval_fraction}"
     held_out = survey(eval_dataset, collator, can_evaluate, data_args.split_seed)
     check_survey(held_out, key, args.max_dropped_share, "has a preference")
-    if remark := few_prompts(len(eval_dataset), count_prompts(eval_dataset, data_args.split_seed)):
+    if remark := few_prompts(held_out):
         logger.warning(remark)
-    if data_args.eval_dataset_path:
-        both, evaluated, trained = shared_prompts(train_dataset, eval_dataset, data_args.split_seed)
-        if both:
-            logger.warning(
-                "%d of %d evaluation prompts are among %d of the training: vlmrm leakage says which",
-                both, evaluated, trained,
-            )  # fmt: skip
+    if data_args.eval_dataset_path and (both := shared_prompts(rows, held_out)):
+        logger.warning(
+            "%d of %d evaluation prompts are among %d of the training: vlmrm leakage says which",
+            both, held_out.looked, rows.looked,
+        )  # fmt: skip
 
 
 def check_last_batch(rows: int, args: RewardTrainingArguments) -> None:

@@ -53,9 +53,7 @@ from vlmrm.training.survey import (
     can_evaluate,
     can_train,
     check_survey,
-    count_prompts,
     few_prompts,
-    look_through,
     shared_prompts,
     survey,
 )
@@ -225,16 +223,17 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
     plan.steps, plan.epochs = count_steps(run, plan.train.rows, plan.processes)
     with plan.stage():
         check_survey(plan.train, "dataset_path", args.max_dropped_share, "weighs anything")
-        plan.remarks += look_through(train_dataset, data.split_seed, args.use_irrelevant_queries)
+        plan.remarks += plan.train.remarks(args.use_irrelevant_queries)
     if eval_dataset is not None and args.eval_strategy != "no":
         plan.held_out = survey(eval_dataset, collator, can_evaluate, data.split_seed, SAMPLE)
         with plan.stage():
             check_survey(plan.held_out, "the evaluation", args.max_dropped_share, "has a preference")
-        plan.held_out_prompts = count_prompts(eval_dataset, data.split_seed)
-        if remark := few_prompts(len(eval_dataset), plan.held_out_prompts):
+        plan.held_out_prompts = len({*plan.held_out.prompts})
+        if remark := few_prompts(plan.held_out):
             plan.remarks.append(remark)
         if data.eval_dataset_path:
-            plan.shared_prompts = shared_prompts(train_dataset, eval_dataset, data.split_seed)
+            both = shared_prompts(plan.train, plan.held_out)
+            plan.shared_prompts = both, plan.held_out.looked, plan.train.looked
     estimate = estimate_memory(run, plan.processes)
     if plan.processes > 1 or estimate.total > EASY * estimate.available:
         estimate = estimate_memory(run, plan.processes, processor, train_dataset, plan.train)

@@ -1,4 +1,4 @@
-"""A survey of the rows before a training: how many can be used, why others cannot, and how long they are."""
+"""A survey of the rows before a training, each read once: how many can be used, why others cannot, and how long."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ import torch
 from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.collator import OverlongError
 from vlmrm.conversation import Comparison, media_of
-from vlmrm.data.check import Repeats, describe_margins, margins_of
-from vlmrm.data.comparisons import are_unrelated, iterate_readable, split_key, subject
+from vlmrm.data.check import describe_margins, margins_of
+from vlmrm.data.comparisons import Subject, are_unrelated, iterate_comparisons, split_key, subject
+from vlmrm.data.duplicates import Repeats
 from vlmrm.data.media import media_key
 from vlmrm.errors import ConfigError, MediaError, RowError, TrainingError
 from vlmrm.logs import counted
 from vlmrm.measures.audit import PROMPTS
 from vlmrm.training.losses import weights
 
-SAMPLE = 64  # rows that a training reads before its first step
+SAMPLE = 64  # rows that a training renders before its first step
 LOOKED = 10_000  # rows whose margins are read, and that are compared with each other
-COMPARED = 2000  # rows of each side whose prompts are compared
 
 HasUse = Callable[[dict[str, torch.Tensor]], bool]  # of the pairs of a part
 
 
 @dataclass
 class Survey:
-    """A sample of the rows of a data set; `rows` are all of them, None of a stream.
+    """What the rows of a data set hold; `rows` are all of them, None of a stream.
 
-    Of each row that can be used: `tokens` of all its conversations, images included, and of the longest one.
+    Of each row of the sample that can be used: `tokens` of all its conversations, images included. Of each row that
+    was `looked` at: the key of its prompt in `prompts`, its margins, and whether it contradicts an earlier one.
     """
 
     rows: int | None
@@ -47,6 +48,12 @@ class Survey:
     pairs: int = 0
     reasons: Counter[str] = field(default_factory=Counter)  # why rows are left out
     last_reason: str = ""
+    prompts: list[str] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    contradictions: int = 0
+    repeats: Repeats = field(default_factory=Repeats)
+    subjects: set[Subject] = field(default_factory=set)  # of prompts, until two are `unrelated`
+    unrelated: bool = False
 
     @property
     def dropped(self) -> int:
@@ -55,6 +62,60 @@ class Survey:
     @property
     def dropped_share(self) -> float:
         return self.dropped / max(self.sampled, 1)
+
+    @property
+    def looked(self) -> int:
+        return len(self.prompts)
+
+    def look(self, row: Comparison) -> None:
+        """Compare a row with the earlier ones."""
+        self.prompts.append("\0".join(split_key(row, "")))
+        self.margins += margins_of(row)
+        repeat = self.repeats.find(row)
+        self.contradictions += repeat is not None and repeat.contradicts
+        if not self.unrelated and row.prompt and (new := subject(row.prompt)) not in self.subjects:
+            self.unrelated = any(are_unrelated(new, earlier) for earlier in self.subjects)
+            self.subjects.add(new)
+
+    def render(self, position: int, row: dict[str, Any], collator: ComparisonCollator, has_use: HasUse) -> None:
+        """Count a row of the sample, as the training reads it."""
+        batch = collator([row])
+        self.sampled += 1
+        if batch["dropped"]:
+            [(_, error)] = batch["dropped"]
+            self.reasons[_kind(error)] += 1
+            self.last_reason = str(error)
+            return
+        self.useful += any(has_use(part["pairs"]) for part in batch["parts"])
+        self.tokens.append(batch["counts"]["tokens"])
+        self.positions.append(position)
+        self.pairs += batch["counts"]["pairs"]
+        media = [medium for talk in row["comparison"].conversations() for medium in media_of(talk.messages)]
+        kinds = Counter({media_key(medium.reference): medium.kind for medium in media}.values())
+        self.images += kinds["image"]
+        self.videos += kinds["video"]
+
+    def remarks(self, irrelevant: bool) -> Iterator[str]:
+        """Yield what is odd about margins and contradictions.
+
+        Args:
+            irrelevant: whether answers train under other prompts: all rows without an unrelated pair are refused.
+        """
+        if irrelevant and not self.unrelated:
+            reason = (
+                f"use_irrelevant_queries does nothing: no two of {self.looked:,} rows have prompts of different "
+                "images or, without images, of different texts; remove it, or mix in other data"
+            )
+            if self.rows is not None and self.rows <= LOOKED:
+                raise ConfigError(f"{reason}.")
+            yield f"{reason}, if that is so of the others too"
+        if self.margins:
+            yield f"{describe_margins(self.margins)}: of {self.looked:,} rows read"
+        if self.contradictions:
+            yield (
+                f"{self.contradictions:,} of {self.looked:,} rows read have the prompt and answers of an earlier one "
+                "with another order: vlmrm check-data names them"
+            )
 
 
 def can_train(pairs: dict[str, torch.Tensor]) -> bool:
@@ -68,41 +129,31 @@ def can_evaluate(pairs: dict[str, torch.Tensor]) -> bool:
 
 
 def survey(dataset: Any, collator: ComparisonCollator, has_use: HasUse, seed: int, limit: int = SAMPLE) -> Survey:
-    """Read a random sample of at most `limit` rows as the training reads them; of a stream its first rows."""
+    """Look at `LOOKED` rows, and render a random sample of `limit`; of a stream do both with the first `limit`."""
     collator = dataclasses.replace(collator, irrelevant=None)  # it would remember these rows as donors
     result = Survey(len(dataset) if isinstance(dataset, Sized) else None)
-    for position, row in _sample(dataset, seed, limit):
-        batch = collator([row])
-        result.sampled += 1
-        if batch["dropped"]:
-            [(_, error)] = batch["dropped"]
-            result.reasons[_kind(error)] += 1
-            result.last_reason = str(error)
-            continue
-        result.useful += any(has_use(part["pairs"]) for part in batch["parts"])
-        result.tokens.append(batch["counts"]["tokens"])
-        result.positions.append(position)
-        result.pairs += batch["counts"]["pairs"]
-        kinds = Counter(
-            {
-                media_key(medium.reference): medium.kind
-                for conversation in row["comparison"].conversations()
-                for medium in media_of(conversation.messages)
-            }.values()
-        )
-        result.images += kinds["image"]
-        result.videos += kinds["video"]
+    for position, row, sampled in _rows(dataset, seed, limit):
+        if isinstance(row["comparison"], Comparison):
+            result.look(row["comparison"])
+        if sampled:
+            result.render(position, row, collator, has_use)
     return result
 
 
-def _sample(dataset: Any, seed: int, limit: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(dataset: Any, seed: int, limit: int) -> Iterator[tuple[int, dict[str, Any], bool]]:
+    """Yield the position of each row to look at, the row, and whether it is in the sample."""
     if not isinstance(dataset, Sized):
-        yield from enumerate(islice(iter(dataset), limit))
+        yield from ((position, row, True) for position, row in enumerate(islice(cast(Any, dataset), limit)))
         return
-    count = len(dataset)
-    positions = range(count) if count <= limit else np.sort(np.random.default_rng(seed).choice(count, limit, False))
-    for position in positions:
-        yield int(position), dataset[int(position)]
+    looked, sampled = (_drawn(len(dataset), number, seed) for number in (LOOKED, limit))
+    positions, of_sample = np.union1d(looked, sampled), {*sampled.tolist()}
+    rows = iterate_comparisons(cast(Any, dataset).select(positions))
+    for position, comparison in zip(positions.tolist(), rows, strict=True):
+        yield position, {"index": position, "comparison": comparison}, position in of_sample
+
+
+def _drawn(count: int, number: int, seed: int) -> np.ndarray:
+    return np.arange(count) if count <= number else np.random.default_rng(seed).choice(count, number, replace=False)
 
 
 def _kind(error: RowError) -> str:
@@ -125,77 +176,18 @@ def check_survey(result: Survey, key: str, max_dropped_share: float, requirement
         )
 
 
-def look_through(dataset: Any, seed: int, irrelevant: bool) -> Iterator[str]:
-    """Read at most `LOOKED` rows, of a stream `SAMPLE`, and remark on margins and contradictions.
-
-    Args:
-        irrelevant: refuse rows of which none has a prompt that is irrelevant to another's.
-    """
-    repeats, subjects, unrelated = Repeats(), set(), False
-    margins: list[float] = []
-    count = contradictions = 0
-    for row in _readable(dataset, seed):
-        count += 1
-        margins += margins_of(row)
-        repeat = repeats.find(row)
-        contradictions += repeat is not None and repeat.contradicts
-        if irrelevant and not unrelated and row.prompt and (new := subject(row.prompt)) not in subjects:
-            unrelated = any(are_unrelated(new, earlier) for earlier in subjects)
-            subjects.add(new)
-    if irrelevant and not unrelated:
-        raise ConfigError(
-            f"use_irrelevant_queries does nothing: no two of {count:,} rows have prompts of different images or, "
-            "without images, of different texts; remove it, or mix in other data."
-        )
-    if margins:
-        yield f"{describe_margins(margins)}: of {count:,} rows read"
-    if contradictions:
-        yield (
-            f"{contradictions:,} of {count:,} rows read have the prompt and answers of an earlier one with another "
-            "order: vlmrm check-data names them"
-        )
+def shared_prompts(train: Survey, held_out: Survey) -> int:
+    """Return the number of evaluation rows looked at whose prompt, images included, is among those of the training."""
+    trained = {*train.prompts}
+    return sum(prompt in trained for prompt in held_out.prompts)
 
 
-def _readable(dataset: Any, seed: int) -> Iterator[Comparison]:
-    if isinstance(dataset, Sized):
-        if (count := len(dataset)) > LOOKED:
-            dataset = cast(Any, dataset).select(np.sort(np.random.default_rng(seed).choice(count, LOOKED, False)))
-        yield from iterate_readable(dataset)
-        return
-    rows = (row["comparison"] for row in islice(dataset, SAMPLE))
-    yield from (row for row in rows if isinstance(row, Comparison))
-
-
-def shared_prompts(train: Any, held_out: Any, seed: int, limit: int = COMPARED) -> tuple[int, int, int]:
-    """Compare the prompts of at most `limit` rows of each side, images included.
-
-    Returns:
-        The numbers of evaluation rows whose prompt is trained on, and of evaluation and training rows compared.
-    """
-    trained, evaluated = (
-        [tuple(split_key(row, "")) for row in _comparisons(part, seed, limit) if row.prompt]
-        for part in (train, held_out)
-    )
-    prompts = set(trained)
-    return sum(key in prompts for key in evaluated), len(evaluated), len(trained)
-
-
-def count_prompts(dataset: Any, seed: int) -> int:
-    """Return the number of different prompts of at most `COMPARED` rows, images included."""
-    return len({tuple(split_key(row, "")) for row in _comparisons(dataset, seed, COMPARED)})
-
-
-def few_prompts(rows: int, prompts: int) -> str:
+def few_prompts(held_out: Survey) -> str:
     """Return a remark on an evaluation of too few prompts to tell anything; nothing where they are enough."""
-    if prompts >= PROMPTS:
+    if (prompts := len({*held_out.prompts})) >= PROMPTS:
         return ""
     return (
-        f"the evaluation has {counted(rows, 'row')} of {counted(prompts, 'prompt')}, too few to tell a better "
-        f"checkpoint from a lucky one: raise eval_fraction or give eval_dataset_path, for {PROMPTS} prompts or more"
+        f"the evaluation has {counted(held_out.rows or 0, 'row')} of {counted(prompts, 'prompt')}, too few to tell a "
+        f"better checkpoint from a lucky one: raise eval_fraction or give eval_dataset_path, for {PROMPTS} prompts or "
+        "more"
     )
-
-
-def _comparisons(dataset: Any, seed: int, limit: int) -> Iterator[Comparison]:
-    for _, row in _sample(dataset, seed, limit):
-        if isinstance(row["comparison"], Comparison):
-            yield row["comparison"]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from vlmrm.batching.collator import OverlongError, plain_worker_errors
 from vlmrm.conversation import Comparison, Conversation, Message, Part, Text
-from vlmrm.data.media import conversation_key
+from vlmrm.data.media import messages_key
 from vlmrm.engine import ScoredRow, checked
 from vlmrm.errors import MediaError, RewardError, RowError
 from vlmrm.evaluation.entry import SweepRun
@@ -205,7 +205,7 @@ class _ConversationGroup(NamedTuple):
 
     @classmethod
     def of(cls, conversations: list[Conversation]) -> _ConversationGroup:
-        return cls(conversations, tuple(map(conversation_key, conversations)))
+        return cls(conversations, tuple(messages_key(it.messages) for it in conversations))
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from vlmrm.conversation import Conversation
-from vlmrm.data.media import conversation_key
+from vlmrm.data.media import messages_key
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate, read_sample, sample_to_conversation
 from vlmrm.libraries import needs
@@ -150,7 +150,7 @@ class _TrainedReward(BaseRewardModel):
             except RowError as error:
                 failures[index] = error.reason
         valid = list(conversations.values())
-        outcomes = once_each(map(conversation_key, valid), valid, self.loaded.score_each)
+        outcomes = once_each((messages_key(it.messages) for it in valid), valid, self.loaded.score_each)
         for index, score in zip(conversations, outcomes, strict=True):
             if isinstance(score, RowError):
                 failures[index] = score.reason
