@@ -1,9 +1,4 @@
-"""The results of a sweep as files, each replaced atomically: a table, its details, and the scored pairs.
-
-Beside them, for each checkpoint, the two files that RewardBench's scripts write and its leaderboard reads, laid out as
-by `save_to_hub` in https://github.com/allenai/reward-bench, with categories as its subsets: a model is named by its
-path, and a folder `eval-set` has its accuracies, `eval-set-scores` its scores.
-"""
+"""The results of a sweep as files, each replaced atomically: a table, its details, and the scored pairs."""
 
 from __future__ import annotations
 
@@ -26,13 +21,8 @@ from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pairs import candidates_of, read_pairs
 
-FIRST = [
-    "preference_accuracy",
-    "average_margin",
-    "margin_std",
-    "sample_count",
-]  # the columns that the framework's specification names
-CHAT_TEMPLATE = "tokenizer"  # RewardBench's word for a chat template that the tokenizer brings
+# The columns that the framework's specification names.
+FIRST = ["preference_accuracy", "average_margin", "margin_std", "sample_count"]
 
 
 class Results:
@@ -196,36 +186,3 @@ def _short(cell: str | Estimate | float | None) -> str:
 
 def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def write_rewardbench(folder: Path, row: Row, frame: pd.DataFrame) -> None:
-    """Write both files of a checkpoint into `folder`, if each of its scored pairs has a category.
-
-    Pairs that people tied are left out: RewardBench has none. Equal scores are wrong, as there.
-    """
-    pairs = frame[~frame["tie"].to_numpy(bool)]
-    if row["error"] or pairs.empty or pairs["category"].isna().any():
-        return
-    right = (pairs["chosen_score"] > pairs["rejected_score"]).astype(int)
-    name = "/".join(part for part in Path(row["path"]).parts if part not in ("/", ".."))
-    about = {"model": name, "model_type": _model_type(row), "chat_template": CHAT_TEMPLATE}
-    scores = {
-        "id": pairs["comparison_id"].tolist(),
-        "subset": pairs["category"].tolist(),
-        "results": right.tolist(),
-        "scores_chosen": pairs["chosen_score"].tolist(),
-        "scores_rejected": pairs["rejected_score"].tolist(),
-    }
-    _write(folder / "eval-set" / f"{name}.json", {**about, **right.groupby(pairs["category"]).mean().to_dict()})
-    _write(folder / "eval-set-scores" / f"{name}.json", {**about, **scores})
-
-
-def _model_type(row: Row) -> str:
-    """Return RewardBench's word for what gave the scores."""
-    about = row.get("provenance", {}).get("scorer", {"id": row["path"]})
-    return "Seq. Classifier" if "id" in about else "Generative" if "mode" in about else "Custom Classifier"
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    make_folder(path.parent)
-    write_file(path, json.dumps(content, indent=4, sort_keys=True) + "\n")

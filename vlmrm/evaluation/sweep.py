@@ -30,7 +30,7 @@ from vlmrm.evaluation.choosing import Criterion, split_metric
 from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.evaluate import evaluate_entry, opened
 from vlmrm.evaluation.leakage import Leakage, leakage, open_rows, verdict
-from vlmrm.evaluation.results import beside_published, describe, write_rewardbench
+from vlmrm.evaluation.results import beside_published, describe
 from vlmrm.evaluation.scorers import scorer_entries
 from vlmrm.evaluation.scorers.checkpoint import CheckpointEntry
 from vlmrm.evaluation.suite import EvaluationSet, OpenSet, evaluation_sets, is_suite
@@ -235,8 +235,6 @@ def evaluate_on(sets: Sequence[OpenSet], entry: Entry, run: SweepRun, unread: di
             results.add(row, frame)
             results.best = criterion_of(run.args).best(results.rows)
             if run.processes.is_main_process:
-                if frame is not None:
-                    write_rewardbench(results.csv.with_suffix(".rewardbench"), row, frame)
                 results.write()
             logger.info("%s%s: %s", entry.path, it.of, describe(row))
             if it.definition.benchmark is not None and not row["error"]:

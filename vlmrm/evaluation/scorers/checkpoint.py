@@ -9,23 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from vlmrm.batching import ComparisonCollator
 from vlmrm.engine import Engine, ScoredRow
-from vlmrm.errors import CheckpointError, first_line
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.choosing import step_of
 from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import limits_of
 from vlmrm.evaluation.scorers.kept_batches import KeptBatches
-from vlmrm.http import hub_answers
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.modeling import LoadedReward, batcher_for, load_checkpoint, load_weights, sequence_limit, template_hash
 from vlmrm.modeling.attention import attention_of
-from vlmrm.modeling.manifest import checkpoint_digest
+from vlmrm.modeling.manifest import checkpoint_digest, hub_snapshot
 from vlmrm.rendering import MediaLimits, Renderer
 
 KEPT_BYTES = 2 << 30  # of batches in memory
@@ -82,20 +78,10 @@ class HubEntry(CheckpointEntry):
         super().__init__(Path(hub_id))
 
     def digest(self) -> str:
-        return checkpoint_digest(snapshot(self.path))
+        return checkpoint_digest(hub_snapshot(self.path))
 
     def open(self, run: SweepRun) -> OpenCheckpoint:
-        return CheckpointEntry(snapshot(self.path)).open(run)
-
-
-def snapshot(hub_id: str) -> Path:
-    """Return the folder of all files of a repository, which are downloaded once."""
-    try:
-        return Path(snapshot_download(hub_id, local_files_only=not hub_answers()))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise CheckpointError(
-            f"{hub_id} is no folder here, and cannot be downloaded from the hub ({first_line(error)}): check the name."
-        ) from error
+        return CheckpointEntry(hub_snapshot(self.path)).open(run)
 
 
 @dataclass
