@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,6 @@ class Results:
         if self.json.exists():
             self._continue()
 
-    @property
-    def data(self) -> str:
-        """Return the fingerprint of the data."""
-        return self.settings["data"]
-
     def scores_of(self, best: Best) -> np.ndarray:
         """Return the scores of all branches by a checkpoint, each once."""
         assert self.frame is not None, "the best checkpoint has scored pairs"
@@ -54,18 +49,15 @@ class Results:
         if digest(saved["settings"]) != digest(self.settings):
             if all(row["error"] for row in saved["results"]):
                 return  # nothing to lose, and maybe the settings were what was wrong
-            changed = ", ".join(self._changed(saved["settings"]))
+            old, new = ({**it, **it.get("reading", {})} for it in (saved["settings"], self.settings))
+            changed = sorted(key for key in {*old, *new} - {"reading"} if digest(old.get(key)) != digest(new.get(key)))
             raise ConfigError(
-                f"{self.json} holds results of other data or settings ({changed}): choose another output_file."
+                f"{self.json} holds results of other data or settings ({', '.join(changed)}): choose another "
+                "output_file."
             )
         self.rows, self.best = saved["results"], saved["best"]
         if self.parquet.exists():
             self.frame = read_pairs(self.parquet)
-
-    def _changed(self, before: Mapping[str, Any]) -> list[str]:
-        """Return the keys that have another value than in the settings of `before`."""
-        old, new = ({**settings, **settings.get("reading", {})} for settings in (before, self.settings))
-        return sorted(key for key in {*old, *new} - {"reading"} if digest(old.get(key)) != digest(new.get(key)))
 
     def holds(self, entry: Entry) -> bool:
         """Return whether the entry has figures, with the pairs behind them, and is known to be still the same."""
@@ -156,16 +148,13 @@ def describe(row: Any) -> str:
     if row["error"]:
         return f"FAILED: {row['error']}"
     equal = f" ({row['score_ties']} of {row['sample_count']} pairs have equal scores)" if row["score_ties"] else ""
-    blank = _blank(row) if "blank_image_accuracy" in row else ""
+    blank = ""
+    if "blank_image_accuracy" in row:
+        pairs = row["statistics"]["overall"]["blank_image_accuracy"]["n"]
+        of = f" (of {pairs} pairs)" if pairs != row["sample_count"] else ""
+        blank = f", with blank images {row['blank_image_accuracy']:.3f}{of}"
     orders = f", the same in both orders {row['position_consistency']:.3f}" if "position_consistency" in row else ""
     return f"accuracy {row['preference_accuracy']:.3f}{equal}{blank}{orders}, margin {row['average_margin']:.3f}"
-
-
-def _blank(row: Any) -> str:
-    """Return the accuracy with blank images, and of how many pairs where not of all."""
-    pairs = row["statistics"]["overall"]["blank_image_accuracy"]["n"]
-    of = f" (of {pairs} pairs)" if pairs != row["sample_count"] else ""
-    return f", with blank images {row['blank_image_accuracy']:.3f}{of}"
 
 
 def beside_published(name: str, row: Row) -> str:

@@ -20,11 +20,9 @@ GROUP = "by/"
 
 
 def analyse(frame: pd.DataFrame) -> dict[str, Any]:
-    """Return `figures` of the scored pairs of one checkpoint.
+    """Return `figures` of the scored pairs of one checkpoint: `overall`, by `category`, and for every column by/NAME.
 
-    Returns:
-        `overall`: figures; `category`: figures by category; `by`: for every column by/NAME of the frame figures by
-        value. Rows without a value are in `overall` only. `audit`: the findings of `vlmrm.measures.audit`.
+    Rows without a value are in `overall` only. `audit` are the findings of `vlmrm.measures.audit`.
     """
     check_pairs(frame)
     columns = [name for name in map(str, frame) if name.startswith(GROUP)]

@@ -10,21 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any, Literal, TypeAlias
 
-from vlmrm.conversation import (
-    Comparison,
-    Image,
-    Medium,
-    Message,
-    Messages,
-    Text,
-    Video,
-    media_of,
-    text_of,
-)
+from vlmrm.conversation import Comparison, Image, Medium, Message, Messages, Text, Video, media_of, text_of
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.measures import pictures, rewrites
 from vlmrm.measures.rewrites import Rewrite
@@ -55,30 +45,21 @@ REMOVING: tuple[Family, ...] = ("image", "question", "prompt", "frames")
 class Intervention:
     """A change of a comparison, and how the metrics and the report call it.
 
-    Attributes:
-        change: a function of the comparison and its donors.
-        view: what the model saw, in the report.
-        condition: completes "accuracy ...".
-        attack: the margin that counts is that of the chosen answer as it is over the rejected one changed:
-            decorating the rejected answer should not make it win.
-        repeats: the intervention of which this is another donor or neutral picture; their credits are averaged.
-        decides: whether it speaks for its family: something that the model knows takes the place of what is gone.
-        sampled: scored on a sample of the comparisons alone.
-        standard: scored unless the key `interventions` names others.
-        loss: the metric of the accuracy that is lost under it; by default made from the name.
+    Of an `attack` the margin that counts is that of the chosen answer as it is over the rejected one changed:
+    decorating the rejected answer should not make it win.
     """
 
     name: str
-    change: Change
+    change: Change  # a function of the comparison and its donors
     family: Family
-    view: str
-    condition: str
+    view: str  # what the model saw, in the report
+    condition: str  # completes "accuracy ..."
     attack: bool = False
-    repeats: str | None = None
-    decides: bool = False
-    sampled: bool = True
-    standard: bool = False
-    loss: str = field(default="")
+    repeats: str | None = None  # that of which this is another donor or neutral picture; their credits are averaged
+    decides: bool = False  # it speaks for its family: something that the model knows takes the place of what is gone
+    sampled: bool = True  # scored on a sample of the comparisons alone
+    standard: bool = False  # scored unless the key `interventions` names others
+    loss: str = ""  # the metric of the accuracy that is lost under it; by default made from the name
 
     def __post_init__(self):
         if not self.loss:
@@ -241,13 +222,8 @@ def _with_media(messages: Messages, change: Callable[[Medium], Medium]) -> Messa
     )
 
 
-def _picture(
-    name: str, paint: Callable[[Any], Any], done: str, *, repeats: str | None = None, **options: Any
-) -> Intervention:
-    change = painted(paint)
-    return Intervention(
-        name, change, "image", f"images {done}", f"with every image {done}", repeats=repeats, **options
-    )
+def _picture(name: str, paint: Callable[[Any], Any], done: str, **options: Any) -> Intervention:
+    return Intervention(name, painted(paint), "image", f"images {done}", f"with every image {done}", **options)
 
 
 def _quality(name: str, paint: Callable[[Any], Any], done: str) -> Intervention:
@@ -392,7 +368,7 @@ def alterations(
     Args:
         sampled: whether the comparison is in the sample of those that run on one alone.
         together: whether the scorer sees all answers at once, so that their order may matter to it.
-        frames: how video files are sampled, unless they say it themselves: frames per second, and at most so many.
+        frames: how video files are sampled: frames per second, and at most so many.
     """
     sampling = _with_sampling(comparison, *frames)
     for intervention in interventions:
@@ -415,8 +391,7 @@ def _with_sampling(comparison: Comparison, fps: float | None, max_frames: int | 
             return medium
         options = medium.options
         return replace(
-            medium,
-            options=replace(options, fps=options.fps or fps, max_frames=options.max_frames or max_frames),
+            medium, options=replace(options, fps=options.fps or fps, max_frames=options.max_frames or max_frames)
         )
 
     return _with_all_media(comparison, with_options, ("video",)) or comparison

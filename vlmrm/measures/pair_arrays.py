@@ -11,12 +11,7 @@ from vlmrm.errors import DataError
 from vlmrm.measures.intervals import AtRows, Figure, Mean, numbered
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.pairs import Candidates, candidates_of, comparison_numbers, credits_of, margins_of
-from vlmrm.measures.statistics import (
-    BestOfN,
-    ReliabilityBin,
-    best_of_n,
-    reliability,
-)
+from vlmrm.measures.statistics import BestOfN, ReliabilityBin, best_of_n, reliability
 
 LIST = 3  # candidates from which on a comparison is a ranked list
 

@@ -20,7 +20,7 @@ from vlmrm.data.media import image_size, local_path
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.measures.donors import prompt_id
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.style import markup
+from vlmrm.measures.statistics import markup
 
 SIDES = ("chosen", "rejected")
 COLUMNS = (
@@ -33,10 +33,9 @@ EPISODE = "chosen_episode"  # a column of pairs of episodes, which may all have 
 
 @dataclass
 class ScoredComparisons:
-    """Comparisons with the score of each branch, and the errors of the rows that could not be scored.
+    """Comparisons with the score of each branch; `dropped` are the rows that could not be scored.
 
-    `altered[i]` has, by name of the intervention, the scores of the branches of comparison i as it was changed.
-    `failed[i]` and `verdicts[i]` are those of `ScoredRow`, of scorers that have any.
+    `altered`, `failed` and `verdicts` are by comparison what `ScoredRow` has.
     """
 
     comparisons: Sequence[Comparison] = ()
@@ -70,11 +69,7 @@ def scored_pairs(comparisons: Sequence[Comparison], scores: Sequence[Sequence[fl
 
 @dataclass(frozen=True)
 class PairTable:
-    """The pairs of comparisons before they are scored.
-
-    `frame` has all columns of `scored_frame` that are not of a model; `chosen` and `rejected` [N] are the numbers of a
-    pair's branches among those of all comparisons.
-    """
+    """The pairs of comparisons before they are scored, with the numbers [N] of their branches among all."""
 
     frame: pd.DataFrame
     chosen: np.ndarray
@@ -97,8 +92,7 @@ def pair_table(comparisons: Iterable[Comparison], group_by: Sequence[str] = ()) 
             rows.append({**shared, **row})
             branches.append((count + row["chosen_branch"], count + row["rejected_branch"]))
         count += len(answers)
-    if absent:
-        raise unknown_column(min(absent, key=list(group_by).index))
+    _refuse_unknown([name for name in group_by if name in absent])
     frame = pd.DataFrame(rows)
     for name in ("margin_label", "agreement"):
         if name in frame:
@@ -149,15 +143,15 @@ def check_columns(comparisons: Iterable[Comparison], group_by: Sequence[str]) ->
         absent = [name for name in absent if name not in comparison.columns]
         if not absent:
             return
+    _refuse_unknown(absent)
+
+
+def _refuse_unknown(absent: Sequence[str]) -> None:
     if absent:
-        raise unknown_column(absent[0])
-
-
-def unknown_column(name: str) -> ConfigError:
-    return ConfigError(
-        f"group_by names {name}, which no row of the evaluation data has as a further column (category has figures "
-        "anyway): check its name."
-    )
+        raise ConfigError(
+            f"group_by names {absent[0]}, which no row of the evaluation data has as a further column (category has "
+            "figures anyway): check its name."
+        )
 
 
 def _pairs_of(comparison: Comparison) -> Iterator[dict[str, Any]]:
@@ -217,12 +211,7 @@ def _local_paths(references: Sequence[Any]) -> list[str]:
 
 
 def _pixels(reference: Any) -> int:
-    return _pixels_of_file(reference) if isinstance(reference, str) and Path(reference).exists() else _area(reference)
-
-
-@cache
-def _pixels_of_file(path: str) -> int:
-    return _area(path)
+    return _cached_area(reference) if isinstance(reference, str) and Path(reference).exists() else _area(reference)
 
 
 def _area(reference: Any) -> int:
@@ -231,6 +220,9 @@ def _area(reference: Any) -> int:
     except RowError:  # a video
         return 0
     return width * height
+
+
+_cached_area = cache(_area)
 
 
 def read_pairs(file: Path) -> pd.DataFrame:
@@ -249,9 +241,8 @@ def check_pairs(frame: pd.DataFrame) -> None:
     if frame.empty:
         raise DataError("there are no scored pairs: check the evaluation data")
     names = [name for name in ("model", "checkpoint") if name in frame]
-    sources = frame[names].drop_duplicates() if names else ()
-    if len(sources) > 1:
-        raise DataError(f"the scored pairs are of {len(sources)} checkpoints: take the rows of one")
+    if names and (count := len(frame[names].drop_duplicates())) > 1:
+        raise DataError(f"the scored pairs are of {count} checkpoints: take the rows of one")
     bad = not_finite(frame)
     if bad.any():
         first = frame["comparison_id"].to_numpy()[bad][0]
@@ -289,19 +280,15 @@ def pair_index(frame: pd.DataFrame) -> pd.MultiIndex:
 
 def comparison_numbers(frame: pd.DataFrame) -> np.ndarray:
     """Return the number of each row's comparison, in order of appearance: [N]."""
-    index = pair_index(frame).droplevel(["pair", "chosen_branch"])
-    return pd.factorize(index)[0]
+    return pd.factorize(pair_index(frame).droplevel(["pair", "chosen_branch"]))[0]
 
 
 def candidates_of(frame: pd.DataFrame) -> Candidates:
     """Return the branches behind the pairs of `frame`."""
     numbers = comparison_numbers(frame)
-    sides = [
-        pd.DataFrame(
-            {"group": numbers} | {name: frame[f"{side}_{name}"].to_numpy() for name in ("branch", "score", "rating")}
-        )
-        for side in ("chosen", "rejected")
-    ]
+    names = ("branch", "score", "rating")
+    columns = [{name: frame[f"{side}_{name}"].to_numpy() for name in names} for side in SIDES]
+    sides = [pd.DataFrame({"group": numbers, **of_side}) for of_side in columns]
     table = pd.concat(sides).drop_duplicates(["group", "branch"])
     columns = (table[name].to_numpy(np.float64) for name in ("score", "rating"))
     return Candidates(*columns, table["group"].to_numpy())
