@@ -38,7 +38,7 @@ from vlmrm.evaluation.evaluate import _Share
 from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.results import Results
 from vlmrm.evaluation.schema import load_results
-from vlmrm.evaluation.scorers.function import FunctionEntry
+from vlmrm.evaluation.scorers.reward import FunctionEntry
 from vlmrm.evaluation.sweep import sweep
 from vlmrm.formats.openai import write_messages
 from vlmrm.measures.interventions import INTERVENTIONS, alterations
