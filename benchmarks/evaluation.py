@@ -114,15 +114,7 @@ def workbench(base: Path, size: str) -> tuple[ComparisonCollator, RewardModel]:
 
 def vocabulary() -> list[str]:
     """Return the words of which the template, texts and rewrites are made."""
-    phrases = (rewrites.HEADING, rewrites.HEDGE, rewrites.AGREEMENT, rewrites.CERTAINTY, rewrites.GREETING)
-    texts = (
-        "system user a helpful assistant",
-        *rewrites.FILLERS,
-        *rewrites.GERMAN.items(),
-        *phrases,
-        rewrites.DISCLAIMER,
-        rewrites.REPETITION,
-    )
+    texts = ("system user a helpful assistant", rewrites.HEADING, rewrites.AGREEMENT, *rewrites.FILLERS)
     return sorted({word.lower() for text in texts for word in re.findall(r"[^\W\d_]+", str(text))})
 
 
