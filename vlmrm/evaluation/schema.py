@@ -43,19 +43,15 @@ class Statistics(TypedDict):
 
 @strict
 class Origin(TypedDict):
-    """What gave the scores: null stands for what is not known of a scorer that is no checkpoint.
+    """What gave the scores: null stands for what is not known of a scorer that is no checkpoint."""
 
-    `weights` is the digest of the checkpoint, or of what identifies another scorer, `checkpoint` the provenance in its
-    reward_model.json; `scorer` is what else is known of one that is no checkpoint of ours.
-    """
-
-    weights: str | None
+    weights: str | None  # the digest of the checkpoint, or of what identifies another scorer
     device: str | None
     dtype: str | None
     attention: str | None
     chat_template_sha256: str | None
-    checkpoint: dict[str, Any]
-    scorer: NotRequired[dict[str, str]]
+    checkpoint: dict[str, Any]  # the provenance in its reward_model.json
+    scorer: NotRequired[dict[str, str]]  # what else is known of one that is no checkpoint of ours
 
 
 @strict
@@ -71,17 +67,14 @@ class Provenance(Origin):
 
 @with_config(ConfigDict(extra="allow"))
 class Row(TypedDict, extra_items=Number):
-    """A checkpoint or another scorer, with the figures of the table beside these fields; none with an `error`.
-
-    `limits` are the interventions that it could not do, with the reason.
-    """
+    """A checkpoint or another scorer, with the figures of the table beside these fields; none with an `error`."""
 
     model: str
     checkpoint: str
     path: str
     error: str | None
     dropped_rows: NotRequired[int]
-    limits: NotRequired[dict[str, str]]
+    limits: NotRequired[dict[str, str]]  # the interventions that it could not do, with the reason
     seconds: float
     benchmark: NotRequired[dict[str, Figures]]
     statistics: NotRequired[Statistics]
@@ -90,15 +83,12 @@ class Row(TypedDict, extra_items=Number):
 
 @strict
 class Best(TypedDict):
-    """The checkpoint that `metric` chooses, with its value there.
-
-    `without_luck` is its figure as new prompts would show it, None where it cannot be known.
-    """
+    """The checkpoint that `metric` chooses, with its value there."""
 
     metric: str
     one_standard_error: bool
     value: Number
-    without_luck: NotRequired[Figures | None]
+    without_luck: NotRequired[Figures | None]  # as new prompts would show it, None where it cannot be known
     model: str
     checkpoint: str
     path: str
@@ -106,18 +96,13 @@ class Best(TypedDict):
 
 @strict
 class ResultsFile(TypedDict):
-    """The content of a results file.
-
-    `set_name` is the name of the data in a suite. `settings` are all that figures depend on besides the checkpoint.
-    `leakage` is the result of `vlmrm.evaluation.leakage`, None without `train_data`; `best` is None where no row has
-    the figure to choose by.
-    """
+    """The content of a results file."""
 
     schema_version: int
-    set_name: NotRequired[str]
-    settings: dict[str, Any]
-    leakage: dict[str, Any] | None
-    best: Best | None
+    set_name: NotRequired[str]  # the name of the data in a suite
+    settings: dict[str, Any]  # all that figures depend on besides the checkpoint
+    leakage: dict[str, Any] | None  # that of `vlmrm.evaluation.leakage`, None without `train_data`
+    best: Best | None  # None where no row has the figure to choose by
     results: list[Row]
 
 

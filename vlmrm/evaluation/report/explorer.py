@@ -8,26 +8,33 @@ again, the texts.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import logging
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from PIL import Image
 
+from vlmrm.data.media import open_image
+from vlmrm.errors import RowError
 from vlmrm.evaluation.report.checkpoints import Checkpoint
-from vlmrm.evaluation.report.examples import IMAGES, paths_of, thumbnail
 from vlmrm.measures.analysis import GROUP
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.pair_arrays import PairArrays
 from vlmrm.measures.pairs import pair_index
-from vlmrm.measures.plots import Share
 
 logger = logging.getLogger("vlmrm")
+
+SIDE = 320  # pixels of a thumbnail, the longer one
+COUNT = 12  # examples of a gallery
+IMAGES = 4  # of one prompt or answer
 
 # What the page may hold. A longer page would open slowly; what is left out is said on it.
 PAIRS = 200_000
@@ -42,8 +49,7 @@ ROLES = {"prompt": ("prompt_text", "image_paths")} | {
 }
 
 
-@dataclass(frozen=True)
-class PackedPairs:
+class PackedPairs(NamedTuple):
     """The block for the page's script, and a sentence about each thing that it lacks."""
 
     data: str
@@ -146,9 +152,9 @@ def _scores(model: Checkpoint, number: int, named: Sequence[str], at: np.ndarray
     return arrays
 
 
-def _numbers(share: Share) -> list[float | None]:
+def _numbers(share: Estimate) -> list[float | None]:
     """Return accuracy, the ends of its interval, and the number of pairs; NaN is no JSON."""
-    return [None if np.isnan(number) else number for number in share]
+    return [None if np.isnan(number) else number for number in (*share[:3], share.n)]
 
 
 def _columns(rows: pd.DataFrame) -> list[str]:
@@ -240,3 +246,106 @@ def _thumbnails(
         notes.append(f"{len(gone):,} images could not be opened.")
         logger.warning("The report lacks %s images that cannot be opened, such as %s", f"{len(gone):,}", gone[0])
     return thumbnails
+
+
+# Example pairs: the most confident mistakes and the narrowest wins ---------------------------------------------------
+
+
+class Picture(NamedTuple):
+    """An image as a data URI, None where it cannot be opened."""
+
+    alt: str
+    uri: str | None
+
+
+class ShownAnswer(NamedTuple):
+    """One of the two answers of a pair."""
+
+    role: str
+    score: float
+    text: str
+    pictures: list[Picture]
+
+
+class Example(NamedTuple):
+    """A pair: the prompt, and both answers with their scores."""
+
+    id: str
+    category: str | None
+    margin: float
+    prompt: str
+    pictures: list[Picture]
+    more_images: int
+    answers: list[ShownAnswer]
+
+
+class Gallery(NamedTuple):
+    """Examples under a heading and a sentence, which says so if there are none."""
+
+    id: str
+    title: str
+    text: str
+    examples: list[Example]
+
+
+def galleries(best: Checkpoint) -> list[Gallery]:
+    """Return the pairs with the lowest margins below zero, and the lowest above; at most one of each prompt."""
+    order = np.argsort(best.margins, kind="stable")
+    mistakes = "A confident mistake is often a wrong label: look before blaming the model."
+    made = []
+    for name, title, way, advice, rows in (
+        ("mistakes", "The most confident mistakes", "wrong", mistakes, order[best.margins[order] < 0]),
+        ("wins", "The narrowest wins", "right", "Little would turn these round.", order[best.margins[order] > 0]),
+    ):
+        repeated = best.pairs["prompt_id"].iloc[rows].duplicated().to_numpy()
+        shown = best.pairs.iloc[rows[~repeated][:COUNT]].to_dict("records")
+        text = f"At most one pair a prompt. {advice}" if shown else f"No pair is ranked the {way} way."
+        made.append(Gallery(name, title, text, [_example(row) for row in shown]))
+    return made
+
+
+def _example(row: dict[str, Any]) -> Example:
+    images = paths_of(row.get("image_paths"))
+    category = row.get("category")
+    answers = [
+        ShownAnswer(
+            side,
+            float(row[f"{side}_score"]),
+            row.get(f"{side}_text") or "",
+            _pictures(paths_of(row.get(f"{side}_image_paths")), f"image of the {side} answer"),
+        )
+        for side in ("chosen", "rejected")
+    ]
+    return Example(
+        id=str(row["comparison_id"]),
+        category=category if isinstance(category, str) else None,
+        margin=answers[0].score - answers[1].score,
+        prompt=row.get("prompt_text") or "",
+        pictures=_pictures(images, "image of the prompt"),
+        more_images=max(len(images) - IMAGES, 0),
+        answers=answers,
+    )
+
+
+def paths_of(value: Any) -> list[str]:
+    """Return a cell with a list, which is an array after parquet, and None or NaN where the data have none."""
+    return [] if value is None or isinstance(value, float) else [str(path) for path in value]
+
+
+def _pictures(paths: list[str], alt: str) -> list[Picture]:
+    alts = [f"{alt} {number}" for number in range(1, IMAGES + 1)] if len(paths) > 1 else [alt]
+    return [Picture(alt, thumbnail(path)) for alt, path in zip(alts, paths, strict=False)]
+
+
+@cache
+def thumbnail(path: str) -> str | None:
+    """Return a JPEG of at most 320 x 320 pixels as a data URI; None if it cannot be opened."""
+    try:
+        image = open_image(path)
+    except RowError as error:
+        logger.debug("The report lacks the image %s: %s", path, error)
+        return None
+    image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=78, optimize=True)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
