@@ -241,66 +241,50 @@ def rewriting(rewrite: Rewrite) -> Change:
     return lambda comparison, donors=(): restyled(comparison, rewrite)
 
 
+def _removing(family: Family, name: str, change: Change, view: str, condition: str, **options: Any) -> Intervention:
+    return Intervention(name, change, family, view, condition, standard=True, **options)
+
+
 # Declared here and nowhere else; the guide has the table of them.
 _DECLARED = (
     _picture("blank_image", pictures.grey, "painted grey", standard=True, loss="image_reliance"),
     _picture("noise_image", pictures.noise, "replaced by noise", repeats="blank_image", standard=True),
-    Intervention(
-        "swapped_image",
-        swapped_image,
-        "image",
-        "another row's image",
-        "with the images of another row",
-        decides=True,
-        standard=True,
+    _removing(
+        "image", "swapped_image", swapped_image, "another row's image", "with the images of another row", decides=True
     ),
-    Intervention(
+    _removing(
+        "image",
         "swapped_image_again",
         lambda comparison, donors=(): swapped_image(comparison, donors, 1),
-        "image",
         "a third row's image",
         "with the images of a third row",
         repeats="swapped_image",
-        standard=True,
     ),
-    Intervention(
+    _removing(
+        "question",
         "swapped_question",
         swapped_question,
-        "question",
         "another row's question",
         "with the question of another row about its own images",
         decides=True,
-        standard=True,
     ),
-    Intervention(
-        "no_question", no_question, "question", "images without a question", "without the question", standard=True
-    ),
-    Intervention(
+    _removing("question", "no_question", no_question, "images without a question", "without the question"),
+    _removing(
+        "prompt",
         "swapped_prompt",
         swapped_prompt,
-        "prompt",
         "another question and image",
         "under the prompt of another row",
         decides=True,
-        standard=True,
     ),
-    Intervention(
-        "response_only",
-        response_only,
-        "prompt",
-        "no prompt at all",
-        "of the answers alone",
-        sampled=False,
-        standard=True,
-    ),
-    Intervention(
+    _removing("prompt", "response_only", response_only, "no prompt at all", "of the answers alone", sampled=False),
+    _removing(
+        "frames",
         "shuffled_frames",
         reframed(pictures.shuffled),
-        "frames",
         "frames shuffled",
         "with the frames of videos shuffled",
         decides=True,
-        standard=True,
     ),
     _quality("compressed_image", pictures.compressed, "compressed as a JPEG of low quality"),
     _quality("cropped_image", pictures.cropped, "cropped by 7 %"),

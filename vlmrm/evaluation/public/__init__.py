@@ -268,7 +268,11 @@ def _locations(chosen: Benchmark, path: str | None) -> dict[str | None, str]:
     if not os.path.exists(path):
         raise DataError(f"{path} does not exist: for {chosen.title}, {source.how_to_get()}")
     if len(configs) == 1:
-        return {configs[0]: _inside(chosen, path)}
+        inside = [os.path.join(path, part) for part in (source.file, *source.configs) if part]
+        found = next(filter(os.path.exists, inside), path)
+        if source.file and found == path and os.path.isdir(path):
+            raise DataError(f"{path} holds no {source.file}: for {chosen.title}, {source.how_to_get()}")
+        return {configs[0]: found}
     present = {config: os.path.join(path, config) for config in source.configs if os.path.isdir(f"{path}/{config}")}
     missing = [config for config in source.configs if config not in present]
     if not present:
@@ -280,21 +284,9 @@ def _locations(chosen: Benchmark, path: str | None) -> dict[str | None, str]:
     return {**present}
 
 
-def _inside(chosen: Benchmark, path: str) -> str:
-    """Return the table or the folder of the one configuration in a local copy."""
-    source = chosen.source
-    for part in (source.file, *source.configs):
-        inside = os.path.join(path, part or "")
-        if part and os.path.exists(inside):
-            return inside
-    if source.file and os.path.isdir(path):
-        raise DataError(f"{path} holds no {source.file}: for {chosen.title}, {source.how_to_get()}")
-    return path
-
-
 def _open(chosen: Benchmark, location: str, split: str, config: str | None) -> list[Source]:
     sources = open_tables(_files_of(location, split) or location, split, config=config)
-    origin = {"split": split, "config": config}
+    origin, opened = {"split": split, "config": config}, []
     for source in sources:
         columns = source.table.column_names or []
         if missing := [name for name in chosen.required if name not in {*columns, *origin}]:
@@ -302,7 +294,11 @@ def _open(chosen: Benchmark, location: str, split: str, config: str | None) -> l
                 f"{source.path} is no copy of {chosen.title}: it lacks the columns {', '.join(missing)} and has "
                 f"{', '.join(columns)}"
             )
-    opened = [replace(source, table=_with_origin(source, origin, chosen.required)) for source in sources]
+        table = cast("Dataset", source.table)
+        for name, value in origin.items():
+            if name in chosen.required and name not in columns:
+                table = table.add_column(name, [value] * len(table))
+        opened.append(replace(source, table=table))
     return opened if chosen.lists is None else [_as_lists(chosen, source, LISTS[chosen.lists]) for source in opened]
 
 
@@ -321,15 +317,6 @@ def _as_lists(chosen: Benchmark, source: Source, naming: Callable[[Any], Hashabl
     return replace(
         source, table=Dataset.from_list([{name: [row[name] for row in rows] for name in rows[0]} for rows in compared])
     )
-
-
-def _with_origin(source: Source, origin: Mapping[str, str | None], required: list[str]) -> Dataset:
-    """Return the table with the split and the configuration as columns, where the benchmark reads them."""
-    table = cast("Dataset", source.table)
-    for name, value in origin.items():
-        if name in required and name not in (table.column_names or []):
-            table = table.add_column(name, [value] * len(table))
-    return table
 
 
 def _files_of(folder: str, split: str) -> str | None:
