@@ -48,6 +48,8 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
     accuracy, among = (choice.accuracy, choice.among) if chosen else (measured.accuracy, 1)
     rows = (row for sweep in sweeps for row in sweep["results"] if "provenance" in row)
     named = (row for row in rows if (row["model"], row["checkpoint"]) == (measured.model, measured.name))
+    altered = {it.view: measured.altered(name) for name, it in INTERVENTIONS.items()}
+    shares = {"all pairs": accuracy, **{name: share for name, share in altered.items() if share.n}}
     base = info.get("provenance", {}).get("base_model")
     environment = templates(escape=False)  # in Markdown, texts of the data are cells of tables, which `cell` escapes
     environment.filters["cell"] = _cell
@@ -59,7 +61,7 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
         accuracy=percent(accuracy.value),
         among=among,
         on_these=percent(measured.accuracy.value),
-        rows=_rows(measured, accuracy),
+        rows=[(name, percent(it.value), interval(it), f"{it.n:,}") for name, it in shares.items()],
         headline=headline(measured.audit),
         length=percent(measured.figures["length_baseline_accuracy"]["value"]),
         correlation=number(measured.figures["margin_length_correlation"]["value"], 2),
@@ -84,15 +86,6 @@ def _find(folder: Path, frame: pd.DataFrame) -> Checkpoint:
             "itself, and give those results."
         )
     return matching[0]
-
-
-def _rows(measured: Checkpoint, accuracy: Estimate) -> list[tuple[str, str, str, str]]:
-    """Return the rows of the table of results: condition, accuracy, 95 % interval and number of pairs."""
-    shares = {"all pairs": accuracy}
-    for name, intervention in INTERVENTIONS.items():
-        if measured.altered(name).n:
-            shares[intervention.view] = measured.altered(name)
-    return [(name, percent(share.value), interval(share), f"{share.n:,}") for name, share in shares.items()]
 
 
 def _metadata(folder: Path, base: str | None, accuracy: Estimate, data: str) -> ModelCardData:

@@ -36,20 +36,13 @@ class Results:
         self.best: Best | None = None
         self.frame: pd.DataFrame | None = None
         make_folder(csv.parent)
-        if self.json.exists():
-            self._continue()
-
-    def scores_of(self, best: Best) -> np.ndarray:
-        """Return the scores of all branches by a checkpoint, each once."""
-        assert self.frame is not None, "the best checkpoint has scored pairs"
-        return candidates_of(self.frame[_of(self.frame, best)]).scores
-
-    def _continue(self) -> None:
+        if not self.json.exists():
+            return
         saved = load_results(self.json)
-        if digest(saved["settings"]) != digest(self.settings):
+        if digest(saved["settings"]) != digest(settings):
             if all(row["error"] for row in saved["results"]):
                 return  # nothing to lose, and maybe the settings were what was wrong
-            old, new = ({**it, **it.get("reading", {})} for it in (saved["settings"], self.settings))
+            old, new = ({**it, **it.get("reading", {})} for it in (saved["settings"], settings))
             changed = sorted(key for key in {*old, *new} - {"reading"} if digest(old.get(key)) != digest(new.get(key)))
             raise ConfigError(
                 f"{self.json} holds results of other data or settings ({', '.join(changed)}): choose another "
@@ -58,6 +51,11 @@ class Results:
         self.rows, self.best = saved["results"], saved["best"]
         if self.parquet.exists():
             self.frame = read_pairs(self.parquet)
+
+    def scores_of(self, best: Best) -> np.ndarray:
+        """Return the scores of all branches by a checkpoint, each once."""
+        assert self.frame is not None, "the best checkpoint has scored pairs"
+        return candidates_of(self.frame[_of(self.frame, best)]).scores
 
     def holds(self, entry: Entry) -> bool:
         """Return whether the entry has figures, with the pairs behind them, and is known to be still the same."""

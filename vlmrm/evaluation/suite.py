@@ -151,7 +151,10 @@ def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list
         [(f"suite {args.suite}", name, keys) for name, keys in read_suite(args.suite).items()] if args.suite else []
     )
     definitions += [("benchmark", name, SetKeys(benchmark=name)) for name in args.benchmark]
-    definitions += [("data", *_named(text)) for text in args.data]
+    for text in args.data:  # NAME=PATH or PATH
+        match = None if Path(text).exists() or isinstance(text, InMemory) else NAMED.fullmatch(text)
+        name, path = match.groups() if match else (re.sub(r"[^\w.+-]", "_", Path(text).stem), text)
+        definitions.append(("data", name, SetKeys(dataset_path=[path])))
     names = [name for _, name, _ in definitions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two sets are called {twice}: give one another name, as --data NAME=PATH or in a suite.")
@@ -216,13 +219,6 @@ def _read_set(path: Path, name: str, keys: Any) -> SetKeys:
     if read.benchmark is None and not read.dataset_path:
         raise ConfigError(f"{where} has neither dataset_path nor benchmark: give one of them.")
     return read
-
-
-def _named(text: str) -> tuple[str, SetKeys]:
-    """Return the name and the keys of a value of `data`, NAME=PATH or PATH."""
-    match = None if Path(text).exists() or isinstance(text, InMemory) else NAMED.fullmatch(text)
-    name, path = match.groups() if match else (re.sub(r"[^\w.+-]", "_", Path(text).stem), text)
-    return name, SetKeys(dataset_path=[path])
 
 
 def _check_metric(metric: str, names: Sequence[str]) -> None:

@@ -54,8 +54,11 @@ class Finding(NamedTuple):
 def audit(frame: pd.DataFrame) -> list[Finding]:
     """Return a finding for each question that the scored pairs of one checkpoint allow, in their declared order."""
     pairs = PairArrays(frame)
-    asked = [*(_of_intervention(pairs, name) for name in INTERVENTIONS), _of_length(pairs), _of_position(pairs)]
-    found = [question for question in asked if question is not None]
+    found = [it for name in INTERVENTIONS if (it := _of_intervention(pairs, name)) is not None]
+    if np.nan_to_num(pairs.longer).any():  # unless all are equally long
+        found.append(_contrasted("length", pairs, pairs.longer > 0, pairs.longer < 0))
+    (chosen, rejected), decided = pairs.sides("branch").T, ~np.isnan(pairs.margins)
+    found.append(_contrasted("position", pairs, decided & (chosen < rejected), decided & (chosen > rejected)))
     testable = [finding for finding, _ in found if not finding.reason]
     adjusted = dict(zip((it.name for it in testable), holm([it.p_value for it in testable]), strict=True))
     return [_answer(finding, test, adjusted.get(finding.name, 1.0), len(testable)) for finding, test in found]
@@ -138,19 +141,6 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
     left = Mean(np.where(np.isnan(pairs.credits), np.nan, mean), scale="share").estimate(pairs.prompts)
     found = Finding(name, intervention.family, claim, of_loss, left, MARGIN, p, NAN, reason, len(altered))
     return found, tests[0]
-
-
-def _of_length(pairs: PairArrays) -> Question | None:
-    if not np.nan_to_num(pairs.longer).any():
-        return None  # all are equally long
-    return _contrasted("length", pairs, pairs.longer > 0, pairs.longer < 0)
-
-
-def _of_position(pairs: PairArrays) -> Question:
-    """Return the question whether it prefers the first answer."""
-    chosen, rejected = pairs.sides("branch").T
-    decided = ~np.isnan(pairs.margins)
-    return _contrasted("position", pairs, decided & (chosen < rejected), decided & (chosen > rejected))
 
 
 def _contrasted(name: str, pairs: PairArrays, first: np.ndarray, second: np.ndarray) -> Question:

@@ -99,9 +99,14 @@ def donors_of(
         if candidate not in traits:
             traits[candidate] = traits_of(dataset[candidate]["comparison"])
         donor = traits[candidate]
-        if donor is None or not _irrelevant(donor, row):
+        if donor is None or bool(donor.kinds) != bool(row.kinds):
             continue
-        ranked.append((_differences(donor, row), order, candidate, donor))
+        same_question = donor.question == row.question
+        if (same_question and not row.kinds) or _share_pictures(donor, row):
+            continue
+        mirror = same_question and bool(donor.answers & row.answers)
+        differences = 4 * mirror + 2 * (donor.kinds != row.kinds) + (donor.category != row.category)
+        ranked.append((differences, order, candidate, donor))
         drawn = _drawn(ranked, count)
         if len(drawn) == count and not any(differences for differences, *_ in drawn):
             break
@@ -114,19 +119,6 @@ def _near(index: int) -> Iterator[int]:
         steps = list(range(start, end))
         random.Random(f"{end}:{index // end}").shuffle(steps)
         yield from (index ^ step for step in steps)
-
-
-def _irrelevant(donor: Traits, row: Traits) -> bool:
-    """Return whether the donor's prompt is another one, with media if and only if the row's has some."""
-    if bool(donor.kinds) != bool(row.kinds) or (donor.question == row.question and not row.kinds):
-        return False
-    return not _share_pictures(donor, row)
-
-
-def _differences(donor: Traits, row: Traits) -> int:
-    """Return how unlike the two are; most of all if the donor may be the row's mirror."""
-    mirror = donor.question == row.question and bool(donor.answers & row.answers)
-    return 4 * mirror + 2 * (donor.kinds != row.kinds) + (donor.category != row.category)
 
 
 def _drawn(ranked: list[tuple[int, int, int, Traits]], count: int) -> list[tuple[int, int, int, Traits]]:

@@ -155,9 +155,11 @@ def _refuse_unknown(absent: Sequence[str]) -> None:
 
 
 def _pairs_of(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    episode = comparison.columns.get(EPISODE)
     shared = {
         "comparison_id": comparison.id,
-        "prompt_id": _unit(comparison),
+        # What rows may share and others do not: the prompt, or of pairs of episodes the better one.
+        "prompt_id": prompt_id(comparison) if episode is None else "/".join(Path(str(episode)).parts[-2:]),
         "category": comparison.category,
         "weight": comparison.judgement.weight,
     }
@@ -167,12 +169,6 @@ def _pairs_of(comparison: Comparison) -> Iterator[dict[str, Any]]:
         for side, i in zip(SIDES, (chosen, rejected), strict=True):
             row |= {f"{side}_branch": i, f"{side}_rating": ratings[i]}
         yield row
-
-
-def _unit(comparison: Comparison) -> str:
-    """Return the name of what rows may share and others do not: the prompt, or of pairs of episodes the better one."""
-    episode = comparison.columns.get(EPISODE)
-    return prompt_id(comparison) if episode is None else "/".join(Path(str(episode)).parts[-2:])
 
 
 def _of_comparison(comparison: Comparison, group_by: Sequence[str]) -> dict[str, Any]:

@@ -294,16 +294,12 @@ def _expected(scores: np.ndarray, ratings: np.ndarray) -> np.ndarray:
     chance = comb(below, n - 1) / comb(size, n)
     order = np.argsort(scores, axis=1, kind="stable")
     ranked, ratings = np.take_along_axis(scores, order, axis=1), np.take_along_axis(ratings, order, axis=1)
-    return _mean_over_ties(ranked, ratings) @ chance
-
-
-def _mean_over_ties(ranked: np.ndarray, ratings: np.ndarray) -> np.ndarray:
-    """Return each rating as the mean rating of those with the same score in its list; scores ascend: [G, K]."""
+    # Of those with the same score in its list, each has the mean rating.
     starts = np.ones(ranked.shape, dtype=bool)
     starts[:, 1:] = ranked[:, 1:] != ranked[:, :-1]
     codes = np.cumsum(starts.ravel()) - 1
     means = np.bincount(codes, weights=ratings.ravel()) / np.bincount(codes)
-    return means[codes].reshape(ranked.shape)
+    return means[codes].reshape(ranked.shape) @ chance
 
 
 def _by_size(groups: np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:

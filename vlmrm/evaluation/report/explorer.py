@@ -14,6 +14,7 @@ import logging
 import zlib
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,28 +221,23 @@ def _thumbnails(
     """Return thumbnails by number of path, of mistakes first, the most confident first, then of the narrowest wins."""
     margins = arrays["0/margin"].astype(np.float64)
     order = np.argsort(np.where(np.isnan(margins), np.inf, margins), kind="stable")
+    of_rows = (lists[arrays[f"images/{role}"][row]][:IMAGES] for row in order for role in ROLES)
     thumbnails: dict[int, str] = {}
-    looked: set[int] = set()
     left = IMAGE_BYTES
     gone: list[str] = []
-    for row in order:
-        for role in ROLES:
-            for number in lists[arrays[f"images/{role}"][row]][:IMAGES]:
-                if number in looked:
-                    continue
-                looked.add(number)
-                uri = thumbnail(paths[number])
-                if uri is None:
-                    gone.append(paths[number])
-                    continue
-                left -= len(uri)
-                if left < 0:
-                    notes.append(
-                        f"{len(thumbnails):,} of {len(paths):,} images are on this page, those of mistakes first; "
-                        "of the others it has the paths."
-                    )
-                    return thumbnails
-                thumbnails[number] = uri.partition(",")[2]
+    for number in dict.fromkeys(chain.from_iterable(of_rows)):
+        uri = thumbnail(paths[number])
+        if uri is None:
+            gone.append(paths[number])
+            continue
+        left -= len(uri)
+        if left < 0:
+            notes.append(
+                f"{len(thumbnails):,} of {len(paths):,} images are on this page, those of mistakes first; of the "
+                "others it has the paths."
+            )
+            return thumbnails
+        thumbnails[number] = uri.partition(",")[2]
     if gone:
         notes.append(f"{len(gone):,} images could not be opened.")
         logger.warning("The report lacks %s images that cannot be opened, such as %s", f"{len(gone):,}", gone[0])

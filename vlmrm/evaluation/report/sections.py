@@ -416,23 +416,18 @@ def of_comparison(checkpoints: Sequence[Checkpoint]) -> Section:
         "Points of accuracy that the row is ahead of the column, their 95% interval, and p, on "
         f"{tests[0].pairs:,} common pairs"
     )
+    sizes = sorted(test.detectable for test in tests if not np.isnan(test.detectable))
+    between = " to ".join(points(size) for size in (*sizes[:1], *sizes[1:][-1:]))
+    seen = f"These prompts show a difference of {between} points four times in five; a smaller one may stay unseen."
+    seen = seen if sizes else "So few prompts show no difference."
     text = (
         "A difference is more than chance where its interval is without zero, and there p is below 0.05. Both are "
         f"from flips of the signs of whole prompts and hold for all {len(tests)} comparisons together. "
-        f"{_detectable(tests)}"
+        f"{seen}"
     )
     if len(checkpoints) > COMPARED:
         text += f" The {COMPARED} best of {len(checkpoints)}."
     return Section("comparison", title, text, tables=[Table(caption, ["checkpoint", *numbers], rows)])
-
-
-def _detectable(tests: Sequence[PairedTest]) -> str:
-    """Say how large a difference between two checkpoints has to be for these pairs to show it."""
-    sizes = sorted(test.detectable for test in tests if not np.isnan(test.detectable))
-    if not sizes:
-        return "So few prompts show no difference."
-    between = points(sizes[0]) if len(sizes) == 1 else f"{points(sizes[0])} to {points(sizes[-1])}"
-    return f"These prompts show a difference of {between} points four times in five; a smaller one may stay unseen."
 
 
 def of_best_of_n(best: Checkpoint) -> Section:

@@ -122,15 +122,15 @@ class ConversationScorer(ABC):
                 "score the texts alone with scorer_drops_media: true."
             )
         conversations = [
-            Conversation(tuple(Message(m.role, tuple(self._seen(m.content))) for m in conversation.messages))
+            Conversation(tuple(Message(m.role, tuple(filter(self._seen, m.content))) for m in conversation.messages))
             for conversation in conversations
         ]
         if not all(conversation.answer.content for conversation in conversations):
             raise RewardError(f"{self.name} cannot see an answer of row {comparison.id}, which is {kind} alone.")
         return _ConversationGroup.of(conversations), True
 
-    def _seen(self, parts: Iterable[Part]) -> Iterator[Part]:
-        return (part for part in parts if isinstance(part, Text) or part.kind in self.sees)
+    def _seen(self, part: Part) -> bool:
+        return isinstance(part, Text) or part.kind in self.sees
 
     def _ask(self, groups: Sequence[_ConversationGroup]) -> None:
         """Ask for what has not been asked yet."""
