@@ -17,8 +17,7 @@ from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.measures import pictures
 from vlmrm.measures.donors import is_sampled, prompt_id
 from vlmrm.measures.interventions import FAMILIES, INTERVENTIONS, Intervention, alterations, named
-from vlmrm.measures.pair_arrays import PairArrays
-from vlmrm.measures.pairs import ScoredComparisons, scored_frame
+from vlmrm.measures.pairs import PairArrays, ScoredComparisons, scored_frame
 from vlmrm.measures.rewrites import AGREEMENT
 
 RNG = np.random.default_rng(0)

@@ -15,7 +15,7 @@ from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.analysis import metric as figure_of
 from vlmrm.measures.intervals import Estimate, Figure, numbered, spread, with_ends
 from vlmrm.measures.metrics import METRICS
-from vlmrm.measures.pair_arrays import PairArrays
+from vlmrm.measures.pairs import PairArrays
 
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
 MEAN = "mean "  # begins the name of a figure that is the mean of several sets

@@ -28,8 +28,7 @@ from vlmrm.errors import DataError, RowError
 from vlmrm.evaluation.public import Benchmark
 from vlmrm.measures.intervals import Estimate, numbered
 from vlmrm.measures.metrics import share_of
-from vlmrm.measures.pair_arrays import PairArrays
-from vlmrm.measures.pairs import scored_pairs
+from vlmrm.measures.pairs import PairArrays, scored_pairs
 
 logger = logging.getLogger("vlmrm")
 

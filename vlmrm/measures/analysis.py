@@ -13,8 +13,7 @@ from vlmrm.errors import ConfigError
 from vlmrm.measures.audit import audit
 from vlmrm.measures.intervals import Figure
 from vlmrm.measures.metrics import METRICS
-from vlmrm.measures.pair_arrays import PairArrays
-from vlmrm.measures.pairs import check_pairs
+from vlmrm.measures.pairs import PairArrays, check_pairs
 
 GROUP = "by/"
 

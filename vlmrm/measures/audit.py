@@ -18,8 +18,7 @@ from scipy.special import stdtr, stdtrit
 
 from vlmrm.measures.intervals import NAN, Contrast, Estimate, Figure, Mean, spread, with_both_signs, with_ends
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.pair_arrays import PairArrays
-from vlmrm.measures.pairs import credits_of
+from vlmrm.measures.pairs import PairArrays, credits_of
 
 MARGIN = 0.05  # of accuracy: a larger change counts, a smaller one counts as none
 OBSERVED_MARGIN = 0.1  # of a contrast between pairs, which may differ in other things too

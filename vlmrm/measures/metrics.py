@@ -19,8 +19,7 @@ import numpy as np
 from vlmrm.errors import ConfigError
 from vlmrm.measures.intervals import Concordance, Contrast, Correlation, Estimate, Figure, Mean, detectable
 from vlmrm.measures.interventions import FOLLOWERS, INTERVENTIONS, Intervention
-from vlmrm.measures.pair_arrays import PairArrays
-from vlmrm.measures.pairs import credits_of
+from vlmrm.measures.pairs import PairArrays, credits_of
 from vlmrm.measures.statistics import (
     AtEqualStyle,
     BestOfN,

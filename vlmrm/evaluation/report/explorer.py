@@ -28,8 +28,7 @@ from vlmrm.evaluation.report.checkpoints import Checkpoint
 from vlmrm.measures.analysis import GROUP
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.pair_arrays import PairArrays
-from vlmrm.measures.pairs import pair_index
+from vlmrm.measures.pairs import PairArrays, pair_index
 
 logger = logging.getLogger("vlmrm")
 
