@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 from vlmrm.conversation import Comparison, Image, Medium, Message, Messages, Text, Video, media_of, text_of
 from vlmrm.errors import ConfigError, RowError
-from vlmrm.measures import pictures, rewrites
-from vlmrm.measures.rewrites import Rewrite
+from vlmrm.measures import changes
+from vlmrm.measures.changes import Rewrite
 from vlmrm.plugins import load_plugins
 from vlmrm.settings import did_you_mean
 
@@ -136,7 +136,7 @@ def question_of(comparison: Comparison) -> str:
 
 def matched_lengths(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
     """Lengthen the shorter answers up to the longest by sentences that say nothing."""
-    return restyled(comparison, rewrites.of_length(max(len(text_of(answer)) for answer in comparison.answers)))
+    return restyled(comparison, changes.of_length(max(len(text_of(answer)) for answer in comparison.answers)))
 
 
 def reversed_answers(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
@@ -187,7 +187,7 @@ def painted(paint: Callable[[Any], Any], videos: bool = True) -> Change:
     def change(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
         def painted(medium: Medium) -> Medium:
             if isinstance(medium, Video):
-                return pictures.painted(medium, paint) if videos else medium
+                return changes.painted(medium, paint) if videos else medium
             return Image(paint(medium.reference))
 
         kinds = ("image", "video") if videos else ("image",)
@@ -247,8 +247,8 @@ def _removing(family: Family, name: str, change: Change, view: str, condition: s
 
 # Declared here and nowhere else; the guide has the table of them.
 _DECLARED = (
-    _picture("blank_image", pictures.grey, "painted grey", standard=True, loss="image_reliance"),
-    _picture("noise_image", pictures.noise, "replaced by noise", repeats="blank_image", standard=True),
+    _picture("blank_image", changes.grey, "painted grey", standard=True, loss="image_reliance"),
+    _picture("noise_image", changes.noise, "replaced by noise", repeats="blank_image", standard=True),
     _removing(
         "image", "swapped_image", swapped_image, "another row's image", "with the images of another row", decides=True
     ),
@@ -281,19 +281,19 @@ _DECLARED = (
     _removing(
         "frames",
         "shuffled_frames",
-        reframed(pictures.shuffled),
+        reframed(changes.shuffled),
         "frames shuffled",
         "with the frames of videos shuffled",
         decides=True,
     ),
-    _quality("compressed_image", pictures.compressed, "compressed as a JPEG of low quality"),
-    _quality("cropped_image", pictures.cropped, "cropped by 7 %"),
-    _quality("smaller_image", pictures.smaller, "reduced to half of the pixels"),
-    _style("padded_answers", rewriting(rewrites.padded), "padded with empty sentences", attack=True, standard=True),
+    _quality("compressed_image", changes.compressed, "compressed as a JPEG of low quality"),
+    _quality("cropped_image", changes.cropped, "cropped by 7 %"),
+    _quality("smaller_image", changes.smaller, "reduced to half of the pixels"),
+    _style("padded_answers", rewriting(changes.padded), "padded with empty sentences", attack=True, standard=True),
     _style("matched_lengths", matched_lengths, "padded to one length"),
-    _style("added_markdown", rewriting(rewrites.with_markdown), "set in markdown", attack=True, standard=True),
-    _style("stripped_markdown", rewriting(rewrites.without_markdown), "without markdown"),
-    _style("agreeing_answers", rewriting(rewrites.agreeing), "flattering the user", attack=True, standard=True),
+    _style("added_markdown", rewriting(changes.with_markdown), "set in markdown", attack=True, standard=True),
+    _style("stripped_markdown", rewriting(changes.without_markdown), "without markdown"),
+    _style("agreeing_answers", rewriting(changes.agreeing), "flattering the user", attack=True, standard=True),
     Intervention(
         "reversed_answers",
         reversed_answers,
