@@ -246,45 +246,8 @@ def _thumbnails(
 # Example pairs: the most confident mistakes and the narrowest wins ---------------------------------------------------
 
 
-class Picture(NamedTuple):
-    """An image as a data URI, None where it cannot be opened."""
-
-    alt: str
-    uri: str | None
-
-
-class ShownAnswer(NamedTuple):
-    """One of the two answers of a pair."""
-
-    role: str
-    score: float
-    text: str
-    pictures: list[Picture]
-
-
-class Example(NamedTuple):
-    """A pair: the prompt, and both answers with their scores."""
-
-    id: str
-    category: str | None
-    margin: float
-    prompt: str
-    pictures: list[Picture]
-    more_images: int
-    answers: list[ShownAnswer]
-
-
-class Gallery(NamedTuple):
-    """Examples under a heading and a sentence, which says so if there are none."""
-
-    id: str
-    title: str
-    text: str
-    examples: list[Example]
-
-
-def galleries(best: Checkpoint) -> list[Gallery]:
-    """Return the pairs with the lowest margins below zero, and the lowest above; at most one of each prompt."""
+def galleries(best: Checkpoint) -> list[dict[str, Any]]:
+    """Return the pairs with the lowest margins below zero, and the lowest above, for the page; one of each prompt."""
     order = np.argsort(best.margins, kind="stable")
     mistakes = "A confident mistake is often a wrong label: look before blaming the model."
     made = []
@@ -293,33 +256,33 @@ def galleries(best: Checkpoint) -> list[Gallery]:
         ("wins", "The narrowest wins", "right", "Little would turn these round.", order[best.margins[order] > 0]),
     ):
         repeated = best.pairs["prompt_id"].iloc[rows].duplicated().to_numpy()
-        shown = best.pairs.iloc[rows[~repeated][:COUNT]].to_dict("records")
+        shown = [_example(row) for row in best.pairs.iloc[rows[~repeated][:COUNT]].to_dict("records")]
         text = f"At most one pair a prompt. {advice}" if shown else f"No pair is ranked the {way} way."
-        made.append(Gallery(name, title, text, [_example(row) for row in shown]))
+        made.append({"id": name, "title": title, "text": text, "examples": shown})
     return made
 
 
-def _example(row: dict[str, Any]) -> Example:
-    images = paths_of(row.get("image_paths"))
-    category = row.get("category")
-    answers = [
-        ShownAnswer(
-            side,
-            float(row[f"{side}_score"]),
-            row.get(f"{side}_text") or "",
-            _pictures(paths_of(row.get(f"{side}_image_paths")), f"image of the {side} answer"),
-        )
+def _example(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a pair: the prompt, and both answers with their scores."""
+    images, category = paths_of(row.get("image_paths")), row.get("category")
+    answers: list[dict[str, Any]] = [
+        {
+            "role": side,
+            "score": float(row[f"{side}_score"]),
+            "text": row.get(f"{side}_text") or "",
+            "pictures": _pictures(paths_of(row.get(f"{side}_image_paths")), f"image of the {side} answer"),
+        }
         for side in ("chosen", "rejected")
     ]
-    return Example(
-        id=str(row["comparison_id"]),
-        category=category if isinstance(category, str) else None,
-        margin=answers[0].score - answers[1].score,
-        prompt=row.get("prompt_text") or "",
-        pictures=_pictures(images, "image of the prompt"),
-        more_images=max(len(images) - IMAGES, 0),
-        answers=answers,
-    )
+    return {
+        "id": str(row["comparison_id"]),
+        "category": category if isinstance(category, str) else None,
+        "margin": answers[0]["score"] - answers[1]["score"],
+        "prompt": row.get("prompt_text") or "",
+        "pictures": _pictures(images, "image of the prompt"),
+        "more_images": max(len(images) - IMAGES, 0),
+        "answers": answers,
+    }
 
 
 def paths_of(value: Any) -> list[str]:
@@ -327,9 +290,10 @@ def paths_of(value: Any) -> list[str]:
     return [] if value is None or isinstance(value, float) else [str(path) for path in value]
 
 
-def _pictures(paths: list[str], alt: str) -> list[Picture]:
+def _pictures(paths: list[str], alt: str) -> list[dict[str, str | None]]:
+    """Return images as data URIs, None for one that cannot be opened."""
     alts = [f"{alt} {number}" for number in range(1, IMAGES + 1)] if len(paths) > 1 else [alt]
-    return [Picture(alt, thumbnail(path)) for alt, path in zip(alts, paths, strict=False)]
+    return [{"alt": alt, "uri": thumbnail(path)} for alt, path in zip(alts, paths, strict=False)]
 
 
 @cache
