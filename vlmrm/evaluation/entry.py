@@ -40,25 +40,20 @@ class SweepRun:
         return MediaStore(self.images, left // max(self.args.dataloader_num_workers, 1), name)
 
 
-class RowScorer(Protocol):
-    """An open model that scores the rows of data sets; an `Engine` is one."""
+class OpenEntry(Protocol):
+    """An entry that is ready to be measured, on any number of data sets, until it is closed.
+
+    Its `interventions` are scored beside the rows as they are; `limits` are why it cannot do others, by name.
+    """
 
     @property
-    def interventions(self) -> Collection[str]:
-        """Return those that it scores beside the rows as they are."""
-        ...
+    def interventions(self) -> Collection[str]: ...
+
+    @property
+    def limits(self) -> Mapping[str, str]: ...
 
     def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
         """Yield the scores of the rows `{"index", "comparison"}` of a data set; those with `sampled` altered too."""
-        ...
-
-
-class OpenEntry(RowScorer, Protocol):
-    """An entry that is ready to be measured, on any number of data sets, until it is closed."""
-
-    @property
-    def limits(self) -> Mapping[str, str]:
-        """Return why it cannot do an intervention, by name."""
         ...
 
     def origin(self) -> Origin:

@@ -17,9 +17,9 @@ from accelerate.utils import gather_object
 
 from vlmrm.conversation import Comparison
 from vlmrm.data.comparisons import iterate_comparisons
-from vlmrm.engine import ScoredRow
+from vlmrm.engine import Engine, ScoredRow
 from vlmrm.errors import CheckpointError, ConfigError, DataError, RewardError, RowError, ScoreError, VlmrmError
-from vlmrm.evaluation.entry import Entry, OpenEntry, RowScorer, SweepRun
+from vlmrm.evaluation.entry import Entry, OpenEntry, SweepRun
 from vlmrm.evaluation.results import table_figures
 from vlmrm.evaluation.schema import Provenance, Row, Statistics
 from vlmrm.evaluation.suite import OpenSet
@@ -187,7 +187,7 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
 
 
 def evaluate(
-    scorer: RowScorer,
+    scorer: OpenEntry | Engine,
     dataset,
     *,
     batch_size: int,
