@@ -17,14 +17,14 @@ from scipy.optimize import root_scalar
 from scipy.special import comb, expit, log_expit
 from scipy.stats import rankdata
 
+from vlmrm.measures.bradley_terry import fit, logistic
 from vlmrm.measures.intervals import LEVEL, NAN, Estimate, Figure, Influence
 
 BINS = 10
 DRAWS, SEED = 1000, 0  # of the interval of the calibration error
 # Headings, items of lists, code blocks and rules at the start of a line; bold text and inline code anywhere.
 MARKUP = re.compile(r"^\s*(?:#{1,6}\s|[-*+]\s|\d+[.)]\s|```|---)|\*\*[^*\n]+\*\*|`[^`\n]+`", re.MULTILINE)
-PRIOR = 0.5  # pairs of equal style that are right, and wrong, with which the fit begins; and the weight of each slope
-STEPS = 25  # of Newton's method
+PRIOR = 0.5  # weight of each slope; the fit begins with half a pair of equal style that is right, and half a wrong one
 
 
 class ReliabilityBin(NamedTuple):
@@ -204,20 +204,10 @@ class AtEqualStyle(Figure):
         x, y = self.differences[counts], self.credits[counts]
         x = x / np.where(x.std(axis=0) > 0, np.sqrt((x**2).mean(axis=0)), 1.0)
         z = np.column_stack([np.ones(n), x])
-        ridge = np.diag([0.0, *np.full(x.shape[1], PRIOR)])
-        fitted = np.zeros(z.shape[1])
-        for _ in range(STEPS):
-            p, middle = expit(z @ fitted), expit(fitted[0])
-            slope = z.T @ (y - p) - ridge @ fitted
-            slope[0] += PRIOR - 2 * PRIOR * middle
-            curvature = (z * (p * (1 - p))[:, None]).T @ z + ridge
-            curvature[0, 0] += 2 * PRIOR * middle * (1 - middle)
-            step = np.clip(np.linalg.solve(curvature, slope), -2, 2)
-            fitted = fitted + step
-            if np.abs(step).max() < 1e-9:
-                break
-        value = float(expit(fitted[0]))
-        moved = value * (1 - value) * (z * (y - expit(z @ fitted))[:, None]) @ np.linalg.inv(curvature)[0]
+        begun = np.vstack([z, np.eye(1, z.shape[1])]), np.append(y, 0.5)
+        fitted, curvature = fit(*begun, np.array([0.0, *np.full(x.shape[1], PRIOR)]))
+        value = float(logistic(fitted[0]))
+        moved = value * (1 - value) * (z * (y - logistic(z @ fitted))[:, None]) @ np.linalg.inv(curvature)[0]
         rows[counts] = moved - moved.mean()
         return Influence(value, rows, shares, n)
 
